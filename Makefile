@@ -1,0 +1,37 @@
+# Two commands for everybody: `make demo` and `make test`. Each makes .venv on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+WORKERS ?= auto
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(VENV)/demo-installed
+	$(BIN)/ropewalk demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+
+lint: $(VENV)/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The same suite, on a GPU, with the Python that is there: no environment is made.
+test-gpu:
+	PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda $(PYTHON) -m pytest tests
+
+# An environment is complete when its stamp is newer than what it was made from.
+$(VENV)/demo-installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt -e '.[bench]'
+	touch $@
+
+$(VENV)/dev-installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,56 @@
+"""Position encodings for transformers as fast, differentiable GPU kernels.
+
+Every public name is imported when it is first used (PEP 562), so that `import ropewalk` costs nothing and
+`ropewalk --help` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ropewalk.bench.documents import benchmark_rope as benchmark_rope
+    from ropewalk.frequencies import FREQUENCIES as FREQUENCIES
+    from ropewalk.frequencies import inverse_frequencies as inverse_frequencies
+    from ropewalk.frequencies import rope_table as rope_table
+    from ropewalk.modules.attention import RoPEAttention as RoPEAttention
+    from ropewalk.modules.rotary import RotaryEmbedding as RotaryEmbedding
+    from ropewalk.modules.rotary import TritonRotary as TritonRotary
+    from ropewalk.ops.rope.api import apply_rope as apply_rope
+    from ropewalk.ops.rope.documents import apply_rotary_emb as apply_rotary_emb
+    from ropewalk.ops.rope.documents import precompute_freqs_cis as precompute_freqs_cis
+    from ropewalk.ops.rope.documents import rope_pytorch as rope_pytorch
+    from ropewalk.ops.rope.documents import rope_triton as rope_triton
+
+_MODULE_OF = {
+    "FREQUENCIES": "ropewalk.frequencies",
+    "RoPEAttention": "ropewalk.modules.attention",
+    "RotaryEmbedding": "ropewalk.modules.rotary",
+    "TritonRotary": "ropewalk.modules.rotary",
+    "apply_rope": "ropewalk.ops.rope.api",
+    "apply_rotary_emb": "ropewalk.ops.rope.documents",
+    "benchmark_rope": "ropewalk.bench.documents",
+    "inverse_frequencies": "ropewalk.frequencies",
+    "precompute_freqs_cis": "ropewalk.ops.rope.documents",
+    "rope_pytorch": "ropewalk.ops.rope.documents",
+    "rope_table": "ropewalk.frequencies",
+    "rope_triton": "ropewalk.ops.rope.documents",
+}
+
+__all__ = [*sorted(_MODULE_OF), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
