@@ -1,0 +1,100 @@
+"""`apply_rope`: the rotation's one public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ropewalk.ops.rope.eager import Flags, rotate
+from ropewalk.ops.rope.operator import is_plain, rotate_traced
+
+
+def apply_rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str = "bthd",
+    interleaved: bool = False,
+    inverse: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    inplace: bool = False,
+    impl: str | None = None,
+) -> Any:
+    """Rotate each pair of features of q and k by its token's angles: rotary position embedding.
+
+    The same in PyTorch, for `layout="bthd"` and half-split pairs::
+
+        def rotate(x):  # (B, T, H, D), with cos and sin (T, R/2)
+            a, b, rest = x.float().split([R // 2, R // 2, D - R], dim=-1)
+            c, s = cos[:T, None], sin[:T, None]
+            return torch.cat([a * c - b * s, a * s + b * c, rest], dim=-1).to(x.dtype)
+
+        q, k = rotate(q), rotate(k)
+
+    q and k are rotated in one launch. The arithmetic is in float32 (float64 for float64 tensors) and is rounded once.
+    The gradient of q and k is the inverse rotation, itself differentiable; cos and sin are not differentiated.
+    float16, bfloat16, float32 and float64; head dims up to 512; any strides.
+
+    Args:
+        q: (B, T, Hq, D) for layout "bthd", (B, Hq, T, D) for "bhtd", (total, Hq, D) for "thd".
+        k: the same with its own number of heads and its own strides, or None.
+        cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None.
+        sin: like cos.
+        positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
+            int: the same plus this offset; (B,): plus an offset for each batch row; (B, T) or (1, T): one for each
+            token; (total,) for "thd": one for each token. A position outside the table turns that token into NaN, all
+            of it, on every device; an int that cannot fit raises.
+        cu_seqlens: for "thd", where the packed sequences begin and end: (number of sequences + 1,), int32 or int64,
+            from 0 to total, never falling. Its values are checked on CPU tensors alone.
+        layout: "bthd", "bhtd" or "thd".
+        interleaved: pair features (2i, 2i + 1) (GPT-J, complex numbers) rather than (i, i + R/2) (GPT-NeoX, Llama).
+        inverse: turn by −θ rather than +θ.
+        rotary_dim: R, if it is to be checked: it must be twice the width of cos. The other D − R features pass through.
+        rotary_offset: the first rotated feature.
+        inplace: overwrite q and k, and return them. Autograd knows; a leaf that requires grad, or memory that
+            overlaps, is refused.
+        impl: None for the fastest that fits, "triton" or "reference"; a named one that cannot serve the call raises.
+
+    Returns:
+        (q, k) rotated, or q alone where k is None, with the strides that `torch.empty_like` gives.
+
+    Raises:
+        TypeError: an argument of another type or dtype than said here.
+        ValueError: shapes, devices or values that do not fit, or an `impl` that cannot serve them.
+        RuntimeError: in place on a tensor that autograd must not see overwritten.
+        Each names the argument, what it was and what it must be, and is raised before anything is written.
+
+    Under `torch.func` transforms and forward-mode differentiation the reference serves; `torch.compile` sees the operator
+    `torch.ops.ropewalk.rope`, without a graph break and without a recompilation for each length.
+
+    Source: RoFormer (https://arxiv.org/abs/2104.09864), equation 34; half-split pairs are GPT-NeoX's.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import apply_rope, inverse_frequencies, rope_table
+        >>> inv_freq, _ = inverse_frequencies("default", rotary_dim=64, base=10000.0)
+        >>> cos, sin = rope_table(128, inv_freq)
+        >>> q, k = torch.randn(2, 128, 8, 64), torch.randn(2, 128, 2, 64)
+        >>> q, k = apply_rope(q, k, cos, sin)
+        >>> q.shape, k.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 128, 2, 64]))
+    """
+    offset = 0
+    if isinstance(positions, int) and not isinstance(positions, bool):
+        offset, positions = positions, None
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad:
+            raise ValueError(f"{name} requires grad, but is not differentiated: pass {name}.detach()")
+    xs = (q,) if k is None else (q, k)
+    flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
+    if is_plain(q, k, cos, sin):
+        rotated = rotate(xs, cos, sin, positions, cu_seqlens, offset, flags)
+    else:
+        rotated = rotate_traced(xs, cos, sin, positions, cu_seqlens, offset, flags)
+    return rotated[0] if k is None else rotated
