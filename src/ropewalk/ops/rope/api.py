@@ -88,9 +88,8 @@ def apply_rope(
     offset = 0
     if isinstance(positions, int) and not isinstance(positions, bool):
         offset, positions = positions, None
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.requires_grad:
-            raise ValueError(f"{name} requires grad, but is not differentiated: pass {name}.detach()")
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
     xs = (q,) if k is None else (q, k)
     flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
     if is_plain(q, k, cos, sin):

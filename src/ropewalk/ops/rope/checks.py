@@ -50,23 +50,33 @@ def check_arguments(
     _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
 
 
-def check_offset(offset: int, q: Tensor, cos: Tensor, cu_seqlens: Tensor | None, layout: str) -> None:
+def max_offset(q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str) -> int:
+    """The largest offset with which no position that the host knows leaves the table."""
+    if cos.ndim == 3 or positions is not None:
+        return 0
+    n_rows, tokens = cos.shape[0], q.shape[layout.index("t")]
+    if cu_seqlens is not None:
+        # How long the longest sequence is, the host does not know: its tokens past the table become NaN.
+        tokens = min(tokens, 1)
+    return n_rows - tokens
+
+
+def check_offset(
+    offset: int, q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str
+) -> None:
     """Raise unless positions offset, offset + 1, … stay inside the table."""
-    if cos.ndim == 3:
-        if offset:
-            raise ValueError(
-                f"positions is {offset}, but must be None where cos and sin are per token (they have 3 dimensions)"
-            )
+    limit = max_offset(q, cos, positions, cu_seqlens, layout)
+    if 0 <= offset <= limit:
         return
-    n_rows = cos.shape[0]
-    tokens = q.shape[layout.index("t")]
-    # How long the longest packed sequence is, the host does not know: its tokens past the table become NaN.
-    last = offset if cu_seqlens is not None else offset + tokens - 1
-    if offset < 0 or (tokens > 0 and last >= n_rows):
+    if cos.ndim == 3:
         raise ValueError(
-            f"positions {offset} … {last} were asked for (an offset of {offset}, {tokens} tokens), but cos and sin have "
-            f"{n_rows} rows: they must be in 0 … {n_rows - 1}"
+            f"positions is {offset}, but must be None where cos and sin are per token (they have 3 dimensions)"
         )
+    tokens = q.shape[layout.index("t")]
+    raise ValueError(
+        f"positions start at {offset} for {tokens} tokens, but cos and sin have rows 0 … {cos.shape[0] - 1}: the start "
+        f"must be at least 0 and at most {limit}"
+    )
 
 
 def check_values(cu_seqlens: Tensor | None, total: int) -> None:
@@ -111,10 +121,10 @@ def _apart(
     """Whether q and k, which starts `distance` elements after q, provably share no element."""
     q_steps, k_steps = list(zip(q_shape, q_strides, strict=True)), list(zip(k_shape, k_strides, strict=True))
 
-    def reach(steps: list[tuple[int, int]]) -> int:
+    def extent(steps: list[tuple[int, int]]) -> int:
         return sum((size - 1) * stride for size, stride in steps)
 
-    if 0 in (*q_shape, *k_shape) or distance > reach(q_steps) or -distance > reach(k_steps):
+    if 0 in (*q_shape, *k_shape) or distance > extent(q_steps) or -distance > extent(k_steps):
         return True
     # Their memory interleaves, as slices of one projection do: then both walk the same outer dimensions, and within one
     # step of the smallest of those each keeps to a stretch of its own. Try every cut between outer and inner.
@@ -123,8 +133,8 @@ def _apart(
         outer = [step for step in common if step[1] >= cut]
         if cut == 0 or any(stride % cut for _, stride in outer):
             continue
-        q_inner = reach(q_steps) - reach(outer)
-        k_inner = reach(k_steps) - reach(outer)
+        q_inner = extent(q_steps) - extent(outer)
+        k_inner = extent(k_steps) - extent(outer)
         if q_inner < distance % cut < cut - k_inner:
             return True
     return False
@@ -142,6 +152,11 @@ def check_overwritable(name: str, x: Tensor) -> None:
             f"{name} is a view that autograd cannot see overwritten (made by split, chunk or unbind, or without grad), "
             f"so inplace must be False; a slice, x[:, :, :H], can be overwritten"
         )
+
+
+def reach(x: Tensor) -> int:
+    """How many bytes after the first element the last one starts."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) * x.element_size()
 
 
 def as_bthd(x: Tensor, layout: str) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ropewalk.ops.rope import reference
 from ropewalk.ops.rope.checks import (
@@ -24,6 +23,8 @@ from ropewalk.ops.rope.checks import (
     check_offset,
     check_overwritable,
     check_values,
+    max_offset,
+    reach,
 )
 
 # xs, outs, cos, sin, positions, cu_seqlens, offset, inverse: writes the rotation of xs into outs.
@@ -99,12 +100,21 @@ def _prepare(
     return triton_launch.prepare(q, k, cos, sin, positions, cu_seqlens, inplace=flags.inplace, **how)
 
 
-_PREPARED: dict[Any, Rotate] = {}
+class _Prepared:
+    """What is remembered of a kind of call: who serves it, and what is left to check of each."""
+
+    __slots__ = ("backward_reach", "forward_reach", "max_offset", "run")
+
+    def __init__(self, run: Rotate, q: Tensor, k: Tensor | None, max_offset: int) -> None:
+        self.run = run
+        self.max_offset = max_offset
+        # How far, in bytes, k's first element may lie from q's when the two can share memory.
+        self.forward_reach = reach(q)
+        self.backward_reach = -1 if k is None else reach(k)
+
+
+_PREPARED: dict[Any, _Prepared] = {}
 _MAX_PREPARED = 4096  # a stream of ever new lengths must not fill the memory
-
-
-def _looks(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
 def _find(
@@ -115,23 +125,34 @@ def _find(
     cu_seqlens: Tensor | None,
     offset: int,
     flags: Flags,
-) -> Rotate:
-    """Check a call, values included, and return what serves it: from memory, if a call like it came before."""
+) -> _Prepared:
+    """Check a call, and return what serves it: from memory, if a call like it came before."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
-    key = (_looks(q), _looks(k), _looks(cos), _looks(sin), _looks(positions), _looks(cu_seqlens), flags)
-    run = _PREPARED.get(key)
-    if run is None:
+    key = (
+        (q.shape, q.stride(), q.dtype, q.device),
+        None if k is None else (k.shape, k.stride(), k.dtype, k.device),
+        (cos.shape, cos.stride(), cos.dtype, cos.device),
+        (sin.shape, sin.stride(), sin.dtype, sin.device),
+        None if positions is None else (positions.shape, positions.stride(), positions.dtype, positions.device),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
+        flags,
+    )
+    prepared = _PREPARED.get(key)
+    if prepared is None:
         run = _prepare(q, k, cos, sin, positions, cu_seqlens, flags)
         if len(_PREPARED) >= _MAX_PREPARED:
             _PREPARED.clear()
-        _PREPARED[key] = run
-    if positions is None:
-        check_offset(offset, q, cos, cu_seqlens, flags.layout)
+        prepared = _Prepared(run, q, k, max_offset(q, cos, positions, cu_seqlens, flags.layout))
+        _PREPARED[key] = prepared
+    if not 0 <= offset <= prepared.max_offset:
+        check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
     if cu_seqlens is not None:
         check_values(cu_seqlens, q.shape[0])
     if flags.inplace and k is not None:
-        check_apart(q, k)
-    return run
+        distance = k.data_ptr() - q.data_ptr()
+        if -prepared.backward_reach <= distance <= prepared.forward_reach:
+            check_apart(q, k)
+    return prepared
 
 
 def rotate(
@@ -144,19 +165,24 @@ def rotate(
     flags: Flags,
 ) -> tuple[Tensor, ...]:
     """Rotate `xs`, (q,) or (q, k), and let autograd know; returns the rotated tensors."""
-    needs_grad = torch.is_grad_enabled() and any([x.requires_grad for x in xs])
-    run = _find(xs, cos, sin, positions, cu_seqlens, offset, flags)
-    if flags.inplace:
-        return _rotate_inplace(run, xs, cos, sin, positions, cu_seqlens, offset, flags, needs_grad)
+    prepared = _find(xs, cos, sin, positions, cu_seqlens, offset, flags)
+    run = prepared.run
+    needs_grad = torch.is_grad_enabled() and (xs[0].requires_grad or xs[-1].requires_grad)
     if needs_grad:
+        if flags.inplace:
+            return _rotate_inplace_with_grad(run, xs, cos, sin, positions, cu_seqlens, offset, flags)
         rotated: tuple[Tensor, ...] = _Rotate.apply(run, cos, sin, positions, cu_seqlens, offset, flags, *xs)
         return rotated
-    outs = tuple([torch.empty_like(x) for x in xs])
+    if flags.inplace:
+        torch._C._increment_version(xs)
+        outs = xs
+    else:
+        outs = [torch.empty_like(x) for x in xs]
     run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
-    return outs
+    return tuple(outs)
 
 
-def _rotate_inplace(
+def _rotate_inplace_with_grad(
     run: Rotate,
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -165,27 +191,23 @@ def _rotate_inplace(
     cu_seqlens: Tensor | None,
     offset: int,
     flags: Flags,
-    needs_grad: bool,
 ) -> tuple[Tensor, ...]:
-    recorded = [x.requires_grad for x in xs] if needs_grad else [False] * len(xs)
-    for name, x, is_recorded in zip("qk", xs, recorded, strict=False):
-        if is_recorded:
-            check_overwritable(name, x)
-    increment_version([x for x, is_recorded in zip(xs, recorded, strict=True) if not is_recorded])
-    with torch.no_grad():
-        run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
-    if not needs_grad:
-        return tuple(xs)
-    # The values are there; what is left is to put the rotation on autograd's record. A view has to be recorded alone:
-    # autograd allows a function that overwrites a view no second result.
-    together = [i for i, x in enumerate(xs) if recorded[i] and not x._is_view()]
-    alone = [[i] for i, x in enumerate(xs) if recorded[i] and x._is_view()]
+    recorded = [i for i, x in enumerate(xs) if x.requires_grad]
+    for i in recorded:
+        check_overwritable("qk"[i], xs[i])
+    torch._C._increment_version([x for x in xs if not x.requires_grad])
+    run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
+    # The values are there; what is left is to put the rotation on autograd's record. A view is recorded by itself: a
+    # function that overwrites a view may have no second result.
+    if any(xs[i]._is_view() for i in recorded):
+        groups = [[i] for i in recorded]
+    else:
+        groups = [recorded]
     results = list(xs)
-    for group in (together, *alone):
-        if group:
-            outs = _Overwritten.apply(cos, sin, positions, cu_seqlens, offset, flags, *(xs[i] for i in group))
-            for i, out in zip(group, outs, strict=True):
-                results[i] = out
+    for group in groups:
+        outs = _Overwritten.apply(cos, sin, positions, cu_seqlens, offset, flags, *(xs[i] for i in group))
+        for i, out in zip(group, outs, strict=True):
+            results[i] = out
     return tuple(results)
 
 

@@ -120,8 +120,7 @@ def _check(
     check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
     if flags.inplace:
         check_inplace(q, k)
-    if positions is None:
-        check_offset(offset, q, cos, cu_seqlens, flags.layout)
+    check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
 
 
 def _eager_arguments(arguments: Sequence[Any], inplace: bool) -> tuple[Any, ...]:

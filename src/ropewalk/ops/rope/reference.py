@@ -112,6 +112,7 @@ def apply_rope(
     return torch.where(inside[..., None].unsqueeze(head_axis), rotated, torch.nan)
 
 
+@torch.no_grad()
 def rotate(
     xs: Sequence[Tensor],
     outs: Sequence[Tensor],

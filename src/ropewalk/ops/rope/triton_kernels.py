@@ -34,6 +34,8 @@ class Specialisation:
     table_dtype: str  # of cos and sin
     index_dtype: str  # of positions and cu_seqlens: i32 or i64
     positions: Positions
+    n_q_heads: int
+    n_k_heads: int
     head_dim: int  # D
     half: int  # R / 2
     rotary_offset: int
@@ -42,14 +44,14 @@ class Specialisation:
     pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
     stride_unit: int  # elements: strides of q, k and their results are given in multiples of it
     table_stride_unit: int  # the same of cos and sin
-    unit_feature_stride: bool  # whether neighbouring features, and columns of cos and sin, are neighbours in memory
+    stride_dtype: str  # i32, or i64 where a stride needs it
     block_tokens: int
     block_heads: int
     num_warps: int
 
 
 @triton.jit
-def _token_rows(
+def _token_positions(
     token,
     batch,
     positions_ptr,
@@ -66,9 +68,9 @@ def _token_rows(
     if POSITIONS == 0:
         position = token + offset
     elif POSITIONS == 1:
-        position = token + tl.load(positions_ptr + batch * positions_stride_batch).to(tl.int64)
+        position = token + tl.load(positions_ptr + batch * _wide(positions_stride_batch)).to(tl.int64)
     elif POSITIONS == 2:
-        position_ptr = positions_ptr + batch * positions_stride_batch + token * positions_stride_token
+        position_ptr = positions_ptr + batch * _wide(positions_stride_batch) + token * _wide(positions_stride_token)
         position = tl.load(position_ptr, mask=token_mask, other=-1).to(tl.int64)
     else:
         # How many sequences end at or before the token, by bisection.
@@ -87,6 +89,106 @@ def _token_rows(
 
 
 @triton.jit
+def _wide(index):
+    """A non-negative number as int64, by zero extension: a product of two such numbers is a single instruction."""
+    if index.dtype == tl.int64:
+        return index
+    else:
+        return index.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _divide(index, multiplier, shift):
+    """A non-negative int32 index over a divisor that the host turned into a multiplication."""
+    return ((_wide(index) * _wide(multiplier)) >> shift).to(tl.int32)
+
+
+@triton.jit
+def _head_pointers(
+    group, batch, token, q_ptr, q_stride_batch, q_stride_token, q_stride_head, k_ptr, k_stride_batch, k_stride_token,
+    k_stride_head, HQ: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Point at the first feature of each token's heads in a group: [BLOCK_TOKENS, BLOCK_HEADS, 1].
+
+    Heads come in groups of BLOCK_HEADS, first q's, then k's.
+    """
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = group < Q_GROUPS
+    first_head = tl.where(is_q, group, group - Q_GROUPS) * BLOCK_HEADS
+    head = _wide(first_head + tl.arange(0, BLOCK_HEADS))[None, :, None]
+    stride_batch = _wide(tl.where(is_q, q_stride_batch, k_stride_batch))
+    stride_token = _wide(tl.where(is_q, q_stride_token, k_stride_token))
+    stride_head = _wide(tl.where(is_q, q_stride_head, k_stride_head))
+    return tl.where(is_q, q_ptr, k_ptr) + (batch * stride_batch + token * stride_token + head * stride_head) * STRIDE_UNIT
+
+
+@triton.jit
+def _head_mask(group, HQ: tl.constexpr, HK: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Which heads of a group exist: [1, BLOCK_HEADS, 1]."""
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = group < Q_GROUPS
+    first_head = tl.where(is_q, group, group - Q_GROUPS) * BLOCK_HEADS
+    return (first_head + tl.arange(0, BLOCK_HEADS) < tl.where(is_q, HQ, HK))[None, :, None]
+
+
+@triton.jit
+def _load_pairs(
+    ptrs, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Load the features to rotate: first and second of each pair, or interleaved pairs whole (the same tile twice)."""
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        x = tl.load(ptrs + (feature + ROTARY_OFFSET), head_mask & (feature < 2 * HALF), other=0.0)
+        return x, x
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+        mask = head_mask & (pair < HALF)
+        first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
+        second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
+        return first, second
+
+
+@triton.jit
+def _rotate_and_store(
+    ptrs, a, b, cos, sin, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Rotate what `_load_pairs` gave, and store it likewise."""
+    if INTERLEAVED:
+        # The pairs came in one wide access; they are taken apart and put together again in registers.
+        a, b = tl.split(tl.reshape(a, (a.shape[0], a.shape[1], a.shape[2] // 2, 2)))
+        a = a.to(cos.dtype)
+        b = b.to(cos.dtype)
+        x = tl.join(a * cos - b * sin, a * sin + b * cos)
+        x = tl.reshape(x, (x.shape[0], x.shape[1], 2 * x.shape[2]))
+        feature = tl.arange(0, x.shape[2])[None, None, :]
+        tl.store(ptrs + (feature + ROTARY_OFFSET), x, head_mask & (feature < 2 * HALF))
+    else:
+        a = a.to(cos.dtype)
+        b = b.to(cos.dtype)
+        pair = tl.arange(0, a.shape[2])[None, None, :]
+        mask = head_mask & (pair < HALF)
+        tl.store(ptrs + (pair + ROTARY_OFFSET), a * cos - b * sin, mask)
+        tl.store(ptrs + (pair + (ROTARY_OFFSET + HALF)), a * sin + b * cos, mask)
+
+
+@triton.jit
+def _pass_through(
+    out_ptrs, x_ptrs, inside, head_mask, D: tl.constexpr, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr,
+    INPLACE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy the features that are not rotated; they too are NaN where the position is outside the table."""
+    feature = tl.arange(0, BLOCK_D)[None, None, :]
+    mask = head_mask & ((feature < ROTARY_OFFSET) | (feature >= ROTARY_OFFSET + 2 * HALF)) & (feature < D)
+    if INPLACE:
+        nans = tl.full((head_mask.shape[0], head_mask.shape[1], BLOCK_D), float("nan"), out_ptrs.dtype.element_ty)
+        tl.store(out_ptrs + feature, nans, mask & (inside == 0))
+    else:
+        x = tl.load(x_ptrs + feature, mask, other=0.0)
+        tl.store(out_ptrs + feature, tl.where(inside, x, float("nan")), mask)
+
+
+@triton.jit
 def rotate_kernel(
     q_ptr,
     k_ptr,
@@ -99,37 +201,36 @@ def rotate_kernel(
     offset,
     direction,  # +1 turns forward, −1 back
     n_batches,
+    batch_multiplier,  # these two divide by n_batches: see _divide
+    batch_shift,
+    chunk_blocks,  # token blocks of one batch row that follow each other
+    chunk_multiplier,
+    chunk_shift,
     n_tokens,
-    n_q_heads,
-    n_k_heads,
     n_rows,  # of cos and sin
     n_sequences,
     search_steps,
     q_stride_batch,
     q_stride_token,
     q_stride_head,
-    q_stride_feature,
     k_stride_batch,
     k_stride_token,
     k_stride_head,
-    k_stride_feature,
     q_out_stride_batch,
     q_out_stride_token,
     q_out_stride_head,
-    q_out_stride_feature,
     k_out_stride_batch,
     k_out_stride_token,
     k_out_stride_head,
-    k_out_stride_feature,
     cos_stride_batch,
     cos_stride_row,
-    cos_stride_pair,
     sin_stride_batch,
     sin_stride_row,
-    sin_stride_pair,
     positions_stride_batch,
     positions_stride_token,
     POSITIONS: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     ROTARY_OFFSET: tl.constexpr,
@@ -137,102 +238,67 @@ def rotate_kernel(
     INPLACE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     TABLE_STRIDE_UNIT: tl.constexpr,
-    UNIT_FEATURE_STRIDE: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Batch rows run fastest: those that share a table's rows read them while they are in cache.
-    batch = (tl.program_id(0) % n_batches).to(tl.int64)
-    token_block = (tl.program_id(0) // n_batches).to(tl.int64)
+    """Rotate a group of heads of a block of tokens: one small tile, so that the grid sweeps through memory in order.
+
+    That is what bandwidth wants: programs of several tiles, or of larger ones, reached 0.93 to 0.96 of a copy where these
+    reach 0.97 to 0.98 (docs/log.md).
+    """
+    GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    group = tl.program_id(0) % GROUPS
+    block = tl.program_id(0) // GROUPS
+    # Batch rows take turns by chunks of tokens: the next row finds the chunk's part of the tables in cache, and few
+    # stretches of memory are open at a time.
+    turn = _divide(block, chunk_multiplier, chunk_shift)
+    chunk = _divide(turn, batch_multiplier, batch_shift)
+    batch = _wide(turn - chunk * n_batches)
+    token_block = (chunk - turn) * chunk_blocks + block
     # Every tile is [BLOCK_TOKENS, BLOCK_HEADS, features].
-    token = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
-    token_mask = token < n_tokens
-    position = _token_rows(
+    token = _wide(token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None, None]
+    token_mask = token < n_tokens if BLOCK_TOKENS > 1 else tl.full((1, 1, 1), 1, tl.int1)
+
+    # The tile is asked for first: looking up the tables' rows takes a while.
+    x_ptrs = _head_pointers(
+        group, batch, token, q_ptr, q_stride_batch, q_stride_token, q_stride_head, k_ptr, k_stride_batch,
+        k_stride_token, k_stride_head, HQ, STRIDE_UNIT, BLOCK_HEADS,
+    )  # fmt: skip
+    head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    a, b = _load_pairs(x_ptrs, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_HALF)
+
+    position = _token_positions(
         token, batch, positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences,
         search_steps, offset, token_mask, POSITIONS,
     )  # fmt: skip
     inside = (position >= 0) & (position < n_rows)
-
-    head_in_block = tl.arange(0, BLOCK_HEADS)[None, :, None]
-    pair = tl.arange(0, BLOCK_HALF)[None, None, :]
-    # The tables are read at the full tile's shape: the copies for each head are the same addresses, hence cost nothing,
+    # The tables are read at the full tile's shape: the copies for each head are the same addresses, hence cost little,
     # and arrive in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
-    table_mask = inside & (head_in_block < BLOCK_HEADS) & (pair < HALF)
-    column = pair + head_in_block * 0
-    if UNIT_FEATURE_STRIDE:
-        cos_stride_pair = 1
-        sin_stride_pair = 1
-    cos_ptrs = cos_ptr + batch * (cos_stride_batch * TABLE_STRIDE_UNIT) + column * cos_stride_pair
-    sin_ptrs = sin_ptr + batch * (sin_stride_batch * TABLE_STRIDE_UNIT) + column * sin_stride_pair
-    cos = tl.load(cos_ptrs + position * (cos_stride_row * TABLE_STRIDE_UNIT), table_mask, other=float("nan"))
-    sin = tl.load(sin_ptrs + position * (sin_stride_row * TABLE_STRIDE_UNIT), table_mask, other=float("nan"))
+    column = tl.arange(0, BLOCK_HALF)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    table_mask = inside & (column < HALF)
+    row = tl.where(inside, position, 0).to(tl.int32)
+    cos_row = (batch * _wide(cos_stride_batch) + _wide(row) * _wide(cos_stride_row)) * TABLE_STRIDE_UNIT
+    sin_row = (batch * _wide(sin_stride_batch) + _wide(row) * _wide(sin_stride_row)) * TABLE_STRIDE_UNIT
+    cos = tl.load(cos_ptr + cos_row + column, table_mask, other=float("nan"))
+    sin = tl.load(sin_ptr + sin_row + column, table_mask, other=float("nan"))
+    # Without a barrier the assembler holds back half of these loads to save registers, and waits for memory twice.
+    tl.debug_barrier()
     cos = cos.to(COMPUTE_DTYPE)
     sin = sin.to(COMPUTE_DTYPE) * direction
 
-    n_q_groups = tl.cdiv(n_q_heads, BLOCK_HEADS)
-    n_groups = n_q_groups + tl.cdiv(n_k_heads, BLOCK_HEADS)
-    for group in range(tl.program_id(1), n_groups, tl.num_programs(1)):
-        is_q = group < n_q_groups
-        head = (tl.where(is_q, group, group - n_q_groups) * BLOCK_HEADS + head_in_block).to(tl.int64)
-        head_mask = token_mask & (head < tl.where(is_q, n_q_heads, n_k_heads))
-        x_ptr = tl.where(is_q, q_ptr, k_ptr)
-        out_ptr = tl.where(is_q, q_out_ptr, k_out_ptr)
-        x_ptr += batch * (tl.where(is_q, q_stride_batch, k_stride_batch) * STRIDE_UNIT)
-        out_ptr += batch * (tl.where(is_q, q_out_stride_batch, k_out_stride_batch) * STRIDE_UNIT)
-        x_ptrs = (
-            x_ptr
-            + token * (tl.where(is_q, q_stride_token, k_stride_token) * STRIDE_UNIT)
-            + head * (tl.where(is_q, q_stride_head, k_stride_head) * STRIDE_UNIT)
-        )
-        out_ptrs = (
-            out_ptr
-            + token * (tl.where(is_q, q_out_stride_token, k_out_stride_token) * STRIDE_UNIT)
-            + head * (tl.where(is_q, q_out_stride_head, k_out_stride_head) * STRIDE_UNIT)
-        )
-        x_stride_feature = tl.where(is_q, q_stride_feature, k_stride_feature)
-        out_stride_feature = tl.where(is_q, q_out_stride_feature, k_out_stride_feature)
-        if UNIT_FEATURE_STRIDE:
-            x_stride_feature = 1
-            out_stride_feature = 1
-
-        if INTERLEAVED:
-            # Whole pairs in one wide access, taken apart in registers.
-            feature = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
-            mask = head_mask & (feature < 2 * HALF)
-            feature += ROTARY_OFFSET
-            x = tl.load(x_ptrs + feature * x_stride_feature, mask=mask, other=0.0).to(COMPUTE_DTYPE)
-            a, b = tl.split(tl.reshape(x, (BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF, 2)))
-            turned = tl.join(a * cos - b * sin, a * sin + b * cos)
-            turned = tl.reshape(turned, (BLOCK_TOKENS, BLOCK_HEADS, 2 * BLOCK_HALF))
-            tl.store(out_ptrs + feature * out_stride_feature, turned, mask=mask)
-        else:
-            mask = head_mask & (pair < HALF)
-            first = pair + ROTARY_OFFSET
-            second = first + HALF
-            a = tl.load(x_ptrs + first * x_stride_feature, mask=mask, other=0.0).to(COMPUTE_DTYPE)
-            b = tl.load(x_ptrs + second * x_stride_feature, mask=mask, other=0.0).to(COMPUTE_DTYPE)
-            tl.store(out_ptrs + first * out_stride_feature, a * cos - b * sin, mask=mask)
-            tl.store(out_ptrs + second * out_stride_feature, a * sin + b * cos, mask=mask)
-
-        if 2 * HALF < D:
-            # The features that are not rotated: copied, or NaN where the position is outside the table.
-            feature = tl.arange(0, BLOCK_D)[None, None, :]
-            rest = (feature < ROTARY_OFFSET) | (feature >= ROTARY_OFFSET + 2 * HALF) & (feature < D)
-            if INPLACE:
-                rest_mask = head_mask & rest & (inside == 0)
-                nans = tl.full((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_D), float("nan"), out_ptr.dtype.element_ty)
-                tl.store(out_ptrs + feature * out_stride_feature, nans, mask=rest_mask)
-            else:
-                rest_mask = head_mask & rest
-                x = tl.load(x_ptrs + feature * x_stride_feature, mask=rest_mask, other=0.0)
-                x = tl.where(inside, x, float("nan"))
-                tl.store(out_ptrs + feature * out_stride_feature, x, mask=rest_mask)
+    out_ptrs = _head_pointers(
+        group, batch, token, q_out_ptr, q_out_stride_batch, q_out_stride_token, q_out_stride_head, k_out_ptr,
+        k_out_stride_batch, k_out_stride_token, k_out_stride_head, HQ, STRIDE_UNIT, BLOCK_HEADS,
+    )  # fmt: skip
+    _rotate_and_store(out_ptrs, a, b, cos, sin, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED)
+    if 2 * HALF < D:
+        _pass_through(out_ptrs, x_ptrs, inside, head_mask, D, HALF, ROTARY_OFFSET, INPLACE, BLOCK_D)
 
 
-_INT32_ARGUMENTS = {"direction", "n_batches", "n_q_heads", "n_k_heads", "search_steps"}
+_UNSIGNED_ARGUMENTS = {"batch_multiplier", "chunk_multiplier"}
 _COMPUTE_DTYPES = {"fp64": tl.float64}
 
 
@@ -240,6 +306,8 @@ def kernel_constants(spec: Specialisation) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {
         "POSITIONS": int(spec.positions),
+        "HQ": spec.n_q_heads,
+        "HK": spec.n_k_heads,
         "D": spec.head_dim,
         "HALF": spec.half,
         "ROTARY_OFFSET": spec.rotary_offset,
@@ -247,7 +315,6 @@ def kernel_constants(spec: Specialisation) -> dict[str, Any]:
         "INPLACE": spec.inplace,
         "STRIDE_UNIT": spec.stride_unit,
         "TABLE_STRIDE_UNIT": spec.table_stride_unit,
-        "UNIT_FEATURE_STRIDE": spec.unit_feature_stride,
         "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
         "BLOCK_TOKENS": spec.block_tokens,
         "BLOCK_HEADS": spec.block_heads,
@@ -263,7 +330,10 @@ def kernel_source(spec: Specialisation) -> ASTSource:
     pointers |= dict.fromkeys(("positions_ptr", "cu_seqlens_ptr"), f"*{spec.index_dtype}")
     constants = kernel_constants(spec)
     signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32" if name in _INT32_ARGUMENTS else "i64")
+        name: "constexpr"
+        if name in constants
+        else pointers.get(name)
+        or (spec.stride_dtype if "_stride_" in name else "u32" if name in _UNSIGNED_ARGUMENTS else "i32")
         for name in rotate_kernel.arg_names
     }
     aligned = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")

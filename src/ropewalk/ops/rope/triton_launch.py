@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,32 +34,41 @@ _LETTERS = {
     torch.int64: "i64",
 }
 _WIDEST_ACCESS = 16  # bytes
+_CHUNK_TOKENS = 4096  # of one batch row before the next one's turn
+_MANY_TOKENS = 1024  # from here on it is bandwidth that counts, below it latency
 
 
 class Tiles(NamedTuple):
-    """How the work is cut: the tile of one program, its warps, and how many programs share a token's heads."""
+    """How the work is cut: a program rotates `block_heads` heads of `block_tokens` tokens with `num_warps` warps."""
 
     block_tokens: int
     block_heads: int
     num_warps: int
-    head_programs: int
 
 
-def choose_tiles(tokens: int, n_q_heads: int, n_k_heads: int, half: int, itemsize: int) -> Tiles:
-    """The tiles that were fastest on an H200 (docs/log.md); `tokens` counts all batch rows."""
-    # Lanes that cover half a row of one head in 16-byte accesses, or one head's row of pairs in two.
-    lanes = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
-    n_heads = n_q_heads + n_k_heads
-    if tokens < 1024:
-        block_heads = max(1, 32 // lanes)
-        return Tiles(1, block_heads, 1, max(1, _groups(n_q_heads, block_heads) + _groups(n_k_heads, block_heads)))
-    block_heads = min(8, triton.next_power_of_2(max(1, n_heads)))
-    num_warps = min(4, max(1, block_heads * lanes // 32))
-    return Tiles(1, block_heads, num_warps, 1)
+def choose_tiles(
+    batch: int, tokens: int, n_heads: int, half: int, itemsize: int, *, interleaved: bool, heads_are_near: bool
+) -> Tiles:
+    """The tiles that were fastest on an H200 (docs/log.md).
 
-
-def _groups(n_heads: int, block_heads: int) -> int:
-    return -(-n_heads // block_heads)
+    n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
+    than a head's tokens do.
+    """
+    # Half a row of one head is read in 16-byte accesses by this many threads.
+    threads = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
+    if interleaved and batch * tokens >= _MANY_TOKENS:
+        rows, num_warps = 64 // threads, 1
+    elif interleaved:
+        rows, num_warps = 64 // threads, 4
+    elif heads_are_near:
+        rows, num_warps = 128 // threads, 4
+    else:
+        rows, num_warps = 64 // threads, 2
+    block_heads = min(max(1, rows), triton.next_power_of_2(max(1, n_heads)))
+    if not heads_are_near:
+        block_heads = min(block_heads, 4)
+    block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
+    return Tiles(block_tokens, block_heads, num_warps)
 
 
 def interpreted() -> bool:
@@ -67,16 +76,16 @@ def interpreted() -> bool:
     return not hasattr(rotate_kernel, "cache_key")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _binary(spec: Specialisation, device: int) -> Callable[..., None]:
-    """The compiled kernel, ready to launch on `device`; it takes the grid, the stream, then the kernel's arguments."""
+    """The compiled kernel, ready to launch on `device`; it takes the number of programs, the stream, then the kernel's arguments."""
     with torch.cuda.device(device):
         compiled = compile_kernel(spec)
         run = compiled.run  # loads the binary onto the device
     function, metadata = compiled.function, compiled.packed_metadata
 
-    def launch(grid_x: int, grid_y: int, stream: int, *arguments: Any) -> None:
-        run(grid_x, grid_y, 1, stream, function, metadata, None, None, None, *arguments)
+    def launch(n_programs: int, stream: int, *arguments: Any) -> None:
+        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     return launch
 
@@ -86,7 +95,7 @@ class Launch:
     """One prepared rotation: call it with tensors of the shapes and strides that it was prepared for."""
 
     spec: Specialisation
-    grid: tuple[int, int]
+    n_programs: int
     device: int
     constants: tuple[Any, ...]  # the arguments that stay the same from call to call, in the kernel's order
 
@@ -105,8 +114,7 @@ class Launch:
         inverse: bool,
     ) -> None:
         """Write the rotation of `xs` into `outs`, on the current stream of their device."""
-        grid_x, grid_y = self.grid
-        if grid_x == 0:
+        if self.n_programs == 0:
             return
         q, q_out = xs[0].data_ptr(), outs[0].data_ptr()
         k, k_out = (xs[1].data_ptr(), outs[1].data_ptr()) if len(xs) == 2 else (0, 0)
@@ -132,10 +140,10 @@ class Launch:
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
                 stream = torch._C._cuda_getCurrentRawStream(self.device)
-                launch(grid_x, grid_y, stream, *arguments, *self.constants)
+                launch(self.n_programs, stream, *arguments, *self.constants)
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        launch(grid_x, grid_y, stream, *arguments, *self.constants)
+        launch(self.n_programs, stream, *arguments, *self.constants)
 
 
 class InterpretedLaunch(Launch):
@@ -153,12 +161,12 @@ class InterpretedLaunch(Launch):
         inverse: bool,
     ) -> None:
         """Write the rotation of `xs` into `outs`."""
-        if self.grid[0] == 0:
+        if self.n_programs == 0:
             return
         q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
         indices = (q if positions is None else positions, q if cu_seqlens is None else cu_seqlens)
         direction = -1 if inverse else 1
-        rotate_kernel[self.grid](q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
+        rotate_kernel[(self.n_programs,)](q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
 
 
 def prepare(
@@ -174,25 +182,27 @@ def prepare(
     rotary_offset: int,
     inplace: bool,
     tiles: Tiles | None = None,
-) -> Launch:
+) -> Callable[..., None]:
     """Work out the launch for tensors like these; arguments are those of `ropewalk.apply_rope`, already checked."""
     xs = [q] if k is None else [q, k]
     outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (*xs, *outs, cos, sin)):
+        return partial(_rotate_clones, layout=layout, interleaved=interleaved, rotary_offset=rotary_offset)
     batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
     n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
     half = cos.shape[-1]
 
-    x_strides = [_strides(as_bthd(x, layout)) for x in xs]
-    out_strides = [_strides(as_bthd(x, layout)) for x in outs]
+    # (batch, token, head) of each.
+    x_strides = [_strides(as_bthd(x, layout))[:3] for x in xs]
+    out_strides = [_strides(as_bthd(x, layout))[:3] for x in outs]
     if k is None:
-        x_strides.append((0, 0, 0, 0))
-        out_strides.append((0, 0, 0, 0))
-    every = [*x_strides, *out_strides]
-    stride_unit = _unit(stride for strides in every for stride in strides[:3])
-    # (batch, row, pair) of each; one table for all batch rows is a stride of 0 between them.
-    table_strides = [(0, *_strides(table))[-3:] for table in (cos, sin)]
-    table_stride_unit = _unit(stride for strides in table_strides for stride in strides[:2])
-    unit_feature_stride = all(strides[-1] in (0, 1) for strides in (*every, *table_strides))
+        x_strides.append((0, 0, 0))
+        out_strides.append((0, 0, 0))
+    strides = [stride for of_tensor in (*x_strides, *out_strides) for stride in of_tensor]
+    stride_unit = _unit(strides)
+    # (batch, row) of each; one table for all batch rows is a stride of 0 between them.
+    table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
+    table_stride_unit = _unit(table_strides)
 
     positions_strides = (0, 0)  # (batch, token)
     if positions is None or cos.ndim == 3:
@@ -200,18 +210,33 @@ def prepare(
     elif positions.ndim == 1 and layout != "thd":
         kind, positions_strides = Positions.OFFSETS, (positions.stride(0), 0)
     else:
-        kind, positions_strides = Positions.TOKENS, ((0, *_strides(positions))[-2:])
+        kind, positions_strides = Positions.TOKENS, (0, *_strides(positions))[-2:]
     index = positions if positions is not None else cu_seqlens
     n_sequences = cu_seqlens.numel() - 1 if cu_seqlens is not None else 0
     n_rows = cos.shape[-2]  # tables per token have T, and positions 0 … T − 1
 
     if tiles is None:
-        tiles = choose_tiles(batch * tokens, n_q_heads, n_k_heads, half, q.element_size())
+        tiles = choose_tiles(
+            batch,
+            tokens,
+            max(n_q_heads, n_k_heads),
+            half,
+            q.element_size(),
+            interleaved=interleaved,
+            heads_are_near=tokens <= 1 or n_q_heads <= 1 or x_strides[0][2] <= x_strides[0][1],
+        )
+    all_strides = (
+        *(stride // stride_unit for stride in strides),
+        *(stride // table_stride_unit for stride in table_strides),
+        *positions_strides,
+    )
     spec = Specialisation(
         dtype=_LETTERS[q.dtype],
         table_dtype=_LETTERS[cos.dtype],
         index_dtype=_LETTERS[index.dtype] if index is not None else "i64",
         positions=kind,
+        n_q_heads=n_q_heads,
+        n_k_heads=n_k_heads,
         head_dim=head_dim,
         half=half,
         rotary_offset=rotary_offset,
@@ -220,33 +245,72 @@ def prepare(
         pointer_alignment=_WIDEST_ACCESS,
         stride_unit=stride_unit,
         table_stride_unit=table_stride_unit,
-        unit_feature_stride=unit_feature_stride,
+        stride_dtype="i32" if max(all_strides) < 2**31 else "i64",
         block_tokens=tiles.block_tokens,
         block_heads=tiles.block_heads,
         num_warps=tiles.num_warps,
     )
-    scaled = [
-        (b // stride_unit, t // stride_unit, h // stride_unit, feature)
-        for b, t, h, feature in (x_strides[0], x_strides[1], out_strides[0], out_strides[1])
-    ]
+    token_blocks = math.ceil(tokens / tiles.block_tokens)
+    n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
+    chunk_blocks = math.ceil(token_blocks / n_chunks)
+    n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
+    empty = 0 in (batch, tokens, n_q_heads + n_k_heads, head_dim)
+    n_programs = 0 if empty else n_chunks * batch * chunk_blocks * n_groups
     constants = (
         batch,
+        *_division(batch),
+        chunk_blocks,
+        *_division(chunk_blocks),
         tokens,
-        n_q_heads,
-        n_k_heads,
         n_rows,
         n_sequences,
         n_sequences.bit_length(),
-        *(stride for strides in scaled for stride in strides),
-        *(stride for b, row, pair in table_strides for stride in (b // table_stride_unit, row // table_stride_unit, pair)),
-        *positions_strides,
+        *all_strides,
         *kernel_constants(spec).values(),
     )
-    empty = batch * tokens * (n_q_heads + n_k_heads) * head_dim == 0
-    grid = (0 if empty else batch * math.ceil(tokens / tiles.block_tokens), tiles.head_programs)
-    if interpreted():
-        return InterpretedLaunch(spec, grid, -1, constants)
-    return Launch(spec, grid, q.device.index, constants)
+    launch_class = InterpretedLaunch if interpreted() else Launch
+    return launch_class(spec, n_programs, q.device.index, constants)
+
+
+@torch.no_grad()
+def _rotate_clones(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    inverse: bool,
+    *,
+    layout: str,
+    interleaved: bool,
+    rotary_offset: int,
+) -> None:
+    """Rotate through dense copies: for tensors whose neighbouring features are not neighbours in memory."""
+    clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+    cos, sin = cos.contiguous(), sin.contiguous()
+    launch = prepare(
+        clones[0],
+        clones[1] if len(clones) == 2 else None,
+        cos,
+        sin,
+        positions,
+        cu_seqlens,
+        layout=layout,
+        interleaved=interleaved,
+        rotary_offset=rotary_offset,
+        inplace=True,
+    )
+    launch(clones, clones, cos, sin, positions, cu_seqlens, offset, inverse)
+    for out, clone in zip(outs, clones, strict=True):
+        out.copy_(clone)
+
+
+def _division(divisor: int) -> tuple[int, int]:
+    """A multiplier m and a shift s with n // divisor == n · m >> s for all 0 ≤ n < 2³¹, which costs less than dividing."""
+    shift = 31 + max(divisor - 1, 0).bit_length()
+    return -(-(1 << shift) // max(divisor, 1)), shift
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

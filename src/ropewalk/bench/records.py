@@ -1,0 +1,188 @@
+"""Records of benchmark runs: JSON lines, the first for the run and its machine, then one for each measured thing.
+
+A record says on what it was measured, and holds no path of that machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import ropewalk
+from ropewalk.bench.cases import Case
+from ropewalk.bench.timing import HostTime, Quantiles
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one implementation on one case and direction. Times are in microseconds."""
+
+    case: Case
+    direction: str  # "fwd", "bwd" or "decode"
+    impl: str
+    kind: str  # "ours", "peer" or "anchor"
+    status: str  # "ok", "wrong", "failed" or "unsupported": anything but "ok" was not timed
+    reason: str | None = None
+    error: float | None = None  # the largest absolute error against float64; None where it is infinite
+    error_budget: float | None = None
+    time: Quantiles | None = None  # on the device, cold cache (on a CPU: of the call)
+    gb_per_s: float | None = None
+    copy_ratio: float | None = None  # the time of a copy of the same bytes over this time
+    graph: Quantiles | None = None  # a call inside a CUDA graph of many, warm cache
+    graph_reason: str | None = None  # why there is no `graph`, where there ought to be one
+    host: HostTime | None = None  # what an eager call costs the host
+    host_forward: HostTime | None = None  # bwd: the forward call that records for autograd
+    peak_bytes: int | None = None  # device memory beyond the inputs
+
+    def best_time(self, graph: bool) -> float | None:
+        """The median in a graph, or on the cold device."""
+        times = self.graph if graph else self.time
+        return None if times is None else times.p50
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record file: the line about the run, and the rows."""
+
+    run: dict[str, Any]
+    rows: list[Row]
+
+
+class RecordWriter:
+    """Writes a record row by row, so that what was measured stays when a run ends early."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("x", encoding="utf-8")
+        self._write({"format": FORMAT, **run})
+
+    def append(self, row: Row) -> None:
+        """Write one row, and see that it is on disk."""
+        self._write(asdict(row))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_record(path: Path) -> Record:
+    """Read back what a `RecordWriter` wrote."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not lines or lines[0].get("format") != FORMAT:
+        raise ValueError(f"{path.name} is not a record of format {FORMAT}")
+    return Record(lines[0], [_row(line) for line in lines[1:]])
+
+
+def _row(line: dict[str, Any]) -> Row:
+    case = line.pop("case")
+    tuples = {name: tuple(case[name]) for name in ("sequences", "directions")}
+    for name, kind in (("time", Quantiles), ("graph", Quantiles), ("host", HostTime), ("host_forward", HostTime)):
+        if line[name] is not None:
+            line[name] = kind(**line[name])
+    return Row(Case(**{**case, **tuples}), **line)
+
+
+def default_path(run: Mapping[str, Any]) -> Path:
+    """results/rope-DEVICE-TIME.jsonl."""
+    device = re.sub(r"[^a-z0-9]+", "-", run["device"].lower()).strip("-")
+    time = re.sub(r"[^0-9T]", "", run["date"].split("+")[0])
+    return Path("results") / f"{run['benchmark']}-{device}-{time}.jsonl"
+
+
+def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str]) -> dict[str, Any]:
+    """Say what is measured, where and with which versions; `peers` maps each to its version or why it is missing."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **_describe_device(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": version_of("triton"),
+        "ropewalk": ropewalk.__version__,
+        **_describe_commit(),
+        "peers": dict(peers),
+    }
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"device": f"CPU {platform.processor() or platform.machine()}", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        **_ask_nvidia_smi(device, getattr(properties, "uuid", None)),
+    }
+
+
+def _ask_nvidia_smi(device: torch.device, uuid: object) -> dict[str, str]:
+    """The driver, and clocks and power while the GPU copies; nothing where nvidia-smi does not answer."""
+    fields = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        return {}
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    while process.poll() is None:
+        target.copy_(source)
+    torch.cuda.synchronize(device)
+    answer, _ = process.communicate()
+    values = [value.strip() for value in answer.split(",")]
+    if process.returncode != 0 or len(values) != len(fields):
+        return {}
+    return dict(zip((field.replace(".", "_") for field in fields), values, strict=True))
+
+
+def _describe_commit() -> dict[str, Any]:
+    """The git commit of the package's source, if it is there, and whether tracked files differ from it."""
+    folder = Path(ropewalk.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

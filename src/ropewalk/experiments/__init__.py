@@ -1,0 +1,1 @@
+"""Experiments: models small enough to train here, built on Ropewalk's modules."""

@@ -1,0 +1,148 @@
+"""Multi-head self-attention with rotary position embedding, as a module."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ropewalk.modules.rotary import RotaryEmbedding
+
+
+class RoPEAttention(nn.Module):
+    """Multi-head self-attention whose queries and keys are rotated by their positions.
+
+    The same in PyTorch, for a bool mask that lets every query attend something::
+
+        q, k, v = (proj(x).unflatten(-1, (n_heads, head_dim)) for proj in (q_proj, k_proj, v_proj))  # (B, T, H, D)
+        q, k = rope_pytorch(q, k, T, theta)
+        scores = torch.einsum("bmhd,bnhd->bhmn", q, k) / head_dim**0.5
+        p = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout, training)
+        y = out_proj(torch.einsum("bhmn,bnhd->bmhd", p, v).flatten(2))
+
+    A query that may attend nothing gives zeros before out_proj, and passes back no gradient. Interleaved pairs
+    (2i, 2i + 1), positions by index; the attention itself is PyTorch's scaled_dot_product_attention. The tables of
+    cosines and sines grow with the longest sequence, stay in float32 and are not in the state_dict.
+
+    Args:
+        d_model: width of the model, n_heads·head_dim with an even head_dim.
+        n_heads: H.
+        dropout: probability, in [0, 1), that an attention probability is dropped in training.
+        theta: base of the rotary frequencies.
+
+    Attributes:
+        q_proj, k_proj, v_proj, out_proj: `nn.Linear(d_model, d_model)`.
+        rotary: the `RotaryEmbedding`; layers may share one.
+        d_model, n_heads, head_dim, dropout: as given.
+
+    Raises:
+        ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1); in a call an x
+            or a mask of another shape.
+
+    Source: Ropewalk's document 003; Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
+    (https://arxiv.org/abs/2104.09864), §3.2.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import RoPEAttention
+        >>> layer = RoPEAttention(d_model=512, n_heads=8)
+        >>> x = torch.randn(2, 128, 512)
+        >>> padding = torch.arange(128) < torch.tensor([128, 100])[:, None]  # (B, T), True where there is a token
+        >>> y = layer(x, padding[:, None].expand(2, 128, 128), causal=True)
+        >>> y.shape
+        torch.Size([2, 128, 512])
+    """
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float = 0.1, theta: float = 10000.0) -> None:
+        super().__init__()
+        if n_heads < 1 or d_model < 1 or d_model % n_heads:
+            raise ValueError(
+                f"d_model must be divisible by n_heads, and both positive, but they are {d_model} and {n_heads}"
+            )
+        head_dim = d_model // n_heads
+        if head_dim % 2:
+            raise ValueError(
+                f"Head dimension must be even, but is {head_dim} for d_model {d_model} and n_heads {n_heads}"
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}, but must be in [0, 1)")
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.q_proj = nn.Linear(d_model, d_model)
+        self.k_proj = nn.Linear(d_model, d_model)
+        self.v_proj = nn.Linear(d_model, d_model)
+        self.out_proj = nn.Linear(d_model, d_model)
+        self.rotary = RotaryEmbedding(head_dim, base=theta, interleaved=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+        """Attend from every token to every token that the mask, and the order if `causal`, lets it.
+
+        Args:
+            x: (B, T, d_model).
+            mask: 1 or True to attend, 0 or False not to, of any dtype: (T, T); (B, T, T), the same for all heads; or
+                (B or 1, H or 1, T, T). Rows are queries. Other values are an error on CPU tensors; on a device, whose
+                values are not waited for, they count as 1.
+            causal: let no token attend a later one; together with a mask, both must allow it.
+
+        Returns:
+            (B, T, d_model).
+        """
+        if x.ndim != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but must be (B, T, d_model) with d_model = {self.d_model}")
+        batch, tokens, _ = x.shape
+        heads = (batch, tokens, self.n_heads, self.head_dim)
+        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        q, k = self.rotary(q, k)
+
+        attends_nothing = None
+        if mask is not None:
+            mask = self._as_allowed(mask, batch, tokens)
+            if causal:
+                mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+            # What softmax makes of a row without a single key is NaN, zeros or garbage, depending on the kernel: let
+            # such a row attend everything instead, and drop what comes of it.
+            attends_nothing = ~mask.any(dim=-1, keepdim=True)
+            mask = mask | attends_nothing
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal and mask is None,
+        )
+        if attends_nothing is not None:
+            y = y.masked_fill(attends_nothing, 0)
+        merged: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, tokens, self.d_model))
+        return merged
+
+    def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
+        """The mask as a bool tensor of 4 dimensions that broadcasts against the scores, (B, H, T, T)."""
+        shape = tuple(mask.shape)
+        square = (tokens, tokens)
+        fits = (
+            shape == square
+            or shape == (batch, *square)
+            or (len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, self.n_heads) and shape[2:] == square)
+        )
+        if not fits:
+            raise ValueError(
+                f"mask has shape {shape}, but must be (T, T), (B, T, T) or (B or 1, H or 1, T, T) with B = {batch}, "
+                f"H = {self.n_heads} and T = {tokens}"
+            )
+        if mask.dtype != torch.bool:
+            is_readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+            if is_readable and not bool(((mask == 0) | (mask == 1)).all()):
+                raise ValueError(
+                    "mask holds values other than 0 (mask out) and 1 (attend); of a mask made to be added to the "
+                    "scores, pass `mask == 0`"
+                )
+            mask = mask != 0
+        if mask.ndim == 3:
+            mask = mask.unsqueeze(1)  # never by broadcasting: with B = H that would read the batch as the heads
+        return mask if mask.ndim == 4 else mask[None, None]
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, {self.n_heads}, dropout={self.dropout}"

@@ -1,0 +1,348 @@
+"""Rotary position embedding as modules: they hold the tables, and `apply_rope` does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.frequencies import FREQUENCIES, frequency_parameters, inverse_frequencies, rope_table
+from ropewalk.ops.rope.api import apply_rope
+
+LAYOUTS = ("bthd", "bhtd", "thd")
+
+# Scalings whose frequencies depend on the length of the call, and the parameter that says where they change.
+_ORIGINAL_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+
+
+class _FloatTables(nn.Module):
+    """Float32 tables `cos` and `sin`, (rows, R/2), that follow the module to a device but never change their dtype.
+
+    They are not in the state_dict. `inv_freq` stays in float64 on the CPU, so that the tables can always be made again.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rows: int, inv_freq: Tensor, attention_factor: float, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.inv_freq = inv_freq
+        self.attention_factor = attention_factor
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+        self._tabulate(rows, torch.get_default_device() if device is None else device)
+
+    def _tabulate(self, rows: int, device: torch.device | str) -> None:
+        # A table first needed in inference mode must not be an inference tensor: training may come next.
+        with torch.inference_mode(False):
+            self.cos, self.sin = rope_table(rows, self.inv_freq, attention_factor=self.attention_factor, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _FloatTables:
+        cos, sin = self.cos, self.sin
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.cos.device  # of what `fn` made, all else is dropped: it may be rounded, or uninitialised memory
+        if cos.is_meta:
+            self._tabulate(cos.shape[0], device)
+        else:
+            self.cos, self.sin = cos.to(device), sin.to(device)
+        return self
+
+
+class RotaryEmbedding(_FloatTables):
+    """Rotate queries and keys by their positions, with tables that grow with the longest sequence seen.
+
+    The same in PyTorch, for the default scaling and `layout="bthd"`::
+
+        angles = torch.arange(T).double()[:, None] * inv_freq  # (T, R/2)
+        q, k = apply_rope(q, k, angles.cos().float(), angles.sin().float())
+
+    The tables are float32 whatever `.half()`, `.bfloat16()` or `.to(dtype)` do to the model, move with it to a device,
+    and are not in its state_dict. One module can serve all the layers of a model, and should: its tables take 4·R
+    bytes for each position.
+
+    Growth: where the host knows that a call needs more rows than there are (`positions` is None, an int, or a tensor on
+    the CPU; for packed sequences `cu_seqlens` on the CPU), the tables are made again with at least twice as many.
+    Positions on a GPU are never waited for, nor is the value of any tensor inside `torch.compile`: there a position
+    past the tables turns its token into NaN, and `reserve` grows them ahead. Each growth, or change of frequencies,
+    compiles a compiled caller again; lengths within the tables do not.
+
+    Scalings whose frequencies depend on the length go by the longest position of each call plus one, like transformers,
+    and keep their frequencies in a call whose length the host does not know: "longrope" has its long factors past
+    original_max_position_embeddings and its short ones up to it; "dynamic" has the frequencies of the longest call
+    past max_position_embeddings, until a call shorter than max_position_embeddings takes it back to the start.
+
+    Args:
+        dim: R, the number of rotated features; the rest of a longer head passes through.
+        max_positions: rows to begin with.
+        base: the base of the frequencies (rope_theta).
+        scaling: a name of `FREQUENCIES`.
+        interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
+        layout: "bthd", "bhtd" or "thd".
+        impl: the implementation that `apply_rope` uses; None for the fastest that fits.
+        device: of the tables; None for torch's default device.
+        parameters: those of the scaling, by transformers' names (`inverse_frequencies`); not seq_len, which is taken
+            from the calls.
+
+    Attributes:
+        inv_freq: (R/2,), radians per position; float64, and always on the CPU.
+        attention_factor: what cos and sin are multiplied by.
+        cos, sin: the tables, (rows, R/2), float32.
+
+    Raises:
+        ValueError, TypeError: as `inverse_frequencies` and `apply_rope`; each names the argument.
+
+    Source: RoFormer (https://arxiv.org/abs/2104.09864).
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import RotaryEmbedding
+        >>> rotary = RotaryEmbedding(64, scaling="linear", factor=2.0).bfloat16()
+        >>> q, k = torch.randn(2, 16, 8, 64).bfloat16(), torch.randn(2, 16, 2, 64).bfloat16()
+        >>> q, k = rotary(q, k)
+        >>> q.shape, k.shape, rotary.cos.dtype
+        (torch.Size([2, 16, 8, 64]), torch.Size([2, 16, 2, 64]), torch.float32)
+        >>> next_q = rotary(torch.randn(2, 1, 8, 64), positions=16)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        max_positions: int = 2048,
+        base: float = 10000.0,
+        scaling: str = "default",
+        interleaved: bool = False,
+        layout: str = "bthd",
+        impl: str | None = None,
+        device: torch.device | str | None = None,
+        **parameters: Any,
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
+        if max_positions < 0:
+            raise ValueError(f"max_positions is {max_positions}, but must not be negative")
+        if "seq_len" in parameters:
+            raise TypeError("seq_len must not be given: it is taken from the calls, or from `reserve`")
+        inv_freq, attention_factor = inverse_frequencies(scaling, dim, base, **parameters)
+        super().__init__(max_positions, inv_freq, attention_factor, device)
+        self.dim = dim
+        self.base = base
+        self.scaling = scaling
+        self.interleaved = interleaved
+        self.layout = layout
+        self.impl = impl
+        self.parameters_of_scaling = parameters
+        length_parameter = _ORIGINAL_LENGTH.get(scaling)
+        self._original_length: int | None = parameters[length_parameter] if length_parameter else None
+        self._scaled_length: int | None = self._original_length
+
+    @classmethod
+    def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> RotaryEmbedding:
+        """Make the rotary embedding that a transformers config describes.
+
+        Read are `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor`
+        (before it; GPT-NeoX's `rotary_emb_base` and `rotary_pct` too), and `head_dim`, or hidden_size //
+        num_attention_heads. The tables begin with max_position_embeddings rows. transformers itself is not imported.
+
+        Args:
+            config: the config; of a multimodal model, its text config.
+            layer_type: which layers' parameters to read, where the config holds some for each type of layer; ignored
+                where all layers share theirs.
+            overrides: keywords of `RotaryEmbedding`, which prevail. None takes a keyword away, such as a parameter
+                that is in the config by accident; a `scaling` leaves the config's scaling parameters aside.
+
+        Raises:
+            ValueError: a layer_type that is missing or unknown, or layers of that type that have no rotary embedding.
+            TypeError: a parameter in the config that its scaling does not have.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> from ropewalk import RotaryEmbedding
+            >>> rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+            >>> config = SimpleNamespace(head_dim=64, max_position_embeddings=512, rope_parameters=rope_parameters)
+            >>> rotary = RotaryEmbedding.from_hf_config(config, layout="bhtd")
+            >>> rotary.dim, rotary.base, rotary.cos.shape
+            (64, 500000.0, torch.Size([512, 32]))
+        """
+        arguments = {**_read_hf_config(config, layer_type, overrides), **overrides}
+        return cls(**{name: value for name, value in arguments.items() if value is not None})
+
+    def reserve(self, length: int) -> None:
+        """Make room for positions 0 … length − 1, as a call of that length would; nothing ever shrinks.
+
+        For calls whose positions the host does not know, and before a CUDA graph is captured.
+        """
+        scaled_length = self._length_to_scale_for(length)
+        rows = self.cos.shape[0]
+        if length <= rows and scaled_length == self._scaled_length:
+            return
+        if scaled_length != self._scaled_length:
+            self.inv_freq, self.attention_factor = FREQUENCIES[self.scaling](
+                self.dim, self.base, seq_len=scaled_length, **self.parameters_of_scaling
+            )
+            self._scaled_length = scaled_length
+        self._tabulate(rows if length <= rows else max(length, 2 * rows), self.cos.device)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        positions: Tensor | int | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """Rotate q and k as `apply_rope` does, with its shapes; return (q, k), or q alone where k is None."""
+        length = self._known_length(q, positions, cu_seqlens)
+        if length is not None:
+            self.reserve(length)
+        return apply_rope(
+            q,
+            k,
+            self.cos,
+            self.sin,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            layout=self.layout,
+            interleaved=self.interleaved,
+            impl=self.impl,
+        )
+
+    def extra_repr(self) -> str:
+        parameters = "".join(f", {name}={value!r}" for name, value in self.parameters_of_scaling.items())
+        return (
+            f"{self.dim}, base={self.base}, scaling={self.scaling!r}{parameters}, interleaved={self.interleaved}, "
+            f"layout={self.layout!r}, impl={self.impl!r}"
+        )
+
+    def _known_length(self, q: Tensor, positions: Tensor | int | None, cu_seqlens: Tensor | None) -> int | None:
+        """One past the last position of a call, or None where the host does not know it."""
+        if q.ndim != len(self.layout):
+            return None  # apply_rope says what is wrong
+        tokens: int = q.shape[self.layout.index("t")]
+        for index in (positions, cu_seqlens):
+            if isinstance(index, Tensor) and (index.device.type != "cpu" or torch.compiler.is_compiling()):
+                return None
+        if cu_seqlens is not None:
+            tokens = _largest(cu_seqlens.diff())
+        if positions is None:
+            return tokens
+        if isinstance(positions, int):
+            return tokens + positions
+        is_per_token = positions.ndim == 2 or self.layout == "thd"
+        return _largest(positions) + (1 if is_per_token else tokens)
+
+    def _length_to_scale_for(self, length: int) -> int | None:
+        original, current = self._original_length, self._scaled_length
+        if original is None or current is None:
+            return None
+        if self.scaling == "longrope":
+            return original + 1 if length > original else original
+        if length < original:
+            return original
+        return max(length, current)
+
+
+class TritonRotary(_FloatTables):
+    """Rotate q and k by −θ, with the frequencies of `half_truncated`: half of the pairs do not turn.
+
+    The same in PyTorch::
+
+        angles = torch.arange(T).double()[:, None] * inv_freq  # (T, D/2)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        x1, x2 = x.float().chunk(2, dim=-1)
+        y = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).to(x.dtype)
+
+    Out of place, differentiable, on any device: the name is that of the class it stands in for.
+
+    Args:
+        dim: D, the head dim, a multiple of 4. All of it is rotated, as half-split pairs (i, i + D/2).
+        max_seq_len: rows of the tables; they do not grow.
+
+    Attributes:
+        dim: D.
+        cos, sin: the tables, (max_seq_len, D/2), float32, not in the state_dict.
+
+    Raises:
+        ValueError: a dim that is no positive multiple of 4, a negative max_seq_len, or in a call more than
+            max_seq_len tokens or another head dim.
+
+    Source: the rotary class of the modded-nanogpt speedruns (https://github.com/KellerJordan/modded-nanogpt).
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import TritonRotary
+        >>> rotary = TritonRotary(64, max_seq_len=128)
+        >>> q, k = rotary(torch.randn(2, 8, 100, 64), torch.randn(2, 8, 100, 64))
+        >>> q.shape
+        torch.Size([2, 8, 100, 64])
+    """
+
+    def __init__(self, dim: int, max_seq_len: int) -> None:
+        if max_seq_len < 0:
+            raise ValueError(f"max_seq_len is {max_seq_len}, but must not be negative")
+        inv_freq, attention_factor = inverse_frequencies("half_truncated", dim, 10000.0)
+        super().__init__(max_seq_len, inv_freq, attention_factor, device=None)
+        self.dim = dim
+
+    def forward(self, q: Tensor, k: Tensor) -> Any:
+        """Rotate q and k, both (B, H, T, D); return the two."""
+        max_seq_len = self.cos.shape[0]
+        for name, x in (("q", q), ("k", k)):
+            if x.ndim != 4 or x.shape[-1] != self.dim:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B, H, T, D) with D = {self.dim}")
+            if x.shape[2] > max_seq_len:
+                raise ValueError(f"{name} has {x.shape[2]} tokens, but must have at most max_seq_len, {max_seq_len}")
+        return apply_rope(q, k, self.cos, self.sin, layout="bhtd", inverse=True)
+
+
+def _largest(values: Tensor) -> int:
+    return int(values.max()) if values.numel() else 0
+
+
+def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `RotaryEmbedding` that a transformers config holds."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # An attribute of the whole config does not speak for one type of layer.
+    original_length = getattr(config, "original_max_position_embeddings", None)
+    if any(isinstance(value, dict) for value in rope.values()):
+        if layer_type is None or rope.get(layer_type) is None:
+            known = ", ".join(repr(name) for name, value in rope.items() if value is not None)
+            raise ValueError(
+                f"layer_type is {layer_type!r}, but this config holds parameters for each type of layer, so it must be "
+                f"one of {known}"
+            )
+        rope = rope[layer_type]
+        original_length = None
+        if hasattr(config, "per_layer_config"):  # in which head_dim, too, depends on the layer
+            config = config.per_layer_config[layer_type]
+    rope = {name: value for name, value in rope.items() if value is not None}
+
+    max_length = getattr(config, "max_position_embeddings", None)
+    base = _first_given(rope.pop("rope_theta", None), config, ("rope_theta", "rotary_emb_base"), 10000.0)
+    partial = _first_given(
+        rope.pop("partial_rotary_factor", None), config, ("partial_rotary_factor", "rotary_pct"), 1.0
+    )
+    old_name = rope.pop("type", "default")
+    scaling = rope.pop("rope_type", old_name)
+    if overrides.get("scaling") is not None:
+        scaling, rope = overrides["scaling"], {}
+    accepted = frequency_parameters(scaling)
+    if "max_position_embeddings" in accepted:
+        rope.setdefault("max_position_embeddings", max_length)
+    if "original_max_position_embeddings" in accepted:
+        rope["original_max_position_embeddings"] = (
+            original_length or rope.get("original_max_position_embeddings") or max_length
+        )
+    if "partial_rotary_factor" in accepted:
+        rope["partial_rotary_factor"], partial = partial, 1.0
+    dim = overrides.get("dim")
+    if dim is None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = int(head_dim * partial)
+    return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length}
+
+
+def _first_given(value: Any, config: Any, names: tuple[str, str], otherwise: float) -> Any:
+    values = (value, *(getattr(config, name, None) for name in names), otherwise)
+    return next(value for value in values if value is not None)

@@ -1,0 +1,193 @@
+"""The benchmark from end to end, on cases of a few tokens."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ropewalk import apply_rope
+from ropewalk.bench import rope
+from ropewalk.bench.cases import Case, Inputs
+from ropewalk.bench.gate import Rotation
+from ropewalk.bench.peers import PEERS, Peer
+from ropewalk.bench.records import Row, read_record
+from ropewalk.bench.summary import best_peer
+
+CASE = Case("small", 2, 6, 3, 1, 16)
+CASES = (CASE, replace(CASE, inplace=True), replace(CASE, name="one", tokens=1, directions=("decode",)))
+
+
+def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[rope.BenchResult, str]:
+    text = io.StringIO()
+    given: dict[str, Any] = {
+        "output": tmp_path / "record.jsonl",
+        "device": str(target),
+        "impls": ("reference",),
+        "peers": "none",
+        "rounds": 3,
+        "cases": CASES,
+        "console": Console(file=text, width=200),
+    }
+    return rope.run_rope_bench(**{**given, **options}), text.getvalue()
+
+
+def fake_peer(
+    monkeypatch: pytest.MonkeyPatch, name: str, rotate: Any, why_not: Any = lambda case, direction: None
+) -> None:
+    def build(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+        return Rotation(lambda q, k: rotate(q, k, inputs))
+
+    monkeypatch.setitem(PEERS, name, Peer(name, "torch", "torch", False, why_not, build))
+
+
+def rows_of(rows: Sequence[Row], impl: str) -> list[Row]:
+    return [row for row in rows if row.impl == impl]
+
+
+def test_every_case_and_direction_is_measured(tmp_path: Path, device: torch.device) -> None:
+    result, text = run(tmp_path, device)
+    rows = result.record.rows
+    expected = [(case, direction) for case in CASES for direction in case.directions]
+    for impl in ("reference", "copy_"):
+        assert [(row.case, row.direction) for row in rows_of(rows, impl)] == expected
+    for row in rows:
+        assert row.status == "ok"
+        assert row.time is not None
+        assert row.gb_per_s is not None
+        assert row.gb_per_s > 0
+    assert all(row.copy_ratio == 1 for row in rows_of(rows, "copy_"))
+    assert not result.interrupted
+    assert read_record(result.path) == result.record
+    assert result.path.with_suffix(".png").exists()
+    assert "of copy" in text
+
+
+def test_default_implementations_are_those_of_the_device(tmp_path: Path, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: Triton's interpreter would be timed on a CPU")
+    result, _ = run(tmp_path, device, impls=())
+    fastest = rows_of(result.record.rows, "triton")
+    assert len(fastest) == 5
+    for row in fastest:
+        assert row.host is not None
+        assert row.peak_bytes is not None
+        assert (row.graph is None) == (row.direction == "bwd")
+
+
+def test_a_wrong_peer_is_reported_and_not_timed(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def wrong(q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return q * 1.25, k * 1.25
+
+    fake_peer(monkeypatch, "wrong", wrong)
+    result, text = run(tmp_path, device, peers="wrong", cases=(CASE,))
+    rows = rows_of(result.record.rows, "wrong")
+    assert [row.status for row in rows] == ["wrong", "wrong"]
+    assert all(row.time is None and row.error is not None and row.error_budget is not None for row in rows)
+    assert calls == 2
+    assert "wrong: wrong on small half/out of place fwd: the error is past the budget" in text
+
+
+def test_a_failing_peer_does_not_stop_the_run(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        raise OSError("/secret/place/lib.so")
+
+    fake_peer(monkeypatch, "broken", fail)
+    result, text = run(tmp_path, device, peers="broken", cases=(CASE,))
+    assert {(row.status, row.reason) for row in rows_of(result.record.rows, "broken")} == {("failed", "OSError")}
+    assert "/secret/place" in text
+    assert "/secret/place" not in result.path.read_text()
+    assert len(rows_of(result.record.rows, "reference")) == 2
+
+
+def test_a_peer_is_asked_only_for_what_it_serves(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        raise AssertionError
+
+    fake_peer(monkeypatch, "narrow", never, why_not=lambda case, direction: "too narrow")
+    result, _ = run(tmp_path, device, peers="narrow", cases=(CASE,))
+    assert {(row.status, row.reason) for row in rows_of(result.record.rows, "narrow")} == {
+        ("unsupported", "too narrow")
+    }
+
+
+def test_a_right_peer_is_compared(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_peer(monkeypatch, "right", lambda q, k, inputs: apply_rope(q, k, inputs.cos, inputs.sin, impl="reference"))
+    result, text = run(tmp_path, device, peers="right", cases=(CASE,))
+    assert result.record.run["peers"] == {"right": torch.__version__}
+    row = rows_of(result.record.rows, "reference")[0]
+    compared = best_peer(row, [other for other in result.record.rows if other.direction == "fwd"])
+    assert compared is not None
+    assert compared[0] == "right"
+    assert "right" in text
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, measured = rope._time_unit, 0
+
+    def stop_at_the_third(*arguments: Any) -> list[Row]:
+        nonlocal measured
+        measured += 1
+        if measured == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(rope, "_time_unit", stop_at_the_third)
+    result, text = run(tmp_path, device)
+    assert result.interrupted
+    assert len(rows_of(result.record.rows, "reference")) == 2
+    assert len(read_record(result.path).rows) == 4
+    assert "the 4 rows measured so far are kept" in text
+
+
+def test_large_cases_are_left_out_on_a_cpu_and_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "CPU_ELEMENTS", 200)
+    cpu = torch.device("cpu")
+    result, text = run(tmp_path, cpu, modes=("fwd", "decode"))
+    assert {row.case.name for row in result.record.rows} == {"one"}
+    assert "left out on a CPU unless named with --case: small" in text
+    named, _ = run(tmp_path, cpu, modes=("fwd",), case_names=("small",), output=tmp_path / "named.jsonl")
+    assert {row.case.name for row in named.record.rows} == {"small"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: small, one"),
+        ({"modes": ("forward",)}, "mode 'forward' does not exist"),
+        ({"impls": ("cuda",)}, "impl 'cuda' does not exist"),
+        ({"peers": "tiger"}, "peer 'tiger' does not exist"),
+        ({"device": "meta"}, "only 'cpu' and 'cuda' can be timed"),
+    ],
+)
+def test_what_does_not_exist_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, torch.device("cpu"), **options)
+    assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_a_named_peer_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="peer 'quack' cannot be measured: needs a GPU"):
+        run(tmp_path, torch.device("cpu"), peers="quack")
+
+
+def test_an_existing_record_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_text("precious")
+    with pytest.raises(ValueError, match="exists already"):
+        run(tmp_path, torch.device("cpu"))
+    assert (tmp_path / "record.jsonl").read_text() == "precious"
