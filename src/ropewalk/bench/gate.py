@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.bench.cases import Case, Inputs
-from ropewalk.ops.rope import reference
+from ropewalk.testing import error_budget
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -62,7 +62,9 @@ class Gate:
         ]
         sources = self.grads if self.backward else [inputs.q, inputs.k]
         self.truth = [self._rotate_exactly(x) for x in sources]
-        self.budget = error_budget([self._rotate_in_own_dtype(x) for x in sources], self.truth)
+        self.budget = max(
+            error_budget(exact, self._rotate_in_own_dtype(x)) for x, exact in zip(sources, self.truth, strict=True)
+        )
 
     def check(self, rotation: Rotation) -> Verdict:
         """Run `rotation` once on copies and compare; every exception of the implementation is let through."""
@@ -89,9 +91,8 @@ class Gate:
 
     def _rotate_exactly(self, x: Tensor) -> Tensor:
         angles = self._angles()
-        return reference.rotate_pairs(
-            x.double(), angles.cos(), angles.sin(), interleaved=self.case.interleaved, inverse=self.backward
-        )
+        sin = angles.sin()
+        return rotate_plainly(x.double(), angles.cos(), -sin if self.backward else sin, self.case.interleaved)
 
     def _rotate_in_own_dtype(self, x: Tensor) -> Tensor:
         angles = self._angles()
@@ -118,10 +119,3 @@ def max_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
         if exact.numel():
             error = max(error, (result.double() - exact).abs().nan_to_num(nan=float("inf")).max().item())
     return error
-
-
-def error_budget(plain: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Twice the error of the same computation in same-dtype PyTorch, and one unit in the last place."""
-    largest = max((exact.abs().max().item() for exact in truth if exact.numel()), default=0.0)
-    ulp = torch.finfo(plain[0].dtype).eps * largest
-    return 2 * max_error(plain, truth) + ulp

@@ -41,7 +41,7 @@ class _FloatTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _FloatTables:
         cos, sin = self.cos, self.sin
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         device = self.cos.device  # of what `fn` made, all else is dropped: it may be rounded, or uninitialised memory
         if cos.is_meta:
             self._tabulate(cos.shape[0], device)

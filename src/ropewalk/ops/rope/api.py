@@ -70,8 +70,8 @@ def apply_rope(
         RuntimeError: in place on a tensor that autograd must not see overwritten.
         Each names the argument, what it was and what it must be, and is raised before anything is written.
 
-    Under `torch.func` transforms and forward-mode differentiation the reference serves; `torch.compile` sees the operator
-    `torch.ops.ropewalk.rope`, without a graph break and without a recompilation for each length.
+    Under `torch.func` transforms and forward-mode differentiation the reference serves. `torch.compile` sees the
+    operator `torch.ops.ropewalk.rope`: no graph break, and no recompilation for each length.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), equation 34; half-split pairs are GPT-NeoX's.
 
@@ -85,15 +85,17 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 128, 2, 64]))
     """
-    offset = 0
-    if isinstance(positions, int) and not isinstance(positions, bool):
-        offset, positions = positions, None
+    offset, token_positions = 0, positions
+    if isinstance(positions, int):
+        if isinstance(positions, bool):
+            raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
+        offset, token_positions = positions, None
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
     xs = (q,) if k is None else (q, k)
     flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
     if is_plain(q, k, cos, sin):
-        rotated = rotate(xs, cos, sin, positions, cu_seqlens, offset, flags)
+        rotated = rotate(xs, cos, sin, token_positions, cu_seqlens, offset, flags)
     else:
-        rotated = rotate_traced(xs, cos, sin, positions, cu_seqlens, offset, flags)
+        rotated = rotate_traced(xs, cos, sin, token_positions, cu_seqlens, offset, flags)
     return rotated[0] if k is None else rotated

@@ -7,6 +7,7 @@ calls with the same ones; `check_values` is the exception, and looks at CPU tens
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def check_values(cu_seqlens: Tensor | None, total: int) -> None:
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"cu_seqlens starts at {values[0]}, but must start at 0")
-    for index, (start, end) in enumerate(zip(values[:-1], values[1:], strict=True)):
+    for index, (start, end) in enumerate(pairwise(values)):
         if end < start:
             raise ValueError(f"cu_seqlens falls from {start} to {end} at index {index + 1}, but must not decrease")
     if values[-1] != total:
@@ -220,7 +221,8 @@ def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_off
     if rotary_dim is not None and rotary_dim != width:
         hint = "; cos holds every angle once, not twice" if 2 * rotary_dim == width else ""
         raise ValueError(
-            f"rotary_dim is {rotary_dim}, but must be twice the width of cos, {width} for shape {tuple(cos.shape)}{hint}"
+            f"rotary_dim is {rotary_dim}, but must be twice the width of cos, {width} with shape "
+            f"{tuple(cos.shape)}{hint}"
         )
     if rotary_offset < 0 or rotary_offset + width > head_dim:
         raise ValueError(
@@ -262,4 +264,6 @@ def _check_positions(
             hint = "; one row for the whole batch is (1, T)" if shape == (tokens,) else ""
             raise ValueError(f"positions has shape {shape}, but offsets per batch row must be (B,), ({batch},){hint}")
     elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != tokens:
-        raise ValueError(f"positions has shape {shape}, but must be (B,), (1, T) or (B, T) with B = {batch}, T = {tokens}")
+        raise ValueError(
+            f"positions has shape {shape}, but must be (B,), (1, T) or (B, T) with B = {batch}, T = {tokens}"
+        )

@@ -1,8 +1,8 @@
 """Eager calls of the rotation: the choice of an implementation, the memory of past choices, and autograd.
 
-A decode step calls the rotation once per layer, so what a call costs the host counts. Whatever depends on shapes, strides,
-dtypes and flags alone is worked out once and remembered under them; a call that was seen before looks it up, allocates its
-results and launches.
+A decode step calls the rotation once per layer, so what a call costs the host counts. Whatever depends on shapes,
+strides, dtypes and flags alone is worked out once and remembered under them; a call like one seen before looks that up,
+allocates its results and launches.
 """
 
 from __future__ import annotations
@@ -199,10 +199,8 @@ def _rotate_inplace_with_grad(
     run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
     # The values are there; what is left is to put the rotation on autograd's record. A view is recorded by itself: a
     # function that overwrites a view may have no second result.
-    if any(xs[i]._is_view() for i in recorded):
-        groups = [[i] for i in recorded]
-    else:
-        groups = [recorded]
+    views = any(xs[i]._is_view() for i in recorded)
+    groups = [[i] for i in recorded] if views else [recorded]
     results = list(xs)
     for group in groups:
         outs = _Overwritten.apply(cos, sin, positions, cu_seqlens, offset, flags, *(xs[i] for i in group))
@@ -266,12 +264,12 @@ class _Overwritten(torch.autograd.Function):
 def _rotate_back(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Turn the gradients back, those that exist and are wanted, in one launch."""
     flags: Flags = ctx.flags
-    present = [i for i, grad in enumerate(grads) if grad is not None and needed[i]]
+    present = {i: grad for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
     if present:
-        xs = tuple([grads[i] for i in present])
         back = flags._replace(inverse=not flags.inverse, inplace=False)
-        turned = rotate(xs, *ctx.saved_tensors, ctx.offset, back)  # type: ignore[arg-type]
+        cos, sin, positions, cu_seqlens = ctx.saved_tensors
+        turned = rotate(tuple(present.values()), cos, sin, positions, cu_seqlens, ctx.offset, back)
         for i, grad in zip(present, turned, strict=True):
             results[i] = grad
     return tuple(results)

@@ -1,7 +1,7 @@
 """The rotation as PyTorch operators, for whoever looks at a program rather than runs it.
 
 `torch.ops.ropewalk.rope` and `torch.ops.ropewalk.rope_` (in place) are what `torch.compile`, dispatch modes, tensor
-subclasses and tracers see. Plain eager calls go around them, because the dispatcher costs the host more than the launch.
+subclasses and tracers see. Plain eager calls go around them: the dispatcher costs the host more than the launch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 
 
 def is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
-    """Whether a call is eager and on real tensors: no compiler, mode, transform, tracer or tensor subclass looks on."""
+    """Whether a call is eager, its tensors are what they seem, and no mode, transform or tracer looks on."""
     return not (
         torch.compiler.is_compiling()
         or type(q) not in _PLAIN_TYPES
@@ -39,6 +39,10 @@ def is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
         or type(sin) not in _PLAIN_TYPES
         or torch._C._len_torch_dispatch_stack()
         or _transformed()
+        or q.is_neg()  # a lazily negated view: its memory holds the opposite values, and the dispatcher settles that
+        or (k is not None and k.is_neg())
+        or cos.is_neg()
+        or sin.is_neg()
         or torch._C._get_tracing_state() is not None
     )
 

@@ -11,26 +11,27 @@ import torch
 from torch import Tensor
 
 
-def rotate_pairs(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inverse: bool = False, rotary_offset: int = 0
-) -> Tensor:
-    """Turn each pair (a, b) of `x` into (a·cos − b·sin, a·sin + b·cos); `inverse` turns it back.
+def rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn pairs (a, b) into (a·cos − b·sin, a·sin + b·cos): the whole of rotary embedding.
 
-    x is (..., D); cos and sin are (..., R/2) and broadcast against it. Features outside
-    [rotary_offset, rotary_offset + R) pass through. The arithmetic is in float32 or in x's dtype, whichever is
-    larger, and is rounded once.
+    The arithmetic is in float32 or in the pairs' dtype, whichever is larger; the caller rounds the result once.
     """
-    compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
-    if inverse:
-        sin = -sin
-    half = cos.shape[-1]
-    before, turned, after = x.split([rotary_offset, 2 * half, x.shape[-1] - rotary_offset - 2 * half], dim=-1)
-    pairs = turned.to(compute_dtype).unflatten(-1, (half, 2) if interleaved else (2, half))
-    pair_axis = -1 if interleaved else -2
-    a, b = pairs.unbind(pair_axis)
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), pair_axis).flatten(-2)
-    return torch.cat((before, turned.to(x.dtype), after), -1)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    a, b, cos, sin = a.to(dtype), b.to(dtype), cos.to(dtype), sin.to(dtype)
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """View the first and the second features of the pairs of x (..., R), each (..., R/2)."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def join_pairs(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    """Undo `split_pairs`."""
+    return torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -81,6 +82,28 @@ def token_rows(
     return cos[row], sin[row], inside
 
 
+def broadcast_rows(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    inverse: bool,
+    layout: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`token_rows` in shapes that broadcast against x, with sin negated for `inverse`."""
+    token_axis, head_axis = (-2, -3) if layout == "bhtd" else (-3, -2)
+    cos, sin, inside = token_rows(
+        cos, sin, x.shape[token_axis], positions=positions, cu_seqlens=cu_seqlens, offset=offset, layout=layout
+    )
+    if layout == "thd":
+        cos, sin, inside = cos[0], sin[0], None if inside is None else inside[0]
+    if inside is not None:
+        inside = inside[..., None].unsqueeze(head_axis)
+    return cos.unsqueeze(head_axis), (-sin if inverse else sin).unsqueeze(head_axis), inside
+
+
 def apply_rope(
     x: Tensor,
     cos: Tensor,
@@ -98,18 +121,12 @@ def apply_rope(
 
     Arguments are those of `ropewalk.apply_rope`, already checked, with an int `positions` given as `offset`.
     """
-    token_axis, head_axis = (-2, -3) if layout == "bhtd" else (-3, -2)
-    cos, sin, inside = token_rows(
-        cos, sin, x.shape[token_axis], positions=positions, cu_seqlens=cu_seqlens, offset=offset, layout=layout
-    )
-    if layout == "thd":
-        cos, sin = cos[0], sin[0]
-        inside = None if inside is None else inside[0]
-    cos, sin = cos.unsqueeze(head_axis), sin.unsqueeze(head_axis)
-    rotated = rotate_pairs(x, cos, sin, interleaved=interleaved, inverse=inverse, rotary_offset=rotary_offset)
-    if inside is None:
-        return rotated
-    return torch.where(inside[..., None].unsqueeze(head_axis), rotated, torch.nan)
+    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, layout)
+    rotary_dim = 2 * cos.shape[-1]
+    before, turned, after = x.split([rotary_offset, rotary_dim, x.shape[-1] - rotary_offset - rotary_dim], dim=-1)
+    a, b = rotate_pairs(*split_pairs(turned, interleaved), cos, sin)
+    rotated = torch.cat((before, join_pairs(a, b, interleaved).to(x.dtype), after), dim=-1)
+    return rotated if inside is None else torch.where(inside, rotated, torch.nan)
 
 
 @torch.no_grad()
@@ -127,18 +144,19 @@ def rotate(
     interleaved: bool,
     rotary_offset: int,
 ) -> None:
-    """Write the rotation of each tensor of `xs` into its partner in `outs`, which may be the tensor itself."""
+    """Write the rotation of each tensor of `xs` into its partner in `outs`, which may be the tensor itself.
+
+    The same as `apply_rope` without the copies that a differentiable form has to make.
+    """
+    cos, sin, inside = broadcast_rows(xs[0], cos, sin, positions, cu_seqlens, offset, inverse, layout)
+    turned = slice(rotary_offset, rotary_offset + 2 * cos.shape[-1])
     for x, out in zip(xs, outs, strict=True):
-        rotated = apply_rope(
-            x,
-            cos,
-            sin,
-            positions=positions,
-            cu_seqlens=cu_seqlens,
-            offset=offset,
-            layout=layout,
-            interleaved=interleaved,
-            inverse=inverse,
-            rotary_offset=rotary_offset,
-        )
-        out.copy_(rotated)
+        if out is not x:
+            out[..., : turned.start].copy_(x[..., : turned.start])
+            out[..., turned.stop :].copy_(x[..., turned.stop :])
+        a, b = rotate_pairs(*split_pairs(x[..., turned], interleaved), cos, sin)
+        out_a, out_b = split_pairs(out[..., turned], interleaved)
+        out_a.copy_(a)
+        out_b.copy_(b)
+        if inside is not None:
+            out.masked_fill_(~inside, torch.nan)

@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, H heads (Hq of q, Hk of k), D head dim, R rota
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -93,8 +93,7 @@ def _wide(index):
     """A non-negative number as int64, by zero extension: a product of two such numbers is a single instruction."""
     if index.dtype == tl.int64:
         return index
-    else:
-        return index.to(tl.uint32, bitcast=True).to(tl.int64)
+    return index.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
@@ -119,7 +118,9 @@ def _head_pointers(
     stride_batch = _wide(tl.where(is_q, q_stride_batch, k_stride_batch))
     stride_token = _wide(tl.where(is_q, q_stride_token, k_stride_token))
     stride_head = _wide(tl.where(is_q, q_stride_head, k_stride_head))
-    return tl.where(is_q, q_ptr, k_ptr) + (batch * stride_batch + token * stride_token + head * stride_head) * STRIDE_UNIT
+    return (
+        tl.where(is_q, q_ptr, k_ptr) + (batch * stride_batch + token * stride_token + head * stride_head) * STRIDE_UNIT
+    )
 
 
 @triton.jit
@@ -141,12 +142,11 @@ def _load_pairs(
         feature = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
         x = tl.load(ptrs + (feature + ROTARY_OFFSET), head_mask & (feature < 2 * HALF), other=0.0)
         return x, x
-    else:
-        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
-        mask = head_mask & (pair < HALF)
-        first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
-        second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
-        return first, second
+    pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask = head_mask & (pair < HALF)
+    first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
+    second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
+    return first, second
 
 
 @triton.jit
@@ -246,8 +246,8 @@ def rotate_kernel(
 ):
     """Rotate a group of heads of a block of tokens: one small tile, so that the grid sweeps through memory in order.
 
-    That is what bandwidth wants: programs of several tiles, or of larger ones, reached 0.93 to 0.96 of a copy where these
-    reach 0.97 to 0.98 (docs/log.md).
+    That is what bandwidth wants: programs of several tiles, or of larger ones, reached 0.93 to 0.96 of a copy where
+    these reach 0.97 to 0.98 (docs/log.md).
     """
     GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
     group = tl.program_id(0) % GROUPS
@@ -284,7 +284,7 @@ def rotate_kernel(
     sin_row = (batch * _wide(sin_stride_batch) + _wide(row) * _wide(sin_stride_row)) * TABLE_STRIDE_UNIT
     cos = tl.load(cos_ptr + cos_row + column, table_mask, other=float("nan"))
     sin = tl.load(sin_ptr + sin_row + column, table_mask, other=float("nan"))
-    # Without a barrier the assembler holds back half of these loads to save registers, and waits for memory twice.
+    # The warps of a program meet here, so that its stores leave together: 0.3 to 1 % more bandwidth on an H200.
     tl.debug_barrier()
     cos = cos.to(COMPUTE_DTYPE)
     sin = sin.to(COMPUTE_DTYPE) * direction

@@ -1,7 +1,7 @@
 """Launching the Triton rotation at the lowest cost to the host.
 
-`prepare` does once, per combination of shapes, strides and flags, all that does not depend on the data; the `Launch` that
-it returns reads addresses and launches a compiled kernel that it holds.
+`prepare` does once, per combination of shapes, strides and flags, all that does not depend on the data; the `Launch`
+that it returns reads addresses and launches a compiled kernel that it holds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def interpreted() -> bool:
 
 @cache
 def _binary(spec: Specialisation, device: int) -> Callable[..., None]:
-    """The compiled kernel, ready to launch on `device`; it takes the number of programs, the stream, then the kernel's arguments."""
+    """The compiled kernel on `device`, called with the number of programs, the stream, and the kernel's arguments."""
     with torch.cuda.device(device):
         compiled = compile_kernel(spec)
         run = compiled.run  # loads the binary onto the device
@@ -204,7 +204,7 @@ def prepare(
     table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
     table_stride_unit = _unit(table_strides)
 
-    positions_strides = (0, 0)  # (batch, token)
+    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token)
     if positions is None or cos.ndim == 3:
         kind = Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX
     elif positions.ndim == 1 and layout != "thd":
@@ -308,7 +308,7 @@ def _rotate_clones(
 
 
 def _division(divisor: int) -> tuple[int, int]:
-    """A multiplier m and a shift s with n // divisor == n · m >> s for all 0 ≤ n < 2³¹, which costs less than dividing."""
+    """A multiplier m and a shift s such that n // divisor == n · m >> s for all 0 ≤ n < 2³¹."""
     shift = 31 + max(divisor - 1, 0).bit_length()
     return -(-(1 << shift) // max(divisor, 1)), shift
 
