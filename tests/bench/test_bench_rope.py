@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_peer_is_asked_only_for_what_it_serves(
 def test_a_right_peer_is_compared(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_peer(monkeypatch, "right", lambda q, k, inputs: apply_rope(q, k, inputs.cos, inputs.sin, impl="reference"))
     result, text = run(tmp_path, device, peers="right", cases=(CASE,))
-    assert result.record.run["peers"] == {"right": torch.__version__}
+    assert result.record.run["peers"] == {"right": version("torch")}
     row = rows_of(result.record.rows, "reference")[0]
     compared = best_peer(row, [other for other in result.record.rows if other.direction == "fwd"])
     assert compared is not None

@@ -85,11 +85,9 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 128, 2, 64]))
     """
-    offset, token_positions = 0, positions
-    if isinstance(positions, int):
-        if isinstance(positions, bool):
-            raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
-        offset, token_positions = positions, None
+    if isinstance(positions, bool):
+        raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
+    offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
     xs = (q,) if k is None else (q, k)

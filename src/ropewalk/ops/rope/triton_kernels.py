@@ -91,9 +91,9 @@ def _token_positions(
 @triton.jit
 def _wide(index):
     """A non-negative number as int64, by zero extension: a product of two such numbers is a single instruction."""
-    if index.dtype == tl.int64:
-        return index
-    return index.to(tl.uint32, bitcast=True).to(tl.int64)
+    if index.dtype == tl.int32:
+        index = index.to(tl.uint32, bitcast=True)
+    return index.to(tl.int64)
 
 
 @triton.jit
@@ -140,12 +140,13 @@ def _load_pairs(
     """Load the features to rotate: first and second of each pair, or interleaved pairs whole (the same tile twice)."""
     if INTERLEAVED:
         feature = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
-        x = tl.load(ptrs + (feature + ROTARY_OFFSET), head_mask & (feature < 2 * HALF), other=0.0)
-        return x, x
-    pair = tl.arange(0, BLOCK_HALF)[None, None, :]
-    mask = head_mask & (pair < HALF)
-    first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
-    second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
+        first = tl.load(ptrs + (feature + ROTARY_OFFSET), head_mask & (feature < 2 * HALF), other=0.0)
+        second = first
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+        mask = head_mask & (pair < HALF)
+        first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
+        second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
     return first, second
 
 

@@ -1,0 +1,205 @@
+"""The rotation a second time, for the tests alone: complex numbers in float64, positions in plain Python.
+
+Nothing here shares a line with the implementations that it judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import apply_rope
+from ropewalk.testing import assert_close_to_truth, error_budget, poisoned_memory, unchanged
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def random_like_model(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Normal numbers, the same ones on every device."""
+    return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+
+def random_tables(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin of angles that differ in every row and column, so that no row passes for another."""
+    angles = torch.rand(*shape, dtype=torch.float64) * 2 * torch.pi
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def token_positions(
+    batch: int, tokens: int, positions: Tensor | int | None, cu_seqlens: Tensor | None, layout: str
+) -> list[list[int]]:
+    """Work out the position of every token, one after the other."""
+    if isinstance(positions, Tensor):
+        values = positions.tolist()
+        if layout == "thd":
+            return [values]
+        if positions.ndim == 1:
+            return [[start + t for t in range(tokens)] for start in values]
+        return [values[b if len(values) > 1 else 0] for b in range(batch)]
+    offset = positions or 0
+    if cu_seqlens is not None:
+        starts = cu_seqlens.tolist()[:-1]
+        return [[offset + t - max(start for start in starts if start <= t) for t in range(tokens)]]
+    return [[offset + t for t in range(tokens)] for _ in range(batch)]
+
+
+def table_rows(table: Tensor, positions: list[list[int]]) -> Tensor:
+    """Look up each token's row, (B, T, R/2) in float64; NaN for a position outside the table."""
+    table = table.detach().cpu().double()
+    if table.ndim == 3:
+        return table.expand(len(positions), -1, -1)
+    outside = torch.full(table.shape[1:], torch.nan, dtype=torch.float64)
+    rows = [[table[p] if 0 <= p < len(table) else outside for p in row] for row in positions]
+    return torch.stack([torch.stack(row) if row else table[:0] for row in rows]) if rows else table.new_zeros(0, 0, 1)
+
+
+def _to_bthd(x: Tensor, layout: str) -> Tensor:
+    """(B, T, H, D); the same call turns it back, but for the packed layout."""
+    return {"bthd": lambda: x, "bhtd": lambda: x.transpose(1, 2), "thd": lambda: x[None]}[layout]()
+
+
+def definition(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
+    layout: str = "bthd",
+    interleaved: bool = False,
+    inverse: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+) -> Tensor:
+    """Rotate x in float64, as complex numbers: z · (cos + i·sin). On the CPU, and differentiable."""
+    x = _to_bthd(x.cpu().double(), layout)
+    where = token_positions(x.shape[0], x.shape[1], positions, cu_seqlens, layout)
+    cos, sin = (table_rows(table, where)[:, :, None] for table in (cos, sin))
+    half = cos.shape[-1]
+    before, turned, after = x.tensor_split((rotary_offset, rotary_offset + 2 * half), dim=-1)
+    first = range(0, 2 * half, 2) if interleaved else range(half)
+    second = range(1, 2 * half, 2) if interleaved else range(half, 2 * half)
+    z = torch.complex(turned[..., list(first)], turned[..., list(second)]) * torch.complex(cos, -sin if inverse else sin)
+    back = torch.tensor([*first, *second], dtype=torch.long).argsort()
+    turned = torch.cat((z.real, z.imag), dim=-1)[..., back]
+    result = torch.cat((before, turned, after), dim=-1)
+    outside = cos.isnan().any(dim=-1, keepdim=True)
+    result = torch.where(outside, torch.nan, result)
+    return result[0] if layout == "thd" else _to_bthd(result, layout)
+
+
+def plain(x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> Tensor:
+    """What plain PyTorch computes in x's dtype: arithmetic in at least float32, rounded once."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    layout, interleaved = arguments.get("layout", "bthd"), arguments.get("interleaved", False)
+    x = _to_bthd(x.detach().cpu(), layout)
+    where = token_positions(
+        x.shape[0], x.shape[1], arguments.get("positions"), arguments.get("cu_seqlens"), layout
+    )
+    cos, sin = (table_rows(table, where)[:, :, None].to(dtype) for table in (cos, sin))
+    sin = -sin if arguments.get("inverse", False) else sin
+    start, half = arguments.get("rotary_offset", 0), cos.shape[-1]
+    result = x.clone(memory_format=torch.contiguous_format)
+    turned = result[..., start : start + 2 * half]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    new_a, new_b = a.to(dtype) * cos - b.to(dtype) * sin, a.to(dtype) * sin + b.to(dtype) * cos
+    a.copy_(new_a)
+    b.copy_(new_b)
+    return result[0] if layout == "thd" else _to_bthd(result, layout)
+
+
+def assert_rotated(actual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> None:
+    """Raise AssertionError unless `actual` is x rotated, and the features past the rotary dim are x's own, bit by bit."""
+    truth, baseline = definition(x, cos, sin, **arguments), plain(x, cos, sin, **arguments)
+    actual, x = actual.detach().cpu(), x.detach().cpu()
+    assert_close_to_truth(actual, truth, baseline)
+    start = arguments.get("rotary_offset", 0)
+    for features in (slice(None, start), slice(start + 2 * cos.shape[-1], None)):
+        kept = ~truth[..., features].isnan()
+        assert torch.equal(actual[..., features][kept], x[..., features][kept]), "a feature that passes through changed"
+
+
+def assert_rounded_once(actual: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> None:
+    """Raise AssertionError unless each element is the rounding of what float32 arithmetic may give."""
+    truth = definition(x, cos, sin, **arguments)
+    budget = error_budget(truth, plain(x.float(), cos, sin, **arguments))
+    lowest, highest = (truth - budget).to(actual.dtype), (truth + budget).to(actual.dtype)
+    actual = actual.detach().cpu()
+    assert bool(((lowest <= actual) & (actual <= highest)).all()), "rounded more than once"
+
+
+def clone_memory(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Clone tensors with all of the memory that they are views of, so that they keep offsets, strides and neighbours."""
+    storages: dict[int, Any] = {}
+    clones = []
+    for x in xs:
+        storage = x.untyped_storage()
+        copy = storages.setdefault(storage.data_ptr(), storage.clone())
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        clones.append(empty.set_(copy, x.storage_offset(), x.size(), x.stride()))
+    return clones
+
+
+def whole_memory(x: Tensor) -> Tensor:
+    """All elements of the memory that x is a view of, whatever is between its own."""
+    storage = x.untyped_storage()
+    n = storage.nbytes() // x.element_size()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (n,), (1,))
+
+
+def elements_of(x: Tensor) -> Tensor:
+    """Where in `whole_memory(x)` its elements are, as a mask."""
+    mask = torch.zeros(whole_memory(x).numel(), dtype=torch.bool)
+    mask.as_strided(x.size(), x.stride(), x.storage_offset()).fill_(True)
+    return mask
+
+
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    """`apply_rope`, which always gives a tuple."""
+    results = apply_rope(q, k, cos, sin, **arguments)
+    return (results,) if k is None else results
+
+
+def check_out_of_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, impl: str, **arguments: Any) -> None:
+    """Rotate out of place: results are right, have memory and strides of their own, and the inputs are untouched."""
+    xs = [x for x in (q, k) if x is not None]
+    inputs = [x for x in (*xs, cos, sin, *arguments.values()) if isinstance(x, Tensor)]
+    with poisoned_memory(), unchanged(inputs):
+        results = rotate(q, k, cos, sin, impl=impl, **arguments)
+    for x, result in zip(xs, results, strict=True):
+        assert result.stride() == torch.empty_like(x).stride()
+        assert x.numel() == 0 or result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert_rotated(result, x, cos, sin, **arguments)
+
+
+def check_in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, impl: str, **arguments: Any) -> None:
+    """Rotate copies in place: they are what comes back, they are right, and the memory around them is untouched."""
+    originals = [x for x in (q, k) if x is not None]
+    xs = clone_memory(originals)
+    before = [whole_memory(x).cpu().clone() for x in xs]
+    versions = [x._version for x in xs]
+    others = [x for x in (cos, sin, *arguments.values()) if isinstance(x, Tensor)]
+    with poisoned_memory(), unchanged(others):
+        results = rotate(xs[0], xs[1] if k is not None else None, cos, sin, impl=impl, inplace=True, **arguments)
+    for x, result, original, version in zip(xs, results, originals, versions, strict=True):
+        assert result is x
+        assert x._version > version
+        assert_rotated(result, original, cos, sin, **arguments)
+    for x, memory in zip(xs, before, strict=True):
+        around = ~elements_of(x)
+        for other in xs:
+            if other.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                around &= ~elements_of(other)
+        after = whole_memory(x).cpu()
+        assert torch.equal(after[around].nan_to_num(), memory[around].nan_to_num()), "the memory around was written to"
+
+
+def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, impl: str, **arguments: Any) -> None:
+    """Both of `check_out_of_place` and `check_in_place`."""
+    check_out_of_place(q, k, cos, sin, impl=impl, **arguments)
+    check_in_place(q, k, cos, sin, impl=impl, **arguments)
