@@ -10,8 +10,10 @@ WORKERS ?= auto
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
 
+# On the CPU and, compiled, for every target; then the kernels in Triton's interpreter.
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops -m "not compile"
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .

@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 
-def error_budget(truth: Tensor, baseline: Tensor) -> float:
-    """How far from `truth` a result may be: twice as far as `baseline` is, plus one unit in the last place.
+def error_budget(truth: Tensor, baseline: Tensor, roundings: int = 1) -> float:
+    """How far from `truth` a result may be: twice as far as `baseline` is, plus units in the last place.
 
     The same in PyTorch::
 
-        2 * (baseline.double() - truth).abs().max() + torch.finfo(baseline.dtype).eps * truth.abs().max()
+        2 * (baseline.double() - truth).abs().max() + roundings * torch.finfo(baseline.dtype).eps * truth.abs().max()
 
     `truth` is the result in float64, `baseline` what plain PyTorch computes in the dtype under test. NaN in both counts
-    as agreement here; `assert_close_to_truth` compares where NaN stands.
+    as agreement here; `assert_close_to_truth` compares where NaN stands. `roundings` counts the results on the way that
+    are rounded to the dtype, 1 for an elementwise operation: each may move the last place once.
     """
     if truth.numel() == 0:
         return 0.0
     distance = _distance(baseline, truth)
     largest = float(truth.detach().double().abs().nan_to_num().max())
-    return 2 * distance + torch.finfo(baseline.dtype).eps * largest
+    return 2 * distance + roundings * torch.finfo(baseline.dtype).eps * largest
 
 
-def assert_close_to_truth(actual: Tensor, truth: Tensor, baseline: Tensor) -> None:
+def assert_close_to_truth(actual: Tensor, truth: Tensor, baseline: Tensor, roundings: int = 1) -> None:
     """Raise AssertionError unless `actual` is as near to `truth` as `error_budget` demands.
 
     actual and baseline have the dtype under test, truth is float64; all three have one shape, and NaN must stand in the
@@ -44,7 +45,7 @@ def assert_close_to_truth(actual: Tensor, truth: Tensor, baseline: Tensor) -> No
     assert torch.equal(actual.isnan(), truth.isnan()), "NaN does not stand where it must"
     if actual.numel() == 0:
         return
-    distance, budget = _distance(actual, truth), error_budget(truth, baseline)
+    distance, budget = _distance(actual, truth), error_budget(truth, baseline, roundings)
     assert distance <= budget, f"the error is {distance:.3e}, and may be {budget:.3e}"
 
 

@@ -172,7 +172,11 @@ def _ask_nvidia_smi(device: torch.device, uuid: object) -> dict[str, str]:
 
 
 def _describe_commit() -> dict[str, Any]:
-    """The git commit of the package's source, if it is there, and whether tracked files differ from it."""
+    """The git commit of the package's source, and whether tracked files differ from it, as far as can be told.
+
+    A copy of the source that came without its repository takes the commit from ROPEWALK_COMMIT, "…-dirty" where it
+    differs.
+    """
     folder = Path(ropewalk.__file__).parent
 
     def git(*arguments: str) -> str | None:
@@ -184,5 +188,8 @@ def _describe_commit() -> dict[str, Any]:
 
     # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
     if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return {"commit": None, "dirty": None}
+        commit = os.environ.get("ROPEWALK_COMMIT")
+        if commit is None:
+            return {"commit": None, "dirty": None}
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

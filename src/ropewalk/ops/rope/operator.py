@@ -68,8 +68,10 @@ def rotate_traced(
     arguments = (cos, sin, positions, cu_seqlens, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl)
     if not inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        # An operator that overwrites its arguments can have no derivative: compute, then let autograd see the copy.
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if needs_grad or (not torch.compiler.is_compiling() and any(x.is_neg() for x in xs)):
+        # An operator that overwrites its arguments can neither have a derivative nor take lazily negated ones: compute,
+        # and let PyTorch copy.
         for x, rotated in zip(xs, torch.ops.ropewalk.rope(xs, *arguments), strict=True):
             x.copy_(rotated)
     else:

@@ -39,15 +39,23 @@ _MANY_TOKENS = 1024  # from here on it is bandwidth that counts, below it latenc
 
 
 class Tiles(NamedTuple):
-    """How the work is cut: a program rotates `block_heads` heads of `block_tokens` tokens with `num_warps` warps."""
+    """How the work is cut: a program rotates `block_heads` heads of `block_tokens` tokens with so many threads."""
 
     block_tokens: int
     block_heads: int
-    num_warps: int
+    threads: int
 
 
 def choose_tiles(
-    batch: int, tokens: int, n_heads: int, half: int, itemsize: int, *, interleaved: bool, heads_are_near: bool
+    batch: int,
+    tokens: int,
+    n_heads: int,
+    head_dim: int,
+    half: int,
+    itemsize: int,
+    *,
+    interleaved: bool,
+    heads_are_near: bool,
 ) -> Tiles:
     """The tiles that were fastest on an H200 (docs/log.md).
 
@@ -55,20 +63,23 @@ def choose_tiles(
     than a head's tokens do.
     """
     # Half a row of one head is read in 16-byte accesses by this many threads.
-    threads = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
+    per_row = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
     if interleaved and batch * tokens >= _MANY_TOKENS:
-        rows, num_warps = 64 // threads, 1
+        rows, threads = 64 // per_row, 32
     elif interleaved:
-        rows, num_warps = 64 // threads, 4
+        rows, threads = 64 // per_row, 128
     elif heads_are_near:
-        rows, num_warps = 128 // threads, 4
+        rows, threads = 128 // per_row, 128
     else:
-        rows, num_warps = 64 // threads, 2
+        rows, threads = 64 // per_row, 64
+    if 2 * half < head_dim:
+        # What is not rotated is copied whole rows at a time: 32 features a thread fit its registers.
+        rows = min(rows, 32 * threads // triton.next_power_of_2(head_dim))
     block_heads = min(max(1, rows), triton.next_power_of_2(max(1, n_heads)))
     if not heads_are_near:
         block_heads = min(block_heads, 4)
     block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
-    return Tiles(block_tokens, block_heads, num_warps)
+    return Tiles(block_tokens, block_heads, threads)
 
 
 def interpreted() -> bool:
@@ -220,6 +231,7 @@ def prepare(
             batch,
             tokens,
             max(n_q_heads, n_k_heads),
+            head_dim,
             half,
             q.element_size(),
             interleaved=interleaved,
@@ -248,7 +260,7 @@ def prepare(
         stride_dtype="i32" if max(all_strides) < 2**31 else "i64",
         block_tokens=tiles.block_tokens,
         block_heads=tiles.block_heads,
-        num_warps=tiles.num_warps,
+        threads=tiles.threads,
     )
     token_blocks = math.ceil(tokens / tiles.block_tokens)
     n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
