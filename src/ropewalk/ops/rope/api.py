@@ -88,11 +88,9 @@ def apply_rope(
     if isinstance(positions, bool):
         raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
     offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
-    if cos.requires_grad or sin.requires_grad:
-        raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
     xs = (q,) if k is None else (q, k)
     flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    if is_plain(q, k, cos, sin):
+    if is_plain(q, k, cos, sin, token_positions, cu_seqlens):
         rotated = rotate(xs, cos, sin, token_positions, cu_seqlens, offset, flags)
     else:
         rotated = rotate_traced(xs, cos, sin, token_positions, cu_seqlens, offset, flags)

@@ -51,6 +51,12 @@ def check_arguments(
     _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
 
 
+def check_fixed(cos: Tensor, sin: Tensor) -> None:
+    """Raise where a table wants a gradient."""
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
+
+
 def max_offset(q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str) -> int:
     """The largest offset with which no position that the host knows leaves the table."""
     if cos.ndim == 3 or positions is not None:
@@ -74,9 +80,9 @@ def check_offset(
             f"positions is {offset}, but must be None where cos and sin are per token (they have 3 dimensions)"
         )
     tokens = q.shape[layout.index("t")]
+    what = f"the start must be at least 0 and at most {limit}" if limit >= 0 else f"they must have at least {tokens}"
     raise ValueError(
-        f"positions start at {offset} for {tokens} tokens, but cos and sin have rows 0 … {cos.shape[0] - 1}: the start "
-        f"must be at least 0 and at most {limit}"
+        f"positions start at {offset} for {tokens} tokens, but cos and sin have rows 0 … {cos.shape[0] - 1}: {what}"
     )
 
 
@@ -216,6 +222,9 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, batch: int, tokens: int, 
 
 def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_offset: int) -> None:
     width = 2 * cos.shape[-1]
+    for name, value in (("rotary_dim", rotary_dim), ("rotary_offset", rotary_offset)):
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}, but must be an int")
     if rotary_dim is not None and rotary_dim % 2:
         raise ValueError(f"rotary_dim is {rotary_dim}, but must be even")
     if rotary_dim is not None and rotary_dim != width:

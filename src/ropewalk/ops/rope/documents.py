@@ -196,7 +196,7 @@ def _rotate_by_index(q: Tensor, k: Tensor, seq_len: int, theta: float, impl: str
         raise ValueError(
             f"seq_len is {seq_len}, but must be the number of tokens, {tokens} for q of shape {tuple(q.shape)}"
         )
-    if is_plain(q, k, q, k):
+    if is_plain(q, k, q, k, None, None):
         # Rounded up, so that a stream of lengths shares few tables.
         rows = 1 << max(10, (tokens - 1).bit_length())
         cos, sin = _remembered_tables(head_dim, rows, float(theta), q.device)

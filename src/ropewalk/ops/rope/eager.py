@@ -19,6 +19,7 @@ from ropewalk.ops.rope import reference
 from ropewalk.ops.rope.checks import (
     check_apart,
     check_arguments,
+    check_fixed,
     check_inplace,
     check_offset,
     check_overwritable,
@@ -127,6 +128,7 @@ def _find(
     flags: Flags,
 ) -> _Prepared:
     """Check a call, and return what serves it: from memory, if a call like it came before."""
+    check_fixed(cos, sin)
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     key = (
         (q.shape, q.stride(), q.dtype, q.device),
@@ -258,13 +260,15 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 6 + _rotate_back(ctx, grads, ctx.needs_input_grad[6:])
+        # All that was recorded required grad. For a view, autograd asks this function on behalf of the view's base, and
+        # ctx.needs_input_grad is then False throughout.
+        return (None,) * 6 + _rotate_back(ctx, grads, [True] * len(grads))
 
 
 def _rotate_back(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Turn the gradients back, those that exist and are wanted, in one launch."""
     flags: Flags = ctx.flags
-    present = {i: grad for i, grad in enumerate(grads) if grad is not None and needed[i]}
+    present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
     if present:
         back = flags._replace(inverse=not flags.inverse, inplace=False)

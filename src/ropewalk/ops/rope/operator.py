@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from ropewalk.ops.rope import reference
-from ropewalk.ops.rope.checks import check_arguments, check_inplace, check_offset
+from ropewalk.ops.rope.checks import (
+    check_apart,
+    check_arguments,
+    check_fixed,
+    check_inplace,
+    check_offset,
+    check_overwritable,
+    check_values,
+)
 from ropewalk.ops.rope.eager import Flags, rotate
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
@@ -26,17 +35,22 @@ _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
 _INVERSE = 7  # where it stands among the arguments after xs
 
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_PLAIN_OPTIONAL_TYPES = {*_PLAIN_TYPES, type(None)}
 
 
-def is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
+def is_plain(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None
+) -> bool:
     """Whether a call is eager, its tensors are what they seem, and no mode, transform or tracer looks on."""
     return not (
         torch.compiler.is_compiling()
         or type(q) not in _PLAIN_TYPES
-        or type(k) not in _PLAIN_TYPES
+        or type(k) not in _PLAIN_OPTIONAL_TYPES
         or type(cos) not in _PLAIN_TYPES
         or type(sin) not in _PLAIN_TYPES
+        or type(positions) not in _PLAIN_OPTIONAL_TYPES
+        or type(cu_seqlens) not in _PLAIN_OPTIONAL_TYPES
         or torch._C._len_torch_dispatch_stack()
         or _transformed()
         or q.is_neg()  # a lazily negated view: its memory holds the opposite values, and the dispatcher settles that
@@ -62,14 +76,19 @@ def rotate_traced(
     flags: Flags,
 ) -> tuple[Tensor, ...]:
     """Rotate `xs` in a way that the onlooker understands; arguments and result are those of `eager.rotate`."""
-    if not torch.compiler.is_compiling() and _transformed():
-        return _rotate_transformed(xs, cos, sin, positions, cu_seqlens, offset, flags)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _check(xs, cos, sin, positions, cu_seqlens, offset, flags)
+        if _transformed():
+            return _rotate_transformed(xs, cos, sin, positions, cu_seqlens, offset, flags)
+    else:
+        check_fixed(cos, sin)
     layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl = flags
     arguments = (cos, sin, positions, cu_seqlens, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl)
     if not inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if needs_grad or (not torch.compiler.is_compiling() and any(x.is_neg() for x in xs)):
+    if needs_grad or (not compiling and any(x.is_neg() for x in xs)):
         # An operator that overwrites its arguments can neither have a derivative nor take lazily negated ones: compute,
         # and let PyTorch copy.
         for x, rotated in zip(xs, torch.ops.ropewalk.rope(xs, *arguments), strict=True):
@@ -94,7 +113,6 @@ def _rotate_transformed(
             f"impl is {flags.impl!r}, but under torch.func transforms and forward-mode differentiation it must be None "
             f"or 'reference'"
         )
-    _check(xs, cos, sin, positions, cu_seqlens, offset, flags)
     outs = tuple(
         reference.apply_rope(
             x,
@@ -122,11 +140,25 @@ def _check(
     offset: int,
     flags: Flags,
 ) -> None:
+    """Make every check of an eager call; those of values are left out where a transform or a fake hides them."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
+    check_fixed(cos, sin)
+    check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
+    if cu_seqlens is not None and not _hidden(cu_seqlens):
+        check_values(cu_seqlens, q.shape[0])
     if flags.inplace:
         check_inplace(q, k)
-    check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
+        if k is not None and not _hidden(q) and not _hidden(k):
+            check_apart(q, k)
+        for name, x in zip("qk", xs, strict=False):
+            if torch.is_grad_enabled() and x.requires_grad:
+                check_overwritable(name, x)
+
+
+def _hidden(x: Tensor) -> bool:
+    """Whether `x` has no memory of its own to look at."""
+    return isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _eager_arguments(arguments: Sequence[Any], inplace: bool) -> tuple[Any, ...]:

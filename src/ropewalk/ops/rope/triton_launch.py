@@ -197,7 +197,8 @@ def prepare(
     """Work out the launch for tensors like these; arguments are those of `ropewalk.apply_rope`, already checked."""
     xs = [q] if k is None else [q, k]
     outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
-    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (*xs, *outs, cos, sin)):
+    dense = (*xs, *outs, cos, sin) if cu_seqlens is None else (*xs, *outs, cos, sin, cu_seqlens)
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
         return partial(_rotate_clones, layout=layout, interleaved=interleaved, rotary_offset=rotary_offset)
     batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
     n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
@@ -299,9 +300,10 @@ def _rotate_clones(
     interleaved: bool,
     rotary_offset: int,
 ) -> None:
-    """Rotate through dense copies: for tensors whose neighbouring features are not neighbours in memory."""
+    """Rotate through dense copies: for tensors whose last dimension is not dense in memory."""
     clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
     cos, sin = cos.contiguous(), sin.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     launch = prepare(
         clones[0],
         clones[1] if len(clones) == 2 else None,
