@@ -205,7 +205,8 @@ def _rotate_inplace_with_grad(
     groups = [[i] for i in recorded] if views else [recorded]
     results = list(xs)
     for group in groups:
-        outs = _Overwritten.apply(cos, sin, positions, cu_seqlens, offset, flags, *(xs[i] for i in group))
+        tensors = (*(xs[i] for i in group), cos, sin, positions, cu_seqlens)
+        outs = _Overwritten.apply(offset, flags, len(group), *tensors)
         for i, out in zip(group, outs, strict=True):
             results[i] = out
     return tuple(results)
@@ -242,27 +243,19 @@ class _Overwritten(torch.autograd.Function):
     """Puts a rotation that has just been done in place on record."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        offset: int,
-        flags: Flags,
-        *xs: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, offset: int, flags: Flags, n_xs: int, *tensors: Tensor | None) -> Any:
+        # xs come before all other tensors: of a function that overwrites a view, autograd takes the first tensor to be it.
+        xs, saved = tensors[:n_xs], tensors[n_xs:]
         ctx.mark_dirty(*xs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin, positions, cu_seqlens)
+        ctx.save_for_backward(*saved)
         ctx.offset, ctx.flags = offset, flags
         return xs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # All that was recorded required grad. For a view, autograd asks this function on behalf of the view's base, and
-        # ctx.needs_input_grad is then False throughout.
-        return (None,) * 6 + _rotate_back(ctx, grads, [True] * len(grads))
+        # All that was recorded requires grad.
+        return (None,) * 3 + _rotate_back(ctx, grads, [True] * len(grads)) + (None,) * len(ctx.saved_tensors)
 
 
 def _rotate_back(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
