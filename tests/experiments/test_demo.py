@@ -63,7 +63,7 @@ def test_training_ends_when_its_time_is_over(device, capsys):
 
 
 def test_the_model_does_not_see_what_it_predicts(device):
-    model = make_model(device).eval()
+    model = make_model(device).eval().double()
     tokens = torch.randint(256, (2, 20), device=device)
     changed = tokens.clone()
     changed[:, 10:] = 7

@@ -244,7 +244,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, offset: int, flags: Flags, n_xs: int, *tensors: Tensor | None) -> Any:
-        # xs come before all other tensors: of a function that overwrites a view, autograd takes the first tensor to be it.
+        # xs come first: where a function overwrites a view, autograd takes its first tensor for that view.
         xs, saved = tensors[:n_xs], tensors[n_xs:]
         ctx.mark_dirty(*xs)
         ctx.set_materialize_grads(False)
@@ -255,7 +255,7 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # All that was recorded requires grad.
-        return (None,) * 3 + _rotate_back(ctx, grads, [True] * len(grads)) + (None,) * len(ctx.saved_tensors)
+        return (None,) * 3 + _rotate_back(ctx, grads, [True] * len(grads)) + (None,) * 4
 
 
 def _rotate_back(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:

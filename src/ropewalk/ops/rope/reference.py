@@ -37,7 +37,7 @@ def join_pairs(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """Position of each packed token in its own sequence, (total,); −1 for a token that no sequence covers."""
     tokens = torch.arange(total, device=cu_seqlens.device)
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].contiguous().long()
     if ends.numel() == 0:
         return torch.full_like(tokens, -1)
     sequence = torch.searchsorted(ends, tokens, right=True)
