@@ -53,6 +53,7 @@ def test_graphs_host_and_memory(device: torch.device) -> None:
         pytest.skip("needs a GPU")
     x = torch.randn(1 << 10, device=device)
     times, failures = timing.time_graphs({"double": lambda: x * 2, "wait": lambda: x.sum().item()}, device, replays=5)
+    torch.randn(1, device=device)  # the failed capture left the generator usable
     assert 0 < times["double"].p50 < 100
     assert list(failures) == ["wait"]
     host = timing.time_host(lambda: x * 2, device, repeats=3)

@@ -168,6 +168,7 @@ def time_graphs(
         except Exception as error:  # another library's call may fail in any way; that it failed is the result
             failures[name] = type(error).__name__
             torch.cuda.synchronize(device)
+            _renew_generator(device)
         else:
             graphs[name] = graph
     samples: dict[str, list[float]] = {name: [] for name in graphs}
@@ -184,6 +185,15 @@ def time_graphs(
             if replay >= warmup:
                 samples[name].append(start.elapsed_time(end) * 1e3 / calls_per_graph)
     return {name: quantiles(times) for name, times in samples.items()}, failures
+
+
+def _renew_generator(device: torch.device) -> None:
+    """Give the device's default generator a new state: a capture that failed leaves the old one believing in it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed = generator.initial_seed()
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+    generator.manual_seed(seed)
 
 
 def time_host(call: Call, device: torch.device, *, calls: int = 32, repeats: int = 20) -> HostTime:

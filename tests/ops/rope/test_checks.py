@@ -94,200 +94,168 @@ def comparable(call):
 
 def refused(call, error, pattern, way=nullcontext):
     """The call raises `error` with a message that matches, and leaves its tensors alone."""
-    arguments = dict(call)
-    tensors = [arguments.pop(name) for name in ("q", "k", "cos", "sin")]
     with unchanged(comparable(call)), pytest.raises(error, match=pattern), way():
-        apply_rope(*tensors, **arguments)
-
-
-def accepted(call):
-    arguments = dict(call)
-    return apply_rope(*(arguments.pop(name) for name in ("q", "k", "cos", "sin")), **arguments)
+        apply_rope(**call)
 
 
 DTYPE = "float16, bfloat16, float32 or float64"
 OFFSET = r"positions start at {} for 6 tokens, but .*rows 0 … 9: the start must be at least 0 and at most {}"
 
-# What is wrong, the good call that it spoils, the change, and the error: its type, and what its message must say.
-METADATA = {
-    # not tensors
-    "q-list": (padded, {"q": [1.0]}, TypeError, "q is list, but must be a tensor"),
-    "q-none": (padded, {"q": None}, TypeError, "q is NoneType, but must be a tensor"),
-    "k-number": (padded, {"k": 1.0}, TypeError, "k is float, but must be a tensor"),
-    "cos-list": (padded, {"cos": [1.0]}, TypeError, "cos is list, but must be a tensor"),
-    "sin-none": (padded, {"sin": None}, TypeError, "sin is NoneType, but must be a tensor"),
-    "positions-list": (padded, {"positions": [0, 1]}, TypeError, r"positions is .*must be .*int32 or int64"),
-    "positions-float": (padded, {"positions": 1.5}, TypeError, r"positions is .*must be .*int32 or int64"),
-    "positions-string": (padded, {"positions": "3"}, TypeError, r"positions is .*must be .*int32 or int64"),
-    "positions-true": (padded, {"positions": True}, TypeError, r"positions is .*must be .*int32 or int64"),
-    "cu_seqlens-list": (packed, {"cu_seqlens": [0, T]}, TypeError, "cu_seqlens is .*must be .*int32 or int64"),
-    # dtypes
-    "q-int": (padded, {"q": indices(B, T, HQ, D)}, TypeError, f"q has dtype torch.int64, but must be {DTYPE}"),
-    "q-bool": (padded, {"q": indices(B, T, HQ, D).bool()}, TypeError, f"q has dtype torch.bool, but must be {DTYPE}"),
-    "q-complex": (padded, {"q": f(B, T, HQ, D).cfloat()}, TypeError, f"q has dtype torch.complex64, .* be {DTYPE}"),
-    "k-complex": (padded, {"k": f(B, T, HK, D).cfloat()}, TypeError, f"k has dtype torch.complex64, .* be {DTYPE}"),
+# What is wrong: the good call that it spoils, the change, and what the message must say.
+WRONG_TYPES = {
+    "q-list": (padded, {"q": [1.0]}, "q is list, but must be a tensor"),
+    "q-none": (padded, {"q": None}, "q is NoneType, but must be a tensor"),
+    "k-number": (padded, {"k": 1.0}, "k is float, but must be a tensor"),
+    "cos-list": (padded, {"cos": [1.0]}, "cos is list, but must be a tensor"),
+    "sin-none": (padded, {"sin": None}, "sin is NoneType, but must be a tensor"),
+    "positions-list": (padded, {"positions": [0, 1]}, r"positions is .*must be .*int32 or int64"),
+    "positions-float": (padded, {"positions": 1.5}, r"positions is .*must be .*int32 or int64"),
+    "positions-string": (padded, {"positions": "3"}, r"positions is .*must be .*int32 or int64"),
+    "positions-true": (padded, {"positions": True}, r"positions is .*must be .*int32 or int64"),
+    "cu_seqlens-list": (packed, {"cu_seqlens": [0, T]}, "cu_seqlens is .*must be .*int32 or int64"),
+    "q-int": (padded, {"q": indices(B, T, HQ, D)}, f"q has dtype torch.int64, but must be {DTYPE}"),
+    "q-bool": (padded, {"q": indices(B, T, HQ, D).bool()}, f"q has dtype torch.bool, but must be {DTYPE}"),
+    "q-complex": (padded, {"q": f(B, T, HQ, D).cfloat()}, f"q has dtype torch.complex64, .* be {DTYPE}"),
+    "k-complex": (padded, {"k": f(B, T, HK, D).cfloat()}, f"k has dtype torch.complex64, .* be {DTYPE}"),
     "q-fp8": (
         padded,
         {"q": f(B, T, HQ, D, dtype=torch.float8_e4m3fn)},
-        TypeError,
         f"q has dtype torch.float8_e4m3fn, but must be {DTYPE}",
     ),
-    "cos-int": (padded, {"cos": indices(ROWS, R // 2)}, TypeError, f"cos has dtype torch.int64, but must be {DTYPE}"),
+    "cos-int": (padded, {"cos": indices(ROWS, R // 2)}, f"cos has dtype torch.int64, but must be {DTYPE}"),
     "sin-fp8": (
         padded,
         {"sin": f(ROWS, R // 2, dtype=torch.float8_e5m2)},
-        TypeError,
         f"sin has dtype torch.float8_e5m2, but must be {DTYPE}",
-    ),
-    "k-other-dtype": (
-        padded,
-        {"k": f(B, T, HK, D, dtype=torch.float64)},
-        ValueError,
-        "k.dtype is torch.float64, but must be q.dtype, torch.float32",
-    ),
-    "sin-other-dtype": (
-        padded,
-        {"sin": f(ROWS, R // 2, dtype=torch.bfloat16)},
-        ValueError,
-        "sin.dtype is torch.bfloat16, but must be cos.dtype, torch.float32",
     ),
     "positions-float-tensor": (
         padded,
         {"positions": f(B, T)},
-        TypeError,
         "positions has dtype torch.float32, but must be int32 or int64",
     ),
     "positions-bool-tensor": (
         padded,
         {"positions": indices(B, T, dtype=torch.bool)},
-        TypeError,
         "positions has dtype torch.bool, but must be int32 or int64",
     ),
     "positions-int16": (
         padded,
         {"positions": indices(B, T, dtype=torch.int16)},
-        TypeError,
         "positions has dtype torch.int16, but must be int32 or int64",
     ),
     "cu_seqlens-float": (
         packed,
         {"cu_seqlens": torch.tensor([0.0, T])},
-        TypeError,
         "cu_seqlens has dtype torch.float32, but must be int32 or int64",
     ),
-    # devices
-    "k-elsewhere": (padded, {"k": meta(B, T, HK, D)}, ValueError, r"k.device is meta, but must be q.device, \w+"),
-    "cos-elsewhere": (padded, {"cos": meta(ROWS, R // 2)}, ValueError, "cos.device is meta, but must be q.device"),
-    "sin-elsewhere": (padded, {"sin": meta(ROWS, R // 2)}, ValueError, "sin.device is meta, but must be q.device"),
+}
+MISFITS = {
+    "k-other-dtype": (
+        padded,
+        {"k": f(B, T, HK, D, dtype=torch.float64)},
+        "k.dtype is torch.float64, but must be q.dtype, torch.float32",
+    ),
+    "sin-other-dtype": (
+        padded,
+        {"sin": f(ROWS, R // 2, dtype=torch.bfloat16)},
+        "sin.dtype is torch.bfloat16, but must be cos.dtype, torch.float32",
+    ),
+    "k-elsewhere": (padded, {"k": meta(B, T, HK, D)}, r"k.device is meta, but must be q.device, \w+"),
+    "cos-elsewhere": (padded, {"cos": meta(ROWS, R // 2)}, "cos.device is meta, but must be q.device"),
+    "sin-elsewhere": (padded, {"sin": meta(ROWS, R // 2)}, "sin.device is meta, but must be q.device"),
     "positions-elsewhere": (
         padded,
         {"positions": meta(B, T, dtype=torch.int64)},
-        ValueError,
         "positions.device is meta, but must be q.device",
     ),
     "cu_seqlens-elsewhere": (
         packed,
         {"cu_seqlens": meta(3, dtype=torch.int32)},
-        ValueError,
         "cu_seqlens.device is meta, but must be q.device",
     ),
-    # shapes of q and k
-    "q-3d": (padded, {"q": f(T, HQ, D)}, ValueError, r"q has shape \(6, 4, 16\), but layout 'bthd' needs 4 dim.*B, T, H"),
-    "k-3d": (padded, {"k": f(T, HK, D)}, ValueError, r"k has shape \(6, 2, 16\), but layout 'bthd' needs 4 dim"),
-    "packed-4d": (packed, {"q": f(1, T, HQ, D)}, ValueError, r"q has shape \(1, 6, 4, 16\), but layout 'thd' needs 3 dim"),
-    "k-other-batch": (padded, {"k": f(1, T, HK, D)}, ValueError, r"k has shape \(1, .*must agree with q's.*differ on 'b'"),
-    "k-other-tokens": (padded, {"k": f(B, 5, HK, D)}, ValueError, r"k has shape \(2, 5, .*must agree with.*differ on 't'"),
-    "k-other-dim": (padded, {"k": f(B, T, HK, 32)}, ValueError, r"k has shape .*32\), but must agree with.*differ on 'd'"),
-    "k-transposed": (padded, {"layout": "bhtd"}, ValueError, r"k has shape .*must agree with q's.*'bhtd'.*differ on 't'"),
-    "head-dim-514": (padded, {"q": f(B, T, 1, 514), "k": None}, ValueError, "q has head dim 514, but .* at most 512"),
-    # tables
-    "table-1d": (padded, {"cos": f(4), "sin": f(4)}, ValueError, r"cos has shape \(4,\), but must be \(n, R/2\)"),
+    "q-3d": (padded, {"q": f(T, HQ, D)}, r"q has shape \(6, 4, 16\), but layout 'bthd' needs 4 dim.*B, T, H"),
+    "k-3d": (padded, {"k": f(T, HK, D)}, r"k has shape \(6, 2, 16\), but layout 'bthd' needs 4 dim"),
+    "packed-4d": (packed, {"q": f(1, T, HQ, D)}, r"q has shape \(1, 6, 4, 16\), but layout 'thd' needs 3 dim"),
+    "k-other-batch": (padded, {"k": f(1, T, HK, D)}, r"k has shape \(1, .*must agree with q's.*differ on 'b'"),
+    "k-other-tokens": (padded, {"k": f(B, 5, HK, D)}, r"k has shape \(2, 5, .*must agree with.*differ on 't'"),
+    "k-other-dim": (padded, {"k": f(B, T, HK, 32)}, r"k has shape .*32\), but must agree with.*differ on 'd'"),
+    "k-transposed": (padded, {"layout": "bhtd"}, r"k has shape .*must agree with q's.*'bhtd'.*differ on 't'"),
+    "head-dim-514": (padded, {"q": f(B, T, 1, 514), "k": None}, "q has head dim 514, but .* at most 512"),
+    "table-1d": (padded, {"cos": f(4), "sin": f(4)}, r"cos has shape \(4,\), but must be \(n, R/2\)"),
     "table-4d": (
         padded,
         {"cos": f(1, 1, T, 4), "sin": f(1, 1, T, 4)},
-        ValueError,
         r"cos has shape \(1, 1, 6, 4\), but must be \(n, R/2\)",
     ),
-    "sin-fewer-rows": (padded, {"sin": f(9, 4)}, ValueError, r"sin.shape is \(9, 4\), but must be cos.shape, \(10, 4\)"),
-    "sin-narrower": (padded, {"sin": f(ROWS, 3)}, ValueError, r"sin.shape is \(10, 3\), but must be cos.shape"),
+    "sin-fewer-rows": (padded, {"sin": f(9, 4)}, r"sin.shape is \(9, 4\), but must be cos.shape, \(10, 4\)"),
+    "sin-narrower": (padded, {"sin": f(ROWS, 3)}, r"sin.shape is \(10, 3\), but must be cos.shape"),
     "per-token-batch": (
         padded,
         {"cos": f(3, T, 4), "sin": f(3, T, 4)},
-        ValueError,
         r"cos has shape \(3, 6, 4\), but per token it must be \(B or 1, T, R/2\) with B = 2 and T = 6",
     ),
     "per-token-tokens": (
         padded,
         {"cos": f(1, 5, 4), "sin": f(1, 5, 4)},
-        ValueError,
         r"cos has shape \(1, 5, 4\), but per token .*T = 6",
     ),
-    "cos-learned": (padded, {"cos": leaf(ROWS, 4)}, ValueError, r"cos .*requires grad.*not? .*differentiated.*cos.detach"),
-    "sin-learned": (padded, {"sin": leaf(ROWS, 4)}, ValueError, r"sin .*requires grad.*not? .*differentiated.*sin.detach"),
-    # rotary dim
-    "rotary-odd": (padded, {"rotary_dim": 7}, ValueError, "rotary_dim is 7, but must be even"),
-    "rotary-zero": (padded, {"rotary_dim": 0}, ValueError, "rotary_dim is 0, but must be twice the width of cos, 8"),
-    "rotary-other": (padded, {"rotary_dim": 16}, ValueError, "rotary_dim is 16, but must be twice the width of cos, 8"),
+    "cos-learned": (padded, {"cos": leaf(ROWS, 4)}, r"cos .*requires grad.*differentiated.*cos.detach"),
+    "sin-learned": (padded, {"sin": leaf(ROWS, 4)}, r"sin .*requires grad.*differentiated.*sin.detach"),
+    "rotary-odd": (padded, {"rotary_dim": 7}, "rotary_dim is 7, but must be even"),
+    "rotary-zero": (padded, {"rotary_dim": 0}, "rotary_dim is 0, but must be twice the width of cos, 8"),
+    "rotary-other": (padded, {"rotary_dim": 16}, "rotary_dim is 16, but must be twice the width of cos, 8"),
     "table-duplicated": (
         padded,
         {"cos": f(ROWS, R), "sin": f(ROWS, R), "rotary_dim": R},
-        ValueError,
         "rotary_dim is 8, but must be twice the width of cos, 16 .*every angle once, not twice",
     ),
-    "table-too-wide": (padded, {"cos": f(ROWS, 9), "sin": f(ROWS, 9)}, ValueError, "rotary dim 18 .* must .*head dim, 16"),
-    "offset-too-large": (padded, {"rotary_offset": 9}, ValueError, "rotary_offset 9 and the rotary dim 8 .* must .*16"),
-    "offset-negative": (padded, {"rotary_offset": -2}, ValueError, "rotary_offset -2 .* must lie within the head dim, 16"),
-    # positions
+    "table-too-wide": (padded, {"cos": f(ROWS, 9), "sin": f(ROWS, 9)}, "rotary dim 18 .* must .*head dim, 16"),
+    "offset-too-large": (padded, {"rotary_offset": 9}, "rotary_offset 9 and the rotary dim 8 .* must .*16"),
+    "offset-negative": (padded, {"rotary_offset": -2}, "rotary_offset -2 .* must lie within the head dim, 16"),
     "positions-bare": (
         padded,
         {"positions": torch.arange(T)},
-        ValueError,
         r"positions has shape \(6,\), but .* must be \(B,\), \(2,\); one row for the whole batch is \(1, T\)",
     ),
-    "positions-0d": (padded, {"positions": i(3)}, ValueError, r"positions has shape \(\), but must be \(B,\), \(1, T\) or"),
-    "positions-3d": (padded, {"positions": indices(B, T, 1)}, ValueError, r"positions has shape \(2, 6, 1\), but must be"),
-    "positions-batch": (padded, {"positions": indices(3, T)}, ValueError, r"positions has shape \(3, 6\).*B = 2, T = 6"),
-    "positions-tokens": (padded, {"positions": indices(B, 5)}, ValueError, r"positions has shape \(2, 5\).*B = 2, T = 6"),
-    "positions-3-offsets": (padded, {"positions": indices(3)}, ValueError, r"positions has shape \(3,\).*\(B,\), \(2,\)"),
+    "positions-0d": (padded, {"positions": i(3)}, r"positions has shape \(\), but must be \(B,\), \(1, T\) or"),
+    "positions-3d": (padded, {"positions": indices(B, T, 1)}, r"positions has shape \(2, 6, 1\), but must be"),
+    "positions-batch": (padded, {"positions": indices(3, T)}, r"positions has shape \(3, 6\).*B = 2, T = 6"),
+    "positions-tokens": (padded, {"positions": indices(B, 5)}, r"positions has shape \(2, 5\).*B = 2, T = 6"),
+    "positions-3-offsets": (padded, {"positions": indices(3)}, r"positions has shape \(3,\).*\(B,\), \(2,\)"),
     "packed-positions-2d": (
         packed,
         {"positions": indices(1, T), "cu_seqlens": None},
-        ValueError,
         r"positions has shape \(1, 6\), but in layout 'thd' it must be \(total,\), \(6,\)",
     ),
-    "packed-positions-short": (packed, {"positions": indices(5)}, ValueError, r"positions has shape \(5,\).*\(total,\)"),
-    "per-token-positions": (per_token, {"positions": indices(B, T)}, ValueError, "positions must be None where cos and sin"),
-    "per-token-int": (per_token, {"positions": 1}, ValueError, "positions is 1, but must be None where cos and sin are per"),
-    "int-past-table": (padded, {"positions": 5}, ValueError, OFFSET.format(5, 4)),
-    "int-negative": (padded, {"positions": -1}, ValueError, OFFSET.format(-1, 4)),
-    "int-past-packed-table": (packed, {"positions": 10}, ValueError, OFFSET.format(10, 9)),
-    "int-2-to-31": (padded, {"positions": 2**31}, ValueError, OFFSET.format(2**31, 4)),
-    "table-too-short": (padded, {"cos": f(5, 4), "sin": f(5, 4)}, ValueError, "positions start at 0 for 6 tokens, but .*0 … 4"),
-    # layouts and packed sequences
-    "layout-unknown": (padded, {"layout": "sbhd"}, ValueError, "layout is 'sbhd', but must be one of 'bthd', 'bhtd', 'thd'"),
-    "layout-upper": (padded, {"layout": "BTHD"}, ValueError, "layout is 'BTHD', but must be one of 'bthd'"),
-    "layout-none": (padded, {"layout": None}, ValueError, "layout is None, but must be one of 'bthd'"),
-    "packed-without-either": (packed, {"cu_seqlens": None}, ValueError, r"'thd' needs cu_seqlens, or positions of shape \(total"),
-    "packed-int-alone": (packed, {"cu_seqlens": None, "positions": 2}, ValueError, "'thd' needs cu_seqlens, or positions"),
-    "cu_seqlens-in-bthd": (padded, {"cu_seqlens": i([0, T])}, ValueError, "cu_seqlens .*layout 'bthd', but .* 'thd' alone"),
-    "cu_seqlens-2d": (packed, {"cu_seqlens": i([[0, T]])}, ValueError, r"cu_seqlens has shape \(1, 2\), but must be \(number"),
-    "cu_seqlens-empty": (packed, {"cu_seqlens": indices(0)}, ValueError, r"cu_seqlens has shape \(0,\), but must be \(number"),
-    # implementations
-    "impl-unknown": (padded, {"impl": "cuda"}, ValueError, "impl is 'cuda', but must be None or one of 'triton', 'reference'"),
-    # memory
+    "packed-positions-short": (packed, {"positions": indices(5)}, r"positions has shape \(5,\).*\(total,\)"),
+    "per-token-positions": (per_token, {"positions": indices(B, T)}, "positions must be None where cos and sin"),
+    "per-token-int": (per_token, {"positions": 1}, "positions is 1, but must be None where cos and sin are per"),
+    "int-past-table": (padded, {"positions": 5}, OFFSET.format(5, 4)),
+    "int-negative": (padded, {"positions": -1}, OFFSET.format(-1, 4)),
+    "int-past-packed-table": (packed, {"positions": 10}, OFFSET.format(10, 9)),
+    "int-2-to-31": (padded, {"positions": 2**31}, OFFSET.format(2**31, 4)),
+    "table-too-short": (padded, {"cos": f(5, 4), "sin": f(5, 4)}, "positions start at 0 for 6 tokens, but .*0 … 4"),
+    "layout-unknown": (padded, {"layout": "sbhd"}, "layout is 'sbhd', but must be one of 'bthd', 'bhtd', 'thd'"),
+    "layout-upper": (padded, {"layout": "BTHD"}, "layout is 'BTHD', but must be one of 'bthd'"),
+    "layout-none": (padded, {"layout": None}, "layout is None, but must be one of 'bthd'"),
+    "packed-without-either": (packed, {"cu_seqlens": None}, r"'thd' needs cu_seqlens, or positions of shape \(total"),
+    "packed-int-alone": (packed, {"cu_seqlens": None, "positions": 2}, "'thd' needs cu_seqlens, or positions"),
+    "cu_seqlens-in-bthd": (padded, {"cu_seqlens": i([0, T])}, "cu_seqlens .*layout 'bthd', but .* 'thd' alone"),
+    "cu_seqlens-2d": (packed, {"cu_seqlens": i([[0, T]])}, r"cu_seqlens has shape \(1, 2\), but must be \(number"),
+    "cu_seqlens-empty": (packed, {"cu_seqlens": indices(0)}, r"cu_seqlens has shape \(0,\), but must be \(number"),
+    "impl-unknown": (padded, {"impl": "cuda"}, "impl is 'cuda', but .*must be None or .*'reference'"),
     "q-expanded": (
         padded,
         {"q": f(B, 1, HQ, D).expand(B, T, HQ, D), "inplace": True},
-        ValueError,
         r"q has strides \(64, 0, 16, 1\) at shape .*share memory.*inplace must be False",
     ),
     "k-expanded": (
         padded,
         {"k": f(B, T, 1, D).expand(B, T, HK, D), "inplace": True},
-        ValueError,
         r"k has strides .*share memory.*inplace must be False",
     ),
-}  # fmt: skip
+}
+METADATA = WRONG_TYPES | MISFITS
 
 # What only values can tell: looked at on CPU tensors alone.
 VALUES = {
@@ -303,7 +271,8 @@ VALUES = {
 @pytest.mark.parametrize("inplace", [False, True], ids=["out", "inplace"])
 @pytest.mark.parametrize("case", METADATA)
 def test_a_bad_call_is_refused_before_anything_is_written(case, inplace, way, device):
-    good, changes, error, pattern = METADATA[case]
+    good, changes, pattern = METADATA[case]
+    error = TypeError if case in WRONG_TYPES else ValueError
     if changes.get("inplace", inplace) != inplace:
         pytest.skip("out of place, it is legal")
     call = call_with(good, device, changes) | {"inplace": inplace}
@@ -320,7 +289,7 @@ def test_cu_seqlens_that_do_not_cut_the_tokens_are_refused(case, dtype, way):
 @pytest.mark.parametrize("good", [padded, packed, per_token])
 def test_the_good_calls_are_good(good, way, device):
     with way():
-        q, k = accepted(call_with(good, device, {}))
+        q, k = apply_rope(**call_with(good, device, {}))
     assert not q.isnan().any()
     assert not k.isnan().any()
 
@@ -338,7 +307,7 @@ LEGAL = {
 @pytest.mark.parametrize("case", LEGAL)
 def test_what_is_nearly_wrong_is_right(case, way, device):
     with way():
-        accepted(call_with(padded, device, LEGAL[case]))
+        apply_rope(**call_with(padded, device, LEGAL[case]))
 
 
 def test_triton_on_cpu_tensors_says_why_it_cannot():
@@ -410,38 +379,38 @@ def test_a_bad_call_after_a_good_one_like_it_is_refused(case):
     if case == "shared":  # the good call has the same strides
         call["q"], call["k"] = f(B, T, HQ, D), f(B, T, HQ, D)[:, :, :HK]
     for _ in range(2):
-        accepted(call)
+        apply_rope(**call)
         refused(call | change(call), error, pattern)
 
 
 def test_positions_and_offset_are_told_apart_after_a_good_call(device):
     call = call_with(padded, device, {"k": None})
-    at_0, at_4 = accepted(call), accepted(call | {"positions": 4})
+    at_0, at_4 = apply_rope(**call), apply_rope(**call | {"positions": 4})
     assert not torch.equal(at_0, at_4)
-    assert torch.equal(at_4, accepted(call | {"positions": 4 + indices(B).to(device)}))
-    assert torch.equal(at_0, accepted(call))
+    assert torch.equal(at_4, apply_rope(**call | {"positions": 4 + indices(B).to(device)}))
+    assert torch.equal(at_0, apply_rope(**call))
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch, device):
     monkeypatch.setattr(eager, "_PREPARED", {})
     monkeypatch.setattr(eager, "_MAX_PREPARED", 4)
     call = call_with(padded, device, {"k": None})
-    expected = accepted(call)
+    expected = apply_rope(**call)
     sizes = []
     for tokens in range(1, T + 1):
         for interleaved in (False, True):
-            accepted(call | {"q": call["q"][:, :tokens], "interleaved": interleaved})
+            apply_rope(**call | {"q": call["q"][:, :tokens], "interleaved": interleaved})
             sizes.append(len(eager._PREPARED))
     assert max(sizes) == 4
-    assert torch.equal(accepted(call), expected)
+    assert torch.equal(apply_rope(**call), expected)
 
 
 def test_calls_that_differ_in_offset_values_or_addresses_are_remembered_once(monkeypatch):
     monkeypatch.setattr(eager, "_PREPARED", {})
     for offset in range(4):
-        accepted(call_with(padded, "cpu", {"positions": offset}))
+        apply_rope(**call_with(padded, "cpu", {"positions": offset}))
     for middle in range(T):
-        accepted(call_with(packed, "cpu", {"cu_seqlens": i([0, middle, T])}))
+        apply_rope(**call_with(packed, "cpu", {"cu_seqlens": i([0, middle, T])}))
     assert len(eager._PREPARED) == 2
 
 
@@ -452,10 +421,8 @@ def test_a_refused_call_is_not_remembered(monkeypatch):
 
 
 def test_every_message_says_what_must_be():
-    for case, (good, changes, _, _) in METADATA.items():
+    for case, (good, changes, _) in METADATA.items():
         call = call_with(good, "cpu", {"inplace": True} | changes)
-        arguments = dict(call)
-        tensors = [arguments.pop(name) for name in ("q", "k", "cos", "sin")]
         with pytest.raises((TypeError, ValueError)) as raised:
-            apply_rope(*tensors, **arguments)
+            apply_rope(**call)
         assert re.search("must|needs|pass|goes with", str(raised.value)), f"{case}: {raised.value}"

@@ -181,12 +181,13 @@ def _pass_through(
     """Copy the features that are not rotated; they too are NaN where the position is outside the table."""
     feature = tl.arange(0, BLOCK_D)[None, None, :]
     mask = head_mask & ((feature < ROTARY_OFFSET) | (feature >= ROTARY_OFFSET + 2 * HALF)) & (feature < D)
+    nans = tl.full((head_mask.shape[0], head_mask.shape[1], BLOCK_D), float("nan"), tl.float32)
+    nans = nans.to(out_ptrs.dtype.element_ty)
     if INPLACE:
-        nans = tl.full((head_mask.shape[0], head_mask.shape[1], BLOCK_D), float("nan"), out_ptrs.dtype.element_ty)
         tl.store(out_ptrs + feature, nans, mask & (inside == 0))
     else:
         x = tl.load(x_ptrs + feature, mask, other=0.0)
-        tl.store(out_ptrs + feature, tl.where(inside, x, float("nan")), mask)
+        tl.store(out_ptrs + feature, tl.where(inside, x, nans), mask)
 
 
 @triton.jit

@@ -1,0 +1,269 @@
+"""Every rotation kernel that can be chosen compiles for its GPUs, without spills and with wide memory accesses."""
+
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
+from ropewalk.ops.rope.triton_launch import prepare
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
+]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
+HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256, 512)
+WIDE_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim % 32 == 0)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+PAIRINGS = {"halves": False, "interleaved": True}
+KINDS = ("index", "offsets", "tokens", "one-row", "packed", "packed-tokens", "per-token")
+
+
+def specialise(
+    *,
+    head_dim=128,
+    dtype="bf16",
+    interleaved=False,
+    layout="bthd",
+    batch=2,
+    tokens=4096,
+    heads=(32, 8),
+    rotary_dim=None,
+    rotary_offset=0,
+    kind="index",
+    index_dtype=torch.int64,
+    table_dtype="fp32",
+    inplace=False,
+    alignment=16,
+    padding=0,
+    far=False,
+):
+    """What the launch of such a call would compile: tensors without memory are enough to ask.
+
+    padding: by how many elements each head is further from the next than it must be; far: with batch rows that are
+    more than 2³¹ elements apart.
+    """
+    if kind.startswith("packed"):
+        layout, batch = "thd", 1
+    x_shapes = [
+        {"bthd": (batch, tokens, n), "bhtd": (batch, n, tokens), "thd": (tokens, n)}[layout] for n in heads if n
+    ]
+    xs = [_empty(*shape, head_dim + padding, dtype=DTYPES[dtype])[..., :head_dim] for shape in x_shapes]
+    if far:
+        xs = [x.as_strided(x.shape, (2**35, *x.stride()[1:])) for x in xs]
+    rows = (batch, tokens) if kind == "per-token" else (tokens,)
+    cos = _empty(*rows, (rotary_dim or head_dim) // 2, dtype=DTYPES[table_dtype])
+    positions_shape = {
+        "offsets": (batch,),
+        "tokens": (batch, tokens),
+        "one-row": (1, tokens),
+        "packed-tokens": (tokens,),
+    }.get(kind)
+    launch = prepare(
+        xs[0],
+        xs[1] if len(xs) == 2 else None,
+        cos,
+        cos,
+        None if positions_shape is None else _empty(*positions_shape, dtype=index_dtype),
+        _empty(5, dtype=index_dtype) if kind == "packed" else None,
+        layout=layout,
+        interleaved=interleaved,
+        rotary_offset=rotary_offset,
+        inplace=inplace,
+    )
+    return replace(launch.spec, pointer_alignment=alignment)
+
+
+def _empty(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def configurations():
+    """All that is compiled, as (name, arguments of `specialise`), one axis of choices after another."""
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            yield f"{head_dim}-{dtype}", {"head_dim": head_dim, "dtype": dtype}
+    for tokens in (1, 7, 64, 1024):
+        for inplace in (False, True):
+            yield f"{tokens}-tokens-{inplace=}", {"batch": 1, "tokens": tokens, "inplace": inplace}
+    for kind in KINDS:
+        for index_dtype in (torch.int32, torch.int64):
+            yield f"{kind}-{index_dtype}", {"kind": kind, "index_dtype": index_dtype, "head_dim": 96}
+        yield f"{kind}-decode", {"kind": kind, "batch": 8, "tokens": 8 if kind.startswith("packed") else 1}
+    for head_dim, rotary_dim, offset in (
+        (128, 64, 0),
+        (64, 16, 0),
+        (80, 32, 0),
+        (96, 24, 0),
+        (256, 64, 192),
+        (96, 2, 1),
+        (512, 32, 480),
+    ):
+        for inplace in (False, True):
+            partial = {"head_dim": head_dim, "rotary_dim": rotary_dim, "rotary_offset": offset, "inplace": inplace}
+            yield f"{rotary_dim}-of-{head_dim}-{inplace=}", partial
+    for head_dim in (64, 80, 128, 512):
+        yield f"bhtd-{head_dim}", {"head_dim": head_dim, "layout": "bhtd"}
+        yield f"bhtd-decode-{head_dim}", {"head_dim": head_dim, "layout": "bhtd", "tokens": 1}
+    for heads in ((1, 1), (3, 0), (7, 1), (128, 128)):
+        yield f"{heads}-heads", {"heads": heads}
+    for dtype, alignment in (("bf16", 2), ("fp16", 4), ("fp32", 4), ("bf16", 8), ("fp64", 8)):
+        yield f"{dtype}-aligned-to-{alignment}", {"dtype": dtype, "alignment": alignment}
+    for padding in (1, 2, 8):
+        yield f"padded-by-{padding}", {"padding": padding}
+    for table_dtype in ("fp16", "bf16", "fp64"):
+        yield f"{table_dtype}-tables", {"table_dtype": table_dtype}
+    yield "far", {"far": True}
+
+
+EVERY = {
+    f"{name}-{pairing}": arguments | {"interleaved": interleaved}
+    for name, arguments in configurations()
+    for pairing, interleaved in PAIRINGS.items()
+}
+# On sm_90 all of them, on the others every third, which meets both pairings and each axis.
+COMPILED = [(target, case) for target in TARGETS for case in (list(EVERY) if target == "sm_90" else list(EVERY)[::3])]
+WIDE = {
+    f"{head_dim}-{dtype}-{pairing}": {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved}
+    for head_dim in WIDE_HEAD_DIMS
+    for dtype in ("fp16", "bf16", "fp32")
+    for pairing, interleaved in PAIRINGS.items()
+} | {
+    f"{name}-{pairing}": arguments | {"interleaved": interleaved}
+    for name, arguments in {
+        "decode": {"batch": 1, "tokens": 1},
+        "64-tokens": {"batch": 1, "tokens": 64},
+        "inplace": {"inplace": True},
+        "bhtd": {"layout": "bhtd"},
+        "partial": {"rotary_dim": 64},
+        "far": {"far": True},
+    }.items()
+    for pairing, interleaved in PAIRINGS.items()
+}
+WIDE_COMPILED = [
+    (target, case) for target in TARGETS for case in (list(WIDE) if target == "sm_90" else list(WIDE)[::5])
+]
+
+
+@lru_cache(maxsize=64)
+def compiled(target, spec):
+    return compile_kernel(spec, TARGETS[target])
+
+
+def cuobjdump(cubin, *options):
+    """What NVIDIA's disassembler, which comes with Triton, says about a binary."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    return subprocess.run([tool, *options, cubin], check=True, capture_output=True, text=True).stdout
+
+
+def resources(kernel, tmp_path):
+    """Registers, and bytes of stack, local and shared memory; a spilled register lies in stack or local memory."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        found = {
+            "registers": r"\.vgpr_count: +(\d+)",
+            "stack": r"\.private_segment_fixed_size: (\d+)",
+            "local": r"\.vgpr_spill_count: (\d+)",
+            "scalar": r"\.sgpr_spill_count: (\d+)",
+            "shared": r"\.group_segment_fixed_size: (\d+)",
+        }
+    else:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        text = cuobjdump(cubin, "--dump-resource-usage")
+        found = {"registers": r"REG:(\d+)", "stack": r"STACK:(\d+)", "local": r"LOCAL:(\d+)", "shared": r"SHARED:(\d+)"}
+    return {name: int(re.search(pattern, text).group(1)) for name, pattern in found.items()}
+
+
+def accesses(kernel, tmp_path):
+    """Accesses to global memory in the machine code, counted by (load or store, width in bits)."""
+    if "amdgcn" in kernel.asm:
+        widths = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+        found = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\w+)", kernel.asm["amdgcn"])
+        return Counter((kind, widths.get(width, 16)) for kind, width in found)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    found = re.findall(r"\b(LD|ST)G?\.E(\S*)", cuobjdump(cubin, "-sass"))
+    return Counter(({"LD": "load", "ST": "store"}[kind], _width(modifiers)) for kind, modifiers in found)
+
+
+def _width(modifiers):
+    sizes = re.findall(r"\.[US]?(8|16|32|64|128|256)\b", modifiers)
+    return int(sizes[-1]) if sizes else 32
+
+
+def assert_no_spills(used):
+    assert used["registers"] > 0
+    spilled = {name: used[name] for name in ("stack", "local", "scalar") if used.get(name)}
+    assert not spilled, f"registers are spilled: {used}"
+
+
+def assert_wide(counts):
+    """Every store moves 16 bytes, so do loads of q and k, and those of the tables move at least 8."""
+    narrow = {access: n for access, n in counts.items() if access[1] < (128 if access[0] == "store" else 64)}
+    assert not narrow, f"narrow accesses among {dict(counts)}"
+    assert counts["load", 128] > 0
+    assert counts["store", 128] > 0
+
+
+@pytest.mark.parametrize(("target", "case"), COMPILED, ids=lambda value: value)
+def test_nothing_is_spilled(target, case, tmp_path):
+    used = resources(compiled(target, specialise(**EVERY[case])), tmp_path)
+    assert_no_spills(used)
+    assert used["shared"] <= SHARED_MEMORY[target]
+
+
+@pytest.mark.parametrize(("target", "case"), WIDE_COMPILED, ids=lambda value: value)
+def test_aligned_memory_is_accessed_16_bytes_at_a_time(target, case, tmp_path):
+    kernel = compiled(target, specialise(**WIDE[case]))
+    assert_wide(accesses(kernel, tmp_path))
+    assert resources(kernel, tmp_path)["shared"] == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("change", [{"alignment": 2}, {"padding": 1}], ids=["pointer", "stride"])
+def test_unaligned_memory_is_not(target, change, tmp_path):
+    counts = accesses(compiled(target, specialise(**change)), tmp_path)
+    assert counts["store", 128] == 0
+    with pytest.raises(AssertionError, match="narrow"):
+        assert_wide(counts)
+
+
+def test_a_spill_is_found(tmp_path):
+    spec = replace(specialise(head_dim=512, dtype="fp64"), threads=32, block_heads=8)
+    options = {"num_warps": 1, "maxnreg": 24}
+    kernel = triton.compile(kernel_source(spec), target=TARGETS["sm_90"], options=options)
+    with pytest.raises(AssertionError, match="spilled"):
+        assert_no_spills(resources(kernel, tmp_path))
+
+
+def test_the_configurations_meet_every_choice():
+    specs = [specialise(**arguments) for arguments in EVERY.values()]
+    assert {spec.positions for spec in specs} == {0, 1, 2, 3}
+    assert {spec.dtype for spec in specs} == set(DTYPES)
+    assert {spec.stride_dtype for spec in specs} == {"i32", "i64"}
+    assert {spec.index_dtype for spec in specs} == {"i32", "i64"}
+    assert {spec.pointer_alignment for spec in specs} == {2, 4, 8, 16}
+    assert {spec.stride_unit for spec in specs} >= {1, 2, 8, 16}
+    assert {(spec.interleaved, spec.inplace) for spec in specs} == {
+        (a, b) for a in (False, True) for b in (False, True)
+    }
+    assert any(2 * spec.half < spec.head_dim for spec in specs)
