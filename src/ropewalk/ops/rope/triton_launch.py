@@ -262,6 +262,8 @@ def prepare(
         block_tokens=tiles.block_tokens,
         block_heads=tiles.block_heads,
         threads=tiles.threads,
+        # The next batch row reads them again: 0.7 % more bandwidth for many tokens, 4 % more latency for few.
+        keep_tables=batch * tokens >= _MANY_TOKENS,
     )
     token_blocks = math.ceil(tokens / tiles.block_tokens)
     n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
