@@ -217,3 +217,11 @@ def test_without_grad_nothing_is_recorded(impl, device, mode):
     assert not any(out.requires_grad for out in outs)
     for x, out in zip((q, k), outs, strict=True):
         assert_rotated(out, x, cos, sin)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_what_requires_grad_has_a_result_that_does(impl, device, wanted):
+    xs = [random_tensor(1, 3, 2, 8, device=device) for _ in range(2)]
+    xs[wanted].requires_grad_()
+    rotated = apply_rope(*xs, *random_tables(3, 4, device=device), impl=impl)
+    assert [x.requires_grad for x in rotated] == [x.requires_grad for x in xs]

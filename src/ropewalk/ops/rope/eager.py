@@ -229,6 +229,8 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
         run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
+        if not all(needed := ctx.needs_input_grad[7:]):
+            ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin, positions, cu_seqlens)
         ctx.offset, ctx.flags = offset, flags
