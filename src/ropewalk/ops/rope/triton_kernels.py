@@ -250,8 +250,7 @@ def rotate_kernel(
 ):
     """Rotate a group of heads of a block of tokens: one small tile, so that the grid sweeps through memory in order.
 
-    That is what bandwidth wants: programs of several tiles, or of larger ones, reached 0.93 to 0.96 of a copy where
-    these reach 0.97 to 0.98 (docs/log.md).
+    That is what bandwidth wants: programs of several tiles, or of larger ones, were slower (docs/log.md).
     """
     GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
     group = tl.program_id(0) % GROUPS
@@ -289,7 +288,7 @@ def rotate_kernel(
     TABLE_POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
     cos = tl.load(cos_ptr + cos_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
     sin = tl.load(sin_ptr + sin_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
-    # The warps of a program meet here, so that its stores leave together: 0.3 to 1 % more bandwidth on an H200.
+    # The warps of a program meet here, before they store: 0.3 to 1 % more bandwidth on an H200 (docs/log.md).
     tl.debug_barrier()
     cos = cos.to(COMPUTE_DTYPE)
     sin = sin.to(COMPUTE_DTYPE) * direction

@@ -148,13 +148,12 @@ class Launch:
             offset,
             -1 if inverse else 1,
         )
-        if torch._C._cuda_getDevice() != self.device:
-            with torch.cuda.device(self.device):
-                stream = torch._C._cuda_getCurrentRawStream(self.device)
-                launch(self.n_programs, stream, *arguments, *self.constants)
-            return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        launch(self.n_programs, stream, *arguments, *self.constants)
+        if torch._C._cuda_getDevice() == self.device:
+            launch(self.n_programs, stream, *arguments, *self.constants)
+        else:
+            with torch.cuda.device(self.device):
+                launch(self.n_programs, stream, *arguments, *self.constants)
 
 
 class InterpretedLaunch(Launch):
