@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 import ropewalk
 from ropewalk.bench.records import read_record
 from ropewalk.cli import app
+from ropewalk.ops.rope import native_build
 
 
 def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "rope"], ["demo"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "rope"], ["build"], ["demo"], ["doctor"]])
 def test_help_does_not_import_torch(command: list[str]) -> None:
     program = (
         "import sys\n"
@@ -42,6 +43,101 @@ def test_doctor_says_what_is_here_and_why_the_rest_is_not() -> None:
     assert result.exit_code == 0, result.output
     for word in ("ropewalk", "torch", "triton", "reference", "compiled", "flashinfer"):
         assert word in result.stdout
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for nvcc and the host compiler that makes what it is asked for, a cache, and a GPU to compile for."""
+    path = tmp_path / "compiler"
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(path))
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("COLUMNS", "400")  # one line for each row of a table
+    monkeypatch.setenv("ROPEWALK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ROPEWALK_BUILD_ON_FIRST_USE", raising=False)
+    monkeypatch.setattr(native_build, "visible_architectures", lambda: ("90",))
+    return path
+
+
+def test_build_compiles_for_the_visible_gpus_once(compiler: Path) -> None:
+    first = invoke("build")
+    library = native_build.library_path(("90",))
+    assert first.exit_code == 0, first.output
+    assert library.read_text() == "made\n"
+    lines = first.stdout.splitlines()
+    assert lines[0] == "compiling the native extension for sm_90 ..."
+    assert lines[1].startswith("done in ")
+    assert lines[2:] == [f"{library} (0.0 MiB)"]
+    again = invoke("build").stdout.splitlines()
+    assert again == ["the native extension is there already; --force compiles it again", lines[2]]
+    assert invoke("build", "--force").stdout.startswith("compiling")
+
+
+def test_build_compiles_for_the_architectures_that_are_named(compiler: Path) -> None:
+    result = invoke("build", "--arch", "10.0", "--arch", "sm_80", "--arch", "80")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("compiling the native extension for sm_80, sm_100 ...\n")
+    assert native_build.library_path(("80", "100")).is_file()
+
+
+def test_build_without_a_gpu_asks_for_architectures(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "visible_architectures", lambda: ())
+    result = invoke("build")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: PyTorch sees no NVIDIA GPU of compute capability 8.0 or more: say with --arch"
+    )
+
+
+def test_build_refuses_what_is_no_architecture(compiler: Path) -> None:
+    result = invoke("build", "--arch", "hopper")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: architecture is 'hopper', but must be a compute capability")
+
+
+def test_build_that_fails_says_all_of_why(compiler: Path) -> None:
+    compiler.write_text("#!/bin/sh\necho the header is missing\nexit 7\n")
+    result = invoke("build")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the native extension was not built: compiler exited with 7 as it was to")
+    assert "    the header is missing\n" in result.stderr
+    assert "build.log" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_doctor_looks_at_the_native_extension_and_builds_nothing(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report() -> str:
+        result = invoke("doctor")
+        assert result.exit_code == 0, result.output
+        return result.stdout.partition("native extension")[2].partition("peers that")[0]
+
+    first = report()
+    assert first.count(f" {compiler} ") == 2
+    assert f" {native_build.cache_dir()} " in first
+    assert "no: it is compiled when it is first used, or by `ropewalk build`" in first
+    monkeypatch.setenv("ROPEWALK_BUILD_ON_FIRST_USE", "0")
+    assert "no: `ropewalk build` compiles it; ROPEWALK_BUILD_ON_FIRST_USE is '0'" in report()
+    assert not native_build.cache_dir().exists()
+
+    working = compiler.read_text()
+    compiler.write_text("#!/bin/sh\necho 'see [/usr/include]'\nexit 1\n")  # which rich would take for markup
+    assert invoke("build").exit_code == 2
+    failed = report()
+    assert "no: the native extension was not built: compiler exited with 1" in failed
+    assert "see [/usr/include]" in failed
+    assert "`ropewalk build` tries again" in failed
+    compiler.write_text(working)
+    assert invoke("build").exit_code == 0
+    assert f"yes, {native_build.library_path(('90',))}" in report()
+
+    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
+    monkeypatch.setattr(native_build, "visible_architectures", lambda: ())
+    last = report()
+    assert "CUDACXX is 'no-such-nvcc', but must be" in last
+    assert "no: PyTorch sees no NVIDIA GPU of compute capability 8.0 or more" in last
 
 
 def test_bench_lists_its_cases() -> None:

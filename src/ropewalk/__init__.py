@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ropewalk.ops.rope.documents import precompute_freqs_cis as precompute_freqs_cis
     from ropewalk.ops.rope.documents import rope_pytorch as rope_pytorch
     from ropewalk.ops.rope.documents import rope_triton as rope_triton
+    from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
 
 _MODULE_OF = {
     "FREQUENCIES": "ropewalk.frequencies",
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "rope_pytorch": "ropewalk.ops.rope.documents",
     "rope_table": "ropewalk.frequencies",
     "rope_triton": "ropewalk.ops.rope.documents",
+    "rotary_embedding": "ropewalk.ops.rope.rotary_embedding",
 }
 
 __all__ = [*sorted(_MODULE_OF), "__version__"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import ropewalk
+
+if TYPE_CHECKING:
+    from ropewalk.bench.cases import Case
 
 app = typer.Typer(
     help="Position encodings for transformers as fast, differentiable GPU kernels.",
@@ -23,11 +27,12 @@ app.add_typer(bench_app, name="bench")
 
 
 @contextmanager
-def _user_errors() -> Iterator[None]:
-    """Show what a user can put right as one line, not as a traceback."""
+def _user_errors(*more: type[Exception]) -> Iterator[None]:
+    """Show what a user can put right, and errors of the classes `more`, by their message, not as a traceback."""
+    expected: tuple[type[Exception], ...] = (ValueError, ModuleNotFoundError, *more)
     try:
         yield
-    except (ValueError, ModuleNotFoundError) as error:
+    except expected as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
 
@@ -52,6 +57,7 @@ def doctor() -> None:
     """Print versions, devices, and which implementations and peers exist here and why the others don't."""
     import torch
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from ropewalk.bench.peers import PEERS, find_peer
@@ -88,10 +94,17 @@ def doctor() -> None:
         for impl in IMPLEMENTATIONS:
             reason = why_not(impl, device)
             verdict = "yes, and used by default" if choose(None, device) == impl else "yes"
-            rotation.add_row(name, impl, verdict if reason is None else f"no: {reason}")
+            rotation.add_row(name, impl, verdict if reason is None else escape(f"no: {reason}"))
     console.print(rotation)
     if not gpus:
         console.print("PyTorch sees no GPU.")
+
+    native = Table(title="native extension")
+    native.add_column("what")
+    native.add_column("here")
+    for what, here in _native_extension().items():
+        native.add_row(what, escape(here))
+    console.print(native)
 
     peers = Table(title=f"peers that `ropewalk bench` can measure on {devices[0]}")
     peers.add_column("peer")
@@ -100,6 +113,63 @@ def doctor() -> None:
         version_found, reason = find_peer(peer, devices[0])
         peers.add_row(peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
     console.print(peers)
+
+
+def _native_extension() -> dict[str, str]:
+    """What there is of the compiled extension, and of what compiles it. Nothing is compiled here."""
+    from ropewalk.ops.rope import native_build
+
+    compilers = native_build.find_compilers()
+    rows = {"nvcc": compilers.nvcc or "no", "host compiler": compilers.cxx or "no"}
+    if compilers.missing is not None:
+        rows["missing"] = compilers.missing
+    architectures = native_build.visible_architectures()
+    try:
+        rows["cache"] = str(native_build.cache_dir())
+        if not architectures:
+            rows["library"] = "no: PyTorch sees no NVIDIA GPU of compute capability 8.0 or more"
+        elif (library := native_build.find_library(architectures)) is not None:
+            rows["library"] = f"yes, {library}"
+        elif (reason := native_build.failed_before(architectures)) is not None:
+            rows["library"] = f"no: {reason}\n`ropewalk build` tries again"
+        elif (reason := native_build.may_build_on_first_use()) is not None:
+            rows["library"] = f"no: `ropewalk build` compiles it; {reason}"
+        else:
+            rows["library"] = "no: it is compiled when it is first used, or by `ropewalk build`"
+    except native_build.BuildError as error:
+        rows["library"] = f"no: {error}"
+    return rows
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compile in any case.")] = False,
+) -> None:
+    """Compile the native extension ahead of its first use."""
+    from ropewalk.ops.rope import native_build
+
+    with _user_errors(native_build.BuildError):
+        chosen = {native_build.parse_architecture(text) for text in arch or native_build.visible_architectures()}
+        architectures = sorted(chosen, key=int)
+        if not architectures:
+            raise ValueError(
+                "PyTorch sees no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
+                "as in --arch 90"
+            )
+        library = None if force else native_build.find_library(architectures)
+        if library is None:
+            names = ", ".join(f"sm_{architecture}" for architecture in architectures)
+            typer.echo(f"compiling the native extension for {names} ...")
+            start = time.perf_counter()
+            library = native_build.build(architectures, force=force)
+            typer.echo(f"done in {time.perf_counter() - start:.1f} s")
+        else:
+            typer.echo("the native extension is there already; --force compiles it again")
+        typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")
 
 
 @app.command()
@@ -135,14 +205,18 @@ def bench_rope(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="How often each call is timed, at most.")] = 100,
+    sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
 ) -> None:
     """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
 
     Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured.
     """
+    from ropewalk.bench.cases import CASES, SWEEP
+
+    cases = SWEEP if sweep else CASES
     if list_cases:
-        _list_cases()
+        _list_cases(cases)
         return
     from ropewalk.bench.rope import run_rope_bench
 
@@ -155,18 +229,17 @@ def bench_rope(
             output=output,
             device=device,
             rounds=rounds,
+            cases=cases,
         )
     if result.interrupted:
         raise typer.Exit(130)
 
 
-def _list_cases() -> None:
-    from ropewalk.bench.cases import CASES
-
+def _list_cases(cases: Sequence[Case]) -> None:
     variants: dict[str, list[str]] = {}
-    for case in CASES:
+    for case in cases:
         variants.setdefault(case.name, []).append(case.variant)
-    first = {case.name: case for case in reversed(CASES)}
+    first = {case.name: case for case in reversed(cases)}
     for name in variants:
         case = first[name]
         positions = "packed sequences" if case.sequences else f"positions by {case.positions}"

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ropewalk.ops.rope.checks import Flags
 from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
 from ropewalk.ops.rope.triton_launch import prepare
 
@@ -82,10 +83,7 @@ def specialise(
         cos,
         None if positions_shape is None else _empty(*positions_shape, dtype=index_dtype),
         _empty(5, dtype=index_dtype) if kind == "packed" else None,
-        layout=layout,
-        interleaved=interleaved,
-        rotary_offset=rotary_offset,
-        inplace=inplace,
+        Flags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace),
     )
     return replace(launch.spec, pointer_alignment=alignment)
 

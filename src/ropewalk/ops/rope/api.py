@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ropewalk.ops.rope.eager import Flags, rotate
+from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.eager import rotate
 from ropewalk.ops.rope.operator import is_plain, rotate_traced
 
 
@@ -59,7 +60,8 @@ def apply_rope(
         rotary_offset: the first rotated feature.
         inplace: overwrite q and k, and return them. Autograd knows; a leaf that requires grad, or memory that
             overlaps, is refused.
-        impl: None for the fastest that fits, "triton" or "reference"; a named one that cannot serve the call raises.
+        impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that cannot serve
+            the call raises.
 
     Returns:
         (q, k) rotated, or q alone where k is None, with the strides that `torch.empty_like` gives.

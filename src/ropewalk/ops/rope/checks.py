@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 512
+
+
+class Flags(NamedTuple):
+    """What a caller can ask for beyond the tensors."""
+
+    layout: str = "bthd"
+    interleaved: bool = False
+    inverse: bool = False
+    rotary_dim: int | None = None
+    rotary_offset: int = 0
+    inplace: bool = False
+    impl: str | None = None
 
 
 def check_arguments(
@@ -233,6 +246,8 @@ def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_off
             f"rotary_dim is {rotary_dim}, but must be twice the width of cos, {width} with shape "
             f"{tuple(cos.shape)}{hint}"
         )
+    if width == 0:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, but must have at least one column")
     if rotary_offset < 0 or rotary_offset + width > head_dim:
         raise ValueError(
             f"rotary_offset {rotary_offset} and the rotary dim {width} (twice the width of cos) must lie within the "

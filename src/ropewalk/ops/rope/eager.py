@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope import reference
+from ropewalk.ops.rope import native, reference
 from ropewalk.ops.rope.checks import (
+    Flags,
     check_apart,
     check_arguments,
     check_fixed,
@@ -28,28 +28,18 @@ from ropewalk.ops.rope.checks import (
     reach,
 )
 
-# xs, outs, cos, sin, positions, cu_seqlens, offset, inverse: writes the rotation of xs into outs.
-Rotate = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor, Tensor | None, Tensor | None, int, bool], None]
+# xs, outs, cos, sin, positions, cu_seqlens, offset, flags: writes the rotation of xs into outs.
+Rotate = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor, Tensor | None, Tensor | None, int, Flags], None]
 
-IMPLEMENTATIONS = ("triton", "reference")  # the fastest first
-
-
-class Flags(NamedTuple):
-    """What a caller can ask for beyond the tensors."""
-
-    layout: str = "bthd"
-    interleaved: bool = False
-    inverse: bool = False
-    rotary_dim: int | None = None
-    rotary_offset: int = 0
-    inplace: bool = False
-    impl: str | None = None
+IMPLEMENTATIONS = ("native", "triton", "reference")  # the fastest first
 
 
 def why_not(impl: str, device: torch.device) -> str | None:
     """Say why `impl` cannot serve tensors on `device`; None if it can."""
     if impl == "reference":
         return None
+    if impl == "native":
+        return native.why_not(device)
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from ropewalk.ops.rope import triton_launch
@@ -66,8 +56,9 @@ def why_not(impl: str, device: torch.device) -> str | None:
 def choose(impl: str | None, device: torch.device) -> str:
     """Name the implementation that serves a call: `impl`, or the fastest that this device has."""
     if impl is None:
-        # Triton's interpreter is for tests: nobody wants it unasked.
-        return "triton" if device.type == "cuda" and why_not("triton", device) is None else "reference"
+        # On the CPU Triton means its interpreter, which is for tests: nobody wants it unasked.
+        names = IMPLEMENTATIONS if device.type == "cuda" else ("reference",)
+        return next(name for name in names if why_not(name, device) is None)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     reason = why_not(impl, device)
@@ -89,16 +80,16 @@ def _prepare(
     check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
     if flags.inplace:
         check_inplace(q, k)
-    how: dict[str, Any] = {
-        "layout": flags.layout,
-        "interleaved": flags.interleaved,
-        "rotary_offset": flags.rotary_offset,
-    }
-    if choose(flags.impl, q.device) == "reference":
-        return partial(reference.rotate, **how)
+    impl = choose(flags.impl, q.device)
+    if impl == "native" and not native.load():
+        impl = choose(flags.impl, q.device)  # it knows now, and raises if that was the one asked for
+    if impl == "native":
+        return native.rotate_unusual
+    if impl == "reference":
+        return reference.rotate
     from ropewalk.ops.rope import triton_launch
 
-    return triton_launch.prepare(q, k, cos, sin, positions, cu_seqlens, inplace=flags.inplace, **how)
+    return triton_launch.prepare(q, k, cos, sin, positions, cu_seqlens, flags)
 
 
 class _Prepared:
@@ -115,6 +106,7 @@ class _Prepared:
 
 
 _PREPARED: dict[Any, _Prepared] = {}
+_NATIVE_SERVES = (None, "native")
 _MAX_PREPARED = 4096  # a stream of ever new lengths must not fill the memory
 
 
@@ -128,7 +120,6 @@ def _find(
     flags: Flags,
 ) -> _Prepared:
     """Check a call, and return what serves it: from memory, if a call like it came before."""
-    check_fixed(cos, sin)
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     key = (
         (q.shape, q.stride(), q.dtype, q.device),
@@ -157,6 +148,23 @@ def _find(
     return prepared
 
 
+def _rotate_natively(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    flags: Flags,
+) -> None:
+    """Let the CUDA extension look at the call: it checks faster than memory can be searched."""
+    if not native.rotate(xs, outs, cos, sin, positions, cu_seqlens, offset, flags):
+        _find(xs, cos, sin, positions, cu_seqlens, offset, flags).run(
+            xs, outs, cos, sin, positions, cu_seqlens, offset, flags
+        )
+
+
 def rotate(
     xs: Sequence[Tensor],
     cos: Tensor,
@@ -167,20 +175,21 @@ def rotate(
     flags: Flags,
 ) -> tuple[Tensor, ...]:
     """Rotate `xs`, (q,) or (q, k), and let autograd know; returns the rotated tensors."""
-    prepared = _find(xs, cos, sin, positions, cu_seqlens, offset, flags)
-    run = prepared.run
+    check_fixed(cos, sin)
+    if native.is_loaded() and xs[0].is_cuda and flags.impl in _NATIVE_SERVES:
+        run: Rotate = _rotate_natively
+    else:
+        run = _find(xs, cos, sin, positions, cu_seqlens, offset, flags).run
     needs_grad = torch.is_grad_enabled() and (xs[0].requires_grad or xs[-1].requires_grad)
     if needs_grad:
         if flags.inplace:
             return _rotate_inplace_with_grad(run, xs, cos, sin, positions, cu_seqlens, offset, flags)
         rotated: tuple[Tensor, ...] = _Rotate.apply(run, cos, sin, positions, cu_seqlens, offset, flags, *xs)
         return rotated
+    outs = xs if flags.inplace else [torch.empty_like(x) for x in xs]
+    run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags)
     if flags.inplace:
         torch._C._increment_version(xs)
-        outs = xs
-    else:
-        outs = [torch.empty_like(x) for x in xs]
-    run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
     return tuple(outs)
 
 
@@ -197,8 +206,8 @@ def _rotate_inplace_with_grad(
     recorded = [i for i, x in enumerate(xs) if x.requires_grad]
     for i in recorded:
         check_overwritable("qk"[i], xs[i])
+    run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags)
     torch._C._increment_version([x for x in xs if not x.requires_grad])
-    run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
     # The values are there; what is left is to put the rotation on autograd's record. A view is recorded by itself: a
     # function that overwrites a view may have no second result.
     views = any(xs[i]._is_view() for i in recorded)
@@ -228,7 +237,7 @@ class _Rotate(torch.autograd.Function):
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
-        run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags.inverse)
+        run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags)
         if not all(needed := ctx.needs_input_grad[7:]):
             ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
         ctx.set_materialize_grads(False)

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ropewalk.ops.rope import reference
 from ropewalk.ops.rope.checks import (
+    Flags,
     check_apart,
     check_arguments,
     check_fixed,
@@ -24,7 +25,7 @@ from ropewalk.ops.rope.checks import (
     check_overwritable,
     check_values,
 )
-from ropewalk.ops.rope.eager import Flags, rotate
+from ropewalk.ops.rope.eager import rotate
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _ARGUMENTS = (

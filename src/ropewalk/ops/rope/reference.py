@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ropewalk.ops.rope.checks import Flags
+
 
 def rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn pairs (a, b) into (a·cos − b·sin, a·sin + b·cos): the whole of rotary embedding.
@@ -138,24 +140,20 @@ def rotate(
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
     offset: int,
-    inverse: bool,
-    *,
-    layout: str,
-    interleaved: bool,
-    rotary_offset: int,
+    flags: Flags,
 ) -> None:
     """Write the rotation of each tensor of `xs` into its partner in `outs`, which may be the tensor itself.
 
     The same as `apply_rope` without the copies that a differentiable form has to make.
     """
-    cos, sin, inside = broadcast_rows(xs[0], cos, sin, positions, cu_seqlens, offset, inverse, layout)
-    turned = slice(rotary_offset, rotary_offset + 2 * cos.shape[-1])
+    cos, sin, inside = broadcast_rows(xs[0], cos, sin, positions, cu_seqlens, offset, flags.inverse, flags.layout)
+    turned = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
     for x, out in zip(xs, outs, strict=True):
         if out is not x:
             out[..., : turned.start].copy_(x[..., : turned.start])
             out[..., turned.stop :].copy_(x[..., turned.stop :])
-        a, b = rotate_pairs(*split_pairs(x[..., turned], interleaved), cos, sin)
-        out_a, out_b = split_pairs(out[..., turned], interleaved)
+        a, b = rotate_pairs(*split_pairs(x[..., turned], flags.interleaved), cos, sin)
+        out_a, out_b = split_pairs(out[..., turned], flags.interleaved)
         out_a.copy_(a)
         out_b.copy_(b)
         if inside is not None:

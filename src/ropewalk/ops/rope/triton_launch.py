@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import as_bthd
+from ropewalk.ops.rope.checks import Flags, as_bthd
 from ropewalk.ops.rope.triton_kernels import (
     Positions,
     Specialisation,
@@ -122,7 +122,7 @@ class Launch:
         positions: Tensor | None,
         cu_seqlens: Tensor | None,
         offset: int,
-        inverse: bool,
+        flags: Flags,
     ) -> None:
         """Write the rotation of `xs` into `outs`, on the current stream of their device."""
         if self.n_programs == 0:
@@ -146,7 +146,7 @@ class Launch:
             0 if positions is None else positions.data_ptr(),
             0 if cu_seqlens is None else cu_seqlens.data_ptr(),
             offset,
-            -1 if inverse else 1,
+            -1 if flags.inverse else 1,
         )
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
@@ -168,14 +168,14 @@ class InterpretedLaunch(Launch):
         positions: Tensor | None,
         cu_seqlens: Tensor | None,
         offset: int,
-        inverse: bool,
+        flags: Flags,
     ) -> None:
         """Write the rotation of `xs` into `outs`."""
         if self.n_programs == 0:
             return
         q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
         indices = (q if positions is None else positions, q if cu_seqlens is None else cu_seqlens)
-        direction = -1 if inverse else 1
+        direction = -1 if flags.inverse else 1
         rotate_kernel[(self.n_programs,)](q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
 
 
@@ -186,19 +186,16 @@ def prepare(
     sin: Tensor,
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
-    *,
-    layout: str,
-    interleaved: bool,
-    rotary_offset: int,
-    inplace: bool,
+    flags: Flags,
     tiles: Tiles | None = None,
 ) -> Callable[..., None]:
     """Work out the launch for tensors like these; arguments are those of `ropewalk.apply_rope`, already checked."""
+    layout, interleaved, inplace = flags.layout, flags.interleaved, flags.inplace
     xs = [q] if k is None else [q, k]
     outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
     dense = (*xs, *outs, cos, sin) if cu_seqlens is None else (*xs, *outs, cos, sin, cu_seqlens)
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
-        return partial(_rotate_clones, layout=layout, interleaved=interleaved, rotary_offset=rotary_offset)
+        return _rotate_clones
     batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
     n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
     half = cos.shape[-1]
@@ -251,7 +248,7 @@ def prepare(
         n_k_heads=n_k_heads,
         head_dim=head_dim,
         half=half,
-        rotary_offset=rotary_offset,
+        rotary_offset=flags.rotary_offset,
         interleaved=interleaved,
         inplace=inplace,
         pointer_alignment=_WIDEST_ACCESS,
@@ -295,29 +292,15 @@ def _rotate_clones(
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
     offset: int,
-    inverse: bool,
-    *,
-    layout: str,
-    interleaved: bool,
-    rotary_offset: int,
+    flags: Flags,
 ) -> None:
     """Rotate through dense copies: for tensors whose last dimension is not dense in memory."""
     clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
     cos, sin = cos.contiguous(), sin.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    launch = prepare(
-        clones[0],
-        clones[1] if len(clones) == 2 else None,
-        cos,
-        sin,
-        positions,
-        cu_seqlens,
-        layout=layout,
-        interleaved=interleaved,
-        rotary_offset=rotary_offset,
-        inplace=True,
-    )
-    launch(clones, clones, cos, sin, positions, cu_seqlens, offset, inverse)
+    k = clones[1] if len(clones) == 2 else None
+    launch = prepare(clones[0], k, cos, sin, positions, cu_seqlens, flags._replace(inplace=True))
+    launch(clones, clones, cos, sin, positions, cu_seqlens, offset, flags)
     for out, clone in zip(outs, clones, strict=True):
         out.copy_(clone)
 
