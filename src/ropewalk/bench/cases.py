@@ -112,6 +112,13 @@ CASES: tuple[Case, ...] = (
     *_in_and_out(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
 )
 
+# One shape at every length, to see which implementation is for which.
+SWEEP: tuple[Case, ...] = tuple(
+    replace(_LLAMA3_8B, name=f"tokens-{tokens}", batch=1, tokens=tokens, interleaved=interleaved, inplace=True)
+    for interleaved in (False, True)
+    for tokens in (2**exponent for exponent in range(18))
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:

@@ -13,6 +13,8 @@ from ropewalk.bench.summary import groups
 
 # By implementation, so that the same colour means the same in every figure.
 _COLOURS = {
+    "native": "#0b2f6b",
+    "rotary_embedding": "#5b7fd1",
     "triton": "#1f5fbf",
     "reference": "#9dbde8",
     "compiled": "#e07b39",
@@ -21,6 +23,7 @@ _COLOURS = {
     "quack": "#8e5ab5",
     "flash_attn": "#c23b4b",
     "flashinfer": "#2aa5a5",
+    "vllm": "#4d4d4d",
     "xformers": "#8a6d54",
     "transformer_engine": "#6b8e23",
 }

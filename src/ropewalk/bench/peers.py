@@ -244,6 +244,35 @@ def _build_flashinfer(case: Case, inputs: Inputs, differentiable: bool) -> Rotat
     )
 
 
+# vLLM: it reads the table in q's dtype, and computes in it
+
+
+def _vllm_why_not(case: Case, direction: str) -> str | None:
+    return _first(
+        (direction == "bwd", "no backward"),
+        (not case.inplace, "it overwrites q and k"),
+        (case.layout == "bhtd", "token-major tensors alone"),
+        (case.dtype == "float64", "no float64"),
+    )
+
+
+def _build_vllm(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    importlib.import_module("vllm._custom_ops")  # loads the operators
+    operator = torch.ops._C.rotary_embedding
+    table = torch.cat((inputs.cos, inputs.sin), -1).to(case.torch_dtype)
+    positions = inputs.token_positions.flatten()
+    head_dim, is_neox = case.head_dim, not case.interleaved
+
+    def overwrite(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        operator(positions, q, k, head_dim, table, is_neox)
+        return q, k
+
+    token_axes = case.shape(1)[:-2]
+    return Rotation(
+        overwrite, lambda x: x.view(positions.numel(), -1), lambda x: x.view(*token_axes, -1, case.head_dim)
+    )
+
+
 # xFormers: its one rotation also fills a cache with k and v, so its time holds a copy of v that no other's holds
 
 
@@ -330,6 +359,7 @@ PEERS: dict[str, Peer] = {
         Peer("quack", "quack.rotary", "quack-kernels", True, _quack_why_not, _build_quack),
         Peer("flash_attn", "flash_attn.ops.triton.rotary", "flash-attn", True, _flash_attn_why_not, _build_flash_attn),
         Peer("flashinfer", "flashinfer", "flashinfer-python", True, _flashinfer_why_not, _build_flashinfer),
+        Peer("vllm", "vllm._custom_ops", "vllm", True, _vllm_why_not, _build_vllm),
         Peer("xformers", "xformers.ops", "xformers", True, _xformers_why_not, _build_xformers),
         Peer(
             "transformer_engine",

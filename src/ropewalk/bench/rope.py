@@ -22,8 +22,10 @@ from ropewalk.bench.summary import default_console, print_summary
 from ropewalk.bench.timing import Call, check_device, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.eager import IMPLEMENTATIONS, why_not
+from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
 COPY = "copy_"
+MULTIPLY = "mul_"  # of one token's head by one, in place: what PyTorch's own simplest call costs the host
 SMALL_BYTES = 32 << 20  # moved by a call whose launch matters as much as its work: it is timed in a CUDA graph too
 CPU_ELEMENTS = 1 << 24  # of q and k, that a CPU is asked to rotate unless a case is named
 
@@ -173,7 +175,30 @@ def _our_candidates(impls: Sequence[str], device: torch.device) -> list[Candidat
         if reason is not None:
             raise ValueError(f"impl {impl!r} cannot be measured: {reason}")
     chosen = impls or [impl for impl in IMPLEMENTATIONS if why_not(impl, device) is None]
-    return [Candidate(impl, "ours", lambda case, direction: None, functools.partial(_build, impl)) for impl in chosen]
+    ours = [Candidate(impl, "ours", lambda case, direction: None, functools.partial(_build, impl)) for impl in chosen]
+    if "native" in chosen:
+        ours.append(Candidate("rotary_embedding", "ours", _rotary_embedding_why_not, _build_rotary_embedding))
+    return ours
+
+
+def _rotary_embedding_why_not(case: Case, direction: str) -> str | None:
+    if direction == "bwd":
+        return "no backward"
+    if not case.inplace:
+        return "it overwrites q and k"
+    return "token-major tensors alone" if case.layout == "bhtd" else None
+
+
+def _build_rotary_embedding(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    """vLLM's operator as ours, a position given for every token."""
+    table = torch.cat((inputs.cos, inputs.sin), -1)
+    positions, head_dim, is_neox = inputs.token_positions, case.head_dim, not case.interleaved
+
+    def overwrite(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        rotary_embedding(positions, q, k, head_dim, table, is_neox)
+        return q, k
+
+    return Rotation(overwrite, lambda x: x.flatten(-2), lambda x: x.unflatten(-1, (-1, head_dim)))
 
 
 def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
@@ -214,7 +239,7 @@ def _measure_unit(
     gate = Gate(case, inputs, direction)
     verdicts: dict[str, Verdict] = {}
     right: dict[str, Rotation] = {}
-    kinds = {COPY: "anchor", **{candidate.name: candidate.kind for candidate in candidates}}
+    kinds = {COPY: "anchor", MULTIPLY: "anchor", **{candidate.name: candidate.kind for candidate in candidates}}
     for candidate in candidates:
         row = functools.partial(Row, case, direction, candidate.name, candidate.kind)
         reason = candidate.why_not(case, direction)
@@ -262,6 +287,9 @@ def _time_unit(
     source = torch.randn(case.elements, device=device).to(case.torch_dtype)
     copied = torch.empty_like(source)
     calls: dict[str, Call] = {COPY: lambda: copied.copy_(source)}
+    if direction == "decode":
+        head = torch.ones(case.head_dim, device=device)
+        calls[MULTIPLY] = lambda: head.mul_(1.0)
     forwards: dict[str, Call] = {}
     for name, rotation in rotations.items():
         if direction == "bwd":
@@ -287,8 +315,8 @@ def _time_unit(
                 error=verdicts[name].error if name in verdicts else None,
                 error_budget=verdicts[name].budget if name in verdicts else None,
                 time=times[name],
-                gb_per_s=case.bytes_moved / times[name].p50 / 1e3,
-                copy_ratio=times[COPY].p50 / times[name].p50,
+                gb_per_s=None if name == MULTIPLY else case.bytes_moved / times[name].p50 / 1e3,
+                copy_ratio=None if name == MULTIPLY else times[COPY].p50 / times[name].p50,
                 graph=graphs.get(name),
                 graph_reason=failures.get(name),
                 host=time_host(call, device) if on_gpu else None,
