@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= auto
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
@@ -18,11 +18,20 @@ test: lint
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/*/csrc/*
 	$(BIN)/mypy
 
 # The same suite, on a GPU, with the Python that is there: no environment is made.
 test-gpu:
 	PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda $(PYTHON) -m pytest tests
+
+# The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix.
+SANITIZED := tests/ops/rope/test_rotary_embedding.py -k "vllms_matrix or outside_the_table or slices_of_one"
+sanitize:
+	for tool in memcheck racecheck; do \
+		PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
+		--error-exitcode 1 $(PYTHON) -m pytest -p no:cacheprovider $(SANITIZED) || exit 1; \
+	done
 
 # An environment is complete when its stamp is newer than what it was made from.
 $(VENV)/demo-installed: pyproject.toml constraints.txt

@@ -1,8 +1,11 @@
 """The examples run, and print what they claim."""
 
+import json
 import re
 import runpy
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name, capsys):
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+def run(name, capsys, *arguments):
+    with mock.patch.object(sys, "argv", [name, *arguments]):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 
 
@@ -30,6 +34,24 @@ def test_attention_layer(capsys):
     errors = [float(error) for error in re.findall(r"mean squared error (\d+\.\d+)", printed)]
     assert len(errors) == 4
     assert errors[-1] < 0.7 * errors[0]
+
+
+def test_profile_rotary(capsys, tmp_path):
+    printed = run("profile_rotary.py", capsys, "--json", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["torch"] == torch.__version__
+    assert record["device"].split()[0] in printed
+    rows = {row["implementation"]: row for row in record["rows"]}
+    assert all(name in printed for name in rows)
+    assert list(rows)[:2] == ["copy_ of the same bytes", "compiled PyTorch"]
+    assert all(row["gb_per_s"] > 0 and row["host_us"] > 0 for row in rows.values())
+    if torch.cuda.is_available():
+        ours = next(row for name, row in rows.items() if name.startswith("rotary_embedding"))
+        assert ours["kernels"] == rows["copy_ of the same bytes"]["kernels"] == 1
+        assert all(row["device_us"] > 0 for row in rows.values())
+    else:
+        assert "no GPU here" in printed
+        assert not any(row["kernels"] for row in rows.values())
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

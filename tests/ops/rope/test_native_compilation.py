@@ -38,6 +38,7 @@ def check(library: Path) -> None:
     dynamic = run("readelf", "-d", library)
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     assert "libtorch.so" in needed, "without it the functions of libtorch_cuda are not found"
+    assert needed.index("libstdc++.so.6") < needed.index("libtorch.so"), "exceptions must be the system's"
     assert not [name for name in needed if "cudart" in name or "python" in name]
     assert "RPATH" not in dynamic
     assert "RUNPATH" not in dynamic

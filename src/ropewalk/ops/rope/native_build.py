@@ -40,8 +40,9 @@ _DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 _FLAGS = ("-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden")
 _CUDA_FLAGS = ("-O3", "--threads=0")  # the architectures of one file, side by side
 _CXX_FLAGS = ("-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000")  # the stable ABI of torch 2.10
-# The operators need libtorch_cuda, which a torch without CUDA lacks; libtorch depends on what there is.
-_LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed,-ltorch,-ltorch_cpu,--as-needed")
+# The operators need libtorch_cuda, which a torch without CUDA lacks; libtorch depends on what there is. Without being
+# told, some linkers leave libstdc++ out for the sake of libtorch's, and the first exception ends the process.
+_LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed,-lstdc++,-ltorch,-ltorch_cpu")
 
 _STALE = 24 * 3600.0  # seconds
 _LOGGED = 1 << 18  # bytes of a compiler's output, from its start and from its end

@@ -53,7 +53,7 @@ def is_plain(
         or type(positions) not in _PLAIN_OPTIONAL_TYPES
         or type(cu_seqlens) not in _PLAIN_OPTIONAL_TYPES
         or torch._C._len_torch_dispatch_stack()
-        or _transformed()
+        or is_transformed()
         or q.is_neg()  # a lazily negated view: its memory holds the opposite values, and the dispatcher settles that
         or (k is not None and k.is_neg())
         or cos.is_neg()
@@ -62,7 +62,7 @@ def is_plain(
     )
 
 
-def _transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
@@ -80,7 +80,7 @@ def rotate_traced(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _check(xs, cos, sin, positions, cu_seqlens, offset, flags)
-        if _transformed():
+        if is_transformed():
             return _rotate_transformed(xs, cos, sin, positions, cu_seqlens, offset, flags)
     else:
         check_fixed(cos, sin)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ropewalk.ops.rope import native
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.checks import DTYPES, MAX_HEAD_DIM, check_apart, may_overlap_itself
+from ropewalk.ops.rope.operator import is_transformed
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _SCHEMA = (
@@ -81,9 +82,17 @@ def rotary_embedding(
 
 
 def _refuse_gradients(query: Tensor, key: Tensor | None) -> None:
+    """Raise where overwriting query and key would go unnoticed by whoever differentiates, or reads them as negated."""
     if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
         name = "query" if query.requires_grad else "key"
         raise RuntimeError(f"{name} requires grad, but rotary_embedding has no gradient: use ropewalk.apply_rope")
+    if is_transformed():
+        raise RuntimeError(
+            "rotary_embedding knows neither torch.func transforms nor forward-mode differentiation: use "
+            "ropewalk.apply_rope"
+        )
+    if query.is_neg() or (key is not None and key.is_neg()):
+        raise RuntimeError("query and key must not be lazily negated: pass x.resolve_neg()")
 
 
 def _as_a_change(keyset: Any, positions: Tensor, query: Tensor, key: Tensor | None, *rest: Any) -> None:
@@ -108,7 +117,7 @@ def _anywhere(
         _check_memory(query, key, head_size)
     elif may_overlap_itself(query):
         raise RuntimeError("query has elements that share memory")
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    cos, sin = cos_sin_cache.detach().chunk(2, dim=-1)
     q, k = (None if x is None else _split_heads(x, positions, head_size) for x in (query, key))
     assert q is not None
     layout = "thd" if positions.ndim == 1 else "bthd"

@@ -166,9 +166,15 @@ Shape as_bthd(const View& x, int64_t layout) {
 }
 
 Heads heads_of(const View& x, const Shape& x_shape, const View& out, const Shape& out_shape) {
-  return {x.data, out.data,
-          x_shape[0].stride, x_shape[1].stride, x_shape[2].stride,
-          out_shape[0].stride, out_shape[1].stride, out_shape[2].stride, static_cast<int32_t>(x_shape[2].size)};
+  return {x.data,
+          out.data,
+          x_shape[0].stride,
+          x_shape[1].stride,
+          x_shape[2].stride,
+          out_shape[0].stride,
+          out_shape[1].stride,
+          out_shape[2].stride,
+          static_cast<int32_t>(x_shape[2].size)};
 }
 
 // Launch on the current stream of the tensors' device.
@@ -183,10 +189,10 @@ void launch(const Rotation& rotation, Access access, int32_t device) {
   if (error != cudaSuccess) fail("ropewalk: the rotation could not be launched: ", cudaGetErrorString(error));
 }
 
-bool rotate(
-    Tensor q_out_tensor, std::optional<Tensor> k_out_tensor, std::optional<Tensor> q_tensor,
-    std::optional<Tensor> k_tensor, Tensor cos_tensor, Tensor sin_tensor, std::optional<Tensor> positions_tensor,
-    std::optional<Tensor> cu_seqlens_tensor, int64_t offset, int64_t rotary_dim, int64_t rotary_offset, int64_t bits) {
+bool rotate(Tensor q_out_tensor, std::optional<Tensor> k_out_tensor, std::optional<Tensor> q_tensor,
+            std::optional<Tensor> k_tensor, Tensor cos_tensor, Tensor sin_tensor,
+            std::optional<Tensor> positions_tensor, std::optional<Tensor> cu_seqlens_tensor, int64_t offset,
+            int64_t rotary_dim, int64_t rotary_offset, int64_t bits) {
   const Flags flags(bits);
   const bool inplace = !q_tensor;
   const View q_out(q_out_tensor), cos(cos_tensor), sin(sin_tensor);
@@ -199,7 +205,8 @@ bool rotate(
   const std::optional<DType> dtype = dtype_of(q), table_dtype = dtype_of(cos);
   if (!q.on_cuda || q.dims != dims || !q.is_dense() || !dtype || q.size(-1) > kMaxHeadDim) return false;
   if (ropewalk::compute_major(q.device) < kLeastMajor) return false;
-  if (!inplace && !(q_out.has_shape_of(q) && q_out.is_on(q) && q_out.dtype == q.dtype && q_out.is_dense())) return false;
+  if (!inplace && !(q_out.has_shape_of(q) && q_out.is_on(q) && q_out.dtype == q.dtype && q_out.is_dense()))
+    return false;
   const Shape q_shape = as_bthd(q, flags.layout);
   const int64_t batches = q_shape[0].size, tokens = q_shape[1].size, head_dim = q_shape[3].size;
   if (batches > kMaxCount || tokens > kMaxCount || q_shape[2].size > kMaxCount) return false;
@@ -209,7 +216,8 @@ bool rotate(
   if (inplace && !flags.checked && may_overlap_itself(q_shape)) return false;
   if (k) {
     if (k->dims != dims || !k->is_on(q) || k->dtype != q.dtype || !k->is_dense()) return false;
-    if (!inplace && !(k_out && k_out->has_shape_of(*k) && k_out->is_on(q) && k_out->dtype == q.dtype && k_out->is_dense())) {
+    if (!inplace &&
+        !(k_out && k_out->has_shape_of(*k) && k_out->is_on(q) && k_out->dtype == q.dtype && k_out->is_dense())) {
       return false;
     }
     const Shape k_shape = as_bthd(*k, flags.layout);
@@ -303,9 +311,8 @@ Shape split_heads(const char* name, const View& x, int32_t position_dims, int64_
   return {batches, tokens, Steps{x.size(-1) / head_size, head_size}, Steps{head_size, 1}};
 }
 
-void rotary_embedding(
-    Tensor positions_tensor, Tensor query_tensor, std::optional<Tensor> key_tensor, int64_t head_size,
-    Tensor cos_sin_cache, bool is_neox) {
+void rotary_embedding(Tensor positions_tensor, Tensor query_tensor, std::optional<Tensor> key_tensor, int64_t head_size,
+                      Tensor cos_sin_cache, bool is_neox) {
   const View positions(positions_tensor), query(query_tensor), cache(cos_sin_cache);
   const std::optional<View> key = view(key_tensor);
 
@@ -339,7 +346,8 @@ void rotary_embedding(
   if (cache.dims != 2) fail("cos_sin_cache must have shape [max_position, rotary_dim]");
   const int64_t width = cache.size(1);
   if (width % 2 != 0 || width < 2 || width > head_size) {
-    fail("cos_sin_cache has rotary dim ", width, ", but it must be even, at least 2 and at most head_size, ", head_size);
+    fail("cos_sin_cache has rotary dim ", width, ", but it must be even, at least 2 and at most head_size, ",
+         head_size);
   }
   if (cache.size(0) > kMaxCount) fail("cos_sin_cache has more than ", kMaxCount, " rows");
   if (!cache.is_dense()) fail("cos_sin_cache must be dense along its last dimension");

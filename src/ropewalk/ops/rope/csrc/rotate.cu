@@ -1,7 +1,5 @@
 // The rotation as a CUDA kernel. Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 
-#include "rotate.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +7,8 @@
 #include <atomic>
 #include <initializer_list>
 #include <type_traits>
+
+#include "rotate.h"
 
 namespace ropewalk {
 
@@ -22,8 +22,8 @@ constexpr int32_t kMaxBlockTokens = 64;  // a block's third dimension
 constexpr int64_t kMaxGridY = 65535;
 
 // What was fastest on an H200 (docs/log.md).
-constexpr int32_t kChunkTokens = 4096;    // of one batch row before the next one's turn
-constexpr int32_t kFarHeads = 4;          // of a block, where a head's tokens are nearer to each other than a token's heads
+constexpr int32_t kChunkTokens = 4096;  // of one batch row before the next one's turn
+constexpr int32_t kFarHeads = 4;  // of a block, where a head's tokens are nearer to each other than a token's heads
 constexpr int64_t kManyBytes = 32 << 20;  // moved: from here on the memory's bandwidth counts, not the cache's
 
 // What one access reads or writes. It stays packed until its numbers are needed, so that no load waits for another.
@@ -93,8 +93,10 @@ __device__ __forceinline__ Packed<N * sizeof(T)> pack(const Compute<T> (&numbers
     } else if constexpr (sizeof(T) == 4) {
       packed.words[i] = __float_as_uint(numbers[i]);
     } else if constexpr (N == 1) {
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) packed.words[0] = __bfloat16_as_ushort(__float2bfloat16_rn(numbers[0]));
-      else packed.words[0] = __half_as_ushort(__float2half_rn(numbers[0]));
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        packed.words[0] = __bfloat16_as_ushort(__float2bfloat16_rn(numbers[0]));
+      else
+        packed.words[0] = __half_as_ushort(__float2half_rn(numbers[0]));
     } else if (i % 2 == 1) {
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         const __nv_bfloat162 two = __floats2bfloat162_rn(numbers[i - 1], numbers[i]);
@@ -145,10 +147,9 @@ struct Arguments {
   Stride positions_stride_batch, positions_stride_token;
   int64_t offset, n_rows;
   int32_t n_sequences, batches, tokens;
-  int32_t half;
-  int32_t before, after;  // accesses of features that are not rotated, in front of those that are and behind them
-  int32_t q_groups;       // groups of heads of q; those of k follow
-  int32_t chunk_blocks;   // token blocks of one batch row that follow each other
+  int32_t rotated, before, after;  // accesses of features that are rotated, that lie in front of them, and behind them
+  int32_t q_groups;                // groups of heads of q; those of k follow
+  int32_t chunk_blocks;            // token blocks of one batch row that follow each other
   Division by_batches, by_chunk_blocks;
   bool by_index, wide_indices, inverse, inplace;
 };
@@ -168,8 +169,8 @@ __device__ __forceinline__ int64_t token_position(const Arguments<Stride>& a, ui
   int64_t position = a.offset;
   if (a.by_index) position += token;
   if (a.positions != nullptr) {
-    position += read_index(
-        a.positions, times(batch, a.positions_stride_batch) + times(token, a.positions_stride_token), a.wide_indices);
+    position += read_index(a.positions, times(batch, a.positions_stride_batch) + times(token, a.positions_stride_token),
+                           a.wide_indices);
   }
   if (a.cu_seqlens != nullptr) {
     // How many sequences end at or before the token, by bisection.
@@ -190,13 +191,14 @@ __device__ __forceinline__ int64_t token_position(const Arguments<Stride>& a, ui
 
 // How a thread's numbers form pairs.
 enum class Pairing {
-  kHalves,       // two accesses, to the first and to the second half of a row: half-split pairs
-  kNeighbours,   // one access of whole pairs: interleaved pairs
-  kTwoScalars,   // two accesses of one number each: interleaved pairs
+  kHalves,      // two accesses, to the first and to the second half of a row: half-split pairs
+  kNeighbours,  // one access of whole pairs: interleaved pairs
+  kTwoScalars,  // two accesses of one number each: interleaved pairs
 };
 
-// Rotate kHeads heads of a token by each thread, blockDim.y heads apart, that share cos and sin in registers. A block is
-// (accesses of a row, heads, tokens): one small tile, so that the grid sweeps through memory in order. That is what bandwidth wants (docs/log.md).
+// Rotate kHeads heads of a token by each thread, blockDim.y heads apart: they share cos and sin in registers. A block
+// is (accesses of a row, heads, tokens): one small tile, so that the grid sweeps through memory in order, which is what
+// bandwidth wants (docs/log.md).
 template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads, typename Stride>
 __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_constant__ Arguments<Stride> a) {
   constexpr int kBytes = kLanes * sizeof(T);
@@ -220,10 +222,12 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_consta
   const int32_t heads_left = exists ? heads.count - static_cast<int32_t>(head) : 0;
 
   const uint32_t column = threadIdx.x * (kPairing == Pairing::kTwoScalars ? 2 : 1);
-  const char* const x = static_cast<const char*>(heads.x) + kBytes * (times(batch, heads.x_stride_batch) +
-      times(token, heads.x_stride_token) + times(head, heads.x_stride_head) + column);
-  char* const out = static_cast<char*>(heads.out) + kBytes * (times(batch, heads.out_stride_batch) +
-      times(token, heads.out_stride_token) + times(head, heads.out_stride_head) + column);
+  const char* const x = static_cast<const char*>(heads.x) +
+                        kBytes * (times(batch, heads.x_stride_batch) + times(token, heads.x_stride_token) +
+                                  times(head, heads.x_stride_head) + column);
+  char* const out = static_cast<char*>(heads.out) +
+                    kBytes * (times(batch, heads.out_stride_batch) + times(token, heads.out_stride_token) +
+                              times(head, heads.out_stride_head) + column);
   const uint32_t part_step = kBytes * (kPairing == Pairing::kTwoScalars ? 1 : blockDim.x);
   const uint64_t x_step = kBytes * times(blockDim.y, heads.x_stride_head);
   const uint64_t out_step = kBytes * times(blockDim.y, heads.out_stride_head);
@@ -253,9 +257,9 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_consta
     const uint32_t row = static_cast<uint32_t>(position);
     const uint32_t first_pair = threadIdx.x * kPairs;
     const TableT* const cos_row = static_cast<const TableT*>(a.cos) + times(batch, a.cos_stride_batch) +
-        times(row, a.cos_stride_row) + first_pair;
+                                  times(row, a.cos_stride_row) + first_pair;
     const TableT* const sin_row = static_cast<const TableT*>(a.sin) + times(batch, a.sin_stride_batch) +
-        times(row, a.sin_stride_row) + first_pair;
+                                  times(row, a.sin_stride_row) + first_pair;
 #pragma unroll
     for (int i = 0; i < kPairs / kTableLanes; ++i) {
       cos[i] = load<kTableBytes>(cos_row + i * kTableLanes);
@@ -290,13 +294,14 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_consta
   Compute<T> nans[kLanes];
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) nans[i] = static_cast<Compute<T>>(NAN);
-  const int32_t rotated = 2 * a.half / kLanes;
   for (int32_t rest = threadIdx.x; rest < a.before + a.after; rest += blockDim.x) {
-    const int64_t access = (rest < a.before ? rest - a.before : rest - a.before + rotated) - static_cast<int64_t>(column);
+    const int64_t access =
+        (rest < a.before ? rest - a.before : rest - a.before + a.rotated) - static_cast<int64_t>(column);
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       if (static_cast<int32_t>(i * blockDim.y) >= heads_left) continue;
-      store(out + i * out_step + kBytes * access, inside ? load<kBytes>(x + i * x_step + kBytes * access) : pack<T>(nans));
+      store(out + i * out_step + kBytes * access,
+            inside ? load<kBytes>(x + i * x_step + kBytes * access) : pack<T>(nans));
     }
   }
 }
@@ -308,7 +313,7 @@ int current_major() {
 
 int32_t divide_up(int64_t count, int64_t size) { return static_cast<int32_t>((count + size - 1) / size); }
 
-int32_t power_of_two(int64_t at_least) {
+int32_t power_of_two(int32_t at_least) {
   int32_t power = 1;
   while (power < at_least) power *= 2;
   return power;
@@ -318,10 +323,15 @@ template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads,
 cudaError_t launch(const Rotation& r, cudaStream_t stream) {
   const auto stride = [](int64_t elements) { return static_cast<Stride>(elements / kLanes); };
   const auto heads = [&](const Heads& h) {
-    return KernelHeads<Stride>{
-        static_cast<const T*>(h.x) + r.rotary_offset, static_cast<T*>(h.out) + r.rotary_offset,
-        stride(h.x_stride_batch), stride(h.x_stride_token), stride(h.x_stride_head),
-        stride(h.out_stride_batch), stride(h.out_stride_token), stride(h.out_stride_head), h.count};
+    return KernelHeads<Stride>{static_cast<const T*>(h.x) + r.rotary_offset,
+                               static_cast<T*>(h.out) + r.rotary_offset,
+                               stride(h.x_stride_batch),
+                               stride(h.x_stride_token),
+                               stride(h.x_stride_head),
+                               stride(h.out_stride_batch),
+                               stride(h.out_stride_token),
+                               stride(h.out_stride_head),
+                               h.count};
   };
   constexpr bool kWholeRows = kPairing == Pairing::kNeighbours;
   const int32_t row_threads = r.half * (kWholeRows ? 2 : 1) / kLanes;
@@ -331,39 +341,59 @@ cudaError_t launch(const Rotation& r, cudaStream_t stream) {
   const bool heads_are_near = r.tokens <= 1 || r.q.count <= 1 || r.q.x_stride_head <= r.q.x_stride_token;
   const int32_t rows = std::max(1, threads / row_threads);
   const int32_t most_heads = std::max(r.q.count, r.k.count);
-  const int32_t all_heads = power_of_two(divide_up(most_heads, kHeads));
+  const int32_t all_heads = power_of_two(std::min(divide_up(most_heads, kHeads), kMaxThreads));
   const int32_t block_heads = std::min({rows, all_heads, heads_are_near ? kMaxThreads : kFarHeads});
-  const int32_t block_tokens = std::min({std::max(1, rows / block_heads), power_of_two(r.tokens), kMaxBlockTokens});
+  const int32_t block_tokens =
+      std::min({std::max(1, rows / block_heads), power_of_two(std::min(r.tokens, kMaxBlockTokens))});
 
   const auto groups = [&](const Heads& h) { return divide_up(h.count, block_heads * kHeads); };
   const int32_t token_blocks = divide_up(r.tokens, block_tokens);
-  const int32_t n_chunks = r.batches > 1 ? std::max(1, (r.tokens + kChunkTokens / 2) / kChunkTokens) : 1;
+  const int32_t n_chunks = r.batches > 1 ? std::max(1, divide_up(r.tokens - kChunkTokens / 2, kChunkTokens)) : 1;
   const int32_t chunk_blocks = divide_up(token_blocks, n_chunks);
   const int64_t blocks = int64_t{n_chunks} * r.batches * chunk_blocks;
   const int32_t grid_z = divide_up(blocks, kMaxGridY);
   if (blocks >= int64_t{1} << 31) return cudaErrorInvalidConfiguration;
 
-  const Arguments<Stride> arguments{
-      {heads(r.q), heads(r.k)},
-      r.cos.data, r.sin.data, r.positions, r.cu_seqlens,
-      static_cast<Stride>(r.cos.stride_batch), static_cast<Stride>(r.cos.stride_row),
-      static_cast<Stride>(r.sin.stride_batch), static_cast<Stride>(r.sin.stride_row),
-      static_cast<Stride>(r.positions_stride_batch), static_cast<Stride>(r.positions_stride_token),
-      r.offset, r.n_rows, r.n_sequences, r.batches, r.tokens, r.half,
-      r.rotary_offset / kLanes, (r.head_dim - r.rotary_offset - 2 * r.half) / kLanes,
-      groups(r.q), chunk_blocks, Division::by(r.batches), Division::by(chunk_blocks),
-      r.by_index, r.wide_indices, r.inverse, r.q.x == r.q.out && r.k.x == r.k.out};
+  Arguments<Stride> a{};
+  a.heads[0] = heads(r.q);
+  a.heads[1] = heads(r.k);
+  a.cos = r.cos.data;
+  a.sin = r.sin.data;
+  a.positions = r.positions;
+  a.cu_seqlens = r.cu_seqlens;
+  a.cos_stride_batch = static_cast<Stride>(r.cos.stride_batch);
+  a.cos_stride_row = static_cast<Stride>(r.cos.stride_row);
+  a.sin_stride_batch = static_cast<Stride>(r.sin.stride_batch);
+  a.sin_stride_row = static_cast<Stride>(r.sin.stride_row);
+  a.positions_stride_batch = static_cast<Stride>(r.positions_stride_batch);
+  a.positions_stride_token = static_cast<Stride>(r.positions_stride_token);
+  a.offset = r.offset;
+  a.n_rows = r.n_rows;
+  a.n_sequences = r.n_sequences;
+  a.batches = r.batches;
+  a.tokens = r.tokens;
+  a.rotated = 2 * r.half / kLanes;
+  a.before = r.rotary_offset / kLanes;
+  a.after = (r.head_dim - r.rotary_offset - 2 * r.half) / kLanes;
+  a.q_groups = groups(r.q);
+  a.chunk_blocks = chunk_blocks;
+  a.by_batches = Division::by(r.batches);
+  a.by_chunk_blocks = Division::by(chunk_blocks);
+  a.by_index = r.by_index;
+  a.wide_indices = r.wide_indices;
+  a.inverse = r.inverse;
+  a.inplace = r.q.x == r.q.out && r.k.x == r.k.out;
 
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(groups(r.q) + groups(r.k), divide_up(blocks, grid_z), grid_z);
+  config.gridDim = dim3(a.q_groups + groups(r.k), divide_up(blocks, grid_z), grid_z);
   config.blockDim = dim3(row_threads, block_heads, block_tokens);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = current_major() >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, rotate_kernel<T, TableT, kPairing, kLanes, kHeads, Stride>, arguments);
+  return cudaLaunchKernelEx(&config, rotate_kernel<T, TableT, kPairing, kLanes, kHeads, Stride>, a);
 }
 
 // Whether accesses of so many lanes to q and k, and of the pairs in them to cos and sin, hit whole aligned vectors.
@@ -391,7 +421,7 @@ bool permits(const Rotation& r) {
   }
   largest = std::max({largest, r.positions_stride_batch, r.positions_stride_token});
   return elements % kLanes == 0 && addresses % (kLanes * sizeof(T)) == 0 && tables % table_bytes == 0 &&
-      largest < int64_t{1} << 32;
+         largest < int64_t{1} << 32;
 }
 
 template <typename T, typename TableT, int kLanes>
