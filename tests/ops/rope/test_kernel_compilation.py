@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.checks import Call, Flags
 from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
 from ropewalk.ops.rope.triton_launch import prepare
 
@@ -76,15 +76,15 @@ def specialise(
         "one-row": (1, tokens),
         "packed-tokens": (tokens,),
     }.get(kind)
-    launch = prepare(
-        xs[0],
-        xs[1] if len(xs) == 2 else None,
+    call = Call(
         cos,
         cos,
         None if positions_shape is None else _empty(*positions_shape, dtype=index_dtype),
         _empty(5, dtype=index_dtype) if kind == "packed" else None,
+        0,
         Flags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace),
     )
+    launch = prepare(xs, call)
     return replace(launch.spec, pointer_alignment=alignment)
 
 

@@ -13,7 +13,7 @@ from definition import random_tables, random_tensor
 
 from ropewalk import apply_rope
 from ropewalk.ops.rope import eager, native, native_build, reference
-from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.checks import Call, Flags
 from ropewalk.testing import assert_close_to_truth
 
 GPU = torch.device("cuda", 0)
@@ -146,7 +146,8 @@ def rotate(library, access, q, k, cos, sin, positions=None, cu_seqlens=None, off
     outs = [torch.full_like(x, float("nan")) for x in (q, k)]
     bits = native.ACCESSES[access]
     with suppress(RuntimeError):
-        assert library.rotate((q, k), outs, cos, sin, positions, cu_seqlens, offset, Flags(**flags), bits)
+        call = Call(cos, sin, positions, cu_seqlens, offset, Flags(**flags))
+        assert library.rotate((q, k), outs, call, bits)
         return outs
     return None
 

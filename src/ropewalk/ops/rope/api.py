@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.checks import Call, Flags
 from ropewalk.ops.rope.eager import rotate
 from ropewalk.ops.rope.operator import is_plain, rotate_traced
 
@@ -92,8 +92,6 @@ def apply_rope(
     offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
     xs = (q,) if k is None else (q, k)
     flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    if is_plain(q, k, cos, sin, token_positions, cu_seqlens):
-        rotated = rotate(xs, cos, sin, token_positions, cu_seqlens, offset, flags)
-    else:
-        rotated = rotate_traced(xs, cos, sin, token_positions, cu_seqlens, offset, flags)
+    call = Call(cos, sin, token_positions, cu_seqlens, offset, flags)
+    rotated = (rotate if is_plain(q, k, cos, sin, token_positions, cu_seqlens) else rotate_traced)(xs, call)
     return rotated[0] if k is None else rotated

@@ -31,6 +31,17 @@ class Flags(NamedTuple):
     impl: str | None = None
 
 
+class Call(NamedTuple):
+    """What a caller asks of q and k, whose tensors are kept apart."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    cu_seqlens: Tensor | None
+    offset: int
+    flags: Flags
+
+
 def check_arguments(
     q: Tensor,
     k: Tensor | None,

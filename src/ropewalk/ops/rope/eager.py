@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ropewalk.ops.rope import native, reference
 from ropewalk.ops.rope.checks import (
-    Flags,
+    Call,
     check_apart,
     check_arguments,
     check_fixed,
@@ -28,8 +28,7 @@ from ropewalk.ops.rope.checks import (
     reach,
 )
 
-# xs, outs, cos, sin, positions, cu_seqlens, offset, flags: writes the rotation of xs into outs.
-Rotate = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor, Tensor | None, Tensor | None, int, Flags], None]
+Rotate = Callable[[Sequence[Tensor], Sequence[Tensor], Call], None]  # writes the rotation of the first into the second
 
 IMPLEMENTATIONS = ("native", "triton", "reference")  # the fastest first
 
@@ -67,17 +66,11 @@ def choose(impl: str | None, device: torch.device) -> str:
     return impl
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    flags: Flags,
-) -> Rotate:
+def _prepare(xs: Sequence[Tensor], call: Call) -> Rotate:
     """Check all that shapes, strides, dtypes and devices can tell, and return what will serve calls like this one."""
-    check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
+    q, k = xs[0], xs[1] if len(xs) == 2 else None
+    flags = call.flags
+    check_arguments(q, k, *call[:4], flags.layout, flags.rotary_dim, flags.rotary_offset)
     if flags.inplace:
         check_inplace(q, k)
     impl = choose(flags.impl, q.device)
@@ -89,7 +82,7 @@ def _prepare(
         return reference.rotate
     from ropewalk.ops.rope import triton_launch
 
-    return triton_launch.prepare(q, k, cos, sin, positions, cu_seqlens, flags)
+    return triton_launch.prepare(xs, call)
 
 
 class _Prepared:
@@ -110,17 +103,10 @@ _NATIVE_SERVES = (None, "native")
 _MAX_PREPARED = 4096  # a stream of ever new lengths must not fill the memory
 
 
-def _find(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> _Prepared:
+def _find(xs: Sequence[Tensor], call: Call) -> _Prepared:
     """Check a call, and return what serves it: from memory, if a call like it came before."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
+    cos, sin, positions, cu_seqlens, offset, flags = call
     key = (
         (q.shape, q.stride(), q.dtype, q.device),
         None if k is None else (k.shape, k.stride(), k.dtype, k.device),
@@ -132,7 +118,7 @@ def _find(
     )
     prepared = _PREPARED.get(key)
     if prepared is None:
-        run = _prepare(q, k, cos, sin, positions, cu_seqlens, flags)
+        run = _prepare(xs, call)
         if len(_PREPARED) >= _MAX_PREPARED:
             _PREPARED.clear()
         prepared = _Prepared(run, q, k, max_offset(q, cos, positions, cu_seqlens, flags.layout))
@@ -148,65 +134,38 @@ def _find(
     return prepared
 
 
-def _rotate_natively(
-    xs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> None:
+def _rotate_natively(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
     """Let the CUDA extension look at the call: it checks faster than memory can be searched."""
-    if not native.rotate(xs, outs, cos, sin, positions, cu_seqlens, offset, flags):
-        _find(xs, cos, sin, positions, cu_seqlens, offset, flags).run(
-            xs, outs, cos, sin, positions, cu_seqlens, offset, flags
-        )
+    if not native.rotate(xs, outs, call):
+        _find(xs, call).run(xs, outs, call)
 
 
-def rotate(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> tuple[Tensor, ...]:
+def rotate(xs: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
     """Rotate `xs`, (q,) or (q, k), and let autograd know; returns the rotated tensors."""
-    check_fixed(cos, sin)
+    check_fixed(call.cos, call.sin)
+    flags = call.flags
     if native.is_loaded() and xs[0].is_cuda and flags.impl in _NATIVE_SERVES:
         run: Rotate = _rotate_natively
     else:
-        run = _find(xs, cos, sin, positions, cu_seqlens, offset, flags).run
+        run = _find(xs, call).run
     needs_grad = torch.is_grad_enabled() and (xs[0].requires_grad or xs[-1].requires_grad)
     if needs_grad:
         if flags.inplace:
-            return _rotate_inplace_with_grad(run, xs, cos, sin, positions, cu_seqlens, offset, flags)
-        rotated: tuple[Tensor, ...] = _Rotate.apply(run, cos, sin, positions, cu_seqlens, offset, flags, *xs)
+            return _rotate_inplace_with_grad(run, xs, call)
+        rotated: tuple[Tensor, ...] = _Rotate.apply(run, call, *xs)
         return rotated
     outs = xs if flags.inplace else [torch.empty_like(x) for x in xs]
-    run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags)
+    run(xs, outs, call)
     if flags.inplace:
         torch._C._increment_version(xs)
     return tuple(outs)
 
 
-def _rotate_inplace_with_grad(
-    run: Rotate,
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> tuple[Tensor, ...]:
+def _rotate_inplace_with_grad(run: Rotate, xs: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
     recorded = [i for i, x in enumerate(xs) if x.requires_grad]
     for i in recorded:
         check_overwritable("qk"[i], xs[i])
-    run(xs, xs, cos, sin, positions, cu_seqlens, offset, flags)
+    run(xs, xs, call)
     torch._C._increment_version([x for x in xs if not x.requires_grad])
     # The values are there; what is left is to put the rotation on autograd's record. A view is recorded by itself: a
     # function that overwrites a view may have no second result.
@@ -214,8 +173,7 @@ def _rotate_inplace_with_grad(
     groups = [[i] for i in recorded] if views else [recorded]
     results = list(xs)
     for group in groups:
-        tensors = (*(xs[i] for i in group), cos, sin, positions, cu_seqlens)
-        outs = _Overwritten.apply(offset, flags, len(group), *tensors)
+        outs = _Overwritten.apply(call, *(xs[i] for i in group))
         for i, out in zip(group, outs, strict=True):
             results[i] = out
     return tuple(results)
@@ -225,59 +183,51 @@ class _Rotate(torch.autograd.Function):
     """The rotation out of place; its derivative is the inverse rotation."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        run: Rotate,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        offset: int,
-        flags: Flags,
-        *xs: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Rotate, call: Call, *xs: Tensor) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
-        run(xs, outs, cos, sin, positions, cu_seqlens, offset, flags)
-        if not all(needed := ctx.needs_input_grad[7:]):
+        run(xs, outs, call)
+        if not all(needed := ctx.needs_input_grad[2:]):
             ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin, positions, cu_seqlens)
-        ctx.offset, ctx.flags = offset, flags
+        _save(ctx, call)
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 7 + _rotate_back(ctx, grads, ctx.needs_input_grad[7:])
+        return (None,) * 2 + _rotate_back(ctx, grads, ctx.needs_input_grad[2:])
 
 
 class _Overwritten(torch.autograd.Function):
     """Puts a rotation that has just been done in place on record."""
 
     @staticmethod
-    def forward(ctx: Any, offset: int, flags: Flags, n_xs: int, *tensors: Tensor | None) -> Any:
-        # xs come first: where a function overwrites a view, autograd takes its first tensor for that view.
-        xs, saved = tensors[:n_xs], tensors[n_xs:]
+    def forward(ctx: Any, call: Call, *xs: Tensor) -> Any:
+        # No tensor may come before xs: where a function overwrites a view, autograd takes its first tensor for that.
         ctx.mark_dirty(*xs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        ctx.offset, ctx.flags = offset, flags
+        _save(ctx, call)
         return xs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # All that was recorded requires grad.
-        return (None,) * 3 + _rotate_back(ctx, grads, [True] * len(grads)) + (None,) * 4
+        return (None, *_rotate_back(ctx, grads, [True] * len(grads)))
+
+
+def _save(ctx: Any, call: Call) -> None:
+    ctx.save_for_backward(*call[:4])
+    ctx.offset, ctx.flags = call.offset, call.flags
 
 
 def _rotate_back(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Turn the gradients back, those that exist and are wanted, in one launch."""
-    flags: Flags = ctx.flags
+    flags = ctx.flags
     present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
     if present:
         back = flags._replace(inverse=not flags.inverse, inplace=False)
         cos, sin, positions, cu_seqlens = ctx.saved_tensors
-        turned = rotate(tuple(present.values()), cos, sin, positions, cu_seqlens, ctx.offset, back)
+        turned = rotate(tuple(present.values()), Call(cos, sin, positions, cu_seqlens, ctx.offset, back))
         for i, grad in zip(present, turned, strict=True):
             results[i] = grad
     return tuple(results)

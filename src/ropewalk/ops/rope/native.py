@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.checks import Call
 
 _SCHEMA = (
     "ropewalk::_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor? q, Tensor? k, Tensor cos, Tensor sin, "
@@ -121,22 +121,12 @@ def _load_library() -> bool:
     return True
 
 
-def rotate(
-    xs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-    bits: int = 0,
-) -> bool:
+def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call, bits: int = 0) -> bool:
     """Write the rotation of `xs` into `outs`, if the library can say by itself that the call is right.
 
     False means that nothing was written: the arguments are wrong, or of a kind that `rotate_unusual` serves.
     """
-    layout, interleaved, inverse, rotary_dim, rotary_offset, _, _ = flags
+    cos, sin, positions, cu_seqlens, offset, (layout, interleaved, inverse, rotary_dim, rotary_offset, _, _) = call
     if type(rotary_offset) is not int or not (rotary_dim is None or type(rotary_dim) is int) or offset >> 62:
         return False
     bits |= _LAYOUTS.get(layout, _NO_LAYOUT)
@@ -157,16 +147,7 @@ def rotate(
 
 
 @torch.no_grad()
-def rotate_unusual(
-    xs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> None:
+def rotate_unusual(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
     """Do what `rotate` would not, for arguments that have been checked.
 
     Features that are not dense in memory, and tables of a dtype that is neither float32 nor that of q, go through
@@ -174,13 +155,15 @@ def rotate_unusual(
     """
     if xs[0].numel() + xs[-1].numel() == 0:
         return
-    if cos.dtype not in (torch.float32, xs[0].dtype):
+    tables = [_dense(call.cos), _dense(call.sin)]
+    if call.cos.dtype not in (torch.float32, xs[0].dtype):
         dtype = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
-        cos, sin = cos.to(dtype), sin.to(dtype)
+        tables = [table.to(dtype) for table in tables]
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
     dense_outs = [_dense(out) for out in outs]
     dense_xs = dense_outs if xs is outs else [_dense(x) for x in xs]
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    served = rotate(dense_xs, dense_outs, _dense(cos), _dense(sin), positions, cu_seqlens, offset, flags, _CHECKED)
+    dense_call = Call(tables[0], tables[1], call.positions, cu_seqlens, call.offset, call.flags)
+    served = rotate(dense_xs, dense_outs, dense_call, _CHECKED)
     if not served:
         raise ValueError(f"a dimension of q, k, cos or cu_seqlens is over {MAX_COUNT}, the most for impl 'native'")
     for out, dense in zip(outs, dense_outs, strict=True):

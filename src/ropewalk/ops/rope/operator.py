@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ropewalk.ops.rope import reference
 from ropewalk.ops.rope.checks import (
+    Call,
     Flags,
     check_apart,
     check_arguments,
@@ -67,25 +68,17 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def rotate_traced(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> tuple[Tensor, ...]:
+def rotate_traced(xs: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
     """Rotate `xs` in a way that the onlooker understands; arguments and result are those of `eager.rotate`."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _check(xs, cos, sin, positions, cu_seqlens, offset, flags)
+        _check(xs, call)
         if is_transformed():
-            return _rotate_transformed(xs, cos, sin, positions, cu_seqlens, offset, flags)
+            return _rotate_transformed(xs, call)
     else:
-        check_fixed(cos, sin)
-    layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl = flags
-    arguments = (cos, sin, positions, cu_seqlens, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl)
+        check_fixed(call.cos, call.sin)
+    *rest, inplace, impl = call.flags
+    arguments = (*call[:-1], *rest, impl)
     if not inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -99,16 +92,9 @@ def rotate_traced(
     return tuple(xs)
 
 
-def _rotate_transformed(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> tuple[Tensor, ...]:
+def _rotate_transformed(xs: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
     """Rotate by PyTorch's own operations, which every transform knows."""
+    cos, sin, positions, cu_seqlens, offset, flags = call
     if flags.impl not in (None, "reference"):
         raise ValueError(
             f"impl is {flags.impl!r}, but under torch.func transforms and forward-mode differentiation it must be None "
@@ -132,17 +118,10 @@ def _rotate_transformed(
     return tuple(x.copy_(out) for x, out in zip(xs, outs, strict=True)) if flags.inplace else outs
 
 
-def _check(
-    xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> None:
+def _check(xs: Sequence[Tensor], call: Call) -> None:
     """Make every check of an eager call; those of values are left out where a transform or a fake hides them."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
+    cos, sin, positions, cu_seqlens, offset, flags = call
     check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
     check_fixed(cos, sin)
     check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
@@ -162,29 +141,30 @@ def _hidden(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _eager_arguments(arguments: Sequence[Any], inplace: bool) -> tuple[Any, ...]:
+def _call(arguments: Sequence[Any], inplace: bool) -> Call:
     """The operators' arguments after xs as `eager.rotate` takes them."""
-    *tensors_and_offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl = arguments
-    return *tensors_and_offset, Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
+    cos, sin, positions, cu_seqlens, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl = arguments
+    flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
+    return Call(cos, sin, positions, cu_seqlens, offset, flags)
 
 
 def _rope(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
     with torch.no_grad():
-        return list(rotate(xs, *_eager_arguments(arguments, inplace=False)))
+        return list(rotate(xs, _call(arguments, inplace=False)))
 
 
 def _rope_(xs: list[Tensor], *arguments: Any) -> None:
     with torch.no_grad():
-        rotate(xs, *_eager_arguments(arguments, inplace=True))
+        rotate(xs, _call(arguments, inplace=True))
 
 
 def _rope_fake(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
-    _check(xs, *_eager_arguments(arguments, inplace=False))
+    _check(xs, _call(arguments, inplace=False))
     return [torch.empty_like(x) for x in xs]
 
 
 def _rope_fake_(xs: list[Tensor], *arguments: Any) -> None:
-    _check(xs, *_eager_arguments(arguments, inplace=True))
+    _check(xs, _call(arguments, inplace=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Flags
+from ropewalk.ops.rope.checks import Call
 
 
 def rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,21 +132,13 @@ def apply_rope(
 
 
 @torch.no_grad()
-def rotate(
-    xs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> None:
+def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
     """Write the rotation of each tensor of `xs` into its partner in `outs`, which may be the tensor itself.
 
     The same as `apply_rope` without the copies that a differentiable form has to make.
     """
-    cos, sin, inside = broadcast_rows(xs[0], cos, sin, positions, cu_seqlens, offset, flags.inverse, flags.layout)
+    flags = call.flags
+    cos, sin, inside = broadcast_rows(xs[0], *call[:-1], flags.inverse, flags.layout)
     turned = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
     for x, out in zip(xs, outs, strict=True):
         if out is not x:

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Flags, as_bthd
+from ropewalk.ops.rope.checks import Call, as_bthd
 from ropewalk.ops.rope.triton_kernels import (
     Positions,
     Specialisation,
@@ -113,22 +113,13 @@ class Launch:
     def __post_init__(self) -> None:
         self._by_alignment: dict[int, Callable[..., None]] = {}
 
-    def __call__(
-        self,
-        xs: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        offset: int,
-        flags: Flags,
-    ) -> None:
+    def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
         """Write the rotation of `xs` into `outs`, on the current stream of their device."""
         if self.n_programs == 0:
             return
         q, q_out = xs[0].data_ptr(), outs[0].data_ptr()
         k, k_out = (xs[1].data_ptr(), outs[1].data_ptr()) if len(xs) == 2 else (0, 0)
+        cos, sin, positions, cu_seqlens, offset, flags = call
         cos_ptr, sin_ptr = cos.data_ptr(), sin.data_ptr()
         addresses = q | q_out | k | k_out | cos_ptr | sin_ptr | _WIDEST_ACCESS
         alignment = addresses & -addresses
@@ -159,39 +150,22 @@ class Launch:
 class InterpretedLaunch(Launch):
     """The same through Triton's interpreter, on CPU tensors."""
 
-    def __call__(
-        self,
-        xs: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        offset: int,
-        flags: Flags,
-    ) -> None:
+    def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
         """Write the rotation of `xs` into `outs`."""
         if self.n_programs == 0:
             return
         q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
+        cos, sin, positions, cu_seqlens, offset, flags = call
         indices = (q if positions is None else positions, q if cu_seqlens is None else cu_seqlens)
         direction = -1 if flags.inverse else 1
         rotate_kernel[(self.n_programs,)](q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    flags: Flags,
-    tiles: Tiles | None = None,
-) -> Callable[..., None]:
+def prepare(xs: Sequence[Tensor], call: Call, tiles: Tiles | None = None) -> Callable[..., None]:
     """Work out the launch for tensors like these; arguments are those of `ropewalk.apply_rope`, already checked."""
+    cos, sin, positions, cu_seqlens, _, flags = call
     layout, interleaved, inplace = flags.layout, flags.interleaved, flags.inplace
-    xs = [q] if k is None else [q, k]
+    q, k = xs[0], xs[1] if len(xs) == 2 else None
     outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
     dense = (*xs, *outs, cos, sin) if cu_seqlens is None else (*xs, *outs, cos, sin, cu_seqlens)
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
@@ -284,23 +258,16 @@ def prepare(
 
 
 @torch.no_grad()
-def _rotate_clones(
-    xs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    flags: Flags,
-) -> None:
+def _rotate_clones(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
     """Rotate through dense copies: for tensors whose last dimension is not dense in memory."""
     clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-    cos, sin = cos.contiguous(), sin.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    k = clones[1] if len(clones) == 2 else None
-    launch = prepare(clones[0], k, cos, sin, positions, cu_seqlens, flags._replace(inplace=True))
-    launch(clones, clones, cos, sin, positions, cu_seqlens, offset, flags)
+    dense = call._replace(
+        cos=call.cos.contiguous(),
+        sin=call.sin.contiguous(),
+        cu_seqlens=None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
+        flags=call.flags._replace(inplace=True),
+    )
+    prepare(clones, dense)(clones, clones, dense)
     for out, clone in zip(outs, clones, strict=True):
         out.copy_(clone)
 
