@@ -25,13 +25,14 @@ lint: $(VENV)/dev-installed
 test-gpu:
 	PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda $(PYTHON) -m pytest tests
 
-# The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix.
-SANITIZED := tests/ops/rope/test_rotary_embedding.py -k "vllms_matrix or outside_the_table or slices_of_one"
-sanitize:
-	for tool in memcheck racecheck; do \
-		PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
-		--error-exitcode 1 $(PYTHON) -m pytest -p no:cacheprovider $(SANITIZED) || exit 1; \
-	done
+# The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix, on a GPU.
+MATRIX := $(foreach pairing,neox interleaved,$(foreach dtype,torch.float16 torch.bfloat16 torch.float32,\
+	"vllms_matrix and $(pairing) and $(dtype)")) "outside_the_table or slices_of_one"
+sanitize: sanitize-memcheck sanitize-racecheck
+sanitize-%:
+	printf '%s\n' $(MATRIX) | PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	xargs -P 7 -d '\n' -I '{}' compute-sanitizer --tool $* --error-exitcode 1 \
+	$(PYTHON) -m pytest -p no:cacheprovider tests/ops/rope/test_rotary_embedding.py -k '{}'
 
 # An environment is complete when its stamp is newer than what it was made from.
 $(VENV)/demo-installed: pyproject.toml constraints.txt

@@ -49,10 +49,10 @@ def test_doctor_says_what_is_here_and_why_the_rest_is_not() -> None:
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in for nvcc and the host compiler that makes what it is asked for, a cache, and a GPU to compile for."""
     path = tmp_path / "compiler"
-    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made for libstdc++.so.6 > "$2"\n')
     path.chmod(0o755)
     monkeypatch.setenv("CUDACXX", str(path))
-    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("NVCC_CCBIN", str(path))
     monkeypatch.setenv("COLUMNS", "400")  # one line for each row of a table
     monkeypatch.setenv("ROPEWALK_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ROPEWALK_BUILD_ON_FIRST_USE", raising=False)
@@ -64,7 +64,7 @@ def test_build_compiles_for_the_visible_gpus_once(compiler: Path) -> None:
     first = invoke("build")
     library = native_build.library_path(("90",))
     assert first.exit_code == 0, first.output
-    assert library.read_text() == "made\n"
+    assert library.read_text() == "made for libstdc++.so.6\n"
     lines = first.stdout.splitlines()
     assert lines[0] == "compiling the native extension for sm_90 ..."
     assert lines[1].startswith("done in ")

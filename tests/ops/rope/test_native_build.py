@@ -31,7 +31,7 @@ with open({calls!r}, "a") as calls:
     calls.write(repr(sys.argv[1:]) + "\\n")
 {code}
 with open(output, "w") as file:
-    file.write(name + " made by {version}")
+    file.write(name + " made by {version} with {runtime}")
 """
 FORK = multiprocessing.get_context("fork")  # the children find the stand-ins in place
 
@@ -43,9 +43,11 @@ class Toolchain:
         self.nvcc = folder / "nvcc"
         self._calls = folder / "calls"
 
-    def becomes(self, code: str = "", *, version: str = "1") -> None:
+    def becomes(self, code: str = "", *, version: str = "1", runtime: str = "libstdc++.so.6") -> None:
         """Let the program run `code` before it writes its output, whose name is `name`."""
-        text = STAND_IN.format(python=sys.executable, calls=str(self._calls), code=code, version=version)
+        text = STAND_IN.format(
+            python=sys.executable, calls=str(self._calls), code=code, version=version, runtime=runtime
+        )
         self.nvcc.unlink(missing_ok=True)  # a process may be running it
         self.nvcc.write_text(text)
         self.nvcc.chmod(0o755)
@@ -62,7 +64,7 @@ class Toolchain:
 @pytest.fixture(autouse=True)
 def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's compilers nor its cache."""
-    for variable in ("CUDA_HOME", "CUDA_PATH", "CXX", "NVCC_CCBIN", "XDG_CACHE_HOME", "ROPEWALK_BUILD_ON_FIRST_USE"):
+    for variable in ("CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "XDG_CACHE_HOME", "ROPEWALK_BUILD_ON_FIRST_USE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ROPEWALK_CACHE_DIR", str(tmp_path / "cache"))
@@ -254,7 +256,7 @@ def test_nvcc_is_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda-path"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda-home"))
-    monkeypatch.setenv("CXX", program(tmp_path / "cxx"))
+    monkeypatch.setenv("NVCC_CCBIN", program(tmp_path / "cxx"))
     for place in ("default/bin", "packages/nvidia/cu13/bin", "path", "cuda-path/bin", "cuda-home/bin"):
         nvcc = program(tmp_path / place / "nvcc")
         assert find_compilers() == (nvcc, str(tmp_path / "cxx"), None)
@@ -272,7 +274,7 @@ def test_the_host_compiler_is_looked_for_in_order(
     monkeypatch.setenv("NVCC_CCBIN", program(tmp_path / "path" / "clang"))
     assert find_compilers().cxx == str(tmp_path / "path" / "clang")
     program(tmp_path / "path" / "mine")
-    monkeypatch.setenv("CXX", "mine")
+    monkeypatch.setenv("NVCC_CCBIN", "mine")
     assert find_compilers().cxx == str(tmp_path / "path" / "mine")
 
 
@@ -283,7 +285,7 @@ def test_missing_compilers_are_named_and_not_remembered(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", "")
     expected = (
         f"nvcc is missing: it is not in $CUDA_HOME/bin, PATH, the Python packages, {tmp_path}/default/bin, and CUDACXX "
-        "is not set; a C++ compiler is missing: neither g++ nor c++ is in PATH, and CXX is not set"
+        "is not set; a C++ compiler is missing: neither g++ nor c++ is in PATH, and NVCC_CCBIN is not set"
     )
     assert find_compilers() == (None, None, expected)
     with pytest.raises(BuildError) as caught:
@@ -293,7 +295,7 @@ def test_missing_compilers_are_named_and_not_remembered(tmp_path: Path, monkeypa
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("variable", ["CUDACXX", "CXX"])
+@pytest.mark.parametrize("variable", ["CUDACXX", "NVCC_CCBIN"])
 @pytest.mark.parametrize("value", ["no-such-program", "ccache g++"])
 def test_a_named_compiler_is_not_replaced_by_another(
     variable: str, value: str, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +315,7 @@ def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_commands(toolchain: Toolchain) -> None:
     library = build(("100", "80"))
-    assert library.read_text() == "ropewalk_native.so made by 1"
+    assert library.read_text() == "ropewalk_native.so made by 1 with libstdc++.so.6"
     calls = toolchain.calls()
     assert sorted(calls) == OUTPUTS
     targets = [argument for argument in calls["rotate.o"] if argument.startswith("-gencode")]
@@ -334,11 +336,19 @@ def test_the_commands(toolchain: Toolchain) -> None:
     assert "-ccbin" not in everything  # g++ is what nvcc takes by itself
 
 
+def test_a_library_with_a_runtime_of_its_own_is_refused(tmp_path: Path, toolchain: Toolchain) -> None:
+    toolchain.becomes(runtime="a static library")
+    with pytest.raises(BuildError, match=r"does not use libstdc\+\+\.so\.6 as PyTorch does") as caught:
+        build(("90",))
+    assert failed_before(("90",)) == str(caught.value)
+    assert left(tmp_path) == ["build.log", "failed.txt", "lock"]
+
+
 def test_nvcc_is_told_of_a_host_compiler_that_it_would_not_take(
     tmp_path: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cxx = program(tmp_path / "clang++")
-    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("NVCC_CCBIN", cxx)
     build(("90",))
     for call in toolchain.calls().values():
         assert call[call.index("-ccbin") + 1] == cxx
@@ -374,7 +384,7 @@ def test_what_is_there_is_not_compiled_again_unless_forced(toolchain: Toolchain)
     toolchain.becomes(version="2")
     assert build(("90",), force=True) == library
     assert sorted(toolchain.calls()) == OUTPUTS
-    assert library.read_text() == "ropewalk_native.so made by 2"
+    assert library.read_text() == "ropewalk_native.so made by 2 with libstdc++.so.6"
 
 
 def test_compilers_leave_nothing_in_the_common_temporary_folder(toolchain: Toolchain) -> None:
@@ -450,7 +460,7 @@ def test_a_forced_build_that_fails_keeps_the_library(toolchain: Toolchain) -> No
     toolchain.becomes("sys.exit(1)")
     with pytest.raises(BuildError):
         build(("90",), force=True)
-    assert library.read_text() == "ropewalk_native.so made by 1"
+    assert library.read_text() == "ropewalk_native.so made by 1 with libstdc++.so.6"
     assert find_library(("90",)) == library
 
 
@@ -504,7 +514,7 @@ def test_two_processes_compile_once(toolchain: Toolchain) -> None:
     results = [receiver.recv() for _, receiver in children]
     for process, _ in children:
         process.join(10)
-    assert results == [(native_build.library_path(("90",)), "ropewalk_native.so made by 1")] * 2
+    assert results == [(native_build.library_path(("90",)), "ropewalk_native.so made by 1 with libstdc++.so.6")] * 2
     assert sorted(toolchain.calls()) == OUTPUTS  # each once
 
 

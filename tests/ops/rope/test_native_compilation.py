@@ -109,8 +109,10 @@ def test_python_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "warning" not in log, log
 
 
-def test_cmake_builds_the_extension(tmp_path: Path) -> None:
+def test_cmake_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("cmake", "readelf")
+    for variable in ("CC", "CXX", "CUDAHOSTCXX"):  # these may name compilers with libraries of their own
+        monkeypatch.delenv(variable, raising=False)
     nvcc = native_build.find_compilers().nvcc
     run(
         *("cmake", "-S", ROOT, "-B", tmp_path),

@@ -44,6 +44,7 @@ _CXX_FLAGS = ("-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000")  # the stable 
 # told, some linkers leave libstdc++ out for the sake of libtorch's, and the first exception ends the process.
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed,-lstdc++,-ltorch,-ltorch_cpu")
 
+_CXX_RUNTIME = b"libstdc++.so.6"
 _STALE = 24 * 3600.0  # seconds
 _LOGGED = 1 << 18  # bytes of a compiler's output, from its start and from its end
 _LAST_LINES = 20  # of the output that an error shows
@@ -198,12 +199,12 @@ def _find_nvcc() -> tuple[str | None, str | None]:
 
 
 def _find_cxx() -> tuple[str | None, str | None]:
-    for variable in ("CXX", "NVCC_CCBIN"):
-        if (chosen := _chosen(variable)) is not None:
-            return chosen
+    # $CXX is not asked: it may be a compiler with libraries of its own, and what nvcc takes suits the system's.
+    if (chosen := _chosen("NVCC_CCBIN")) is not None:
+        return chosen
     if cxx := shutil.which("g++") or shutil.which("c++"):
         return os.path.abspath(cxx), None
-    return None, "a C++ compiler is missing: neither g++ nor c++ is in PATH, and CXX is not set"
+    return None, "a C++ compiler is missing: neither g++ nor c++ is in PATH, and NVCC_CCBIN is not set"
 
 
 def _chosen(variable: str) -> tuple[str | None, str | None] | None:
@@ -339,6 +340,14 @@ def _build(steps: list[list[_Command]], folder: Path, scratch: Path) -> None:
             raise BuildError(reason)
     _publish(_text_of(ran), scratch, folder / LOG)
     library = ran[-1].output
+    if _CXX_RUNTIME not in library.read_bytes():
+        reason = (
+            f"the native extension was not built: it does not use {_CXX_RUNTIME.decode()} as PyTorch does, and its "
+            f"first exception would end the process; name another C++ compiler in NVCC_CCBIN\n"
+            f"  the whole log: {folder / LOG}"
+        )
+        _publish(reason, scratch, folder / _FAILURE)
+        raise BuildError(reason)
     with library.open("rb") as file:
         os.fsync(file.fileno())  # or a machine that loses power may keep the name and lose the bytes
     os.replace(library, folder / LIBRARY)
