@@ -73,11 +73,15 @@ def test_building_on_first_use_can_be_forbidden(no_library):
     assert not native.load()
 
 
-def test_a_build_that_failed_before_is_not_tried_again(no_library):
-    no_library.setattr(native_build, "failed_before", lambda architectures: "the disk was full")
+def test_a_build_that_failed_before_is_not_tried_again_and_warned_of_once(no_library):
+    no_library.setattr(native_build, "failed_before", lambda architectures: "nvcc exited with 1\nits output")
     no_library.setattr(native_build, "build", lambda architectures: pytest.fail("it was tried again"))
-    assert native.why_not(GPU) == "the disk was full"
-    assert not native.load()
+    with pytest.warns(RuntimeWarning, match="does without its CUDA extension: nvcc exited with 1\nits output"):
+        assert native.why_not(GPU) == "nvcc exited with 1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.why_not(GPU) == "nvcc exited with 1"
+        assert not native.load()
 
 
 def test_a_build_that_fails_warns_once_and_leaves_the_others(no_library):

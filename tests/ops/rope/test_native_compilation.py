@@ -126,3 +126,8 @@ def test_cmake_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "ropewalk::_rotate True",
         "ropewalk::rotary_embedding True",
     ]
+    # Together with what Python defines, whichever comes first.
+    load = f"torch.ops.load_library({str(library)!r})"
+    use = "ropewalk.rotary_embedding(torch.arange(3), torch.rand(3, 64), None, 64, torch.rand(8, 32), True)"
+    for first, second in ((load, use), (use, load)):
+        run(sys.executable, "-c", f"import torch, ropewalk\n{first}\n{second}\n{use}")

@@ -57,9 +57,16 @@ def _why_not_built() -> str | None:
         if native_build.find_library(architectures) is not None:
             return None
         reason = native_build.may_build_on_first_use() or native_build.find_compilers().missing
-        return f"it is not built, and {reason}" if reason else native_build.failed_before(architectures)
+        if reason is not None:
+            return f"it is not built, and {reason}"
+        failure = native_build.failed_before(architectures)
     except native_build.BuildError as error:
         return str(error)
+    if failure is None:
+        return None
+    # It would fail again. `ropewalk build` tries.
+    _warn(failure)
+    return failure.splitlines()[0]
 
 
 def is_loaded() -> bool:
@@ -89,12 +96,16 @@ def _refuse(reason: str) -> bool:
     """Do without the library from now on, and say why, once."""
     global _refusal
     _refusal = reason.splitlines()[0]
+    _warn(reason)
+    return False
+
+
+def _warn(reason: str) -> None:
     warnings.warn(
         f"ropewalk does without its CUDA extension: {reason}\n`ropewalk doctor` says what this machine has.",
         RuntimeWarning,
         stacklevel=2,
     )
-    return False
 
 
 def _is_registered() -> bool:

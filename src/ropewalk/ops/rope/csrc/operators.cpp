@@ -394,20 +394,27 @@ int64_t check_device() { return ropewalk::check_device(); }
 
 }  // namespace
 
-#ifdef ROPEWALK_DEFINE_SCHEMA
-STABLE_TORCH_LIBRARY_FRAGMENT(ropewalk, library) {
-  library.def(
-      "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
-      "bool is_neox) -> ()");
-}
-#endif
+namespace {
 
-STABLE_TORCH_LIBRARY_FRAGMENT(ropewalk, library) {
-  library.def(
-      "_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor? q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, "
-      "Tensor? cu_seqlens, int offset, int rotary_dim, int rotary_offset, int flags) -> bool");
-  library.def("_check_device() -> int");
-}
+// Defines the operators when the library is loaded. Where one is defined already, by Python or by another build of this
+// library, PyTorch says so on standard error and keeps that one.
+const TorchLibraryHandle definitions = [] {
+  TorchLibraryHandle library = nullptr;
+  aoti_torch_library_init_fragment("ropewalk", __FILE__, __LINE__, &library);
+#ifdef ROPEWALK_DEFINE_SCHEMA
+  aoti_torch_library_def(library,
+                         "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, "
+                         "Tensor cos_sin_cache, bool is_neox) -> ()");
+#endif
+  aoti_torch_library_def(library,
+                         "_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor? q, Tensor? k, Tensor cos, Tensor sin, "
+                         "Tensor? positions, Tensor? cu_seqlens, int offset, int rotary_dim, int rotary_offset, "
+                         "int flags) -> bool");
+  aoti_torch_library_def(library, "_check_device() -> int");
+  return library;  // for as long as the process lives
+}();
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ropewalk, CompositeExplicitAutograd, library) {
   library.impl("_check_device", TORCH_BOX(&check_device));
