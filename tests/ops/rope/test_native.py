@@ -196,6 +196,7 @@ def test_every_call_through_every_access(library, device, name):
     cu_seqlens = call.pop("cu_seqlens", None)
     for access in native.ACCESSES:
         results = rotate(library, access, q, k, cos, sin, positions, cu_seqlens, offset, **call)
+        assert results is not None or access in ("narrow", "wide"), "these alone may not fit"
         if results is not None:
             for actual, right in zip(results, expected, strict=True):
                 torch.testing.assert_close(actual, right, equal_nan=True)

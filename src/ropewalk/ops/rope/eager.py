@@ -1,7 +1,8 @@
 """Eager calls of the rotation: the choice of an implementation, the memory of past choices, and autograd.
 
-A decode step calls the rotation once per layer, so what a call costs the host counts. Whatever depends on shapes,
-strides, dtypes and flags alone is worked out once and remembered under them; a call like one seen before looks that up,
+A decode step calls the rotation once per layer, so what a call costs the host counts. The CUDA extension, once loaded,
+checks each call by itself. For the others, and for calls that it does not take, whatever depends on shapes, strides,
+dtypes and flags alone is worked out once and remembered under them; a call like one seen before looks that up,
 allocates its results and launches.
 """
 

@@ -59,7 +59,8 @@ def rotary_embedding(
         RuntimeError: "positions must have shape [num_tokens] or [batch_size, seq_len]", "query, key and positions must
             have the same number of tokens", "query, key and positions must have the same batch_size and seq_len", and
             whatever else does not fit: shapes, dtypes, devices, memory that overlaps, a query or key that requires
-            grad. All are raised before anything is written.
+            grad or is lazily negated, a torch.func transform, forward-mode differentiation. All are raised before
+            anything is written.
 
     Source: vLLM, csrc/pos_encoding_kernels.cu.
 
@@ -75,13 +76,13 @@ def rotary_embedding(
         _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)
         return
     # What `_as_a_change` does, at half its cost to the host.
-    _refuse_gradients(query, key)
+    _refuse_onlookers(query, key)
     with torch._C._ExcludeDispatchKeyGuard(_OWN_KEY):
         _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)
     torch._C._increment_version((query,) if key is None else (query, key))
 
 
-def _refuse_gradients(query: Tensor, key: Tensor | None) -> None:
+def _refuse_onlookers(query: Tensor, key: Tensor | None) -> None:
     """Raise where overwriting query and key would go unnoticed by whoever differentiates, or reads them as negated."""
     if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
         name = "query" if query.requires_grad else "key"
@@ -100,7 +101,7 @@ def _as_a_change(keyset: Any, positions: Tensor, query: Tensor, key: Tensor | No
 
     Tensors that were made in inference mode go past this.
     """
-    _refuse_gradients(query, key)
+    _refuse_onlookers(query, key)
     _OPERATOR.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, positions, query, key, *rest)
     torch._C._increment_version((query,) if key is None else (query, key))
 
@@ -113,10 +114,7 @@ def _anywhere(
         _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)  # from now on without coming here
         return
     _check(positions, query, key, head_size, cos_sin_cache, is_neox)
-    if key is not None:
-        _check_memory(query, key, head_size)
-    elif may_overlap_itself(query):
-        raise RuntimeError("query has elements that share memory")
+    _check_memory(query, key, head_size)
     cos, sin = cos_sin_cache.detach().chunk(2, dim=-1)
     q, k = (None if x is None else _split_heads(x, positions, head_size) for x in (query, key))
     assert q is not None
@@ -125,10 +123,13 @@ def _anywhere(
         apply_rope(q, k, cos, sin, positions=positions, layout=layout, interleaved=not is_neox, inplace=True)
 
 
-def _check_memory(query: Tensor, key: Tensor, head_size: int) -> None:
+def _check_memory(query: Tensor, key: Tensor | None, head_size: int) -> None:
+    """Raise unless all elements of query and key lie apart."""
     for name, x in (("query", query), ("key", key)):
-        if may_overlap_itself(x):
+        if x is not None and may_overlap_itself(x):
             raise RuntimeError(f"{name} has elements that share memory")
+    if key is None:
+        return
     try:
         check_apart(query.unflatten(-1, (-1, head_size)), key.unflatten(-1, (-1, head_size)))
     except ValueError:
@@ -171,7 +172,7 @@ def _check(
         raise RuntimeError(
             f"cos_sin_cache has rotary dim {width}, but it must be even, at least 2 and at most head_size, {head_size}"
         )
-    if width > 1 and cos_sin_cache.stride(-1) != 1:
+    if cos_sin_cache.stride(-1) != 1:
         raise RuntimeError("cos_sin_cache must be dense along its last dimension")
     heads = [_count_heads(name, x, positions.ndim, head_size) for name, x in xs]
     if key is not None and (heads[1] < 1 or heads[0] % heads[1]):

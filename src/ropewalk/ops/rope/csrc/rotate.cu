@@ -21,7 +21,7 @@ constexpr int kMaxThreads = 256;   // of a block: a row of D = 512 float64 featu
 constexpr int32_t kMaxBlockTokens = 64;  // a block's third dimension
 constexpr int64_t kMaxGridY = 65535;
 
-// What was fastest on an H200 (docs/log.md).
+// Chosen from runs on H200s (docs/log.md).
 constexpr int32_t kChunkTokens = 4096;  // of one batch row before the next one's turn
 constexpr int32_t kFarHeads = 4;  // of a block, where a head's tokens are nearer to each other than a token's heads
 constexpr int64_t kManyBytes = 32 << 20;  // moved: from here on the memory's bandwidth counts, not the cache's
