@@ -27,7 +27,7 @@ test-gpu:
 
 # The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix, on a GPU. PyTorch
 # keeps no memory for later, so that every tensor has an end to overstep; for the long sequences that takes too much.
-SANITIZE = PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda compute-sanitizer --kernel-name kernel_substring=rotate_kernel \
+SANITIZE = PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda compute-sanitizer --show-backtrace device --kernel-name kernel_substring=rotate_kernel \
 	--error-exitcode 1 --tool $* $(PYTHON) -m pytest -p no:cacheprovider tests/ops/rope/test_rotary_embedding.py
 sanitize: sanitize-memcheck sanitize-racecheck
 sanitize-%:

@@ -26,7 +26,7 @@ from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
 COPY = "copy_"
 MULTIPLY = "mul_"  # of one token's head by one, in place: what PyTorch's own simplest call costs the host
-SMALL_BYTES = 32 << 20  # moved by a call whose launch matters as much as its work: it is timed in a CUDA graph too
+SMALL_BYTES = 64 << 20  # moved by a call whose launch matters as much as its work: it is timed in a CUDA graph too
 CPU_ELEMENTS = 1 << 24  # of q and k, that a CPU is asked to rotate unless a case is named
 
 

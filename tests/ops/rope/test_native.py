@@ -162,19 +162,22 @@ def rotate(library, access, q, k, cos, sin, positions=None, cu_seqlens=None, off
 @pytest.mark.parametrize(
     ("head_dim", "half", "offset"), [(64, 32, 0), (80, 40, 0), (40, 20, 0), (128, 16, 64), (72, 36, 0)]
 )
-@pytest.mark.parametrize("tokens", [3, 1200])  # latency's and bandwidth's configurations
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize("tokens", [3, 1200, 30000])  # the kernels for few tokens, for some, and for what is large
 def test_every_access_gives_the_same_numbers(
-    library, device, tokens, head_dim, half, offset, dtype, table, interleaved
+    library, device, tokens, by_index, head_dim, half, offset, dtype, table, interleaved
 ):
     q, k = (random_tensor(2, tokens, heads, head_dim, dtype=dtype, device=device) for heads in (5, 2))
     tables = random_tables(tokens + 7, half, device=device)
     cos, sin = (x.to(dtype if table == "own" else torch.float32) for x in tables)
     call = {"interleaved": interleaved, "rotary_offset": offset}
-    expected = apply_rope(q, k, cos, sin, positions=7, impl="reference", **call)
-    truth = apply_rope(*(x.double() for x in (q, k, cos, sin)), positions=7, impl="reference", **call)
+    first, positions = (7, None) if by_index else (0, torch.randint(tokens, (2, tokens), device=device))
+    anywhere = {"positions": first if by_index else positions, "impl": "reference", **call}
+    expected = apply_rope(q, k, cos, sin, **anywhere)
+    truth = apply_rope(*(x.double() for x in (q, k, cos, sin)), **anywhere)
     served = set()
     for access in native.ACCESSES:
-        results = rotate(library, access, q, k, cos, sin, offset=7, **call)
+        results = rotate(library, access, q, k, cos, sin, positions, offset=first, **call)
         if results is None:
             continue
         served.add(access)

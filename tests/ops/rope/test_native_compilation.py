@@ -71,15 +71,15 @@ def test_kernels_spill_nothing_and_access_16_bytes_at_once(tmp_path: Path, archi
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
     used = [int(registers) for registers in re.findall(r"Used (\d+) registers", report)]
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert len(kernels) == len(used) == len(spilled) > 40
+    assert len(kernels) == len(used) == len(spilled) > 100
     assert set(spilled) == {("0", "0", "0")}
-    assert max(used) <= 64
+    assert max(used) <= 80
     print(f"sm_{architecture}: {len(kernels)} kernels, {min(used)} to {max(used)} registers, no spills")
 
     run(nvcc, "-O3", "-std=c++17", f"-arch=compute_{architecture}", "-ptx", source, "-o", ptx)
     bodies = re.split(r"^(?:\.visible )?\.entry ", ptx.read_text(), flags=re.MULTILINE)[1:]
     wide = [body for body in bodies if access(body) in WIDE]
-    assert len(wide) == 21  # 7 pairs of dtypes; half-split by one head or two, and interleaved
+    assert len(wide) == 7 * 12  # 7 pairs of dtypes, both pairings, positions looked up or not, three sizes
     for body in wide:
         assert re.search(r"ld\.global\.v4\.\w32", body), body[:200]
         assert re.search(r"st\.global\.v4\.\w32", body), body[:200]

@@ -24,7 +24,7 @@ constexpr int64_t kMaxGridY = 65535;
 // Chosen from runs on H200s (docs/log.md).
 constexpr int32_t kChunkTokens = 4096;  // of one batch row before the next one's turn
 constexpr int32_t kFarHeads = 4;  // of a block, where a head's tokens are nearer to each other than a token's heads
-constexpr int64_t kManyBytes = 32 << 20;  // moved: from here on the memory's bandwidth counts, not the cache's
+constexpr int64_t kLargeBytes = 64 << 20;  // moved: from here on the memory's bandwidth counts, not the cache's
 
 // What one access reads or writes. It stays packed until its numbers are needed, so that no load waits for another.
 template <int kBytes>
@@ -49,6 +49,23 @@ __device__ __forceinline__ Packed<kBytes> load(const void* address) {
     packed = *static_cast<const Packed<kBytes>*>(address);
   }
   return packed;
+}
+
+// The same of numbers that others will read too: they outlive in the caches what is read once. It takes a moment
+// longer.
+template <int kBytes>
+__device__ __forceinline__ Packed<kBytes> load_and_keep(const void* address) {
+  if constexpr (kBytes == kWidestAccess) {
+    Packed<kBytes> packed;
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.L1::evict_last.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(packed.words[0]), "=r"(packed.words[1]), "=r"(packed.words[2]), "=r"(packed.words[3])
+                 : "l"(address), "l"(policy));
+    return packed;
+  } else {
+    return load<kBytes>(address);
+  }
 }
 
 template <int kBytes>
@@ -196,10 +213,38 @@ enum class Pairing {
   kTwoScalars,  // two accesses of one number each: interleaved pairs
 };
 
+// Up to here a kernel may overlap with the end of the one before it, and from here on the next one with it. Where few
+// bytes are moved, these offsets are computed before: nothing but a use of them keeps the compiler from computing them
+// after the wait. No offset has its highest bit set, so the condition always holds.
+template <bool kLarge>
+__device__ __forceinline__ void wait_for_last_kernel(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kLarge) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred computed;\n"
+        ".reg .b64 all;\n"
+        "or.b64 all, %0, %1;\n"
+        "or.b64 all, all, %2;\n"
+        "or.b64 all, all, %3;\n"
+        "setp.ne.b64 computed, all, -1;\n"
+        "@computed griddepcontrol.wait;\n"
+        "}" ::"l"(a),
+        "l"(b), "l"(c), "l"(d)
+        : "memory");
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Rotate kHeads heads of a token by each thread, blockDim.y heads apart: they share cos and sin in registers. A block
 // is (accesses of a row, heads, tokens): one small tile, so that the grid sweeps through memory in order, which is what
-// bandwidth wants (docs/log.md).
-template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads, typename Stride>
+// bandwidth wants (docs/log.md). Without kLooksUp there are neither positions nor cu_seqlens. kLarge changes nothing
+// but speed: it is for what moves kLargeBytes and more.
+template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads, bool kLooksUp, bool kLarge,
+          typename Stride>
 __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_constant__ Arguments<Stride> a) {
   constexpr int kBytes = kLanes * sizeof(T);
   constexpr int kParts = kPairing == Pairing::kNeighbours ? 1 : 2;
@@ -222,23 +267,31 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_consta
   const int32_t heads_left = exists ? heads.count - static_cast<int32_t>(head) : 0;
 
   const uint32_t column = threadIdx.x * (kPairing == Pairing::kTwoScalars ? 2 : 1);
-  const char* const x = static_cast<const char*>(heads.x) +
-                        kBytes * (times(batch, heads.x_stride_batch) + times(token, heads.x_stride_token) +
-                                  times(head, heads.x_stride_head) + column);
-  char* const out = static_cast<char*>(heads.out) +
-                    kBytes * (times(batch, heads.out_stride_batch) + times(token, heads.out_stride_token) +
-                              times(head, heads.out_stride_head) + column);
+  const uint64_t x_offset = kBytes * (times(batch, heads.x_stride_batch) + times(token, heads.x_stride_token) +
+                                      times(head, heads.x_stride_head) + column);
+  const uint64_t out_offset = kBytes * (times(batch, heads.out_stride_batch) + times(token, heads.out_stride_token) +
+                                        times(head, heads.out_stride_head) + column);
   const uint32_t part_step = kBytes * (kPairing == Pairing::kTwoScalars ? 1 : blockDim.x);
   const uint64_t x_step = kBytes * times(blockDim.y, heads.x_stride_head);
   const uint64_t out_step = kBytes * times(blockDim.y, heads.out_stride_head);
 
-#if __CUDA_ARCH__ >= 900
-  // Up to here this kernel may overlap with the end of the one before it, and from here on the next one with it.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  bool inside = false;
+  uint64_t cos_offset = 0, sin_offset = 0;
+  const auto find_row = [&](int64_t position) {
+    inside = position >= 0 && position < a.n_rows;
+    const uint32_t row = inside ? static_cast<uint32_t>(position) : 0;
+    cos_offset =
+        sizeof(TableT) * (times(batch, a.cos_stride_batch) + times(row, a.cos_stride_row) + threadIdx.x * kPairs);
+    sin_offset =
+        sizeof(TableT) * (times(batch, a.sin_stride_batch) + times(row, a.sin_stride_row) + threadIdx.x * kPairs);
+  };
+  if constexpr (!kLooksUp) find_row(exists ? a.offset + token : -1);
+
+  wait_for_last_kernel<kLarge>(x_offset, out_offset, cos_offset, sin_offset);
 
   // q and k are asked for first: looking up the tables' rows takes a while.
+  const char* const x = static_cast<const char*>(heads.x) + x_offset;
+  char* const out = static_cast<char*>(heads.out) + out_offset;
   Packed<kBytes> tiles[kHeads][kParts];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -250,20 +303,15 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(const __grid_consta
     }
   }
 
-  const int64_t position = exists ? token_position(a, batch, token) : -1;
-  const bool inside = position >= 0 && position < a.n_rows;
+  if constexpr (kLooksUp) find_row(exists ? token_position(a, batch, token) : -1);
   Packed<kTableBytes> cos[kPairs / kTableLanes] = {}, sin[kPairs / kTableLanes] = {};
   if (inside) {
-    const uint32_t row = static_cast<uint32_t>(position);
-    const uint32_t first_pair = threadIdx.x * kPairs;
-    const TableT* const cos_row = static_cast<const TableT*>(a.cos) + times(batch, a.cos_stride_batch) +
-                                  times(row, a.cos_stride_row) + first_pair;
-    const TableT* const sin_row = static_cast<const TableT*>(a.sin) + times(batch, a.sin_stride_batch) +
-                                  times(row, a.sin_stride_row) + first_pair;
 #pragma unroll
     for (int i = 0; i < kPairs / kTableLanes; ++i) {
-      cos[i] = load<kTableBytes>(cos_row + i * kTableLanes);
-      sin[i] = load<kTableBytes>(sin_row + i * kTableLanes);
+      const char* const cos_pairs = static_cast<const char*>(a.cos) + cos_offset + i * kTableBytes;
+      const char* const sin_pairs = static_cast<const char*>(a.sin) + sin_offset + i * kTableBytes;
+      cos[i] = kLarge ? load_and_keep<kTableBytes>(cos_pairs) : load<kTableBytes>(cos_pairs);
+      sin[i] = kLarge ? load_and_keep<kTableBytes>(sin_pairs) : load<kTableBytes>(sin_pairs);
     }
   }
   // Outside the table the direction is NaN, and so is all that it turns.
@@ -319,8 +367,10 @@ int32_t power_of_two(int32_t at_least) {
   return power;
 }
 
-template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads, typename Stride>
-cudaError_t launch(const Rotation& r, cudaStream_t stream) {
+// Blocks have about so many threads, if q and k have the rows for them.
+template <typename T, typename TableT, Pairing kPairing, int kLanes, int kHeads, bool kLooksUp, bool kLarge,
+          typename Stride>
+cudaError_t launch(const Rotation& r, int32_t threads, cudaStream_t stream) {
   const auto stride = [](int64_t elements) { return static_cast<Stride>(elements / kLanes); };
   const auto heads = [&](const Heads& h) {
     return KernelHeads<Stride>{static_cast<const T*>(h.x) + r.rotary_offset,
@@ -336,8 +386,6 @@ cudaError_t launch(const Rotation& r, cudaStream_t stream) {
   constexpr bool kWholeRows = kPairing == Pairing::kNeighbours;
   const int32_t row_threads = r.half * (kWholeRows ? 2 : 1) / kLanes;
 
-  // Few tokens want many small blocks.
-  const int32_t threads = int64_t{r.batches} * r.tokens <= (kWholeRows ? 64 : 256) ? 64 : 128;
   const bool heads_are_near = r.tokens <= 1 || r.q.count <= 1 || r.q.x_stride_head <= r.q.x_stride_token;
   const int32_t rows = std::max(1, threads / row_threads);
   const int32_t most_heads = std::max(r.q.count, r.k.count);
@@ -393,7 +441,7 @@ cudaError_t launch(const Rotation& r, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = current_major() >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, rotate_kernel<T, TableT, kPairing, kLanes, kHeads, Stride>, a);
+  return cudaLaunchKernelEx(&config, rotate_kernel<T, TableT, kPairing, kLanes, kHeads, kLooksUp, kLarge, Stride>, a);
 }
 
 // Whether accesses of so many lanes to q and k, and of the pairs in them to cos and sin, hit whole aligned vectors.
@@ -424,27 +472,51 @@ bool permits(const Rotation& r) {
          largest < int64_t{1} << 32;
 }
 
-template <typename T, typename TableT, int kLanes>
-cudaError_t launch_vectors(const Rotation& r, cudaStream_t stream) {
-  if (r.interleaved) return launch<T, TableT, Pairing::kNeighbours, kLanes, 2, uint32_t>(r, stream);
-  const int64_t elements = int64_t{r.batches} * r.tokens * (r.q.count + r.k.count) * r.head_dim;
-  if (2 * elements * static_cast<int64_t>(sizeof(T)) >= kManyBytes) {
-    return launch<T, TableT, Pairing::kHalves, kLanes, 1, uint32_t>(r, stream);
+// The widest accesses. How many heads a thread rotates, and how many threads a block has, is from runs on H200s
+// (docs/log.md): blocks are many enough to fill the GPU, and few enough that starting them is not what takes the time.
+template <typename T, typename TableT, bool kLooksUp>
+cudaError_t launch_wide(const Rotation& r, cudaStream_t stream) {
+  constexpr int kLanes = kWidestAccess / sizeof(T);
+  constexpr Pairing kHalves = Pairing::kHalves, kNeighbours = Pairing::kNeighbours;
+  const int64_t tokens = int64_t{r.batches} * r.tokens;
+  const int64_t bytes = 2 * tokens * (r.q.count + r.k.count) * r.head_dim * static_cast<int64_t>(sizeof(T));
+  if (r.interleaved) {
+    if (bytes >= kLargeBytes) {
+      return launch<T, TableT, kNeighbours, kLanes, 2, kLooksUp, true, uint32_t>(r, 128, stream);
+    }
+    if (bytes >= kLargeBytes / 4) {
+      return launch<T, TableT, kNeighbours, kLanes, 4, kLooksUp, false, uint32_t>(r, 128, stream);
+    }
+    const int32_t threads = tokens <= 64 ? 64 : 128;
+    return launch<T, TableT, kNeighbours, kLanes, 2, kLooksUp, false, uint32_t>(r, threads, stream);
   }
-  return launch<T, TableT, Pairing::kHalves, kLanes, 2, uint32_t>(r, stream);
+  if (bytes >= kLargeBytes) {
+    constexpr int kHeads = kLooksUp ? 2 : 1;
+    return launch<T, TableT, kHalves, kLanes, kHeads, kLooksUp, true, uint32_t>(r, 128 / kHeads, stream);
+  }
+  if (tokens >= 1024) return launch<T, TableT, kHalves, kLanes, 4, kLooksUp, false, uint32_t>(r, 64, stream);
+  return launch<T, TableT, kHalves, kLanes, 2, kLooksUp, false, uint32_t>(r, 64, stream);
 }
 
 template <typename T, typename TableT>
 cudaError_t launch_access(const Rotation& r, Access access, cudaStream_t stream) {
   constexpr int kWide = kWidestAccess / sizeof(T), kNarrow = kWide / 2;
   const auto may_be = [&](Access wanted) { return access == Access::kBest || access == wanted; };
-  if (may_be(Access::kWide) && permits<T, TableT, kWide>(r)) return launch_vectors<T, TableT, kWide>(r, stream);
+  if (may_be(Access::kWide) && permits<T, TableT, kWide>(r)) {
+    const bool looks_up = r.positions != nullptr || r.cu_seqlens != nullptr;
+    return looks_up ? launch_wide<T, TableT, true>(r, stream) : launch_wide<T, TableT, false>(r, stream);
+  }
   if constexpr (kNarrow > 1) {
-    if (may_be(Access::kNarrow) && permits<T, TableT, kNarrow>(r)) return launch_vectors<T, TableT, kNarrow>(r, stream);
+    if (may_be(Access::kNarrow) && permits<T, TableT, kNarrow>(r)) {
+      if (r.interleaved) {
+        return launch<T, TableT, Pairing::kNeighbours, kNarrow, 2, true, false, uint32_t>(r, 128, stream);
+      }
+      return launch<T, TableT, Pairing::kHalves, kNarrow, 2, true, false, uint32_t>(r, 128, stream);
+    }
   }
   if (!may_be(Access::kScalar)) return cudaErrorInvalidValue;
-  if (r.interleaved) return launch<T, TableT, Pairing::kTwoScalars, 1, 1, uint64_t>(r, stream);
-  return launch<T, TableT, Pairing::kHalves, 1, 1, uint64_t>(r, stream);
+  if (r.interleaved) return launch<T, TableT, Pairing::kTwoScalars, 1, 1, true, false, uint64_t>(r, 128, stream);
+  return launch<T, TableT, Pairing::kHalves, 1, 1, true, false, uint64_t>(r, 128, stream);
 }
 
 template <typename T>
@@ -471,7 +543,7 @@ int compute_major(int device) {
 
 cudaError_t check_device() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, rotate_kernel<float, float, Pairing::kHalves, 1, 1, uint64_t>);
+  return cudaFuncGetAttributes(&attributes, rotate_kernel<float, float, Pairing::kHalves, 1, 1, true, false, uint64_t>);
 }
 
 cudaError_t rotate(const Rotation& r, Access access, cudaStream_t stream) {
