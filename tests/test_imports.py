@@ -21,13 +21,16 @@ MAX_LINES = 450
 
 # From the bottom up: a module imports only from layers below its own, or from its neighbours where they are a family.
 LAYERS = (
-    ("ropewalk", "ropewalk.frequencies", "ropewalk.positions", "ropewalk.testing"),
-    ("ropewalk.ops.*.checks", "ropewalk.ops.*.native_build"),
-    ("ropewalk.ops.*.reference", "ropewalk.ops.*.triton_*", "ropewalk.ops.*.native", "ropewalk.ops.*.choice"),
-    ("ropewalk.ops.*.eager",),
-    ("ropewalk.ops.*.operator",),
-    ("ropewalk.ops.*.api",),
-    ("ropewalk.ops.*.documents", "ropewalk.ops.*.rotary_embedding"),
+    ("ropewalk", "ropewalk.frequencies", "ropewalk.testing"),
+    ("ropewalk.positions",),
+    ("ropewalk.ops.rope.checks", "ropewalk.ops.rope.native_build"),
+    ("ropewalk.ops.rope.reference", "ropewalk.ops.rope.triton_*", "ropewalk.ops.rope.native"),
+    ("ropewalk.ops.rope.eager",),
+    ("ropewalk.ops.rope.operator",),
+    ("ropewalk.ops.rope.api",),
+    ("ropewalk.ops.rope.documents", "ropewalk.ops.rope.rotary_embedding"),
+    ("ropewalk.ops.attention.checks",),
+    ("ropewalk.ops.attention.reference", "ropewalk.ops.attention.triton_*"),
     ("ropewalk.modules.*",),
     ("ropewalk.integrations.*", "ropewalk.bench.*", "ropewalk.experiments.*"),
     ("ropewalk.cli", "ropewalk.__main__"),

@@ -20,12 +20,13 @@ def error_budget(truth: Tensor, baseline: Tensor, roundings: int = 1) -> float:
 
     `truth` is the result in float64, `baseline` what plain PyTorch computes in the dtype under test. NaN in both counts
     as agreement here; `assert_close_to_truth` compares where NaN stands. `roundings` counts the results on the way that
-    are rounded to the dtype, 1 for an elementwise operation: each may move the last place once.
+    are rounded to the dtype, 1 for an elementwise operation: each may move the last place once. Infinite values of
+    `truth` do not count.
     """
     if truth.numel() == 0:
         return 0.0
     distance = _distance(baseline, truth)
-    largest = float(truth.detach().double().abs().nan_to_num().max())
+    largest = float(truth.detach().double().abs().nan_to_num(0.0, posinf=0.0).max())
     return 2 * distance + roundings * torch.finfo(baseline.dtype).eps * largest
 
 

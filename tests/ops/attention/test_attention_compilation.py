@@ -1,0 +1,111 @@
+"""Every attention kernel compiles for its GPUs, within their shared memory, and with Hopper's matrix instructions."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ropewalk.ops.attention import triton_launch
+from ropewalk.ops.attention.checks import check_call
+from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
+]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
+KERNELS = ("forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel")
+CALLS = {
+    "plain": (NoPosition(), {}),
+    "rope-causal": (Rope(), {"causal": True}),
+    "alibi-mask": (Alibi(), {"mask": torch.ones(128, 128, dtype=torch.bool)}),
+    "decay-window": (ExpoSB(distance_decay=True), {"causal": True, "window": 64}),
+}
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass
+class Recorder:
+    """In a kernel's place: keeps what it would be launched with."""
+
+    kernel: object
+    launches: list
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.launches.append((self.kernel, arguments, keywords))
+
+
+def launches_of(monkeypatch, head_dim, dtype, name):
+    """What the forward and the backward of a call would launch."""
+    position, keywords = CALLS[name]
+    q = torch.randn(2, 4, 128, head_dim).to(dtype)
+    k, v = (torch.randn(2, 2, 128, head_dim).to(dtype) for _ in range(2))
+    launches = []
+    for kernel in KERNELS:
+        monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    call = check_call(q, k, v, position=position, layout="bhtd", **keywords)
+    out, saved = triton_launch.forward(q, k, v, call)
+    triton_launch.backward(torch.randn_like(q), None, q, v, out, saved, call)
+    assert [launch[0].__name__ for launch in launches] == list(KERNELS)
+    return launches
+
+
+def compile_launch(kernel, arguments, keywords, target):
+    """Compile as Triton's launcher would for these arguments."""
+    options = {name: keywords[name] for name in ("num_warps", "num_stages") if name in keywords}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = values[name]
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or (specialised and isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[index,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if specialised and value % 16 == 0:
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def configurations():
+    for head_dim in (64, 80, 128, 256):
+        yield head_dim, torch.bfloat16, "rope-causal"
+    for name in CALLS:
+        yield 128, torch.float16, name
+    for head_dim in (16, 96, 256):
+        yield head_dim, torch.float32, "rope-causal"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), configurations())
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_within_shared_memory(monkeypatch, target, head_dim, dtype, name):
+    monkeypatch.setattr(triton_launch, "on_amd", lambda: target == "gfx942")
+    for kernel, arguments, keywords in launches_of(monkeypatch, head_dim, dtype, name):
+        compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
+        assert compiled.metadata.shared <= SHARED_MEMORY[target], kernel.__name__
+        if target == "sm_90" and dtype.itemsize == 2 and kernel.__name__ != "delta_kernel":
+            assert "wgmma.mma_async" in compiled.asm["ptx"], kernel.__name__
+            assert "mma.sync" not in compiled.asm["ptx"], kernel.__name__
