@@ -25,10 +25,12 @@ lint: $(VENV)/dev-installed
 test-gpu:
 	PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda $(PYTHON) -m pytest tests
 
-# The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix, on a GPU. PyTorch
-# keeps no memory for later, so that every tensor has an end to overstep; for the long sequences that takes too much.
-SANITIZE = PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda compute-sanitizer --show-backtrace device --kernel-name kernel_substring=rotate_kernel \
-	--error-exitcode 1 --tool $* $(PYTHON) -m pytest -p no:cacheprovider tests/ops/rope/test_rotary_embedding.py
+# The CUDA kernels under NVIDIA's checkers of memory accesses and of races, over vLLM's test matrix, on a GPU. The checker
+# must not save the host's backtraces: they hold Python's frames, and with them every tensor. For the short sequences
+# PyTorch keeps no memory for later, so that every tensor has an end to overstep.
+SANITIZE = PYTHONPATH=src ROPEWALK_TEST_DEVICE=cuda compute-sanitizer --show-backtrace device \
+	--kernel-name kernel_substring=rotate_kernel --error-exitcode 1 --tool $* \
+	$(PYTHON) -m pytest -p no:cacheprovider tests/ops/rope/test_rotary_embedding.py
 sanitize: sanitize-memcheck sanitize-racecheck
 sanitize-%:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) -k "vllms_matrix and 5-11 or outside_the_table or slices_of_one"

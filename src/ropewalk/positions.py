@@ -89,7 +89,9 @@ class Rope(PositionScheme):
         attention_factor: multiplies the rotated features of q and of k (YaRN's; 1 for most).
 
     Raises:
-        ValueError: an odd rotary_dim, one that disagrees with inv_freq, or one beyond the head dim in a call.
+        TypeError: an inv_freq that is no tensor.
+        ValueError: a base that is not above 0, an odd rotary_dim, one that disagrees with inv_freq, an inv_freq of
+            another shape, an infinite attention_factor; in a call, more features to turn than the head has.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
 

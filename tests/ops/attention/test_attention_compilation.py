@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from targets import SHARED_MEMORY, TARGETS
 from triton.compiler import ASTSource
 
 from ropewalk.ops.attention import triton_launch
@@ -18,13 +18,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
 ]
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
 KERNELS = ("forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel")
 CALLS = {
     "plain": (NoPosition(), {}),
@@ -99,7 +92,7 @@ def configurations():
         yield head_dim, torch.float32, "rope-causal"
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), configurations())
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), list(configurations()))
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_within_shared_memory(monkeypatch, target, head_dim, dtype, name):
     monkeypatch.setattr(triton_launch, "on_amd", lambda: target == "gfx942")

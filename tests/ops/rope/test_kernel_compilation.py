@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from targets import SHARED_MEMORY, TARGETS
 
 from ropewalk.ops.rope.checks import Call, Flags
 from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
@@ -22,13 +22,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
 ]
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256, 512)
 WIDE_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim % 32 == 0)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -36,6 +36,17 @@ def as_bhtd(x: Tensor, layout: str) -> Tensor:
     return x if layout == "bhtd" else x.transpose(1, 2)
 
 
+def token_positions(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Every token's position, (B or 1, Tq) and (B or 1, Tk); q is (B, H, Tq, D) and k (B, K, Tk, D)."""
+    queries, keys = q.shape[2], k.shape[2]
+    positions_q, positions_k = call.positions_q, call.positions_k
+    if positions_q is None:
+        positions_q = torch.arange(keys - queries, keys, device=q.device)[None]
+    if positions_k is None:
+        positions_k = torch.arange(keys, device=q.device)[None]
+    return positions_q, positions_k
+
+
 def check_call(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk.ops.attention.checks import Call
+from ropewalk.ops.attention.checks import Call, token_positions
 from ropewalk.ops.rope.reference import apply_rope
 
 BLOCK_SCORES = 1 << 24  # held at a time: 64 MiB in float32
@@ -31,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """`attention` in the dtype of q, k and v, every step rounded to it."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
-    positions_q, positions_k = token_positions(queries, keys, call, q.device)
+    positions_q, positions_k = (positions.long() for positions in token_positions(q, k, call))
     if call.key_lengths is not None:
         # What lies past the lengths may be anything, NaN too.
         missing = (torch.arange(keys, device=k.device) >= call.key_lengths[:, None])[:, None, :, None]
@@ -50,16 +50,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-
-def token_positions(queries: int, keys: int, call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every token's position, (B or 1, Tq) and (B or 1, Tk), int64."""
-    q, k = call.positions_q, call.positions_k
-    if q is None:
-        q = torch.arange(keys - queries, keys, device=device)[None]
-    if k is None:
-        k = torch.arange(keys, device=device)[None]
-    return q.long(), k.long()
 
 
 def map_features(q: Tensor, k: Tensor, positions_q: Tensor, positions_k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

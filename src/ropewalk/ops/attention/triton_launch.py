@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ropewalk.ops.attention.checks import Call
+from ropewalk.ops.attention.checks import Call, token_positions
 from ropewalk.ops.attention.triton_backward import delta_kernel, keys_kernel, queries_kernel
 from ropewalk.ops.attention.triton_forward import forward_kernel
 from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
@@ -117,7 +117,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     grid = (triton.cdiv(queries, tiles.block_m), batch * heads)
     forward_kernel[grid](
         q, k, v, out, lse, cos, sin, *shared.pointers, *_strides(q), *_strides(k), *_strides(v), *_strides(out),
-        *_row_strides(cos), *shared.strides, *shared.factors, heads, heads // k.shape[1], queries, k.shape[2],
+        *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, heads, heads // k.shape[1], queries, k.shape[2],
         D=head_dim, BLOCK_D=shared.block_d, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width,
         INTERLEAVED=interleaved, **shared.constants, SCORE=None if functions is None else functions.score,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -163,7 +163,7 @@ def backward(
     keys_kernel[triton.cdiv(keys, tiles.block_n), batch * key_heads](
         q, k, v, grad_out, grad_k, grad_v, lse, delta, cos, sin, k if weights is None else weights, *shared.pointers,
         *_strides(q), *_strides(k), *_strides(v), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
-        *_row_strides(cos), *shared.strides, *shared.factors, key_heads, heads // key_heads, queries, keys,
+        *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, key_heads, heads // key_heads, queries, keys,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width, INTERLEAVED=interleaved, WEIGHTED=weights is not None,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def backward(
     tiles = choose_tiles("queries", shared.block_d, q.dtype)
     queries_kernel[triton.cdiv(queries, tiles.block_m), batch * heads](
         q, k, v, grad_out, grad_q, lse, delta, cos, sin, *shared.pointers, *_strides(q), *_strides(k), *_strides(v),
-        *_strides(grad_out), *_strides(grad_q), *_row_strides(cos), *shared.strides, *shared.factors, heads,
+        *_strides(grad_out), *_strides(grad_q), *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, heads,
         heads // key_heads, queries, keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width,
         INTERLEAVED=interleaved, **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -183,12 +183,7 @@ def backward(
 
 def rotations(q: Tensor, k: Tensor, call: Call) -> tuple[Rotation | None, Rotation | None]:
     """The scheme's maps of the features of q and of k."""
-    queries, keys = q.shape[2], k.shape[2]
-    positions_q, positions_k = call.positions_q, call.positions_k
-    if positions_q is None:
-        positions_q = torch.arange(keys - queries, keys, device=q.device)[None]
-    if positions_k is None:
-        positions_k = torch.arange(keys, device=q.device)[None]
+    positions_q, positions_k = token_positions(q, k, call)
     head_dim = q.shape[-1]
     return call.position.rotation(positions_q, head_dim), call.position.rotation(positions_k, head_dim)
 
@@ -226,26 +221,18 @@ class _Shared:
     """The arguments that all kernels have in common, in their order."""
 
     def __init__(self, q: Tensor, k: Tensor, call: Call, functions: ScoreFunctions | None) -> None:
-        mask, lengths, positions_q, positions_k = call.mask, call.key_lengths, call.positions_q, call.positions_k
-        explicit = functions is not None and not (positions_q is None and positions_k is None)
-        if explicit and positions_q is None:
-            positions_q = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[None]
-        if explicit and positions_k is None:
-            positions_k = torch.arange(k.shape[2], device=q.device)[None]
+        mask, lengths = call.mask, call.key_lengths
+        explicit = functions is not None and not (call.positions_q is None and call.positions_k is None)
+        positions = token_positions(q, k, call) if explicit else (None, None)
         parameters = call.position.score_parameters(q.shape[1], q.device)
         self.block_d = max(16, triton.next_power_of_2(q.shape[-1]))
         # A pointer that is not read is q's.
-        optional = (None if mask is None else mask.view(torch.uint8), lengths)
-        positions = (positions_q, positions_k) if explicit else (None, None)
-        self.pointers = tuple(q if x is None else x for x in (*optional, *positions, parameters))
-        mask_strides = (0, 0, 0, 0)
-        if mask is not None:
-            sizes, strides = mask.shape, mask.stride()
-            mask_strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))  # type: ignore[assignment]
+        pointers = (None if mask is None else mask.view(torch.uint8), lengths, *positions, parameters)
+        self.pointers = tuple(q if x is None else x for x in pointers)
         self.strides = (
-            *mask_strides,
-            *(_row_strides(positions_q) if explicit and positions_q is not None else (0, 0)),
-            *(_row_strides(positions_k) if explicit and positions_k is not None else (0, 0)),
+            *_broadcast_strides(mask, 4),
+            *_broadcast_strides(positions[0], 2),
+            *_broadcast_strides(positions[1], 2),
             0 if parameters is None else parameters.stride(0),
         )
         factor = call.scale * LOG2_E if functions is None else LOG2_E
@@ -265,9 +252,11 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def _row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of batch and token of something that each token has; one row of a batch serves them all."""
-    return 0 if x.shape[0] == 1 else x.stride(0), x.stride(1)
+def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides; 0 for a dimension that serves any index, and for what is not there."""
+    if x is None:
+        return (0,) * count
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
 
 
 def _tables(rotation: Rotation | None, x: Tensor) -> tuple[Tensor, Tensor, int, bool]:
