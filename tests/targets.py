@@ -1,5 +1,11 @@
-"""The GPUs that every Triton kernel is compiled for."""
+"""The GPUs that every Triton kernel is compiled for, and what a compiled kernel uses of them."""
 
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
@@ -9,3 +15,30 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
+
+
+def cuobjdump(cubin, *options):
+    """What NVIDIA's disassembler, which comes with Triton, says about a binary."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    return subprocess.run([tool, *options, cubin], check=True, capture_output=True, text=True).stdout
+
+
+def resources(kernel, tmp_path):
+    """Registers, and bytes of stack, local and shared memory; a spilled register lies in stack or local memory."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        found = {
+            "registers": r"\.vgpr_count: +(\d+)",
+            "stack": r"\.private_segment_fixed_size: (\d+)",
+            "local": r"\.vgpr_spill_count: (\d+)",
+            "scalar": r"\.sgpr_spill_count: (\d+)",
+            "shared": r"\.group_segment_fixed_size: (\d+)",
+        }
+    else:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        text = cuobjdump(cubin, "--dump-resource-usage")
+        found = {"registers": r"REG:(\d+)", "stack": r"STACK:(\d+)", "local": r"LOCAL:(\d+)", "shared": r"SHARED:(\d+)"}
+    return {name: int(re.search(pattern, text).group(1)) for name, pattern in found.items()}

@@ -30,7 +30,12 @@ LAYERS = (
     ("ropewalk.ops.rope.api",),
     ("ropewalk.ops.rope.documents", "ropewalk.ops.rope.rotary_embedding"),
     ("ropewalk.ops.attention.checks",),
-    ("ropewalk.ops.attention.reference", "ropewalk.ops.attention.triton_*"),
+    ("ropewalk.ops.attention.prepare",),
+    ("ropewalk.ops.attention.reference", "ropewalk.ops.attention.triton_*", "ropewalk.ops.attention.cores"),
+    ("ropewalk.ops.attention.eager", "ropewalk.ops.attention.choice"),
+    ("ropewalk.ops.attention.operator",),
+    ("ropewalk.ops.attention.api",),
+    ("ropewalk.ops.attention.documents",),
     ("ropewalk.modules.*",),
     ("ropewalk.integrations.*", "ropewalk.bench.*", "ropewalk.experiments.*"),
     ("ropewalk.cli", "ropewalk.__main__"),
@@ -201,6 +206,12 @@ import torch, ropewalk
 cos, sin = ropewalk.rope_table(8, ropewalk.inverse_frequencies("default", 16, base=10000.0)[0])
 ropewalk.apply_rope(torch.randn(1, 8, 2, 16, requires_grad=True), None, cos, sin)[0].sum().backward()
 """
+CPU_ATTENTION = """
+import torch, ropewalk
+q = torch.randn(1, 8, 2, 16, requires_grad=True)
+ropewalk.attention(q, q, q, position=ropewalk.Rope(), causal=True).sum().backward()
+ropewalk.attention(q, q, q, position=ropewalk.Alibi()).sum().backward()
+"""
 COSTS = {
     "import": ("import ropewalk", {"torch", "triton", "typer", "rich"}),
     "dir": ("import ropewalk; dir(ropewalk); ropewalk.__version__", {"torch", "triton"}),
@@ -212,6 +223,7 @@ COSTS = {
     "api": ("import ropewalk.ops.rope.api", {"triton", "typer", "rich"}),
     "all-names": ("from ropewalk import *", {"triton", "matplotlib", "transformers"}),
     "cpu-call": (CPU_CALL, {"triton", "matplotlib", "transformers"}),
+    "cpu-attention": (CPU_ATTENTION, {"triton", "matplotlib", "transformers"}),
 }
 
 

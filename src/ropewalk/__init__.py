@@ -19,27 +19,49 @@ if TYPE_CHECKING:
     from ropewalk.modules.attention import RoPEAttention as RoPEAttention
     from ropewalk.modules.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.modules.rotary import TritonRotary as TritonRotary
+    from ropewalk.ops.attention.api import attention as attention
+    from ropewalk.ops.attention.api import explain_choice as explain_choice
+    from ropewalk.ops.attention.documents import absolute_attention as absolute_attention
+    from ropewalk.ops.attention.documents import exposb_attention as exposb_attention
+    from ropewalk.ops.attention.documents import rope_attention as rope_attention
+    from ropewalk.ops.attention.documents import standard_attention as standard_attention
     from ropewalk.ops.rope.api import apply_rope as apply_rope
     from ropewalk.ops.rope.documents import apply_rotary_emb as apply_rotary_emb
     from ropewalk.ops.rope.documents import precompute_freqs_cis as precompute_freqs_cis
     from ropewalk.ops.rope.documents import rope_pytorch as rope_pytorch
     from ropewalk.ops.rope.documents import rope_triton as rope_triton
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
+    from ropewalk.positions import Alibi as Alibi
+    from ropewalk.positions import ExpoSB as ExpoSB
+    from ropewalk.positions import NoPosition as NoPosition
+    from ropewalk.positions import PositionScheme as PositionScheme
+    from ropewalk.positions import Rope as Rope
 
 _MODULE_OF = {
+    "Alibi": "ropewalk.positions",
+    "ExpoSB": "ropewalk.positions",
     "FREQUENCIES": "ropewalk.frequencies",
+    "NoPosition": "ropewalk.positions",
+    "PositionScheme": "ropewalk.positions",
     "RoPEAttention": "ropewalk.modules.attention",
+    "Rope": "ropewalk.positions",
     "RotaryEmbedding": "ropewalk.modules.rotary",
     "TritonRotary": "ropewalk.modules.rotary",
+    "absolute_attention": "ropewalk.ops.attention.documents",
     "apply_rope": "ropewalk.ops.rope.api",
     "apply_rotary_emb": "ropewalk.ops.rope.documents",
+    "attention": "ropewalk.ops.attention.api",
     "benchmark_rope": "ropewalk.bench.documents",
+    "explain_choice": "ropewalk.ops.attention.api",
+    "exposb_attention": "ropewalk.ops.attention.documents",
     "inverse_frequencies": "ropewalk.frequencies",
     "precompute_freqs_cis": "ropewalk.ops.rope.documents",
+    "rope_attention": "ropewalk.ops.attention.documents",
     "rope_pytorch": "ropewalk.ops.rope.documents",
     "rope_table": "ropewalk.frequencies",
     "rope_triton": "ropewalk.ops.rope.documents",
     "rotary_embedding": "ropewalk.ops.rope.rotary_embedding",
+    "standard_attention": "ropewalk.ops.attention.documents",
 }
 
 __all__ = [*sorted(_MODULE_OF), "__version__"]

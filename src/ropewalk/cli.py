@@ -62,6 +62,7 @@ def doctor() -> None:
 
     from ropewalk.bench.peers import PEERS, find_peer
     from ropewalk.bench.records import version_of
+    from ropewalk.ops.attention import choice
     from ropewalk.ops.rope.eager import IMPLEMENTATIONS, choose, why_not
 
     console = Console()
@@ -98,6 +99,17 @@ def doctor() -> None:
     console.print(rotation)
     if not gpus:
         console.print("PyTorch sees no GPU.")
+
+    attention = Table(title="implementations of attention")
+    attention.add_column("device")
+    attention.add_column("implementation")
+    attention.add_column("here")
+    for device in devices:
+        for impl in choice.IMPLEMENTATIONS:
+            reason = choice.why_missing(impl, device)
+            attention.add_row(str(device), impl, "yes" if reason is None else escape(f"no: {reason}"))
+    console.print(attention)
+    console.print("Which of them serves a call, `ropewalk.explain_choice` tells.")
 
     native = Table(title="native extension")
     native.add_column("what")
@@ -233,6 +245,60 @@ def bench_rope(
         )
     if result.interrupted:
         raise typer.Exit(130)
+
+
+@bench_app.command("attention")
+def bench_attention(
+    case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(help="One of our implementations; repeat for more. By default triton on a GPU, else reference."),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="Of those that --list shows, with commas between. By default all.")] = "",
+    peers: Annotated[str, typer.Option(help="auto (those that import), none, or names with commas between.")] = "auto",
+    protocol: Annotated[
+        str, typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=3, help="How often each call is timed, at most.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and modes, and stop.")] = False,
+) -> None:
+    """Measure attention: kernels, RoPE and other schemes in them, memory, each against the peers.
+
+    Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured.
+    """
+    from ropewalk.bench.attention_cases import CASES, MODES
+
+    if list_cases:
+        for known in CASES:
+            typer.echo(f"{known.name}\n    {known.description}\n    modes: {', '.join(known.modes)}")
+        for name, meaning in MODES.items():
+            typer.echo(f"mode {name}: {meaning}")
+        return
+    from ropewalk.bench.attention import OursError, run_attention_bench
+
+    with _user_errors(OursError):
+        result = run_attention_bench(
+            case_names=case or (),
+            impls=impl or (),
+            modes=_split(mode) or tuple(MODES),
+            peers=peers,
+            protocols=_split(protocol),
+            output=output,
+            device=device,
+            rounds=rounds,
+        )
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def _split(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _list_cases(cases: Sequence[Case]) -> None:

@@ -332,16 +332,23 @@ def rope_table(
     omega = inv_freq.detach().to(compute_device).to(torch.float64)
     flat = positions.reshape(-1).to(compute_device)
     pairs = omega.numel()
-    cos = torch.empty(flat.numel(), pairs, dtype=torch.float32, device=compute_device)
-    sin = torch.empty_like(cos)
-    rows = max(1, BLOCK_ELEMENTS // max(1, pairs))
-    for start in range(0, flat.numel(), rows):
-        block = slice(start, start + rows)
-        angles = flat[block, None].to(torch.float64) * omega
-        cos[block] = angles.cos() * attention_factor
-        sin[block] = angles.sin() * attention_factor
+    if torch.compiler.is_compiling() or flat.numel() * pairs <= BLOCK_ELEMENTS:
+        # A compiler keeps no temporaries, and would unroll a loop anew for each length.
+        cos, sin = _tabulate(flat, omega, attention_factor)
+    else:
+        cos = torch.empty(flat.numel(), pairs, dtype=torch.float32, device=compute_device)
+        sin = torch.empty_like(cos)
+        rows = max(1, BLOCK_ELEMENTS // max(1, pairs))
+        for start in range(0, flat.numel(), rows):
+            block = slice(start, start + rows)
+            cos[block], sin[block] = _tabulate(flat[block], omega, attention_factor)
     shape = (*positions.shape, pairs)
     return cos.reshape(shape).to(device), sin.reshape(shape).to(device)
+
+
+def _tabulate(positions: Tensor, omega: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None].to(torch.float64) * omega
+    return (angles.cos() * attention_factor).float(), (angles.sin() * attention_factor).float()
 
 
 def _check_dim_and_base(rotary_dim: int, base: float) -> None:

@@ -33,7 +33,20 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PositionScheme:
-    """The base of all schemes, and what a scheme of one's own inherits from (CONTRIBUTING.md has the recipe)."""
+    """The base of all schemes, and what a scheme of one's own inherits from (CONTRIBUTING.md has the recipe).
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> from ropewalk import PositionScheme, attention
+        >>> @dataclass(frozen=True, eq=False)
+        ... class Recency(PositionScheme):
+        ...     def change_scores(self, scores, distance):
+        ...         return scores - 0.1 * distance.abs()
+        >>> q = k = v = torch.randn(1, 16, 2, 32)
+        >>> attention(q, k, v, position=Recency()).shape
+        torch.Size([1, 16, 2, 32])
+    """
 
     def score_functions(self) -> str | None:
         """“package.module:name” of a `ropewalk.ops.attention.triton_scores.ScoreFunctions`; None: scores stay."""
@@ -46,6 +59,10 @@ class PositionScheme:
     def score_parameters(self, n_heads: int, device: torch.device) -> Tensor | None:
         """The numbers that the score functions read, (H, anything), float32; None if they read none."""
         return None
+
+    def changes_scores(self) -> bool:
+        """Whether scores change at all: they do where a scheme has its own `change_scores`."""
+        return type(self).change_scores is not PositionScheme.change_scores
 
     def change_scores(self, scores: Tensor, distance: Tensor) -> Tensor:
         """The reference form of the score functions.
@@ -111,7 +128,7 @@ class Rope(PositionScheme):
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.base) and self.base > 0):
+        if not 0 < self.base < math.inf:
             raise ValueError(f"base is {self.base}, but must be finite and above 0")
         if self.inv_freq is not None and not isinstance(self.inv_freq, Tensor):
             raise TypeError(f"inv_freq is {type(self.inv_freq).__name__}, but must be a tensor, (R/2,)")
@@ -124,18 +141,25 @@ class Rope(PositionScheme):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, but must be an even int of at least 2")
         if width is not None and self.rotary_dim not in (None, width):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, but inv_freq has {width // 2} values, for {width}")
-        if not math.isfinite(self.attention_factor):
+        if not abs(self.attention_factor) < math.inf:
             raise ValueError(f"attention_factor is {self.attention_factor}, but must be finite")
 
     def rotation(self, positions: Tensor, head_dim: int) -> Rotation:
         """The tables of `rope_table` at these positions."""
         inv_freq = self.inv_freq
         if inv_freq is None:
-            inv_freq, _ = inverse_frequencies("default", self.rotary_dim or head_dim, self.base)
+            inv_freq = _default_frequencies(self.rotary_dim or head_dim, self.base, positions.device)
         if 2 * inv_freq.numel() > head_dim:
             raise ValueError(f"Rope turns {2 * inv_freq.numel()} features, but the head dim is {head_dim}")
         cos, sin = rope_table(positions, inv_freq, attention_factor=self.attention_factor, device=positions.device)
         return Rotation(cos, sin, self.interleaved, None)
+
+
+def _default_frequencies(rotary_dim: int, base: float, device: torch.device) -> Tensor:
+    """ω of each pair, (R/2,), in float64."""
+    if device.type == "cuda":  # made there: neither a compiled program nor a CUDA graph may copy them from the host
+        return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / -rotary_dim)
+    return inverse_frequencies("default", rotary_dim, base)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +195,9 @@ class Alibi(PositionScheme):
 
     def score_parameters(self, n_heads: int, device: torch.device) -> Tensor:
         """The slopes, (H, 1)."""
-        slopes = alibi_slopes(n_heads) if self.slopes is None else self.slopes
+        slopes = self.slopes
+        if slopes is None:
+            slopes = alibi_slopes(n_heads, None if device.type == "mps" else device)  # mps has no float64
         if slopes.shape != (n_heads,):
             raise ValueError(f"slopes has shape {tuple(slopes.shape)}, but must be (H,) with H = {n_heads}")
         return slopes.to(device, torch.float32)[:, None]
@@ -182,16 +208,18 @@ class Alibi(PositionScheme):
         return scores - slopes[..., None] * distance.abs().to(scores.dtype)
 
 
-def alibi_slopes(n_heads: int) -> Tensor:
+def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
     """The published slopes of ALiBi for `n_heads` heads, (H,), float32."""
     if n_heads < 1:
         raise ValueError(f"n_heads is {n_heads}, but must be at least 1")
 
-    def geometric(count: int) -> list[float]:
-        return [2.0 ** (-8 * head / count) for head in range(1, count + 1)]
+    def geometric(count: int) -> Tensor:
+        return 2 ** (torch.arange(1, count + 1, dtype=torch.float64, device=device) * (-8 / count))
 
     whole = 1 << (n_heads.bit_length() - 1)
-    return torch.tensor(geometric(whole) + geometric(2 * whole)[0::2][: n_heads - whole])
+    if n_heads == whole:
+        return geometric(whole).float()
+    return torch.cat((geometric(whole), geometric(2 * whole)[0::2][: n_heads - whole])).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +259,7 @@ class ExpoSB(PositionScheme):
         """The tables of interleaved RoPE, stretched by the amplitude, and the squares of the features' weights."""
         if head_dim < 8 or head_dim % 2:
             raise ValueError(f"the head dim is {head_dim}, but ExpoSB needs an even one of at least 8")
-        inv_freq, _ = inverse_frequencies("default", head_dim, 10000.0)
+        inv_freq = _default_frequencies(head_dim, 10000.0, positions.device)
         cos, sin = rope_table(positions, inv_freq, device=positions.device)
         amplitude = (1 + 0.2 * torch.exp(-0.001 * positions.double()))[..., None].float()
         feature = torch.arange(head_dim, device=positions.device, dtype=torch.float64)
@@ -241,6 +269,10 @@ class ExpoSB(PositionScheme):
     def score_functions(self) -> str | None:
         """The decay, if it is on."""
         return "ropewalk.ops.attention.triton_scores:EXPOSB_DECAY" if self.distance_decay else None
+
+    def changes_scores(self) -> bool:
+        """Only with the decay."""
+        return self.distance_decay
 
     def change_scores(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Multiply by the decay, if it is on."""

@@ -24,18 +24,24 @@ Build = Callable[[Case, Inputs, bool], Rotation]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One other implementation."""
+class Library:
+    """Where another implementation comes from."""
 
     name: str
     module: str  # must import
     distribution: str  # has the version
     needs_gpu: bool
+
+
+@dataclass(frozen=True)
+class Peer(Library):
+    """One other implementation of the rotation."""
+
     why_not: WhyNot
     build: Build
 
 
-def find_peer(peer: Peer, device: torch.device) -> tuple[str | None, str | None]:
+def find_peer(peer: Library, device: torch.device) -> tuple[str | None, str | None]:
     """Return (version, None) if the peer can be used on `device`, otherwise (None, why not)."""
     if peer.needs_gpu and device.type != "cuda":
         return None, "needs a GPU"

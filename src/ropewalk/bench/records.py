@@ -16,13 +16,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ropewalk
 from ropewalk.bench.cases import Case
 from ropewalk.bench.timing import HostTime, Quantiles
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
 
@@ -70,7 +73,7 @@ class RecordWriter:
         self._file = path.open("x", encoding="utf-8")
         self._write({"format": FORMAT, **run})
 
-    def append(self, row: Row) -> None:
+    def append(self, row: DataclassInstance) -> None:
         """Write one row, and see that it is on disk."""
         self._write(asdict(row))
 
@@ -88,11 +91,17 @@ class RecordWriter:
 
 
 def read_record(path: Path) -> Record:
-    """Read back what a `RecordWriter` wrote."""
+    """Read back what a `RecordWriter` wrote of the rotation."""
+    run, lines = read_lines(path, "rope")
+    return Record(run, [_row(line) for line in lines])
+
+
+def read_lines(path: Path, benchmark: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The line about the run and the lines of the rows, of a record of this benchmark."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not lines or lines[0].get("format") != FORMAT:
-        raise ValueError(f"{path.name} is not a record of format {FORMAT}")
-    return Record(lines[0], [_row(line) for line in lines[1:]])
+    if not lines or lines[0].get("format") != FORMAT or lines[0].get("benchmark") != benchmark:
+        raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {benchmark!r}")
+    return lines[0], lines[1:]
 
 
 def _row(line: dict[str, Any]) -> Row:
@@ -105,7 +114,7 @@ def _row(line: dict[str, Any]) -> Row:
 
 
 def default_path(run: Mapping[str, Any]) -> Path:
-    """results/rope-DEVICE-TIME.jsonl."""
+    """results/BENCHMARK-DEVICE-TIME.jsonl."""
     device = re.sub(r"[^a-z0-9]+", "-", run["device"].lower()).strip("-")
     time = re.sub(r"[^0-9T]", "", run["date"].split("+")[0])
     return Path("results") / f"{run['benchmark']}-{device}-{time}.jsonl"

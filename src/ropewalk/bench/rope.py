@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from ropewalk.bench.cases import CASES, DIRECTIONS, Case, Inputs, make_inputs
 from ropewalk.bench.gate import Gate, Rotation, Verdict
-from ropewalk.bench.peers import PEERS, Peer, find_peer
-from ropewalk.bench.records import Record, RecordWriter, Row, default_path, describe_run, read_record
+from ropewalk.bench.peers import PEERS
+from ropewalk.bench.records import Record, RecordWriter, Row, describe_run, read_record
+from ropewalk.bench.running import check_names, choose_path, choose_peers, progress_bar
 from ropewalk.bench.summary import default_console, print_summary
 from ropewalk.bench.timing import Call, check_device, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.ops.rope.api import apply_rope
@@ -82,25 +82,16 @@ def run_rope_bench(
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_device(target)
     units = _choose_units(cases, case_names, modes, target, console)
-    found, versions = _choose_peers(peers, target)
-    candidates = [*_our_candidates(impls, target), *found]
+    found, versions = choose_peers(PEERS, peers, target)
+    candidates = _our_candidates(impls, target)
+    candidates += [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in found]
     run = describe_run("rope", target, versions)
-    path = output or default_path(run)
-    if path.exists():
-        raise ValueError(f"{path} exists already, and is not overwritten")
+    path = choose_path(output, run)
     for name, version in versions.items():
         console.print(f"peer {name}: {version}", highlight=False)
     interrupted = False
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     on_device = torch.cuda.device(target) if target.type == "cuda" else nullcontext()
-    with RecordWriter(path, run) as writer, Progress(*columns, console=console) as progress, on_device:
+    with RecordWriter(path, run) as writer, progress_bar(console) as progress, on_device:
         task = progress.add_task("starting", total=len(units) * (len(candidates) + 1))
         try:
             for case, direction in units:
@@ -132,13 +123,8 @@ def _draw(record: Record, path: Path, console: Console) -> None:
 def _choose_units(
     cases: Sequence[Case], names: Sequence[str], modes: Sequence[str], device: torch.device, console: Console
 ) -> list[tuple[Case, str]]:
-    known = {case.name: None for case in cases}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"case {name!r} does not exist; there are: {', '.join(known)}")
-    for mode in modes:
-        if mode not in DIRECTIONS:
-            raise ValueError(f"mode {mode!r} does not exist; there are: {', '.join(DIRECTIONS)}")
+    check_names("case", names, dict.fromkeys(case.name for case in cases))
+    check_names("mode", modes, DIRECTIONS)
     chosen = [case for case in cases if case.name in names or not names]
     if device.type == "cpu" and not names:
         too_large = {case.name: None for case in chosen if case.elements > CPU_ELEMENTS}
@@ -148,29 +134,9 @@ def _choose_units(
     return [(case, direction) for case in chosen for direction in case.directions if direction in modes]
 
 
-def _choose_peers(peers: str, device: torch.device) -> tuple[list[Candidate], dict[str, str]]:
-    """The peers to measure, and for each that was looked for its version, or why it is missing."""
-    if peers == "none":
-        return [], {}
-    names = list(PEERS) if peers == "auto" else [name.strip() for name in peers.split(",")]
-    chosen: list[Peer] = []
-    versions = {}
-    for name in names:
-        if name not in PEERS:
-            raise ValueError(f"peer {name!r} does not exist; there are: {', '.join(PEERS)}")
-        version, reason = find_peer(PEERS[name], device)
-        if reason is None:
-            chosen.append(PEERS[name])
-        elif peers != "auto":
-            raise ValueError(f"peer {name!r} cannot be measured: {reason}")
-        versions[name] = version or f"missing: {reason}"
-    return [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in chosen], versions
-
-
 def _our_candidates(impls: Sequence[str], device: torch.device) -> list[Candidate]:
+    check_names("impl", impls, IMPLEMENTATIONS)
     for impl in impls:
-        if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"impl {impl!r} does not exist; there are: {', '.join(IMPLEMENTATIONS)}")
         reason = why_not(impl, device)
         if reason is not None:
             raise ValueError(f"impl {impl!r} cannot be measured: {reason}")

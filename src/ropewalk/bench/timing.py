@@ -105,7 +105,7 @@ def _cuda_rounds(
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or _DEFAULT_L2
     buffer = torch.empty(4 * l2, dtype=torch.uint8, device=device)
     flush_time = _time_flush(buffer)
-    flushes = {name: 1 + math.ceil(1.5 * _host_once(call, device) / flush_time) for name, call in calls.items()}
+    flushes = {name: 1 + math.ceil(1.5 * host_once(call, device) / flush_time) for name, call in calls.items()}
 
     def one_round(calls: Mapping[str, Call], order: Sequence[str]) -> dict[str, float]:
         events = {}
@@ -134,7 +134,7 @@ def _time_flush(buffer: Tensor, repeats: int = 20) -> float:
     return max(float(start.elapsed_time(end)) * 1e3 / repeats, 1.0)
 
 
-def _host_once(call: Call, device: torch.device) -> float:
+def host_once(call: Call, device: torch.device) -> float:
     """A rough host time, after the first calls, which build and load what the call needs."""
     times = []
     for _ in range(5):

@@ -291,11 +291,13 @@ def as_line(tokens: Tensor) -> str:
 def capture_qk(model: ByteTransformer, tokens: Tensor, size: Size) -> QK:
     """q and k of the middle layer on held-out text, repeated to the size that a server rotates, (1, T, H, D)."""
     captured: list[Tensor] = []
-    rotary = model.get_submodule(f"blocks.{size.n_layers // 2}.attention.rotary")
-    handle = rotary.register_forward_pre_hook(lambda _, inputs: captured.extend(inputs))
+    layer = model.get_submodule(f"blocks.{size.n_layers // 2}.attention")
+    projections = [layer.get_submodule(name) for name in ("q_proj", "k_proj")]
+    handles = [x.register_forward_hook(lambda _, inputs, output: captured.append(output)) for x in projections]
     windows = tokens.unfold(0, size.context, size.context)[: size.batch]
     model(windows.to(next(model.parameters()).device))
-    handle.remove()
+    for handle in handles:
+        handle.remove()
 
     def repeat(x: Tensor, heads: int) -> Tensor:
         x = x.flatten(0, 1)
@@ -303,7 +305,7 @@ def capture_qk(model: ByteTransformer, tokens: Tensor, size: Size) -> QK:
         repeats = [math.ceil(n / have) for n, have in zip(wanted, x.shape, strict=False)]
         return x.repeat(*repeats, 1)[: wanted[0], : wanted[1]].contiguous()[None]
 
-    q, k = captured
+    q, k = (x.unflatten(-1, (size.n_heads, -1)) for x in captured)
     return repeat(q, size.rotated_q_heads), repeat(k, size.rotated_k_heads)
 
 

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ropewalk.modules.rotary import RotaryEmbedding
+from ropewalk.ops.attention.api import attention
+from ropewalk.ops.rope.documents import rope_pytorch, rope_triton
+from ropewalk.positions import Rope
 
 
 class RoPEAttention(nn.Module):
@@ -21,8 +23,8 @@ class RoPEAttention(nn.Module):
         y = out_proj(torch.einsum("bhmn,bnhd->bmhd", p, v).flatten(2))
 
     A query that may attend nothing gives zeros before out_proj, and passes back no gradient. Interleaved pairs
-    (2i, 2i + 1), positions by index; the attention itself is PyTorch's scaled_dot_product_attention. The tables of
-    cosines and sines grow with the longest sequence, stay in float32 and are not in the state_dict.
+    (2i, 2i + 1), positions by index. The attention is `ropewalk.attention` with the rotation inside, but for training
+    with dropout: then it is PyTorch's scaled_dot_product_attention, after the rotation.
 
     Args:
         d_model: width of the model, n_heads·head_dim with an even head_dim.
@@ -32,7 +34,7 @@ class RoPEAttention(nn.Module):
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: `nn.Linear(d_model, d_model)`.
-        rotary: the `RotaryEmbedding`; layers may share one.
+        position: the `Rope` that it attends by.
         d_model, n_heads, head_dim, dropout: as given.
 
     Raises:
@@ -74,7 +76,7 @@ class RoPEAttention(nn.Module):
         self.k_proj = nn.Linear(d_model, d_model)
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
-        self.rotary = RotaryEmbedding(head_dim, base=theta, interleaved=True)
+        self.position = Rope(theta, interleaved=True)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
         """Attend from every token to every token that the mask, and the order if `causal`, lets it.
@@ -94,11 +96,20 @@ class RoPEAttention(nn.Module):
         batch, tokens, _ = x.shape
         heads = (batch, tokens, self.n_heads, self.head_dim)
         q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
-        q, k = self.rotary(q, k)
-
-        attends_nothing = None
         if mask is not None:
             mask = self._as_allowed(mask, batch, tokens)
+        if self.training and self.dropout > 0:
+            y = self._attend_with_dropout(q, k, v, mask, causal)
+        else:
+            y = attention(q, k, v, position=self.position, mask=mask, causal=causal)
+        merged: Tensor = self.out_proj(y.reshape(batch, tokens, self.d_model))
+        return merged
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        tokens = q.shape[1]
+        q, k = (rope_triton if q.is_cuda else rope_pytorch)(q, k, tokens, self.position.base)
+        attends_nothing = None
+        if mask is not None:
             if causal:
                 mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
             # What softmax makes of a row without a single key is NaN, zeros or garbage, depending on the kernel: let
@@ -110,13 +121,12 @@ class RoPEAttention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.dropout,
             is_causal=causal and mask is None,
         )
         if attends_nothing is not None:
             y = y.masked_fill(attends_nothing, 0)
-        merged: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, tokens, self.d_model))
-        return merged
+        return y.transpose(1, 2)
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
         """The mask as a bool tensor of 4 dimensions that broadcasts against the scores, (B, H, T, T)."""

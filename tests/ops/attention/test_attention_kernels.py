@@ -8,6 +8,7 @@ import torch
 
 from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.checks import check_call, token_positions
+from ropewalk.ops.attention.prepare import prepare
 from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -78,6 +79,7 @@ def draw(device, dtype, queries=Q, keys=K, head_dim=16, heads=H, key_heads=HK):
 
 # Results on the way that are rounded to the dtype: mapped features, scores, probabilities, and what comes of them.
 ROUNDINGS = 4
+LOG2_E = math.log2(math.e)
 
 
 def compute(function, tensors, call, grad_out, grad_lse):
@@ -89,7 +91,7 @@ def compute(function, tensors, call, grad_out, grad_lse):
 
 
 def compute_plainly(tensors, call, grad_out, grad_lse):
-    """The same, each step in the tensors' dtype, with the backward that needs no other matrix than p: as kernels do."""
+    """The same, each step in the tensors' dtype, with the kernels' backward: from p, which is a power of 2."""
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     positions = token_positions(q, k, call)
@@ -100,7 +102,7 @@ def compute_plainly(tensors, call, grad_out, grad_lse):
     attends = torch.ones_like(scores, dtype=torch.bool) if may is None else may.expand_as(scores)
     lse = scores.detach().masked_fill(~attends, -math.inf).logsumexp(-1)
     shift = torch.where(lse.isinf(), 0, lse)[..., None]
-    p = torch.where(attends, (scores.detach() - shift).exp(), 0)
+    p = torch.where(attends, torch.exp2(scores.detach() * LOG2_E - shift * LOG2_E), 0)
     values = v.detach().repeat_interleave(groups, 1)
     out = p @ values
     delta = (out * grad_out).sum(-1) - torch.where(lse.isinf(), 0, grad_lse.to(out.dtype))
@@ -118,8 +120,9 @@ def check(kernels, tensors, **keywords):
     truth = compute(reference.attention, doubles[:3], call, *doubles[3:])
     plain = compute_plainly(tensors, call, grad_out, grad_lse)
     with unchanged([q, k, v, grad_out]), poisoned_memory():
-        out, saved = kernels.forward(q, k, v, call)
-        grads = kernels.backward(grad_out, grad_lse, q, v, out, saved, call)
+        prepared = prepare(q, k, call)
+        out, saved = kernels.forward(q, k, v, prepared)
+        grads = kernels.backward(grad_out, grad_lse, v, out, saved, prepared)
     lse = saved.lse * math.log(2)
     assert torch.equal(lse.isinf(), truth[1].isinf())
     plain = (plain[0], plain[1].to(lse.dtype), *plain[2:])
@@ -189,11 +192,12 @@ def test_any_strides(kernels, device):
 def test_the_same_bits_every_time(kernels, device):
     tensors = draw(device, torch.float32)
     call = check_call(*tensors, position=Rope(), causal=True, layout="bhtd")
+    prepared = prepare(*tensors[:2], call)
     grad_out = torch.randn_like(tensors[0])
     runs = []
     for _ in range(2):
-        out, saved = kernels.forward(*tensors, call)
-        runs.append((out, saved.lse, *kernels.backward(grad_out, None, tensors[0], tensors[2], out, saved, call)))
+        out, saved = kernels.forward(*tensors, prepared)
+        runs.append((out, saved.lse, *kernels.backward(grad_out, None, tensors[2], out, saved, prepared)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -211,8 +215,113 @@ def test_what_lies_past_the_lengths_is_not_read(kernels, device):
     q, k, v = draw(device, torch.float32)
     k[1, :, 20:] = v[1, :, 20:] = torch.nan
     call = check_call(q, k, v, position=Rope(), key_lengths=torch.tensor([K, 20], device=device), layout="bhtd")
-    out, saved = kernels.forward(q, k, v, call)
-    grads = kernels.backward(torch.randn_like(q), None, q, v, out, saved, call)
+    prepared = prepare(q, k, call)
+    out, saved = kernels.forward(q, k, v, prepared)
+    grads = kernels.backward(torch.randn_like(q), None, v, out, saved, prepared)
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
     assert not grads[1][1, :, 20:].any()
     assert not grads[2][1, :, 20:].any()
+
+
+def test_gradients_are_those_that_differences_show(kernels, device):
+    """Along a random direction, no derivation asked: as near as differences of the float32 reference are."""
+    step = 2**-6
+    tensors = [x * 0.5 for x in draw(device, torch.float32)]
+    call = check_call(*tensors, position=ExpoSB(distance_decay=True), causal=True, window=30, layout="bhtd")
+    prepared = prepare(*tensors[:2], call)
+    weights = torch.randn_like(tensors[0])
+    direction = [torch.randn_like(x) for x in tensors]
+
+    def along(attend):
+        ends = [attend([x + sign * step * d for x, d in zip(tensors, direction, strict=True)]) for sign in (1, -1)]
+        return float(((ends[0].double() - ends[1].double()) * weights.double()).sum() / (2 * step))
+
+    leaves = [x.double().requires_grad_() for x in tensors]
+    truth = torch.autograd.grad((reference.attention(*leaves, call)[0] * weights.double()).sum(), leaves)
+    exact = sum(float((x * d.double()).sum()) for x, d in zip(truth, direction, strict=True))
+    baseline = along(lambda x: reference.attention(*x, call)[0])
+    out, saved = kernels.forward(*tensors, prepared)
+    grads = kernels.backward(weights, None, tensors[2], out, saved, prepared)
+    ours = sum(float((x.double() * d.double()).sum()) for x, d in zip(grads, direction, strict=True))
+    noise = torch.finfo(torch.float32).eps * float((out.abs() * weights.abs()).sum()) / step
+    assert abs(along(lambda x: kernels.forward(*x, prepared)[0]) - exact) <= 2 * abs(baseline - exact) + noise
+    assert abs(ours - exact) <= 2 * abs(baseline - exact) + noise
+
+
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="takes tiles of full size, which Triton's interpreter does not")
+# Between them, every table of tiles: plain, with score functions, with an adjoint, with a mask.
+KINDS = {
+    "plain": ("none", fixed()),
+    "rope-causal": ("rope", fixed(causal=True)),
+    "rope-lengths": ("rope-interleaved", lengths(333, 130)),
+    "alibi-causal": ("alibi", fixed(causal=True)),
+    "alibi-mask": ("alibi", random_mask(2, 1, 200, 333)),
+    "decay-causal": ("exposb-decay", fixed(causal=True)),
+    "decay-window": ("exposb-decay", fixed(causal=True, window=150)),
+    "window": ("exposb", fixed(window=100)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_configuration_of_halves(kernels, device, dtype, head_dim, kind):
+    scheme, mask = KINDS[kind]
+    tensors = draw(device, dtype, 200, 333, head_dim, heads=4, key_heads=2)
+    check(kernels, tensors, position=SCHEMES[scheme], **mask(device))
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["plain", "rope-causal", "alibi-mask", "decay-window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_configuration_of_float32(kernels, device, head_dim, kind):
+    scheme, mask = KINDS[kind]
+    check(kernels, draw(device, torch.float32, 200, 333, head_dim), position=SCHEMES[scheme], **mask(device))
+
+
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000])
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 128, 129, 193])
+def test_lengths_around_the_edges_of_full_tiles(kernels, device, queries, keys, head_dim):
+    tensors = draw(device, torch.bfloat16, queries, keys, head_dim)
+    for keywords in ({}, {"causal": True}, {"window": 64}, {"causal": True, "window": 65}):
+        check(kernels, tensors, position=Rope(), **keywords)
+
+
+@on_gpu
+@pytest.mark.parametrize("scheme", ["none", "rope"])
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_strides_past_two_to_the_31(kernels, device, dimension, scheme):
+    """Batches, heads or tokens more than 2³¹ elements apart."""
+    shape, far = (2, 2, 2, 64), 2**31 + 8
+    strides = [4096 * 3, 4096, 64, 1]
+    strides[dimension] = far
+    memory = torch.empty(far + 4096 * 6, dtype=torch.float16, device=device)
+
+    def place(x):
+        return memory.as_strided(shape, strides).copy_(x)
+
+    q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
+    call = check_call(q, k, v, position=SCHEMES[scheme], causal=True, layout="bhtd")
+    grad_out = torch.randn_like(q)
+
+    def run(*tensors):
+        prepared = prepare(*tensors[:2], call)
+        out, saved = kernels.forward(*tensors, prepared)
+        return out, saved.lse, *kernels.backward(grad_out, None, tensors[2], out, saved, prepared)
+
+    expected = run(q, k, v)
+    for result in (run(place(q), k, v), run(q, place(k), v), run(q, k, place(v))):
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+@on_gpu
+def test_more_rows_than_a_grid_has_in_its_second_dimension(kernels, device):
+    q, k, v = (torch.randn(70000, 1, 3, 16, device=device, dtype=torch.float16) for _ in range(3))
+    call = check_call(q, k, v, layout="bhtd")
+    prepared = prepare(q, k, call)
+    out, _ = kernels.forward(q, k, v, prepared)
+    expected, _ = reference.attention(q[-2:], k[-2:], v[-2:], call)
+    assert_close_to_truth(out[-2:], reference.attention(*(x[-2:].double() for x in (q, k, v)), call)[0], expected)

@@ -2,16 +2,14 @@
 
 import os
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
 import triton
-from targets import SHARED_MEMORY, TARGETS
+from targets import SHARED_MEMORY, TARGETS, cuobjdump, resources
 
 from ropewalk.ops.rope.checks import Call, Flags
 from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
@@ -155,33 +153,6 @@ WIDE_COMPILED = [
 @lru_cache(maxsize=64)
 def compiled(target, spec):
     return compile_kernel(spec, TARGETS[target])
-
-
-def cuobjdump(cubin, *options):
-    """What NVIDIA's disassembler, which comes with Triton, says about a binary."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton comes without cuobjdump")
-    return subprocess.run([tool, *options, cubin], check=True, capture_output=True, text=True).stdout
-
-
-def resources(kernel, tmp_path):
-    """Registers, and bytes of stack, local and shared memory; a spilled register lies in stack or local memory."""
-    if "amdgcn" in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        found = {
-            "registers": r"\.vgpr_count: +(\d+)",
-            "stack": r"\.private_segment_fixed_size: (\d+)",
-            "local": r"\.vgpr_spill_count: (\d+)",
-            "scalar": r"\.sgpr_spill_count: (\d+)",
-            "shared": r"\.group_segment_fixed_size: (\d+)",
-        }
-    else:
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        text = cuobjdump(cubin, "--dump-resource-usage")
-        found = {"registers": r"REG:(\d+)", "stack": r"STACK:(\d+)", "local": r"LOCAL:(\d+)", "shared": r"SHARED:(\d+)"}
-    return {name: int(re.search(pattern, text).group(1)) for name, pattern in found.items()}
 
 
 def accesses(kernel, tmp_path):

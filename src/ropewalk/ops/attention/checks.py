@@ -16,6 +16,7 @@ from ropewalk.positions import NoPosition, PositionScheme
 LAYOUTS = ("bthd", "bhtd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+NO_POSITION = NoPosition()
 
 
 class Call(NamedTuple):
@@ -52,7 +53,7 @@ def check_call(
     k: Tensor,
     v: Tensor,
     *,
-    position: PositionScheme | None = None,
+    position: PositionScheme = NO_POSITION,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -65,7 +66,6 @@ def check_call(
     """Raise unless the arguments of `attention` fit each other; return them with defaults filled in."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
-    position = NoPosition() if position is None else position
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.positions, such as Rope()")
     batch, heads, queries, head_dim = _check_tensors(q, k, v, layout)
@@ -74,7 +74,7 @@ def check_call(
         raise ValueError(f"window is {window!r}, but must be None or an int of at least 1")
     if scale is None:
         scale = head_dim**-0.5
-    elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    elif not isinstance(scale, (int, float)) or not abs(scale) < math.inf:
         raise ValueError(f"scale is {scale!r}, but must be a finite number")
     if mask is not None:
         mask = _as_mask(mask, batch, heads, queries, keys)

@@ -37,10 +37,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         missing = (torch.arange(keys, device=k.device) >= call.key_lengths[:, None])[:, None, :, None]
         k, v = k.masked_fill(missing, 0), v.masked_fill(missing, 0)
     rotated_q, rotated_k = map_features(q, k, positions_q, positions_k, call)
+    if batch * heads * queries * keys <= BLOCK_SCORES:
+        return _attend_block(rotated_q, rotated_k, v, positions_q, positions_k, slice(0, queries), queries, call)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
     outs, lses = [], []
-    for start in range(0, max(1, queries), rows):
+    for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
         arguments = (rotated_q[:, :, block], rotated_k, v, positions_q[:, block], positions_k, block, queries, call)
         if needs_grad and rows < queries:

@@ -1,7 +1,7 @@
 """The backward kernels of attention: one for the gradients of keys and values, one for that of queries.
 
-Both compute the probabilities again from the log-sum-exp that the forward left. No program adds to what another one
-writes, so the result is the same every time.
+Both compute the probabilities again from the log-sum-exp that the forward left. No program adds to what another
+one writes, so the result is the same every time.
 """
 
 from __future__ import annotations
@@ -10,144 +10,112 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.triton_tiles import (
-    LENGTHS,
+    UNSPECIALISED,
+    after_steps,
+    first_position,
     key_ranges,
     load_positions,
-    load_rows,
+    load_tile,
+    mask_of_head,
     may_attend,
+    parameters_of_head,
+    positions_to_meet,
     query_ranges,
-    rotate_back,
-    store_rows,
+    steps_of,
+    store_tile,
+    tile_and_row,
+    turn_back,
     wide,
 )
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def delta_kernel(
-    out_ptr,
-    grad_out_ptr,
-    grad_lse_ptr,  # (B, H, Tq), dense
+    out,  # descriptors of (B, H, Tq, D)
+    grad_out,
+    grad_lse_ptr,  # (B, H, Tq), dense; or None
     delta_ptr,  # likewise
-    out_stride_batch,
-    out_stride_head,
-    out_stride_token,
-    grad_out_stride_batch,
-    grad_out_stride_head,
-    grad_out_stride_token,
     n_heads,
     n_queries,
-    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
 ):
     """What every score's gradient has in common with the others of its row: Σ out · grad_out − grad_lse."""
-    batch = tl.program_id(1) // n_heads
-    head = tl.program_id(1) % n_heads
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    out_ptr += wide(batch) * out_stride_batch + wide(head) * out_stride_head
-    grad_out_ptr += wide(batch) * grad_out_stride_batch + wide(head) * grad_out_stride_head
-    out = load_rows(out_ptr, m, out_stride_token, n_queries, D, BLOCK_D, True).to(tl.float32)
-    grad_out = load_rows(grad_out_ptr, m, grad_out_stride_token, n_queries, D, BLOCK_D, True).to(tl.float32)
-    delta = tl.sum(out * grad_out, 1)
-    row_offsets = wide(tl.program_id(1)) * n_queries + m
-    if HAS_GRAD_LSE:
+    tile, row = tile_and_row(n_queries, BLOCK_M)
+    batch = row // n_heads
+    head = row % n_heads
+    m_start = tile * BLOCK_M
+    m = m_start + tl.arange(0, BLOCK_M)
+    product = load_tile(out, batch, head, m_start, BLOCK_M, BLOCK_D).to(tl.float32)
+    product *= load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D).to(tl.float32)
+    delta = tl.sum(product, 1)
+    row_offsets = wide(row) * n_queries + m
+    if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row_offsets, m < n_queries, other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < n_queries)
 
 
 @triton.jit
 def _add_queries(
-    grad_k, grad_v, k, v, n, key_position, m_from, m_to, q_ptr, q_stride_token, grad_out_ptr, grad_out_stride_token,
-    lse_ptr, delta_ptr, mask_ptr, mask_stride_query, mask_stride_key, positions_q_ptr, positions_q_stride,
-    parameters_ptr, scale, factor, n_queries, n_keys, tokens_apart, window, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
-    EXPLICIT_POSITIONS: tl.constexpr, SCORE: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    state, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr, delta_ptr, mask,
+    positions_q, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
+    ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from m_from to m_to give a tile of keys and values. Tiles are [keys, queries]."""
-    for m_start in tl.range(m_from, m_to, BLOCK_M):
+    """Add what queries give a tile of keys and values: those of both edges if MASKED, else the middle.
+
+    Tiles are [keys, queries].
+    """
+    grad_k, grad_v = state
+    n_queries, _, tokens_apart, _ = lengths
+    PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
+    for step in tl.range(0, steps_of(ranges, MASKED), BLOCK_M):
+        m_start = after_steps(step, ranges, MASKED)
         m = m_start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, m, q_stride_token, n_queries, D, BLOCK_D, True)
+        queries = load_tile(q, batch, head, m_start, BLOCK_M, BLOCK_D)
         # Past the last query: an infinite sum, so that p is zero. No other mask has to ask for it.
         lse = tl.load(lse_ptr + m, m < n_queries, other=float("inf"))
-        delta = tl.load(delta_ptr + m, m < n_queries, other=0.0)
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        raw = tl.dot(keys, queries.T, input_precision=PRECISION)
         scores = raw
-        query_position = m + tokens_apart
         if SCORE is not None:
-            query_position = load_positions(
-                positions_q_ptr, m, positions_q_stride, n_queries, query_position, EXPLICIT_POSITIONS
-            )
-            scores = SCORE(raw * scale, query_position[None, :], key_position[:, None], parameters_ptr)
-        if MASKED:
-            may = may_attend(
-                m[None, :], n[:, None], n_queries, n_keys, tokens_apart, window, mask_ptr, mask_stride_query,
-                mask_stride_key, CAUSAL, WINDOWED, HAS_MASK,
+            ours, theirs = positions_to_meet(
+                key_position, positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M, CLOSE
             )  # fmt: skip
+            scores = SCORE(raw * scale, theirs[None, :], ours[:, None], parameters_ptr, PAST)
+        if MASKED:
+            may = may_attend(m[None, :], n[:, None], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
             shift = tl.where(lse == float("-inf"), 0.0, lse)
             p = tl.where(may, tl.exp2(scores * factor - shift[None, :]), 0.0)
         else:
             p = tl.exp2(scores * factor - lse[None, :])
-        grad_out = load_rows(grad_out_ptr, m, grad_out_stride_token, n_queries, D, BLOCK_D, True)
-        grad_v = tl.dot(p.to(grad_out.dtype), grad_out, grad_v, input_precision=PRECISION)
-        grad_p = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+        cotangents = load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D)
+        delta = tl.load(delta_ptr + m, m < n_queries, other=0.0)
+        grad_v = tl.dot(p.to(cotangents.dtype), cotangents, grad_v, input_precision=PRECISION)
+        grad_p = tl.dot(values, cotangents.T, input_precision=PRECISION)
         grad_scores = p * (grad_p - delta[None, :])
         if ADJOINT is not None:
-            grad_scores = ADJOINT(
-                grad_scores, raw * scale, query_position[None, :], key_position[:, None], parameters_ptr
-            )
-        grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
+            grad_scores = ADJOINT(grad_scores, raw * scale, theirs[None, :], ours[:, None], parameters_ptr, PAST)
+        grad_k = tl.dot(grad_scores.to(queries.dtype), queries, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def keys_kernel(
-    q_ptr,  # features mapped already, as those of k
-    k_ptr,
-    v_ptr,
-    grad_out_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    lse_ptr,
+    q,  # descriptors of (B, H, Tq, D); features mapped already, as those of k
+    k,  # (B, K, Tk, D)
+    v,
+    grad_out,
+    grad_k,
+    grad_v,
+    lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
-    cos_ptr,  # of the keys
-    sin_ptr,
-    weights_ptr,
-    mask_ptr,
-    key_lengths_ptr,
-    positions_q_ptr,
-    positions_k_ptr,
-    parameters_ptr,
-    q_stride_batch,
-    q_stride_head,
-    q_stride_token,
-    k_stride_batch,
-    k_stride_head,
-    k_stride_token,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_token,
-    grad_out_stride_batch,
-    grad_out_stride_head,
-    grad_out_stride_token,
-    grad_k_stride_batch,
-    grad_k_stride_head,
-    grad_k_stride_token,
-    grad_v_stride_batch,
-    grad_v_stride_head,
-    grad_v_stride_token,
-    table_stride_batch,
-    table_stride_token,
-    mask_stride_batch,
-    mask_stride_head,
-    mask_stride_query,
-    mask_stride_key,
-    positions_q_stride_batch,
-    positions_q_stride_token,
-    positions_k_stride_batch,
-    positions_k_stride_token,
-    parameters_stride_head,
+    table,  # of the keys: cos, sin, and the strides of batch and token; None: their gradient is not turned back
+    weights_ptr,  # (D,), of their features; or None
+    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    key_lengths_ptr,  # or None
+    positions_q,  # a pointer, and the strides of batch and token; None: their index
+    positions_k,
+    parameters,  # a pointer, and the stride of head; or None
     scale,
     factor,
     window,
@@ -159,177 +127,119 @@ def keys_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    R: tl.constexpr,  # 0: the gradient is not rotated back here
+    R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    EXPLICIT_POSITIONS: tl.constexpr,
     SCORE: tl.constexpr,
     ADJOINT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradients of a tile of BLOCK_N keys and values of one key head, from all query heads that share it."""
-    batch = tl.program_id(1) // n_key_heads
-    key_head = tl.program_id(1) % n_key_heads
+    tile, row = tile_and_row(n_keys, BLOCK_N)
+    batch = row // n_key_heads
+    key_head = row % n_key_heads
     tokens_apart = n_keys - n_queries
     existing = n_keys
+    HAS_LENGTHS: tl.constexpr = key_lengths_ptr is not None
     if HAS_LENGTHS:
         n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
-    n_start = tl.program_id(0) * BLOCK_N
+    n_start = tile * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
+    keys = load_tile(k, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+    values = load_tile(v, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+    CLOSE: tl.constexpr = positions_q is None and positions_k is None
+    origin = first_position(positions_k, batch)
+    key_position = load_positions(positions_k, batch, n_start, n_keys, n_start, origin, BLOCK_N)
+    lengths = (n_queries, n_keys, tokens_apart, window)
+    ranges = query_ranges(n_start, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, mask is not None)
 
-    k_ptr += wide(batch) * k_stride_batch + wide(key_head) * k_stride_head
-    v_ptr += wide(batch) * v_stride_batch + wide(key_head) * v_stride_head
-    q_ptr += wide(batch) * q_stride_batch
-    grad_out_ptr += wide(batch) * grad_out_stride_batch
-    mask_ptr += wide(batch) * mask_stride_batch
-    positions_q_ptr += wide(batch) * positions_q_stride_batch
-    positions_k_ptr += wide(batch) * positions_k_stride_batch
-    k = load_rows(k_ptr, n, k_stride_token, n_keys, D, BLOCK_D, True)
-    v = load_rows(v_ptr, n, v_stride_token, n_keys, D, BLOCK_D, True)
-    key_position = load_positions(positions_k_ptr, n, positions_k_stride_token, n_keys, n, EXPLICIT_POSITIONS)
-    start, full, full_stop, stop = query_ranges(
-        n_start, n_queries, tokens_apart, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, HAS_MASK
-    )
-    if n_start >= n_keys:  # nobody attends these
-        full = start
-        full_stop = start
-        stop = start
-
-    grad_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    sums = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32))
     for member in range(heads_per_key):
         head = key_head * heads_per_key + member
-        head_q_ptr = q_ptr + wide(head) * q_stride_head
-        head_grad_out_ptr = grad_out_ptr + wide(head) * grad_out_stride_head
-        head_mask_ptr = mask_ptr + wide(head) * mask_stride_head
-        head_parameters_ptr = parameters_ptr + wide(head) * parameters_stride_head
         row_offset = wide(batch * n_key_heads * heads_per_key + head) * n_queries
-        if CAUSAL or WINDOWED or HAS_MASK:
-            grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, n, key_position, start, full, head_q_ptr, q_stride_token, head_grad_out_ptr,
-                grad_out_stride_token, lse_ptr + row_offset, delta_ptr + row_offset, head_mask_ptr, mask_stride_query,
-                mask_stride_key, positions_q_ptr, positions_q_stride_token, head_parameters_ptr, scale, factor,
-                n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, HAS_MASK,
-                EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, True,
+        head_mask = None
+        parameters_ptr = None
+        if mask is not None:
+            head_mask = mask_of_head(mask, batch, head)
+        if parameters is not None:
+            parameters_ptr = parameters_of_head(parameters, head)
+        if CAUSAL or WINDOWED or mask is not None:
+            sums = _add_queries(
+                sums, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr + row_offset,
+                delta_ptr + row_offset, head_mask, positions_q, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_M,
+                CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, True,
             )  # fmt: skip
-        if not HAS_MASK:
-            grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, n, key_position, full, full_stop, head_q_ptr, q_stride_token, head_grad_out_ptr,
-                grad_out_stride_token, lse_ptr + row_offset, delta_ptr + row_offset, head_mask_ptr, mask_stride_query,
-                mask_stride_key, positions_q_ptr, positions_q_stride_token, head_parameters_ptr, scale, factor,
-                n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, HAS_MASK,
-                EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, False,
-            )  # fmt: skip
-        if WINDOWED and not HAS_MASK:
-            grad_k, grad_v = _add_queries(
-                grad_k, grad_v, k, v, n, key_position, full_stop, stop, head_q_ptr, q_stride_token, head_grad_out_ptr,
-                grad_out_stride_token, lse_ptr + row_offset, delta_ptr + row_offset, head_mask_ptr, mask_stride_query,
-                mask_stride_key, positions_q_ptr, positions_q_stride_token, head_parameters_ptr, scale, factor,
-                n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, HAS_MASK,
-                EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, True,
+        if mask is None:
+            sums = _add_queries(
+                sums, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr + row_offset,
+                delta_ptr + row_offset, head_mask, positions_q, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_M,
+                CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, False,
             )  # fmt: skip
 
     # Full tiles do not ask which keys exist.
     attended = (n < n_keys)[:, None]
-    grad_k = tl.where(attended, grad_k * scale, 0.0)
-    grad_v = tl.where(attended, grad_v, 0.0)
-    if WEIGHTED:
+    store_tile(grad_v, tl.where(attended, sums[1], 0.0), batch, key_head, n_start, BLOCK_N, BLOCK_D)
+    grad_keys = tl.where(attended, sums[0] * scale, 0.0)
+    if weights_ptr is not None:
         feature = tl.arange(0, BLOCK_D)
-        grad_k *= tl.load(weights_ptr + feature, feature < D, other=0.0)[None, :]
-    if R > 0:
-        table_offset = wide(batch) * table_stride_batch
-        grad_k = rotate_back(
-            grad_k, n, existing, cos_ptr + table_offset, sin_ptr + table_offset, table_stride_token, BLOCK_N, BLOCK_D,
-            R, INTERLEAVED,
-        )  # fmt: skip
-    grad_k_ptr += wide(batch) * grad_k_stride_batch + wide(key_head) * grad_k_stride_head
-    grad_v_ptr += wide(batch) * grad_v_stride_batch + wide(key_head) * grad_v_stride_head
-    store_rows(grad_k_ptr, grad_k, n, grad_k_stride_token, existing, D, BLOCK_D)
-    store_rows(grad_v_ptr, grad_v, n, grad_v_stride_token, existing, D, BLOCK_D)
+        grad_keys *= tl.load(weights_ptr + feature, feature < D, other=0.0)[None, :]
+    if table is not None:
+        grad_keys = turn_back(grad_keys, table, batch, n, existing, BLOCK_N, BLOCK_D, R, INTERLEAVED)
+    store_tile(grad_k, grad_keys, batch, key_head, n_start, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
 def _add_keys(
-    grad_q, q, grad_out, lse, delta, m, query_position, n_from, n_to, k_ptr, k_stride_token, v_ptr, v_stride_token,
-    mask_ptr, mask_stride_query, mask_stride_key, positions_k_ptr, positions_k_stride, parameters_ptr, scale, factor,
-    n_queries, n_keys, tokens_apart, window, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr, EXPLICIT_POSITIONS: tl.constexpr,
-    SCORE: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    grad_q, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+    positions_k, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
+    ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from n_from to n_to give a tile of queries. Tiles are [queries, keys]."""
-    for n_start in tl.range(n_from, n_to, BLOCK_N):
+    """Add what keys give a tile of queries: both edges if MASKED, else the middle. Tiles are [queries, keys]."""
+    n_keys = lengths[1]
+    PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
+    for step in tl.range(0, steps_of(ranges, MASKED), BLOCK_N):
+        n_start = after_steps(step, ranges, MASKED)
         n = n_start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, n, k_stride_token, n_keys, D, BLOCK_D, MASKED)
-        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        keys = load_tile(k, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+        if MASKED and HAS_LENGTHS:
+            keys = tl.where((n < n_keys)[:, None], keys, 0.0)  # zero times NaN is NaN
+        raw = tl.dot(queries, keys.T, input_precision=PRECISION)
         scores = raw
-        key_position = n
         if SCORE is not None:
-            key_position = load_positions(positions_k_ptr, n, positions_k_stride, n_keys, n, EXPLICIT_POSITIONS)
-            scores = SCORE(raw * scale, query_position[:, None], key_position[None, :], parameters_ptr)
-        p = tl.exp2(scores * factor - lse[:, None])
-        if MASKED:
-            may = may_attend(
-                m[:, None], n[None, :], n_queries, n_keys, tokens_apart, window, mask_ptr, mask_stride_query,
-                mask_stride_key, CAUSAL, WINDOWED, HAS_MASK,
+            ours, theirs = positions_to_meet(
+                query_position, positions_k, batch, n_start, n_keys, n_start, origin, BLOCK_N, CLOSE
             )  # fmt: skip
-            p = tl.where(may, p, 0.0)
-        v = load_rows(v_ptr, n, v_stride_token, n_keys, D, BLOCK_D, MASKED)
-        grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            scores = SCORE(raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+        p = tl.exp2(scores * factor - lse[:, None])
+        values = load_tile(v, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+        grad_p = tl.dot(cotangents, values.T, input_precision=PRECISION)
         grad_scores = p * (grad_p - delta[:, None])
+        if MASKED:
+            may = may_attend(m[:, None], n[None, :], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
+            grad_scores = tl.where(may, grad_scores, 0.0)
         if ADJOINT is not None:
-            grad_scores = ADJOINT(
-                grad_scores, raw * scale, query_position[:, None], key_position[None, :], parameters_ptr
-            )
-        grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
+            grad_scores = ADJOINT(grad_scores, raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+        grad_q = tl.dot(grad_scores.to(keys.dtype), keys, grad_q, input_precision=PRECISION)
     return grad_q
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def queries_kernel(
-    q_ptr,  # features mapped already, as those of k
-    k_ptr,
-    v_ptr,
-    grad_out_ptr,
-    grad_q_ptr,
-    lse_ptr,
+    q,  # descriptors of (B, H, Tq, D); features mapped already, as those of k
+    k,  # (B, K, Tk, D)
+    v,
+    grad_out,
+    grad_q,
+    lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
-    cos_ptr,  # of the queries
-    sin_ptr,
-    mask_ptr,
-    key_lengths_ptr,
-    positions_q_ptr,
-    positions_k_ptr,
-    parameters_ptr,
-    q_stride_batch,
-    q_stride_head,
-    q_stride_token,
-    k_stride_batch,
-    k_stride_head,
-    k_stride_token,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_token,
-    grad_out_stride_batch,
-    grad_out_stride_head,
-    grad_out_stride_token,
-    grad_q_stride_batch,
-    grad_q_stride_head,
-    grad_q_stride_token,
-    table_stride_batch,
-    table_stride_token,
-    mask_stride_batch,
-    mask_stride_head,
-    mask_stride_query,
-    mask_stride_key,
-    positions_q_stride_batch,
-    positions_q_stride_token,
-    positions_k_stride_batch,
-    positions_k_stride_token,
-    parameters_stride_head,
+    table,  # of the queries: cos, sin, and the strides of batch and token; None: their gradient is not turned back
+    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    key_lengths_ptr,  # or None
+    positions_q,  # a pointer, and the strides of batch and token; None: their index
+    positions_k,
+    parameters,  # a pointer, and the stride of head; or None
     scale,
     factor,
     window,
@@ -337,82 +247,61 @@ def queries_kernel(
     heads_per_key,
     n_queries,
     n_keys,
-    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    R: tl.constexpr,  # 0: the gradient is not rotated back here
+    R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    EXPLICIT_POSITIONS: tl.constexpr,
     SCORE: tl.constexpr,
     ADJOINT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradient of a tile of BLOCK_M queries of one head."""
-    tile = tl.program_id(0)
+    tile, row = tile_and_row(n_queries, BLOCK_M)
     if CAUSAL:
-        tile = tl.num_programs(0) - 1 - tile  # the longest first
-    batch = tl.program_id(1) // n_heads
-    head = tl.program_id(1) % n_heads
+        tile = tl.cdiv(n_queries, BLOCK_M) - 1 - tile  # the longest first
+    batch = row // n_heads
+    head = row % n_heads
+    key_head = head // heads_per_key
     tokens_apart = n_keys - n_queries
+    HAS_LENGTHS: tl.constexpr = key_lengths_ptr is not None
     if HAS_LENGTHS:
         n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
-
-    q_ptr += wide(batch) * q_stride_batch + wide(head) * q_stride_head
-    k_ptr += wide(batch) * k_stride_batch + wide(head // heads_per_key) * k_stride_head
-    v_ptr += wide(batch) * v_stride_batch + wide(head // heads_per_key) * v_stride_head
-    grad_out_ptr += wide(batch) * grad_out_stride_batch + wide(head) * grad_out_stride_head
-    mask_ptr += wide(batch) * mask_stride_batch + wide(head) * mask_stride_head
-    positions_q_ptr += wide(batch) * positions_q_stride_batch
-    positions_k_ptr += wide(batch) * positions_k_stride_batch
-    parameters_ptr += wide(head) * parameters_stride_head
-    row_offsets = wide(tl.program_id(1)) * n_queries + m
-    q = load_rows(q_ptr, m, q_stride_token, n_queries, D, BLOCK_D, True)
-    grad_out = load_rows(grad_out_ptr, m, grad_out_stride_token, n_queries, D, BLOCK_D, True)
+    queries = load_tile(q, batch, head, m_start, BLOCK_M, BLOCK_D)
+    cotangents = load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D)
+    row_offsets = wide(row) * n_queries + m
     lse = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0)
     lse = tl.where(lse == float("-inf"), 0.0, lse)  # such a row attends nothing: every p is masked
     delta = tl.load(delta_ptr + row_offsets, m < n_queries, other=0.0)
-    query_position = load_positions(
-        positions_q_ptr, m, positions_q_stride_token, n_queries, m + tokens_apart, EXPLICIT_POSITIONS
-    )
+    CLOSE: tl.constexpr = positions_q is None and positions_k is None
+    origin = first_position(positions_k, batch)
+    query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
+    parameters_ptr = None
+    if mask is not None:
+        mask = mask_of_head(mask, batch, head)
+    if parameters is not None:
+        parameters_ptr = parameters_of_head(parameters, head)
 
-    grad_q = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    start, full, full_stop, stop = key_ranges(
-        m_start, n_keys, tokens_apart, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, HAS_MASK
-    )
-    if WINDOWED:
-        grad_q = _add_keys(
-            grad_q, q, grad_out, lse, delta, m, query_position, start, full, k_ptr, k_stride_token, v_ptr,
-            v_stride_token, mask_ptr, mask_stride_query, mask_stride_key, positions_k_ptr, positions_k_stride_token,
-            parameters_ptr, scale, factor, n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_N, CAUSAL,
-            WINDOWED, HAS_MASK, EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, True,
+    lengths = (n_queries, n_keys, tokens_apart, window)
+    ranges = key_ranges(m_start, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, mask is not None)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if mask is None:
+        sums = _add_keys(
+            sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
+            SCORE, ADJOINT, PRECISION, False,
         )  # fmt: skip
-    if not HAS_MASK:
-        grad_q = _add_keys(
-            grad_q, q, grad_out, lse, delta, m, query_position, full, full_stop, k_ptr, k_stride_token, v_ptr,
-            v_stride_token, mask_ptr, mask_stride_query, mask_stride_key, positions_k_ptr, positions_k_stride_token,
-            parameters_ptr, scale, factor, n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_N, CAUSAL,
-            WINDOWED, HAS_MASK, EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, False,
-        )  # fmt: skip
-    grad_q = _add_keys(
-        grad_q, q, grad_out, lse, delta, m, query_position, full_stop, stop, k_ptr, k_stride_token, v_ptr,
-        v_stride_token, mask_ptr, mask_stride_query, mask_stride_key, positions_k_ptr, positions_k_stride_token,
-        parameters_ptr, scale, factor, n_queries, n_keys, tokens_apart, window, D, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED,
-        HAS_MASK, EXPLICIT_POSITIONS, SCORE, ADJOINT, PRECISION, True,
+    sums = _add_keys(
+        sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+        positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
+        SCORE, ADJOINT, PRECISION, True,
     )  # fmt: skip
 
-    grad_q *= scale
-    if R > 0:
-        table_offset = wide(batch) * table_stride_batch
-        grad_q = rotate_back(
-            grad_q, m, n_queries, cos_ptr + table_offset, sin_ptr + table_offset, table_stride_token, BLOCK_M, BLOCK_D,
-            R, INTERLEAVED,
-        )  # fmt: skip
-    grad_q_ptr += wide(batch) * grad_q_stride_batch + wide(head) * grad_q_stride_head
-    store_rows(grad_q_ptr, grad_q, m, grad_q_stride_token, n_queries, D, BLOCK_D)
+    sums *= scale
+    if table is not None:
+        sums = turn_back(sums, table, batch, m, n_queries, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+    store_tile(grad_q, sums, batch, head, m_start, BLOCK_M, BLOCK_D)

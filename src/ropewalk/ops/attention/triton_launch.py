@@ -5,22 +5,25 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ropewalk.ops.attention.checks import Call, token_positions
+from ropewalk.ops.attention.prepare import Prepared, empty_aligned
 from ropewalk.ops.attention.triton_backward import delta_kernel, keys_kernel, queries_kernel
 from ropewalk.ops.attention.triton_forward import forward_kernel
 from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.positions import Rotation
 
 LOG2_E = math.log2(math.e)
+Launch = TypeVar("Launch", bound=Callable[..., Any])
 
 
 class Tiles(NamedTuple):
@@ -30,35 +33,55 @@ class Tiles(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread: 168 lets three programs of four warps share an NVIDIA processor
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launcher takes of it."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None and not on_amd():
+            options["maxnreg"] = self.max_registers
+        return options
 
 
-# By kernel, the block of features and the bytes of an element. From the compiler's reports of registers and spills, not
-# from measurements.
+# By kernel, the block of features and the bytes of an element. Those of halves are from measurements (docs/log.md), the
+# others from the compiler's reports of registers and spills.
 _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
     "forward": {
-        (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(128, 64, 8, 3),
-        (256, 2): Tiles(64, 32, 8, 2),
+        (64, 2): Tiles(64, 128, 4, 2, 168),
+        (128, 2): Tiles(64, 64, 4, 3),
+        (256, 2): Tiles(128, 64, 8, 2),
         (64, 4): Tiles(64, 32, 8, 1),
         (128, 4): Tiles(64, 16, 8, 1),
         (256, 4): Tiles(32, 16, 8, 1),
     },
     "keys": {
-        (64, 2): Tiles(32, 128, 8, 2),
-        (128, 2): Tiles(32, 64, 8, 2),
-        (256, 2): Tiles(32, 64, 8, 1),
+        (64, 2): Tiles(128, 64, 4, 2),
+        (128, 2): Tiles(64, 64, 4, 2),
+        (256, 2): Tiles(64, 64, 8, 2),
         (64, 4): Tiles(32, 16, 4, 1),
         (128, 4): Tiles(16, 64, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
     },
     "queries": {
-        (64, 2): Tiles(128, 64, 8, 2),
-        (128, 2): Tiles(128, 64, 8, 2),
-        (256, 2): Tiles(64, 32, 8, 2),
+        (64, 2): Tiles(64, 64, 4, 2, 128),
+        (128, 2): Tiles(64, 64, 4, 2),
+        (256, 2): Tiles(128, 32, 8, 2),
         (64, 4): Tiles(32, 32, 8, 1),
         (128, 4): Tiles(16, 16, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
     },
+}
+# Where score functions, their adjoints and masks, which need registers, want others.
+_TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
+_TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
+_TILES_WITH_MASK = {
+    ("forward", 64, 2): Tiles(64, 32, 4, 2),
+    ("forward", 128, 2): Tiles(64, 32, 4, 2),
+    ("keys", 64, 2): Tiles(32, 64, 4, 2),
+    ("keys", 128, 2): Tiles(32, 64, 4, 2),
+    ("queries", 64, 2): Tiles(64, 32, 4, 2),
+    ("queries", 128, 2): Tiles(64, 32, 4, 2),
 }
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
 
@@ -73,194 +96,212 @@ def on_amd() -> bool:
     return torch.version.hip is not None
 
 
-def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(
+    kernel: str, block_d: int, dtype: torch.dtype, functions: ScoreFunctions | None, prepared: Prepared
+) -> Tiles:
     """The tiles of "forward", "keys" or "queries"."""
     if interpreted():
         return _TILES_TO_INTERPRET
-    tiles = _TILES[kernel][max(block_d, 64), dtype.itemsize]
+    features, size = max(block_d, 64), dtype.itemsize
+    tiles = _TILES[kernel][features, size]
+    if functions is not None:
+        tiles = _TILES_WITH_SCORES.get((kernel, features, size), tiles)
+        if functions.adjoint is not None:
+            tiles = _TILES_WITH_ADJOINT.get((kernel, features, size), tiles)
+    if prepared.mask is not None:
+        tiles = _TILES_WITH_MASK.get((kernel, features, size), tiles)
     return tiles._replace(num_stages=1) if on_amd() else tiles
 
 
 class Saved(NamedTuple):
-    """What the forward leaves for the backward, beside q, v and the output."""
+    """What the forward leaves for the backward, beside v and the output."""
 
-    k: Tensor  # its features mapped
+    q: Tensor  # its features mapped
+    k: Tensor  # likewise
     lse: Tensor  # (B, H, Tq), base 2
 
 
-def score_functions(call: Call) -> ScoreFunctions | None:
+def score_functions(prepared: Prepared) -> ScoreFunctions | None:
     """The scheme's score functions; None where the scores go into the softmax as they are, but for a scale above 0."""
-    name = call.position.score_functions()
-    if name is None:
-        return None if call.scale > 0 else UNCHANGED
-    module, _, attribute = name.partition(":")
+    if prepared.score is None:
+        return None if prepared.scale > 0 else UNCHANGED
+    module, _, attribute = prepared.score.partition(":")
     functions = getattr(importlib.import_module(module), attribute)
     if not isinstance(functions, ScoreFunctions):
-        raise TypeError(f"{name} is {type(functions).__name__}, but must be ScoreFunctions")
+        raise TypeError(f"{prepared.score} is {type(functions).__name__}, but must be ScoreFunctions")
     return functions
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+def on_its_device(launch: Launch) -> Launch:
+    """Let a function's launches go to the device of its first argument."""
+
+    @functools.wraps(launch)
+    def launch_there(x: Tensor, *rest: Any) -> Any:
+        if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+            return launch(x, *rest)
+        with torch.cuda.device(x.device):
+            return launch(x, *rest)
+
+    return cast(Launch, launch_there)
+
+
+@on_its_device
+def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Saved]:
     """Attend: q (B, H, Tq, D), k and v (B, K, Tk, D), of any strides; the output has q's shape."""
-    q, v = dense(q), dense(v)
-    out = torch.empty_like(q)
+    out = empty_aligned(q)
     batch, heads, queries, head_dim = q.shape
+    q, k = (aligned(x) for x in map_features(q, k, prepared))
+    v = aligned(v)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    table_q, table_k = rotations(q, k, call)
-    k = dense(map_keys(k, table_k))
     if lse.numel() == 0:
-        return out, Saved(k, lse)
-    functions = score_functions(call)
-    shared = _Shared(q, k, call, functions)
-    tiles = choose_tiles("forward", shared.block_d, q.dtype)
-    cos, sin, width, interleaved = _tables(table_q, q)
-    grid = (triton.cdiv(queries, tiles.block_m), batch * heads)
-    forward_kernel[grid](
-        q, k, v, out, lse, cos, sin, *shared.pointers, *_strides(q), *_strides(k), *_strides(v), *_strides(out),
-        *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, heads, heads // k.shape[1], queries, k.shape[2],
-        D=head_dim, BLOCK_D=shared.block_d, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width,
-        INTERLEAVED=interleaved, **shared.constants, SCORE=None if functions is None else functions.score,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        return out, Saved(q, k, lse)
+    if k.shape[2] == 0:
+        return out.zero_(), Saved(q, k, lse.fill_(-math.inf))
+    functions = score_functions(prepared)
+    block_d = block_of(head_dim)
+    tiles = choose_tiles("forward", block_d, q.dtype, functions, prepared)
+    forward_kernel[(triton.cdiv(queries, tiles.block_m) * batch * heads,)](
+        _tiled(q, tiles.block_m, block_d), _tiled(k, tiles.block_n, block_d), _tiled(v, tiles.block_n, block_d),
+        _tiled(out, tiles.block_m, block_d), lse, *_conditions(prepared, functions), heads, heads // k.shape[1],
+        queries, k.shape[2], BLOCK_D=block_d, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        **_constants(prepared, functions), **tiles.options,
     )  # fmt: skip
-    return out, Saved(k, lse)
+    return out, Saved(q, k, lse)
 
 
+@on_its_device
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, saved: Saved, call: Call
+    grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, out: Tensor, saved: Saved, prepared: Prepared
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""
-    k, lse = saved
-    q, v, grad_out = dense(q), dense(v), dense(grad_out)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    lse = saved.lse
+    q, k, v, out, grad_out = (aligned(x) for x in (saved.q, saved.k, v, out, grad_out))
+    grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
     batch, heads, queries, head_dim = q.shape
     key_heads, keys = k.shape[1:3]
     if lse.numel() == 0 or keys == 0:
         return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
-    table_q, table_k = rotations(q, k, call)
-    if table_q is not None:
-        q = rotate(q, table_q)
-    functions = score_functions(call)
-    shared = _Shared(q, k, call, functions)
-    constants = {
-        **shared.constants,
-        "D": head_dim,
-        "BLOCK_D": shared.block_d,
-        "SCORE": None if functions is None else functions.score,
-        "ADJOINT": None if functions is None else functions.adjoint,
-    }
+    functions = score_functions(prepared)
+    block_d = block_of(head_dim)
+    conditions = _conditions(prepared, functions)
+    constants = _constants(prepared, functions)
+    constants["ADJOINT"] = None if functions is None else functions.adjoint
+    constants["INTERLEAVED"] = prepared.interleaved
 
     delta = torch.empty_like(lse)
-    delta_rows = 16 if interpreted() else 64
-    delta_kernel[triton.cdiv(queries, delta_rows), batch * heads](
-        out, grad_out, lse if grad_lse is None else grad_lse.contiguous(), delta, *_strides(out), *_strides(grad_out),
-        heads, queries, D=head_dim, BLOCK_D=shared.block_d, BLOCK_M=delta_rows, HAS_GRAD_LSE=grad_lse is not None,
+    rows = 16 if interpreted() else 64
+    delta_kernel[(triton.cdiv(queries, rows) * batch * heads,)](
+        _tiled(out, rows, block_d), _tiled(grad_out, rows, block_d),
+        None if grad_lse is None else grad_lse.contiguous(), delta, heads, queries, BLOCK_D=block_d, BLOCK_M=rows,
     )  # fmt: skip
 
-    fused = can_rotate_back(table_k, head_dim, shared.block_d)
-    cos, sin, width, interleaved = _tables(table_k if fused else None, k)
-    weights = None if table_k is None else table_k.weights
-    tiles = choose_tiles("keys", shared.block_d, q.dtype)
-    keys_kernel[triton.cdiv(keys, tiles.block_n), batch * key_heads](
-        q, k, v, grad_out, grad_k, grad_v, lse, delta, cos, sin, k if weights is None else weights, *shared.pointers,
-        *_strides(q), *_strides(k), *_strides(v), *_strides(grad_out), *_strides(grad_k), *_strides(grad_v),
-        *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, key_heads, heads // key_heads, queries, keys,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width, INTERLEAVED=interleaved, WEIGHTED=weights is not None,
-        **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    turns = turns_in_registers(prepared, head_dim, block_d)
+    table_q, width = _table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
+    table_k, _ = _table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    tiles = choose_tiles("keys", block_d, q.dtype, functions, prepared)
+    rows_q, rows_k = tiles.block_m, tiles.block_n
+    keys_kernel[(triton.cdiv(keys, rows_k) * batch * key_heads,)](
+        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
+        _tiled(grad_out, rows_q, block_d), _tiled(grad_k, rows_k, block_d), _tiled(grad_v, rows_k, block_d), lse, delta,
+        table_k, prepared.weights, *conditions, key_heads, heads // key_heads, queries, keys, D=head_dim,
+        BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants, **tiles.options,
     )  # fmt: skip
 
-    cos, sin, width, interleaved = _tables(table_q if fused else None, q)
-    tiles = choose_tiles("queries", shared.block_d, q.dtype)
-    queries_kernel[triton.cdiv(queries, tiles.block_m), batch * heads](
-        q, k, v, grad_out, grad_q, lse, delta, cos, sin, *shared.pointers, *_strides(q), *_strides(k), *_strides(v),
-        *_strides(grad_out), *_strides(grad_q), *_broadcast_strides(cos, 2), *shared.strides, *shared.factors, heads,
-        heads // key_heads, queries, keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, R=width,
-        INTERLEAVED=interleaved, **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    tiles = choose_tiles("queries", block_d, q.dtype, functions, prepared)
+    rows_q, rows_k = tiles.block_m, tiles.block_n
+    queries_kernel[(triton.cdiv(queries, rows_q) * batch * heads,)](
+        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
+        _tiled(grad_out, rows_q, block_d), _tiled(grad_q, rows_q, block_d), lse, delta, table_q, *conditions, heads,
+        heads // key_heads, queries, keys, BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants,
+        **tiles.options,
     )  # fmt: skip
-    if table_q is not None and table_k is not None and not fused:
-        grad_q, grad_k = rotate(grad_q, table_q, inverse=True), rotate(grad_k, table_k, inverse=True)
+    if not turns:
+        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared.interleaved)
+        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared.interleaved)
     return grad_q, grad_k, grad_v
 
 
-def rotations(q: Tensor, k: Tensor, call: Call) -> tuple[Rotation | None, Rotation | None]:
-    """The scheme's maps of the features of q and of k."""
-    positions_q, positions_k = token_positions(q, k, call)
-    head_dim = q.shape[-1]
-    return call.position.rotation(positions_q, head_dim), call.position.rotation(positions_k, head_dim)
+def map_features(q: Tensor, k: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """Do to q and k what the scheme does to features; what weighs them, to k alone."""
+    cos_q, sin_q, cos_k, sin_k = prepared.cos_q, prepared.sin_q, prepared.cos_k, prepared.sin_k
+    if cos_q is None or sin_q is None or cos_k is None or sin_k is None:
+        return q, k
+    if cos_q is cos_k:
+        q, k = apply_rope(q, k, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
+    else:
+        q = apply_rope(q, None, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
+        k = apply_rope(k, None, cos_k, sin_k, layout="bhtd", interleaved=prepared.interleaved)
+    return q, k if prepared.weights is None else k.mul_(prepared.weights)
 
 
-def rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
-    """Turn and stretch the features of x (B, H, T, D); with `inverse`, the transpose of that."""
-    rotated: Tensor = apply_rope(
-        x, None, rotation.cos, rotation.sin, layout="bhtd", interleaved=rotation.interleaved, inverse=inverse
+def turn_back(grad: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    """Undo the rotation of a gradient, where the kernels cannot."""
+    if cos is None or sin is None:
+        return grad
+    turned: Tensor = apply_rope(grad, None, cos, sin, layout="bhtd", interleaved=interleaved, inverse=True)
+    return turned
+
+
+def turns_in_registers(prepared: Prepared, head_dim: int, block_d: int) -> bool:
+    """Whether the kernels can undo the rotation, if there is one, with a tile in registers."""
+    return prepared.cos_q is None or prepared.interleaved or 2 * prepared.cos_q.shape[-1] == head_dim == block_d
+
+
+def block_of(head_dim: int) -> int:
+    """The features of a tile: a power of two."""
+    return 1 << max(4, (head_dim - 1).bit_length())
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x`, or a copy of it, laid out as descriptors want it: dense features, all else in steps of 16 bytes."""
+    vector = 16 // x.element_size()
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+            if size > 1 and (stride % vector or stride == 0):
+                break
+        else:
+            return x
+    return empty_aligned(x, dense=True).copy_(x)
+
+
+def _tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """A descriptor of x (B, H, T, D), for tiles of some rows of one head."""
+    strides = [stride if size > 1 else x.shape[3] * 16 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, block_d])
+
+
+def _table(cos: Tensor | None, sin: Tensor | None) -> tuple[tuple[Any, ...] | None, int]:
+    """cos, sin and their strides of batch and token, as kernels take them, and R."""
+    if cos is None or sin is None:
+        return None, 0
+    return (cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]
+
+
+def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> tuple[Any, ...]:
+    """The arguments that say which keys a query attends, and how their score comes about."""
+    mask, parameters = prepared.mask, prepared.parameters
+    factor = prepared.scale * LOG2_E if functions is None else LOG2_E
+    return (
+        None if mask is None else (mask.view(torch.uint8), *_broadcast_strides(mask, 4)),
+        prepared.key_lengths,
+        *(None if x is None else (x, *_broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
+        None if parameters is None else (parameters, parameters.stride(0)),
+        prepared.scale,
+        factor,
+        0 if prepared.window is None else min(prepared.window, 2**30),
     )
-    return rotated
 
 
-def map_keys(k: Tensor, rotation: Rotation | None) -> Tensor:
-    """Do to k what the scheme does to features: all that weighs them is k's."""
-    if rotation is None:
-        return k
-    if rotation.weights is None:
-        return rotate(k, rotation)
-    return (rotate(k.to(torch.promote_types(k.dtype, torch.float32)), rotation) * rotation.weights).to(k.dtype)
+def _constants(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    return {
+        "CAUSAL": prepared.causal,
+        "WINDOWED": prepared.window is not None,
+        "SCORE": None if functions is None else functions.score,
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+    }
 
 
-def can_rotate_back(rotation: Rotation | None, head_dim: int, block_d: int) -> bool:
-    """Whether the backward kernels can undo a rotation in registers."""
-    if rotation is None:
-        return True
-    return rotation.interleaved or 2 * rotation.cos.shape[-1] == head_dim == block_d
-
-
-def dense(x: Tensor) -> Tensor:
-    """`x`, or a copy of it, with its features dense in memory."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-class _Shared:
-    """The arguments that all kernels have in common, in their order."""
-
-    def __init__(self, q: Tensor, k: Tensor, call: Call, functions: ScoreFunctions | None) -> None:
-        mask, lengths = call.mask, call.key_lengths
-        explicit = functions is not None and not (call.positions_q is None and call.positions_k is None)
-        positions = token_positions(q, k, call) if explicit else (None, None)
-        parameters = call.position.score_parameters(q.shape[1], q.device)
-        self.block_d = max(16, triton.next_power_of_2(q.shape[-1]))
-        # A pointer that is not read is q's.
-        pointers = (None if mask is None else mask.view(torch.uint8), lengths, *positions, parameters)
-        self.pointers = tuple(q if x is None else x for x in pointers)
-        self.strides = (
-            *_broadcast_strides(mask, 4),
-            *_broadcast_strides(positions[0], 2),
-            *_broadcast_strides(positions[1], 2),
-            0 if parameters is None else parameters.stride(0),
-        )
-        factor = call.scale * LOG2_E if functions is None else LOG2_E
-        self.factors = (call.scale, factor, 0 if call.window is None else min(call.window, 2**30))
-        self.constants: dict[str, Any] = {
-            "CAUSAL": call.causal,
-            "WINDOWED": call.window is not None,
-            "HAS_MASK": mask is not None,
-            "HAS_LENGTHS": lengths is not None,
-            "EXPLICIT_POSITIONS": explicit,
-            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        }
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and token."""
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first `count` strides; 0 for a dimension that serves any index, and for what is not there."""
-    if x is None:
-        return (0,) * count
+def _broadcast_strides(x: Tensor, count: int) -> tuple[int, ...]:
+    """The first `count` strides; 0 for a dimension that serves any index."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
-
-
-def _tables(rotation: Rotation | None, x: Tensor) -> tuple[Tensor, Tensor, int, bool]:
-    """cos, sin, R and the pairing; R is 0 where nothing is rotated."""
-    if rotation is None:
-        return x[:, 0], x[:, 0], 0, False
-    return rotation.cos, rotation.sin, 2 * rotation.cos.shape[-1], rotation.interleaved

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # What differs from call to call, and must not make another binary.
-LENGTHS = ("n_queries", "n_keys", "window")
+UNSPECIALISED = ("mask", "positions_q", "positions_k", "parameters", "n_queries", "n_keys", "window")
 
 
 @triton.jit
@@ -20,73 +20,38 @@ def wide(index):
 
 
 @triton.jit
-def load_rows(
-    ptr, rows, row_stride, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK_ROWS: tl.constexpr
-):  # fmt: skip
-    """Load whole rows, [BLOCK, BLOCK_D]; zeros past D, and for rows from n_rows on if MASK_ROWS."""
-    feature = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + wide(rows)[:, None] * row_stride + feature
-    if MASK_ROWS:
-        mask = (rows < n_rows)[:, None]
-        if BLOCK_D > D:
-            mask = mask & (feature < D)
-        tile = tl.load(ptrs, mask, other=0.0)
-    elif BLOCK_D > D:
-        tile = tl.load(ptrs, feature < D, other=0.0)
-    else:
-        tile = tl.load(ptrs)
-    return tile
+def tile_and_row(n_tokens, BLOCK: tl.constexpr):
+    """Which tile of tokens a program has, and in which row of all batches' heads. Tiles of a row are neighbours."""
+    n_tiles = tl.cdiv(n_tokens, BLOCK)
+    return tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
 
 
 @triton.jit
-def store_rows(ptr, tile, rows, row_stride, n_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load whole rows of one head, [BLOCK, BLOCK_D]; zeros past the last row and past D."""
+    return descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
+
+
+@triton.jit
+def store_tile(descriptor, tile, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store what lies inside of a tile [BLOCK, BLOCK_D]."""
-    feature = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + wide(rows)[:, None] * row_stride + feature
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), (rows < n_rows)[:, None] & (feature < D))
+    descriptor.store([batch, head, start, 0], tile.to(descriptor.dtype).reshape(1, 1, BLOCK, BLOCK_D))
 
 
 @triton.jit
-def load_rotated_rows(
-    ptr, rows, row_stride, n_rows, cos_ptr, sin_ptr, table_stride, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    R: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Load rows and rotate them, in float32: each feature and its partner are read, the second time from the cache."""
-    HALF: tl.constexpr = R // 2
-    feature = tl.arange(0, BLOCK_D)[None, :]
-    turns = feature < R
-    if INTERLEAVED:
-        is_first = feature % 2 == 0
-        pair = feature // 2
-        partner = tl.where(is_first, feature + 1, feature - 1)
-    else:
-        is_first = feature < HALF
-        pair = tl.where(is_first, feature, feature - HALF)
-        partner = tl.where(is_first, feature + HALF, feature - HALF)
-    partner = tl.where(turns, partner, feature)
-    inside = (rows < n_rows)[:, None]
-    row_ptrs = ptr + wide(rows)[:, None] * row_stride
-    table_offsets = wide(rows)[:, None] * table_stride + pair
-    x = tl.load(row_ptrs + feature, inside & (feature < D), other=0.0).to(tl.float32)
-    y = tl.load(row_ptrs + partner, inside & turns, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + table_offsets, inside & turns, other=1.0)
-    sin = tl.load(sin_ptr + table_offsets, inside & turns, other=0.0)
-    return x * cos + y * tl.where(is_first, -sin, sin)
-
-
-@triton.jit
-def rotate_back(
-    tile, rows, n_rows, cos_ptr, sin_ptr, table_stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+def turn_back(
+    tile, table, batch, rows, n_rows, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of the rotation, of a tile in registers, [BLOCK, BLOCK_D].
+    """Rotate a gradient back, [BLOCK, BLOCK_D] of float32: the transpose of the features' map.
 
     Half-split pairs must be those of the whole tile: R = BLOCK_D.
     """
+    cos_ptr, sin_ptr, table_stride_batch, table_stride_token = table
     PAIRS: tl.constexpr = BLOCK_D // 2
     pair = tl.arange(0, PAIRS)[None, :]
     mask = (rows < n_rows)[:, None] & (pair < R // 2)
-    table_offsets = wide(rows)[:, None] * table_stride + pair
+    table_offsets = wide(batch) * table_stride_batch + wide(rows)[:, None] * table_stride_token + pair
     cos = tl.load(cos_ptr + table_offsets, mask, other=1.0)
     sin = tl.load(sin_ptr + table_offsets, mask, other=0.0)
     if INTERLEAVED:
@@ -101,14 +66,15 @@ def rotate_back(
 
 @triton.jit
 def key_ranges(
-    m_start, n_keys, tokens_apart, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    m_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys that a tile of queries may attend: [start, full), [full, full_stop), [full_stop, stop).
 
     All begin at a multiple of BLOCK_N. In the middle range every query attends every key, and every key exists; of the
-    others every element must be asked for.
+    edges, the other two, every element must be asked for.
     """
+    _, n_keys, tokens_apart, window = lengths
     first = m_start + tokens_apart
     last = first + BLOCK_M - 1
     start = 0
@@ -136,13 +102,14 @@ def key_ranges(
 
 @triton.jit
 def query_ranges(
-    n_start, n_queries, tokens_apart, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    n_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Cut the queries that may attend a tile of keys, as `key_ranges` does; all begin at a multiple of BLOCK_M.
 
-    The middle range may run past the last query. Without a window nothing follows it; with a mask all is in the first.
+    The middle range may run past the last query.
     """
+    n_queries, n_keys, tokens_apart, window = lengths
     first = n_start - tokens_apart
     last = first + BLOCK_N - 1
     start = 0
@@ -164,33 +131,115 @@ def query_ranges(
     if WINDOWED:
         full_stop = tl.maximum(tl.maximum(full_stop, 0) // BLOCK_M * BLOCK_M, full)
     if HAS_MASK:
-        full = stop
+        full = start
+        full_stop = start
+    if n_start >= n_keys:  # nobody attends these
+        full = start
+        full_stop = start
+        stop = start
     return start, full, full_stop, stop
 
 
 @triton.jit
+def steps_of(ranges, MASKED: tl.constexpr):
+    """How far a walk goes along the middle of `key_ranges` or `query_ranges`, or along both edges if MASKED."""
+    start, full, full_stop, stop = ranges
+    steps = full_stop - full
+    if MASKED:
+        steps = (full - start) + tl.maximum(stop - full_stop, 0)
+    return steps
+
+
+@triton.jit
+def after_steps(step, ranges, MASKED: tl.constexpr):
+    """Where the walk stands after so many steps: along the edges it jumps over the middle."""
+    start, full, full_stop, _ = ranges
+    index = full + step
+    if MASKED:
+        index = start + step
+        index = tl.where(index >= full, index + (full_stop - full), index)
+    return index
+
+
+@triton.jit
 def may_attend(
-    m, n, n_queries, n_keys, tokens_apart, window, mask_ptr, mask_stride_query, mask_stride_key, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
+    m, n, lengths, mask, HAS_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr
 ):  # fmt: skip
-    """Which of a tile's queries m attend which of its keys n, of shapes that broadcast against each other."""
+    """Which of a tile's queries m attend which of its keys n, of shapes that broadcast against each other.
+
+    What it says of queries past the last one is of no account: nothing of theirs is kept.
+    """
+    n_queries, n_keys, tokens_apart, window = lengths
     ahead = n - (m + tokens_apart)
-    may = (n < n_keys) & (m < n_queries)
     if CAUSAL:
-        may = may & (ahead <= 0)
+        may = ahead <= 0  # and so it exists, unless lengths say otherwise
+        if HAS_LENGTHS:
+            may = may & (n < n_keys)
+    else:
+        may = n < n_keys
     if WINDOWED:
         may = may & (ahead > -window)
         if not CAUSAL:
             may = may & (ahead < window)
-    if HAS_MASK:
+    if mask is not None:
+        mask_ptr, mask_stride_query, mask_stride_key = mask
         mask_ptrs = mask_ptr + wide(m) * mask_stride_query + wide(n) * mask_stride_key
-        may = may & (tl.load(mask_ptrs, may, other=0) != 0)
+        may = may & (tl.load(mask_ptrs, may & (m < n_queries), other=0) != 0)
     return may
 
 
 @triton.jit
-def load_positions(ptr, index, stride, n_tokens, default, EXPLICIT: tl.constexpr):
-    """The positions of tokens, or their default."""
-    if EXPLICIT:
-        default = tl.load(ptr + wide(index) * stride, index < n_tokens, other=0)
-    return default
+def mask_of_head(mask, batch, head):
+    """The mask of one head: a pointer and the strides of query and key."""
+    mask_ptr, stride_batch, stride_head, stride_query, stride_key = mask
+    return mask_ptr + wide(batch) * stride_batch + wide(head) * stride_head, stride_query, stride_key
+
+
+@triton.jit
+def parameters_of_head(parameters, head):
+    """Where the numbers that a score function reads begin."""
+    parameters_ptr, stride_head = parameters
+    return parameters_ptr + wide(head) * stride_head
+
+
+@triton.jit
+def first_position(positions, batch):
+    """The position that others are counted from, so that float32 holds them: the first key's, or 0."""
+    origin = 0
+    if positions is not None:
+        ptr, stride_batch, _ = positions
+        origin = wide(tl.load(ptr + wide(batch) * stride_batch))
+    return origin
+
+
+@triton.jit
+def load_positions(positions, batch, start, n_tokens, default, origin, BLOCK: tl.constexpr):
+    """The positions of a tile's tokens, from the origin, in float32; `default` is that of token `start`."""
+    offset = tl.arange(0, BLOCK)
+    if positions is not None:
+        ptr, stride_batch, stride_token = positions
+        index = start + offset
+        loaded = tl.load(ptr + wide(batch) * stride_batch + wide(index) * stride_token, index < n_tokens, other=0)
+        position = (wide(loaded) - origin).to(tl.float32)
+    else:
+        # One conversion for each tile: they are as slow as exponentials.
+        position = (default - origin).to(tl.float32) + offset.to(tl.float32)
+    return position
+
+
+@triton.jit
+def positions_to_meet(
+    held, streamed, batch, start, n_tokens, default, origin, BLOCK: tl.constexpr, CLOSE: tl.constexpr
+):  # fmt: skip
+    """The positions of the tile that a program holds, and of one that it streams, from an origin that they share.
+
+    If they are CLOSE, all positions are indices, and the origin is the streamed tile's first token: its positions then
+    are the same in every step, and what a score function makes of them is computed once.
+    """
+    if CLOSE:
+        theirs = tl.arange(0, BLOCK).to(tl.float32)
+        ours = held - default.to(tl.float32)
+    else:
+        theirs = load_positions(streamed, batch, start, n_tokens, default, origin, BLOCK)
+        ours = held
+    return ours, theirs

@@ -1,0 +1,77 @@
+"""Records of attention's benchmark: what was found of each implementation, and how it reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ropewalk.bench.attention_cases import AttentionCase
+from ropewalk.bench.records import read_lines
+from ropewalk.bench.timing import HostTime, Quantiles
+
+
+def label(impl: str, position: str) -> str:
+    """An implementation together with where positions come in."""
+    return impl if position == "none" else f"{impl} + {position}"
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """What was found of one implementation on one case, mode and protocol. Times are in microseconds."""
+
+    case: AttentionCase
+    mode: str
+    impl: str
+    position: str  # "none", a scheme in the kernel, or "apply_rope" and "compiled rope": a rotation in front of it
+    kind: str  # "ours" or "peer"
+    status: str  # "ok", "wrong", "failed" or "unsupported": anything but "ok" was not timed
+    reason: str | None = None
+    served_by: str | None = None  # ours: which implementation `explain_choice` names
+    error: float | None = None  # against float64, where it comes nearest to its budget; None where it is infinite
+    error_budget: float | None = None
+    protocol: str | None = None  # "hot" or "cool"
+    time: Quantiles | None = None  # on the device, of a call (on a CPU: of the call)
+    rounds: int | None = None
+    tflops: float | None = None  # by the median
+    ratios: dict[str, float] | None = None  # by label, how many times as long others took: medians over rounds
+    host: HostTime | None = None  # what an eager call costs the host, where that matters beside its work
+    peak_bytes: int | None = None  # memory: of the inputs, and of all that a call holds at its peak
+    floor_bytes: int | None = None  # memory: of q, k, v, out, their gradients, and rotated q and k
+
+    @property
+    def label(self) -> str:
+        """What `ratios` calls this row."""
+        return label(self.impl, self.position)
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """A record file: the line about the run, and the rows."""
+
+    run: dict[str, Any]
+    rows: list[AttentionRow]
+
+
+def read_attention_record(path: Path) -> AttentionRecord:
+    """Read back what a `RecordWriter` wrote of attention."""
+    run, lines = read_lines(path, "attention")
+    return AttentionRecord(run, [_row(line) for line in lines])
+
+
+def _row(line: dict[str, Any]) -> AttentionRow:
+    case = line.pop("case")
+    for name, kind in (("time", Quantiles), ("host", HostTime)):
+        if line[name] is not None:
+            line[name] = kind(**line[name])
+    return AttentionRow(AttentionCase(**{**case, "modes": tuple(case["modes"])}), **line)
+
+
+def attention_groups(rows: Sequence[AttentionRow]) -> Iterator[list[AttentionRow]]:
+    """The rows of each case, mode and protocol that were timed together, or measured in bytes."""
+    together: dict[tuple[object, ...], list[AttentionRow]] = {}
+    for row in rows:
+        if row.status == "ok":
+            together.setdefault((row.mode, row.case, row.protocol), []).append(row)
+    yield from together.values()

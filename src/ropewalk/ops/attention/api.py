@@ -1,0 +1,252 @@
+"""`attention`: the one public function of attention, and `explain_choice`, which says who would serve a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention import cores, eager, operator, reference
+from ropewalk.ops.attention.checks import NO_POSITION, as_bhtd, check_call
+from ropewalk.ops.attention.choice import Choice, choose, explain
+from ropewalk.ops.attention.cores import Request
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.positions import PositionScheme
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position: PositionScheme = NO_POSITION,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    positions_q: Tensor | None = None,
+    positions_k: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    layout: str = "bthd",
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Any:
+    """Attend from q to k and v, with the position encoding inside.
+
+    The same in PyTorch, for `layout="bhtd"`, as many key heads as query heads, and a scheme that maps features::
+
+        q, k = map_features(q), map_features(k)  # see the scheme: Rope turns pairs, others leave features alone
+        scores = q @ k.mT * scale  # (B, H, Tq, Tk); Alibi and the decay of ExpoSB change them here
+        ahead = torch.arange(Tk) - torch.arange(Tk - Tq, Tk)[:, None]  # the last query stands at the last key
+        allowed = torch.ones(Tq, Tk, dtype=torch.bool) if mask is None else mask
+        if causal:
+            allowed = allowed & (ahead <= 0)
+        if window is not None:
+            allowed = allowed & (ahead.abs() < window)
+        out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+    A query that may attend nothing gives zeros, a log-sum-exp of −inf, and no gradient. No (Tq, Tk) matrix is ever
+    held. Products of float16 and bfloat16 are summed in float32; those of float32 are exact to float32, unless torch
+    is told to use TF32. Under autocast q, k and v are cast as by PyTorch's scaled_dot_product_attention.
+
+    For the backward, the Triton kernels keep q and k with their features mapped, v, the output and the log-sum-exp; the
+    probabilities are computed again. Their gradients are the same bits every time, and cannot be differentiated again;
+    those of "reference" can.
+
+    Args:
+        q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd"; float16, bfloat16, float32 or float64, D up to
+            256, any strides.
+        k: (B, Tk, K, D) or (B, K, Tk, D), where H is a multiple of K: each key head serves H/K query heads in a row.
+        v: like k.
+        position: the position scheme, such as `Rope()`, `Alibi()` or `ExpoSB()`.
+        causal: let no query attend a later key, by index, aligned at the bottom right.
+        window: let a query attend keys less than so many places away alone; together with `causal`, those behind it.
+        scale: of the scores; 1/√D by default.
+        mask: bool, True where a query may attend: (Tq, Tk); (B, Tq, Tk), the same for all heads; or (B or 1, H or 1,
+            Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing.
+        key_lengths: (B,), int32 or int64: so many keys of each batch row exist, from 0 to Tk; what follows is padding
+            and is never read. Its values are checked on CPU tensors alone.
+        positions_q: the queries' positions for the scheme, (B, Tq) or (1, Tq), int32 or int64; index + Tk − Tq by
+            default. `causal` and `window` go by index all the same.
+        positions_k: the keys' positions, (B, Tk) or (1, Tk); their index by default.
+        cu_seqlens_q, cu_seqlens_k, query_starts, key_starts, block_table, dropout_p: not served yet.
+        return_lse: return the log-sum-exp too; it is differentiable.
+        layout: "bthd" or "bhtd".
+        deterministic: True takes no library's kernels whose gradients differ from run to run; None does as
+            `torch.are_deterministic_algorithms_enabled()` says. Triton's and the reference's never differ.
+        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "flash" (flash-attn 4, 3 or 2) or
+            "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each after our rotation; or "reference". A named one that
+            cannot serve the call raises.
+
+    Returns:
+        The output, like q; or with return_lse (output, log-sum-exp), the second (B, H, Tq), to base e and in float32
+        (float64 for float64 tensors).
+
+    Raises:
+        TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them.
+        ValueError: shapes, devices or values that do not fit, or an `impl` that cannot serve them.
+        NotImplementedError: an argument that is not served yet.
+
+    Under `torch.func` transforms and forward-mode differentiation the reference serves. `torch.compile` sees the
+    operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.
+
+    Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithms 1 and 2.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import Rope, attention
+        >>> q = torch.randn(2, 128, 8, 64)
+        >>> k, v = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
+        >>> out = attention(q, k, v, position=Rope(base=500000.0), causal=True)
+        >>> out.shape
+        torch.Size([2, 128, 8, 64])
+        >>> padding = torch.tensor([128, 100])
+        >>> out, lse = attention(q, k, v, key_lengths=padding, return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 8, 128])
+    """
+    request = _ask(
+        q,
+        k,
+        v,
+        position=position,
+        causal=causal,
+        window=window,
+        scale=scale,
+        mask=mask,
+        key_lengths=key_lengths,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        positions_q=positions_q,
+        positions_k=positions_k,
+        key_starts=key_starts,
+        query_starts=query_starts,
+        block_table=block_table,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        layout=layout,
+        deterministic=deterministic,
+    )
+    name = choose(request, impl)
+    if _is_autocast(q):  # q, k and v are cast by now; what the implementations compute in float32 must stay there
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _attend(request, name)
+    else:
+        out, lse = _attend(request, name)
+    out = as_bhtd(out, layout)  # its own inverse
+    return (out, lse) if return_lse else out
+
+
+def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
+    """Say which implementation `attention` takes for a call, and why not each other one. Nothing is computed.
+
+    Args:
+        q, k, v: as for `attention`.
+        keywords: those of `attention`.
+
+    Returns:
+        A `Choice`: its `name`; `others`, a reason for each other implementation; and both as text, by `str`.
+
+    Raises:
+        What `attention` would raise.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import explain_choice
+        >>> q = k = v = torch.randn(2, 128, 8, 64)
+        >>> choice = explain_choice(q, k, v, window=32)
+        >>> choice.name
+        'reference'
+        >>> choice.others["sdpa"]
+        'it knows no window'
+    """
+    impl = keywords.pop("impl", None)
+    return explain(_ask(q, k, v, **keywords), impl)
+
+
+def _ask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bthd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **keywords: Any,
+) -> Request:
+    """Check a call, and work out what an implementation needs to serve it."""
+    if layout == "thd":
+        raise NotImplementedError("layout 'thd' is not served yet")
+    for name, value in (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+        ("key_starts", key_starts),
+        ("query_starts", query_starts),
+        ("block_table", block_table),
+        ("dropout_p", dropout_p or None),
+    ):
+        if value is not None:
+            raise NotImplementedError(f"{name} is not served yet")
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
+    if _is_autocast(q):
+        q, k, v = (_lower(x) for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        _fix_all_but_lengths(q, k, layout)
+    call = check_call(q, k, v, layout=layout, **keywords)
+    q, k, v = as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout)
+    prepared = prepare(q, k, call)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return Request(q, k, v, call, prepared, return_lse, deterministic, backward)
+
+
+def _attend(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
+    """The output, (B, H, Tq, D), by an implementation; and the log-sum-exp, if it was asked for."""
+    if name == "sdpa":
+        return cores.sdpa(request), None
+    if name == "flash":
+        return cores.flash(request), None
+    q, k, v, call, prepared, return_lse, _, backward = request
+    if name == "reference":
+        return reference.attention(q, k, v, call)
+    if operator.is_plain(q, k, v, call.mask, call.key_lengths, call.positions_q, call.positions_k):
+        return eager.attend(q, k, v, prepared, return_lse)
+    return operator.attend(q, k, v, prepared, return_lse, backward)
+
+
+def _fix_all_but_lengths(q: Tensor, k: Tensor, layout: str) -> None:
+    """Let torch.compile take the numbers of heads and the head dim for constants, as the kernels do."""
+    for x in (q, k):
+        if x.ndim == 4:
+            len(range(x.shape[1 if layout == "bhtd" else 2]))  # a range has a length that must be known
+            len(range(x.shape[3]))
+
+
+def _is_autocast(q: Tensor) -> bool:
+    if not isinstance(q, Tensor):
+        return False
+    kind = q.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _lower(x: Tensor) -> Tensor:
+    """Cast as autocast does for PyTorch's scaled_dot_product_attention."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -1,0 +1,149 @@
+"""Which implementation of attention serves a call: who can, and who was measured to be the fastest.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention.cores import HALF, Request, capability, constant, why_not_flash, why_not_sdpa
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.ops.rope.operator import is_transformed
+
+IMPLEMENTATIONS = ("triton", "flash", "sdpa", "reference")
+
+
+class Row(NamedTuple):
+    """An order of implementations, the fastest first, and the calls that it is for; None is for all."""
+
+    order: tuple[str, ...]
+    head_dim: int | None = None  # up to so many features
+    tokens: int = 0  # where there are at least so many, of queries and of keys
+    causal: bool | None = None
+    windowed: bool | None = None
+    backward: bool | None = None
+
+    def fits(self, request: Request) -> bool:
+        """Whether the row is for such a call."""
+        q, k, call = request.q, request.k, request.call
+        return (
+            (self.head_dim is None or q.shape[3] <= self.head_dim)
+            and min(q.shape[2], k.shape[2]) >= self.tokens
+            and self.causal in (None, call.causal)
+            and self.windowed in (None, call.window is not None)
+            and self.backward in (None, request.backward)
+        )
+
+
+LIBRARIES_FIRST = ("flash", "sdpa", "triton", "reference")
+TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
+
+# By compute capability; the first row that fits counts, and those that cannot serve a call are passed over.
+MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
+    (9, 0): (
+        Row(TRITON_FIRST, windowed=True),
+        Row(LIBRARIES_FIRST, tokens=512),
+        Row(TRITON_FIRST),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation serves a call, and why each other one does not."""
+
+    name: str
+    others: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name} serves", *(f"not {name}: {reason}" for name, reason in self.others.items())])
+
+
+def preference(request: Request) -> tuple[str, ...]:
+    """The implementations in the order in which a call tries them."""
+    device = request.q.device
+    if device.type != "cuda":
+        return ("sdpa", "reference")  # Triton means its interpreter here, which is for tests
+    rows = MEASURED.get(capability(device), ()) if torch.version.hip is None else ()
+    return next((row.order for row in rows if row.fits(request)), LIBRARIES_FIRST)
+
+
+def choose(request: Request, impl: str | None) -> str:
+    """Name the implementation that serves a call: `impl`, or the first in order that can."""
+    if impl is None:
+        return next(name for name in preference(request) if why_not(name, request) is None)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    reason = why_not(impl, request)
+    if reason is not None:
+        raise ValueError(f"impl is {impl!r}, but it cannot serve this call: {reason}")
+    return impl
+
+
+def explain(request: Request, impl: str | None) -> Choice:
+    """What `choose` chooses, and why."""
+    chosen = choose(request, impl)
+    device = request.q.device
+    if impl is not None:
+        rest = f"{impl!r} was asked for"
+    elif device.type != "cuda":
+        rest = "it is no faster here, or for tests alone"
+    elif torch.version.hip is None and capability(device) in MEASURED:
+        rest = "slower here: measured"
+    else:
+        rest = "expected to be slower; this kind of GPU was not measured"
+    return Choice(chosen, {name: why_not(name, request) or rest for name in IMPLEMENTATIONS if name != chosen})
+
+
+def why_missing(impl: str, device: torch.device) -> str | None:
+    """Say why an implementation cannot serve the plainest call on a device; None if it can."""
+    x = torch.empty(1, 1, 128, 64, dtype=torch.float16, device=device)
+    call = check_call(x, x, x, layout="bhtd")
+    return why_not(impl, Request(x, x, x, call, prepare(x, x, call), False, False, False))
+
+
+def why_not(impl: str, request: Request) -> str | None:
+    """Say why an implementation cannot serve a call; None if it can."""
+    if impl == "reference":
+        return None
+    if not torch.compiler.is_compiling() and is_transformed():
+        return "under torch.func transforms and forward-mode differentiation only the reference serves"
+    if impl == "sdpa":
+        return why_not_sdpa(request)
+    if impl == "flash":
+        return why_not_flash(request)
+    return _why_not_triton(request)
+
+
+def _why_not_triton(request: Request) -> str | None:
+    q, prepared, scheme = request.q, request.prepared, request.call.position
+    if q.dtype not in (*HALF, torch.float32):
+        return f"its kernels take float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
+    if prepared.score is None and scheme.changes_scores():
+        return f"{type(scheme).__name__} changes scores, and names no score functions for Triton"
+    learned = (prepared.cos_q, prepared.cos_k, prepared.weights, prepared.parameters)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+        return "the scheme's tables or parameters are to be learned, and its kernels do not differentiate them"
+    return why_not_triton_on(q.device)
+
+
+@constant
+def why_not_triton_on(device: torch.device) -> str | None:
+    """Say why the Triton kernels cannot run on a device; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from ropewalk.ops.attention import triton_launch
+
+    if triton_launch.interpreted():
+        return None if device.type == "cpu" else f"Triton's interpreter takes CPU tensors, not {device.type} tensors"
+    if device.type != "cuda":
+        return f"Triton kernels need a GPU, and the tensors are on {device.type}"
+    if torch.version.hip is None and capability(device) < (8, 0):
+        return f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return None

@@ -1,0 +1,89 @@
+"""Timing in bursts, on a CPU and with a stand-in for a GPU's clock."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ropewalk.bench import bursts
+from ropewalk.bench.bursts import PROTOCOLS, plan_burst, ratios, time_bursts
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_round_times_every_call(protocol: str, device: torch.device) -> None:
+    counts = {"slow": 0, "fast": 0}
+    large, small = torch.randn(1 << 23, device=device), torch.randn(1 << 4, device=device)
+
+    def slow() -> None:
+        counts["slow"] += 1
+        large.mul_(1.0)
+
+    def fast() -> None:
+        counts["fast"] += 1
+        small.mul_(1.0)
+
+    samples = time_bursts({"slow": slow, "fast": fast}, device, PROTOCOLS[protocol], rounds=3)
+    assert {name: len(times) for name, times in samples.items()} == {"slow": 3, "fast": 3}
+    assert min(counts.values()) >= 3
+    assert ratios(samples, "fast")["slow"] > 1 > ratios(samples, "slow")["fast"]
+
+
+def test_ratios_are_medians_over_rounds() -> None:
+    samples = {"a": [1.0, 2.0, 4.0], "b": [2.0, 6.0, 40.0], "c": [1.0, 1.0, 1.0]}
+    assert ratios(samples, "a") == {"b": 3.0, "c": 0.5}
+
+
+def test_a_burst_is_long_enough_and_no_call_is_late() -> None:
+    assert plan_burst(100.0, 7000.0) == (1, 150.0)
+    assert plan_burst(100.0, 50_000.0) == (1, 150.0)
+    assert plan_burst(100.0, 1000.0) == (7, 150.0)
+    repeats, spin = plan_burst(1000.0, 300.0)
+    assert repeats == 23
+    for index in range(repeats):  # each call is enqueued before the GPU has done those before it
+        assert (index + 1) * 1000.0 <= spin + index * 300.0
+    assert plan_burst(10.0, 1.0)[0] == 32
+
+
+class FakeGpu:
+    """A clock that spinning and calls move on, and the CUDA names that bursts use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.naps: list[float] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def elapsed_time(self, end: Any) -> float:
+                elapsed: float = (end.at - self.at) / 1e3
+                return elapsed
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.work(cycles / 1000))
+        monkeypatch.setattr(bursts, "check_device", lambda device: None)
+        monkeypatch.setattr(bursts, "host_once", lambda call, device: 20.0)
+        monkeypatch.setattr(bursts.time, "sleep", self.naps.append)
+
+    def work(self, microseconds: float) -> None:
+        self.now += microseconds
+
+
+def test_a_gpus_bursts_hold_nothing_but_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    calls = {"long": lambda: gpu.work(5000.0), "short": lambda: gpu.work(250.0)}
+    monkeypatch.setattr(bursts.time, "perf_counter", lambda: gpu.now / 1e6)
+    hot = time_bursts(calls, torch.device("cuda"), PROTOCOLS["hot"])
+    assert gpu.now > 250e3 + 2 * 150e3
+    assert gpu.naps == []
+    for name, microseconds in (("long", 5000.0), ("short", 250.0)):
+        assert len(hot[name]) == 30  # 150 ms of the shorter burst
+        assert hot[name] == pytest.approx([microseconds] * 30)
+    cool = time_bursts(calls, torch.device("cuda"), PROTOCOLS["cool"], rounds=6)
+    assert [len(times) for times in cool.values()] == [6, 6]
+    assert gpu.naps == [0.2] * 12

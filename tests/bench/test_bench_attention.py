@@ -1,0 +1,226 @@
+"""Attention's benchmark from end to end, on cases of a few tokens."""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from ropewalk.bench import attention, attention_candidates
+from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase
+from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
+from ropewalk.bench.attention_records import AttentionRow, read_attention_record
+from ropewalk.cli import app
+
+CASE = AttentionCase("small", 2, 19, 4, 2, 16, causal=True, modes=tuple(MODES))
+PADDED = replace(CASE, name="padded", causal=False, padded=True, modes=("train",))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(device: torch.device) -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager" if device.type == "cpu" else "default"):
+        yield
+
+
+def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[attention.AttentionResult, str]:
+    text = io.StringIO()
+    given: dict[str, Any] = {
+        "output": tmp_path / "record.jsonl",
+        "device": str(target),
+        "impls": ("reference",),
+        "peers": "none",
+        "rounds": 3,
+        "cases": (CASE, PADDED),
+        "console": Console(file=text, width=300),
+    }
+    return attention.run_attention_bench(**{**given, **options}), text.getvalue()
+
+
+def add_peer(monkeypatch: pytest.MonkeyPatch, name: str, attend: Any, why_not: Any = lambda case: None) -> None:
+    peer = AttentionPeer(name, "torch", "torch", False, why_not, lambda case, inputs: attend)
+    monkeypatch.setitem(ATTENTION_PEERS, name, peer)
+
+
+def rows_of(rows: Sequence[AttentionRow], impl: str) -> list[AttentionRow]:
+    return [row for row in rows if row.impl == impl]
+
+
+def test_every_mode_is_measured_by_its_protocols(tmp_path: Path, device: torch.device) -> None:
+    result, text = run(tmp_path, device, peers="sdpa_flash")
+    rows = [row for row in result.record.rows if row.case == CASE and row.mode != "memory"]
+    measured = {(row.mode, row.protocol): row.label for row in rows if row.kind == "ours"}
+    hot = [(mode, "hot") for mode in MODES if mode != "memory"]
+    assert set(measured) == {*hot, ("fwd", "cool"), ("bwd", "cool")}
+    for row in rows:
+        assert row.status == "ok", row
+        assert row.time is not None
+        assert row.tflops is not None
+        assert row.error is not None
+        assert row.error_budget is not None
+        assert row.rounds == 3
+        assert 0 < row.error <= row.error_budget
+        together = [other for other in rows if (other.mode, other.protocol) == (row.mode, row.protocol)]
+        assert row.ratios is not None
+        assert set(row.ratios) == {other.label for other in together} - {row.label}
+        assert (row.served_by is None) == (row.kind == "peer")
+    assert [row.protocol for row in rows_of(rows, "sdpa_flash")] == ["hot", "cool", "hot", "cool", "hot"]
+    assert {row.status for row in result.record.rows if row.case == PADDED and row.impl == "sdpa_flash"} == {
+        "unsupported"
+    }
+    assert not result.interrupted
+    assert read_attention_record(result.path) == result.record
+    assert result.path.with_suffix(".png").exists()
+    assert "RoPE, attention and both their backwards" in text
+    if device.type == "cuda":
+        assert all(row.peak_bytes is not None for row in result.record.rows if row.mode == "memory")
+
+
+def test_modes_cases_and_protocols_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
+    result, _ = run(tmp_path, device, case_names=("small",), modes=("fwd",), protocols=("cool",))
+    assert [(row.case.name, row.mode, row.protocol) for row in result.record.rows] == [("small", "fwd", "cool")]
+
+
+def test_a_wrong_peer_is_reported_and_not_timed(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return q * k.sum() * v.sum()
+
+    add_peer(monkeypatch, "wrong", wrong)
+    result, text = run(tmp_path, device, peers="wrong", modes=("fwd", "train"), cases=(CASE,))
+    rows = rows_of(result.record.rows, "wrong")
+    assert [(row.mode, row.status) for row in rows] == [("fwd", "wrong"), ("train", "wrong")]
+    assert all(row.time is None and row.error_budget is not None for row in rows)
+    assert calls == 2
+    assert "wrong: wrong on small fwd: the error of the output is past the budget" in text
+
+
+def test_a_failing_peer_does_not_stop_the_run(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise OSError("/secret/place/lib.so")
+
+    def never(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError
+
+    add_peer(monkeypatch, "broken", fail)
+    add_peer(monkeypatch, "narrow", never, why_not=lambda case: "too narrow")
+    result, text = run(tmp_path, device, peers="broken,narrow", modes=("bwd",), cases=(CASE,))
+    found = {row.impl: (row.status, row.reason) for row in result.record.rows if row.kind == "peer"}
+    assert found == {"broken": ("failed", "OSError"), "narrow": ("unsupported", "too narrow")}
+    assert "/secret/place" in text
+    assert "/secret/place" not in result.path.read_text()
+    assert len(rows_of(result.record.rows, "reference")) == 2
+
+
+@pytest.mark.parametrize(("spoil", "status"), [(lambda out: out * 1.5, "wrong"), (lambda out: 1 / 0, "failed")])
+def test_ours_must_be_right(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, spoil: Any, status: str
+) -> None:
+    """The record is complete before the error is raised."""
+    right = attention_candidates.attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        out = right(q, k, v, **keywords)
+        return spoil(out) if keywords["impl"] == "reference" else out
+
+    monkeypatch.setattr(attention_candidates, "attention", attend)
+    with pytest.raises(attention.OursError, match=rf"reference \+ rope on padded train is {status}"):
+        run(tmp_path, device, cases=(PADDED,))
+    rows = read_attention_record(tmp_path / "record.jsonl").rows
+    assert [row.status for row in rows_of(rows, "reference")] == [status] * 3
+    assert [row.status for row in rows_of(rows, "auto")] == ["ok"]
+
+
+def test_an_implementation_that_cannot_serve_says_so(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    result, text = run(tmp_path, cpu, impls=("flash", "reference"), modes=("fwd",), cases=(CASE,))
+    row = rows_of(result.record.rows, "flash")[0]
+    assert row.status == "unsupported"
+    assert "cannot serve this call" in (row.reason or "")
+    assert "unsupported: flash on small fwd" in text
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = attention._time_mode
+
+    def stop_at_padded(case: AttentionCase, *arguments: Any) -> Any:
+        if case.name == "padded":
+            raise KeyboardInterrupt
+        return measure(case, *arguments)
+
+    monkeypatch.setattr(attention, "_time_mode", stop_at_padded)
+    result, text = run(tmp_path, device, modes=("fwd", "train"))
+    assert result.interrupted
+    assert {row.case.name for row in read_attention_record(result.path).rows} == {"small"}
+    assert "rows measured so far are kept" in text
+
+
+def test_large_cases_are_left_out_on_a_cpu_and_it_says_so(tmp_path: Path) -> None:
+    result, text = run(tmp_path, torch.device("cpu"), cases=(CASE, CASES[0]), modes=("fwd",), protocols=("hot",))
+    assert {row.case.name for row in result.record.rows} == {"small"}
+    assert f"left out on a CPU unless named with --case: {CASES[0].name}" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: small, padded"),
+        ({"modes": ("forward",)}, "mode 'forward' does not exist"),
+        ({"impls": ("cuda",)}, "impl 'cuda' does not exist"),
+        ({"protocols": ("warm",)}, "protocol 'warm' does not exist; there are: hot, cool"),
+        ({"peers": "tiger"}, "peer 'tiger' does not exist"),
+        ({"peers": "flex"}, "peer 'flex' cannot be measured: needs a GPU"),
+        ({"device": "meta"}, "only 'cpu' and 'cuda' can be timed"),
+    ],
+)
+def test_what_does_not_exist_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, torch.device("cpu"), **options)
+    assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_the_command_lists_cases_and_modes() -> None:
+    result = CliRunner().invoke(app, ["bench", "attention", "--list"])
+    assert result.exit_code == 0
+    assert "gqa-8k-d128\n    B2 T8192 H32/8 D128, bfloat16, causal\n    modes: fwd, bwd, train\n" in result.stdout
+    assert "mode memory: " in result.stdout
+
+
+def test_the_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def fake(**options: Any) -> Any:
+        given.append(options)
+        return SimpleNamespace(interrupted=len(given) > 1)
+
+    monkeypatch.setattr("ropewalk.bench.attention.run_attention_bench", fake)
+    options = ["--case", "a", "--case", "b", "--impl", "triton", "--mode", "fwd, bwd", "--protocol", "hot"]
+    assert CliRunner().invoke(app, ["bench", "attention", *options, "--peers", "flex"]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "attention"]).exit_code == 130
+    expected = {"case_names": ["a", "b"], "impls": ["triton"], "modes": ["fwd", "bwd"], "protocols": ["hot"]}
+    assert given[0] == {**expected, "peers": "flex", "output": None, "device": None, "rounds": None}
+    assert given[1]["modes"] == tuple(MODES)
+    assert given[1]["protocols"] == []
+
+
+def test_the_command_shows_what_is_wrong_as_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: Any) -> Any:
+        raise attention.OursError("triton on small fwd is wrong")
+
+    monkeypatch.setattr("ropewalk.bench.attention.run_attention_bench", fail)
+    result = CliRunner().invoke(app, ["bench", "attention"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: triton on small fwd is wrong\n"
