@@ -391,14 +391,12 @@ def test_explaining_computes_nothing(device):
         explain_choice(*tensors, position=Rope(), return_lse=True, layout="bthd")
 
 
-def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, head_dim=128, **changes):
+def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, device="cuda"):
     """A request from a GPU that this machine may lack."""
     monkeypatch.setattr(choice, "capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", changes.pop("hip", None))
-    call = SimpleNamespace(causal=True, window=changes.pop("window", None))
-    device = torch.device(changes.pop("device", "cuda"))
-    q = SimpleNamespace(device=device, shape=(1, 8, queries, head_dim))
-    return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, head_dim)), call=call, backward=True, **changes)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
+    return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), backward=True)
 
 
 def test_orders_name_every_implementation_that_a_device_may_have(monkeypatch):
@@ -408,21 +406,23 @@ def test_orders_name_every_implementation_that_a_device_may_have(monkeypatch):
             assert set(row.order) == set(choice.IMPLEMENTATIONS)
             assert row.order[-1] == "reference"
     for capability in ((8, 0), (9, 0), (12, 0)):
-        for windowed in (None, 100):
-            order = choice.preference(imagined(monkeypatch, capability, window=windowed))
+        for tokens in (1, 512, 4096):
+            order = choice.preference(imagined(monkeypatch, capability, queries=tokens))
             assert set(order) == set(choice.IMPLEMENTATIONS)
-    assert choice.preference(imagined(monkeypatch, (8, 6))) == choice.LIBRARIES_FIRST
-    assert choice.preference(imagined(monkeypatch, hip="7.0")) == choice.LIBRARIES_FIRST
+    assert choice.preference(imagined(monkeypatch, (8, 6))) == choice.FLASH_FIRST
+    assert choice.preference(imagined(monkeypatch, hip="7.0")) == choice.FLASH_FIRST
     assert choice.preference(imagined(monkeypatch, device="cpu")) == ("sdpa", "reference")
 
 
 def test_rows_of_the_table_fit_what_they_say(monkeypatch):
-    request = imagined(monkeypatch, queries=100, keys=4096, head_dim=80)
-    fitting = {"head_dim": 80, "tokens": 100, "causal": True, "windowed": False, "backward": True}
-    misfits = {"head_dim": 64, "tokens": 101, "causal": False, "windowed": True, "backward": False}
-    assert choice.Row(("reference",), **fitting).fits(request)
-    for name, value in misfits.items():
-        assert not choice.Row(("reference",), **{**fitting, name: value}).fits(request)
+    request = imagined(monkeypatch, queries=100, keys=4096)
+    order = ("reference",)
+    assert choice.Row(order).fits(request)
+    assert choice.Row(order, tokens=100, backward=True).fits(request)
+    assert not choice.Row(order, tokens=101).fits(request)
+    request.backward = False
+    assert choice.Row(order, tokens=100).fits(request)
+    assert not choice.Row(order, backward=True).fits(request)
 
 
 def test_determinism_excludes_what_is_not(device):

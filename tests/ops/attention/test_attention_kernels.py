@@ -282,8 +282,8 @@ def test_every_configuration_of_float32(kernels, device, head_dim, kind):
 
 @on_gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000])
-@pytest.mark.parametrize("queries", [1, 63, 64, 65, 128, 129, 193])
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 128, 129, 1000])
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 129])
 def test_lengths_around_the_edges_of_full_tiles(kernels, device, queries, keys, head_dim):
     tensors = draw(device, torch.bfloat16, queries, keys, head_dim)
     for keywords in ({}, {"causal": True}, {"window": 64}, {"causal": True, "window": 65}):

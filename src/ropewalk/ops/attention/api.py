@@ -238,11 +238,14 @@ def _fix_all_but_lengths(q: Tensor, k: Tensor, layout: str) -> None:
             len(range(x.shape[3]))
 
 
+_AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
 def _is_autocast(q: Tensor) -> bool:
     if not isinstance(q, Tensor):
         return False
     kind = q.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
 def _lower(x: Tensor) -> Tensor:

@@ -20,36 +20,28 @@ IMPLEMENTATIONS = ("triton", "flash", "sdpa", "reference")
 
 
 class Row(NamedTuple):
-    """An order of implementations, the fastest first, and the calls that it is for; None is for all."""
+    """An order of implementations, the fastest first, and the calls that it is for."""
 
     order: tuple[str, ...]
-    head_dim: int | None = None  # up to so many features
     tokens: int = 0  # where there are at least so many, of queries and of keys
-    causal: bool | None = None
-    windowed: bool | None = None
-    backward: bool | None = None
+    backward: bool = False  # where a backward will come
 
     def fits(self, request: Request) -> bool:
         """Whether the row is for such a call."""
-        q, k, call = request.q, request.k, request.call
-        return (
-            (self.head_dim is None or q.shape[3] <= self.head_dim)
-            and min(q.shape[2], k.shape[2]) >= self.tokens
-            and self.causal in (None, call.causal)
-            and self.windowed in (None, call.window is not None)
-            and self.backward in (None, request.backward)
-        )
+        tokens = min(request.q.shape[2], request.k.shape[2])
+        return tokens >= self.tokens and (request.backward or not self.backward)
 
 
-LIBRARIES_FIRST = ("flash", "sdpa", "triton", "reference")
-TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
+FLASH_FIRST = ("flash", "sdpa", "triton", "reference")
+CUDNN_FIRST = ("sdpa", "flash", "triton", "reference")
 
-# By compute capability; the first row that fits counts, and those that cannot serve a call are passed over.
+# By compute capability, from docs/log.md and results/. The first row that fits counts, and of its implementations the
+# first that can serve the call: windows leave cuDNN out; masks, lengths and changed scores both libraries.
 MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
-        Row(TRITON_FIRST, windowed=True),
-        Row(LIBRARIES_FIRST, tokens=512),
-        Row(TRITON_FIRST),
+        Row(FLASH_FIRST, tokens=1024),
+        Row(FLASH_FIRST, tokens=512, backward=True),
+        Row(CUDNN_FIRST),
     ),
 }
 
@@ -71,7 +63,7 @@ def preference(request: Request) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("sdpa", "reference")  # Triton means its interpreter here, which is for tests
     rows = MEASURED.get(capability(device), ()) if torch.version.hip is None else ()
-    return next((row.order for row in rows if row.fits(request)), LIBRARIES_FIRST)
+    return next((row.order for row in rows if row.fits(request)), FLASH_FIRST)
 
 
 def choose(request: Request, impl: str | None) -> str:

@@ -51,23 +51,23 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
         (64, 2): Tiles(64, 128, 4, 2, 168),
         (128, 2): Tiles(64, 64, 4, 3),
         (256, 2): Tiles(128, 64, 8, 2),
-        (64, 4): Tiles(64, 32, 8, 1),
-        (128, 4): Tiles(64, 16, 8, 1),
+        (64, 4): Tiles(32, 32, 8, 1),
+        (128, 4): Tiles(32, 32, 8, 1),
         (256, 4): Tiles(32, 16, 8, 1),
     },
     "keys": {
         (64, 2): Tiles(128, 64, 4, 2),
         (128, 2): Tiles(64, 64, 4, 2),
         (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(32, 16, 4, 1),
-        (128, 4): Tiles(16, 64, 8, 1),
+        (64, 4): Tiles(16, 16, 8, 1),
+        (128, 4): Tiles(16, 16, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
     },
     "queries": {
         (64, 2): Tiles(64, 64, 4, 2, 128),
         (128, 2): Tiles(64, 64, 4, 2),
         (256, 2): Tiles(128, 32, 8, 2),
-        (64, 4): Tiles(32, 32, 8, 1),
+        (64, 4): Tiles(16, 32, 8, 1),
         (128, 4): Tiles(16, 16, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
     },
@@ -78,6 +78,7 @@ _TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
 _TILES_WITH_MASK = {
     ("forward", 64, 2): Tiles(64, 32, 4, 2),
     ("forward", 128, 2): Tiles(64, 32, 4, 2),
+    ("forward", 256, 2): Tiles(64, 64, 8, 2),
     ("keys", 64, 2): Tiles(32, 64, 4, 2),
     ("keys", 128, 2): Tiles(32, 64, 4, 2),
     ("queries", 64, 2): Tiles(64, 32, 4, 2),
@@ -96,6 +97,11 @@ def on_amd() -> bool:
     return torch.version.hip is not None
 
 
+def on_hopper() -> bool:
+    """Whether the GPU has compute capability 9.0, whose shared memory the tiles were made for."""
+    return not on_amd() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def choose_tiles(
     kernel: str, block_d: int, dtype: torch.dtype, functions: ScoreFunctions | None, prepared: Prepared
 ) -> Tiles:
@@ -110,7 +116,8 @@ def choose_tiles(
             tiles = _TILES_WITH_ADJOINT.get((kernel, features, size), tiles)
     if prepared.mask is not None:
         tiles = _TILES_WITH_MASK.get((kernel, features, size), tiles)
-    return tiles._replace(num_stages=1) if on_amd() else tiles
+    one_stage = on_amd() or (features == 256 and not on_hopper())
+    return tiles._replace(num_stages=1) if one_stage else tiles
 
 
 class Saved(NamedTuple):
