@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.checks import check_call, token_positions
 from ropewalk.ops.attention.prepare import prepare
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope
+from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope, Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -187,6 +188,25 @@ def test_any_strides(kernels, device):
     check(kernels, (q, k, v), position=Rope(), causal=True)
     transposed = [x.mT.contiguous().mT for x in (q, k, v)]  # features are not dense
     check(kernels, transposed, position=Rope(), causal=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered(Rope):
+    """Rope whose tables are not dense, and lie differently."""
+
+    def rotation(self, positions, head_dim):
+        cos, sin, interleaved, weights = super().rotation(positions, head_dim)
+        return Rotation(cos.mT.contiguous().mT, torch.stack((sin, sin), -1)[..., 0], interleaved, weights)
+
+
+def test_any_strides_of_what_comes_with_them(kernels, device):
+    tensors = draw(device, torch.float32)
+    lengths = torch.tensor([K, 0, 20, 0], device=device)[::2]
+    slopes = torch.tensor([0.5, 9.0, 0.1], device=device)[::2]
+    check(kernels, tensors, position=Alibi(slopes), key_lengths=lengths)
+    check(kernels, tensors, position=Scattered(), key_lengths=lengths)
+    positions = torch.randint(0, 100, (Q, B), device=device).mT
+    check(kernels, tensors, position=Alibi(slopes), positions_q=positions)
 
 
 def test_the_same_bits_every_time(kernels, device):

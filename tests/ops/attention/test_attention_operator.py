@@ -28,7 +28,7 @@ from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.prepare import prepare
 
 LENGTHS = [17, 23, 5, 40] + [300, 1000] * ON_GPU
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(not ON_GPU, reason="compiles for long"))]
+compiles_for_long = pytest.mark.skipif(not ON_GPU, reason="compiles for long")
 # The interpreter's runs are for what needs it.
 IMPLS = ["triton"] * HAS_KERNELS + ["reference", None] * (not INTERPRETED)
 
@@ -121,9 +121,13 @@ def test_it_is_differentiable_once(device):
 # torch.compile
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("scheme", "dynamic"), [*((scheme, None) for scheme in SCHEMES), ("rope", True), ("alibi", True)]
+    ("scheme", "dynamic", "backend"),
+    [
+        *((scheme, None, "aot_eager") for scheme in SCHEMES),
+        *((scheme, True, "aot_eager") for scheme in ("rope", "alibi")),
+        *(pytest.param(scheme, None, "inductor", marks=compiles_for_long) for scheme in ("rope", "alibi")),
+    ],
 )
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
 def test_one_graph_serves_many_lengths(device, impl, scheme, dynamic, backend):

@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from ropewalk.ops.attention.checks import check_call
 from ropewalk.ops.attention.cores import HALF, Request, capability, constant, why_not_flash, why_not_sdpa
 from ropewalk.ops.attention.prepare import prepare
+from ropewalk.ops.rope import eager as rotation
 from ropewalk.ops.rope.operator import is_transformed
 
 IMPLEMENTATIONS = ("triton", "flash", "sdpa", "reference")
@@ -128,14 +128,4 @@ def _why_not_triton(request: Request) -> str | None:
 @constant
 def why_not_triton_on(device: torch.device) -> str | None:
     """Say why the Triton kernels cannot run on a device; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    from ropewalk.ops.attention import triton_launch
-
-    if triton_launch.interpreted():
-        return None if device.type == "cpu" else f"Triton's interpreter takes CPU tensors, not {device.type} tensors"
-    if device.type != "cuda":
-        return f"Triton kernels need a GPU, and the tensors are on {device.type}"
-    if torch.version.hip is None and capability(device) < (8, 0):
-        return f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
-    return None
+    return rotation.why_not("triton", device)  # what the rotation's need, these need

@@ -53,6 +53,9 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
         )  # fmt: skip
     cos_q, sin_q, interleaved, _ = rotation_q or (None, None, False, None)
     cos_k, sin_k, _, weights = rotation_k or (None, None, False, None)
+    for name, x in (("cos", cos_k), ("sin", sin_k), ("weights", weights), ("parameters", parameters)):
+        if x is not None and x.dtype != torch.float32:
+            raise TypeError(f"{type(scheme).__name__} gives {name} in {x.dtype}, but must give float32")
     return Prepared(
         cos_q,
         sin_q,

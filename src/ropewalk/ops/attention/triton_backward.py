@@ -29,30 +29,128 @@ from ropewalk.ops.attention.triton_tiles import (
 )
 
 
+@triton.jit
+def _add_keys(
+    grad_q, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+    positions_k, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
+    ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what keys give a tile of queries: both edges if MASKED, else the middle. Tiles are [queries, keys]."""
+    n_keys = lengths[1]
+    PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
+    for step in tl.range(0, steps_of(ranges, MASKED), BLOCK_N):
+        n_start = after_steps(step, ranges, MASKED)
+        n = n_start + tl.arange(0, BLOCK_N)
+        keys = load_tile(k, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+        if MASKED and HAS_LENGTHS:
+            keys = tl.where((n < n_keys)[:, None], keys, 0.0)  # zero times NaN is NaN
+        raw = tl.dot(queries, keys.T, input_precision=PRECISION)
+        scores = raw
+        if SCORE is not None:
+            ours, theirs = positions_to_meet(
+                query_position, positions_k, batch, n_start, n_keys, n_start, origin, BLOCK_N, CLOSE
+            )  # fmt: skip
+            scores = SCORE(raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+        p = tl.exp2(scores * factor - lse[:, None])
+        values = load_tile(v, batch, key_head, n_start, BLOCK_N, BLOCK_D)
+        grad_p = tl.dot(cotangents, values.T, input_precision=PRECISION)
+        grad_scores = p * (grad_p - delta[:, None])
+        if MASKED:
+            may = may_attend(m[:, None], n[None, :], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
+            grad_scores = tl.where(may, grad_scores, 0.0)
+        if ADJOINT is not None:
+            grad_scores = ADJOINT(grad_scores, raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+        grad_q = tl.dot(grad_scores.to(keys.dtype), keys, grad_q, input_precision=PRECISION)
+    return grad_q
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
-def delta_kernel(
-    out,  # descriptors of (B, H, Tq, D)
+def queries_kernel(
+    q,  # descriptors of (B, H, Tq, D); features mapped already, as those of k
+    k,  # (B, K, Tk, D)
+    v,
+    out,
     grad_out,
-    grad_lse_ptr,  # (B, H, Tq), dense; or None
-    delta_ptr,  # likewise
+    grad_q,
+    lse_ptr,  # (B, H, Tq), dense
+    grad_lse_ptr,  # likewise; or None
+    delta_ptr,  # likewise; written here
+    table,  # of the queries: cos, sin, and the strides of batch and token; None: their gradient is not turned back
+    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    key_lengths_ptr,  # or None
+    positions_q,  # a pointer, and the strides of batch and token; None: their index
+    positions_k,
+    parameters,  # a pointer, and the stride of head; or None
+    scale,
+    factor,
+    window,
     n_heads,
+    heads_per_key,
     n_queries,
+    n_keys,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SCORE: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """What every score's gradient has in common with the others of its row: Σ out · grad_out − grad_lse."""
+    """The gradient of a tile of BLOCK_M queries of one head."""
     tile, row = tile_and_row(n_queries, BLOCK_M)
+    if CAUSAL:
+        tile = tl.cdiv(n_queries, BLOCK_M) - 1 - tile  # the longest first
     batch = row // n_heads
     head = row % n_heads
+    key_head = head // heads_per_key
+    tokens_apart = n_keys - n_queries
+    HAS_LENGTHS: tl.constexpr = key_lengths_ptr is not None
+    if HAS_LENGTHS:
+        n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
-    product = load_tile(out, batch, head, m_start, BLOCK_M, BLOCK_D).to(tl.float32)
-    product *= load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D).to(tl.float32)
-    delta = tl.sum(product, 1)
+    queries = load_tile(q, batch, head, m_start, BLOCK_M, BLOCK_D)
+    cotangents = load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D)
     row_offsets = wide(row) * n_queries + m
+    lse = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse)  # such a row attends nothing: every p is masked
+    outputs = load_tile(out, batch, head, m_start, BLOCK_M, BLOCK_D)
+    delta = tl.sum(outputs.to(tl.float32) * cotangents.to(tl.float32), 1)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row_offsets, m < n_queries, other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < n_queries)
+    CLOSE: tl.constexpr = positions_q is None and positions_k is None
+    origin = first_position(positions_k, batch)
+    query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
+    parameters_ptr = None
+    if mask is not None:
+        mask = mask_of_head(mask, batch, head)
+    if parameters is not None:
+        parameters_ptr = parameters_of_head(parameters, head)
+
+    lengths = (n_queries, n_keys, tokens_apart, window)
+    ranges = key_ranges(m_start, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, mask is not None)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if mask is None:
+        sums = _add_keys(
+            sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
+            SCORE, ADJOINT, PRECISION, False,
+        )  # fmt: skip
+    sums = _add_keys(
+        sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
+        positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
+        SCORE, ADJOINT, PRECISION, True,
+    )  # fmt: skip
+
+    sums *= scale
+    if table is not None:
+        sums = turn_back(sums, table, batch, m, n_queries, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+    store_tile(grad_q, sums, batch, head, m_start, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -187,121 +285,3 @@ def keys_kernel(
     if table is not None:
         grad_keys = turn_back(grad_keys, table, batch, n, existing, BLOCK_N, BLOCK_D, R, INTERLEAVED)
     store_tile(grad_k, grad_keys, batch, key_head, n_start, BLOCK_N, BLOCK_D)
-
-
-@triton.jit
-def _add_keys(
-    grad_q, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-    positions_k, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
-    ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add what keys give a tile of queries: both edges if MASKED, else the middle. Tiles are [queries, keys]."""
-    n_keys = lengths[1]
-    PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
-    for step in tl.range(0, steps_of(ranges, MASKED), BLOCK_N):
-        n_start = after_steps(step, ranges, MASKED)
-        n = n_start + tl.arange(0, BLOCK_N)
-        keys = load_tile(k, batch, key_head, n_start, BLOCK_N, BLOCK_D)
-        if MASKED and HAS_LENGTHS:
-            keys = tl.where((n < n_keys)[:, None], keys, 0.0)  # zero times NaN is NaN
-        raw = tl.dot(queries, keys.T, input_precision=PRECISION)
-        scores = raw
-        if SCORE is not None:
-            ours, theirs = positions_to_meet(
-                query_position, positions_k, batch, n_start, n_keys, n_start, origin, BLOCK_N, CLOSE
-            )  # fmt: skip
-            scores = SCORE(raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
-        p = tl.exp2(scores * factor - lse[:, None])
-        values = load_tile(v, batch, key_head, n_start, BLOCK_N, BLOCK_D)
-        grad_p = tl.dot(cotangents, values.T, input_precision=PRECISION)
-        grad_scores = p * (grad_p - delta[:, None])
-        if MASKED:
-            may = may_attend(m[:, None], n[None, :], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
-            grad_scores = tl.where(may, grad_scores, 0.0)
-        if ADJOINT is not None:
-            grad_scores = ADJOINT(grad_scores, raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
-        grad_q = tl.dot(grad_scores.to(keys.dtype), keys, grad_q, input_precision=PRECISION)
-    return grad_q
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def queries_kernel(
-    q,  # descriptors of (B, H, Tq, D); features mapped already, as those of k
-    k,  # (B, K, Tk, D)
-    v,
-    grad_out,
-    grad_q,
-    lse_ptr,  # (B, H, Tq), dense
-    delta_ptr,
-    table,  # of the queries: cos, sin, and the strides of batch and token; None: their gradient is not turned back
-    mask,  # a pointer, and the strides of batch, head, query and key; or None
-    key_lengths_ptr,  # or None
-    positions_q,  # a pointer, and the strides of batch and token; None: their index
-    positions_k,
-    parameters,  # a pointer, and the stride of head; or None
-    scale,
-    factor,
-    window,
-    n_heads,
-    heads_per_key,
-    n_queries,
-    n_keys,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SCORE: tl.constexpr,
-    ADJOINT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The gradient of a tile of BLOCK_M queries of one head."""
-    tile, row = tile_and_row(n_queries, BLOCK_M)
-    if CAUSAL:
-        tile = tl.cdiv(n_queries, BLOCK_M) - 1 - tile  # the longest first
-    batch = row // n_heads
-    head = row % n_heads
-    key_head = head // heads_per_key
-    tokens_apart = n_keys - n_queries
-    HAS_LENGTHS: tl.constexpr = key_lengths_ptr is not None
-    if HAS_LENGTHS:
-        n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
-    m_start = tile * BLOCK_M
-    m = m_start + tl.arange(0, BLOCK_M)
-    queries = load_tile(q, batch, head, m_start, BLOCK_M, BLOCK_D)
-    cotangents = load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D)
-    row_offsets = wide(row) * n_queries + m
-    lse = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)  # such a row attends nothing: every p is masked
-    delta = tl.load(delta_ptr + row_offsets, m < n_queries, other=0.0)
-    CLOSE: tl.constexpr = positions_q is None and positions_k is None
-    origin = first_position(positions_k, batch)
-    query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
-    parameters_ptr = None
-    if mask is not None:
-        mask = mask_of_head(mask, batch, head)
-    if parameters is not None:
-        parameters_ptr = parameters_of_head(parameters, head)
-
-    lengths = (n_queries, n_keys, tokens_apart, window)
-    ranges = key_ranges(m_start, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, mask is not None)
-    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if mask is None:
-        sums = _add_keys(
-            sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
-            SCORE, ADJOINT, PRECISION, False,
-        )  # fmt: skip
-    sums = _add_keys(
-        sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-        positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
-        SCORE, ADJOINT, PRECISION, True,
-    )  # fmt: skip
-
-    sums *= scale
-    if table is not None:
-        sums = turn_back(sums, table, batch, m, n_queries, BLOCK_M, BLOCK_D, R, INTERLEAVED)
-    store_tile(grad_q, sums, batch, head, m_start, BLOCK_M, BLOCK_D)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned
-from ropewalk.ops.attention.triton_backward import delta_kernel, keys_kernel, queries_kernel
+from ropewalk.ops.attention.triton_backward import keys_kernel, queries_kernel
 from ropewalk.ops.attention.triton_forward import forward_kernel
 from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
 from ropewalk.ops.rope.api import apply_rope
@@ -195,32 +195,27 @@ def backward(
     constants["ADJOINT"] = None if functions is None else functions.adjoint
     constants["INTERLEAVED"] = prepared.interleaved
 
-    delta = torch.empty_like(lse)
-    rows = 16 if interpreted() else 64
-    delta_kernel[(triton.cdiv(queries, rows) * batch * heads,)](
-        _tiled(out, rows, block_d), _tiled(grad_out, rows, block_d),
-        None if grad_lse is None else grad_lse.contiguous(), delta, heads, queries, BLOCK_D=block_d, BLOCK_M=rows,
-    )  # fmt: skip
-
     turns = turns_in_registers(prepared, head_dim, block_d)
     table_q, width = _table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
     table_k, _ = _table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    weights = None if prepared.weights is None else prepared.weights.contiguous()
+    delta = torch.empty_like(lse)
+    tiles = choose_tiles("queries", block_d, q.dtype, functions, prepared)
+    rows_q, rows_k = tiles.block_m, tiles.block_n
+    queries_kernel[(triton.cdiv(queries, rows_q) * batch * heads,)](
+        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
+        _tiled(out, rows_q, block_d), _tiled(grad_out, rows_q, block_d), _tiled(grad_q, rows_q, block_d), lse,
+        None if grad_lse is None else grad_lse.contiguous(), delta, table_q, *conditions, heads, heads // key_heads,
+        queries, keys, BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants, **tiles.options,
+    )  # fmt: skip
+
     tiles = choose_tiles("keys", block_d, q.dtype, functions, prepared)
     rows_q, rows_k = tiles.block_m, tiles.block_n
     keys_kernel[(triton.cdiv(keys, rows_k) * batch * key_heads,)](
         _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
         _tiled(grad_out, rows_q, block_d), _tiled(grad_k, rows_k, block_d), _tiled(grad_v, rows_k, block_d), lse, delta,
-        table_k, prepared.weights, *conditions, key_heads, heads // key_heads, queries, keys, D=head_dim,
+        table_k, weights, *conditions, key_heads, heads // key_heads, queries, keys, D=head_dim,
         BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants, **tiles.options,
-    )  # fmt: skip
-
-    tiles = choose_tiles("queries", block_d, q.dtype, functions, prepared)
-    rows_q, rows_k = tiles.block_m, tiles.block_n
-    queries_kernel[(triton.cdiv(queries, rows_q) * batch * heads,)](
-        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
-        _tiled(grad_out, rows_q, block_d), _tiled(grad_q, rows_q, block_d), lse, delta, table_q, *conditions, heads,
-        heads // key_heads, queries, keys, BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants,
-        **tiles.options,
     )  # fmt: skip
     if not turns:
         grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared.interleaved)
@@ -281,18 +276,20 @@ def _table(cos: Tensor | None, sin: Tensor | None) -> tuple[tuple[Any, ...] | No
     """cos, sin and their strides of batch and token, as kernels take them, and R."""
     if cos is None or sin is None:
         return None, 0
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
     return (cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]
 
 
 def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> tuple[Any, ...]:
     """The arguments that say which keys a query attends, and how their score comes about."""
-    mask, parameters = prepared.mask, prepared.parameters
+    mask, lengths, parameters = prepared.mask, prepared.key_lengths, prepared.parameters
     factor = prepared.scale * LOG2_E if functions is None else LOG2_E
     return (
         None if mask is None else (mask.view(torch.uint8), *_broadcast_strides(mask, 4)),
-        prepared.key_lengths,
+        None if lengths is None else lengths.contiguous(),
         *(None if x is None else (x, *_broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
-        None if parameters is None else (parameters, parameters.stride(0)),
+        None if parameters is None else (parameters.contiguous(), parameters[0].numel()),
         prepared.scale,
         factor,
         0 if prepared.window is None else min(prepared.window, 2**30),
