@@ -112,7 +112,7 @@ def configurations(target):
 
 
 # Bytes of registers that kernels of halves may spill on sm_90: larger tiles were measured to be worth it.
-SPILLS = {"forward_kernel": 64, "queries_kernel": 160, "keys_kernel": 320}
+SPILLS = {"forward_kernel": 64, "queries_kernel": 160, "keys_kernel": 400}
 
 
 @pytest.mark.parametrize(
