@@ -276,6 +276,7 @@ KINDS = {
     "rope-lengths": ("rope-interleaved", lengths(333, 130)),
     "alibi-causal": ("alibi", fixed(causal=True)),
     "alibi-mask": ("alibi", random_mask(2, 1, 200, 333)),
+    "rope-padding": ("rope", random_mask(2, 1, 1, 333)),
     "decay-causal": ("exposb-decay", fixed(causal=True)),
     "decay-window": ("exposb-decay", fixed(causal=True, window=150)),
     "window": ("exposb", fixed(window=100)),

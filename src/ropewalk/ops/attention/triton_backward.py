@@ -16,11 +16,11 @@ from ropewalk.ops.attention.triton_tiles import (
     key_ranges,
     load_positions,
     load_tile,
-    mask_of_head,
     may_attend,
     parameters_of_head,
     positions_to_meet,
     query_ranges,
+    start_of_head,
     steps_of,
     store_tile,
     tile_and_row,
@@ -32,7 +32,7 @@ from ropewalk.ops.attention.triton_tiles import (
 @triton.jit
 def _add_keys(
     grad_q, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-    positions_k, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    mask_stride_query, positions_k, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
     ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _add_keys(
         grad_p = tl.dot(cotangents, values.T, input_precision=PRECISION)
         grad_scores = p * (grad_p - delta[:, None])
         if MASKED:
-            may = may_attend(m[:, None], n[None, :], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
+            may = may_attend(m[:, None], n[None, :], lengths, mask, mask_stride_query, HAS_LENGTHS, CAUSAL, WINDOWED)
             grad_scores = tl.where(may, grad_scores, 0.0)
         if ADJOINT is not None:
             grad_scores = ADJOINT(grad_scores, raw * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
@@ -77,7 +77,8 @@ def queries_kernel(
     grad_lse_ptr,  # likewise; or None
     delta_ptr,  # likewise; written here
     table,  # of the queries: cos, sin, and the strides of batch and token; None: their gradient is not turned back
-    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    mask,  # a pointer, and the strides of batch, head and key; or None
+    mask_stride_query,  # None: the mask is the same for all queries
     key_lengths_ptr,  # or None
     positions_q,  # a pointer, and the strides of batch and token; None: their index
     positions_k,
@@ -128,7 +129,7 @@ def queries_kernel(
     query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
     parameters_ptr = None
     if mask is not None:
-        mask = mask_of_head(mask, batch, head)
+        mask = (start_of_head(mask, batch, head), mask[3])
     if parameters is not None:
         parameters_ptr = parameters_of_head(parameters, head)
 
@@ -138,13 +139,13 @@ def queries_kernel(
     if mask is None:
         sums = _add_keys(
             sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
-            SCORE, ADJOINT, PRECISION, False,
+            mask_stride_query, positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED,
+            HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, False,
         )  # fmt: skip
     sums = _add_keys(
         sums, queries, cotangents, lse, delta, m, query_position, ranges, lengths, k, v, batch, key_head, mask,
-        positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
-        SCORE, ADJOINT, PRECISION, True,
+        mask_stride_query, positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED,
+        HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, True,
     )  # fmt: skip
 
     sums *= scale
@@ -156,7 +157,7 @@ def queries_kernel(
 @triton.jit
 def _add_queries(
     state, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr, delta_ptr, mask,
-    positions_q, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    mask_stride_query, positions_q, origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
     ADJOINT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +182,7 @@ def _add_queries(
             )  # fmt: skip
             scores = SCORE(raw * scale, theirs[None, :], ours[:, None], parameters_ptr, PAST)
         if MASKED:
-            may = may_attend(m[None, :], n[:, None], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
+            may = may_attend(m[None, :], n[:, None], lengths, mask, mask_stride_query, HAS_LENGTHS, CAUSAL, WINDOWED)
             shift = tl.where(lse == float("-inf"), 0.0, lse)
             p = tl.where(may, tl.exp2(scores * factor - shift[None, :]), 0.0)
         else:
@@ -209,7 +210,8 @@ def keys_kernel(
     delta_ptr,
     table,  # of the keys: cos, sin, and the strides of batch and token; None: their gradient is not turned back
     weights_ptr,  # (D,), of their features; or None
-    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    mask,  # a pointer, and the strides of batch, head and key; or None
+    mask_stride_query,  # None: the mask is the same for all queries
     key_lengths_ptr,  # or None
     positions_q,  # a pointer, and the strides of batch and token; None: their index
     positions_k,
@@ -259,20 +261,20 @@ def keys_kernel(
         head_mask = None
         parameters_ptr = None
         if mask is not None:
-            head_mask = mask_of_head(mask, batch, head)
+            head_mask = (start_of_head(mask, batch, head), mask[3])
         if parameters is not None:
             parameters_ptr = parameters_of_head(parameters, head)
         if CAUSAL or WINDOWED or mask is not None:
             sums = _add_queries(
                 sums, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr + row_offset,
-                delta_ptr + row_offset, head_mask, positions_q, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_M,
-                CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, True,
+                delta_ptr + row_offset, head_mask, mask_stride_query, positions_q, origin, parameters_ptr, scale,
+                factor, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, True,
             )  # fmt: skip
         if mask is None:
             sums = _add_queries(
                 sums, keys, values, n, key_position, ranges, lengths, q, grad_out, batch, head, lse_ptr + row_offset,
-                delta_ptr + row_offset, head_mask, positions_q, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_M,
-                CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, False,
+                delta_ptr + row_offset, head_mask, mask_stride_query, positions_q, origin, parameters_ptr, scale,
+                factor, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, ADJOINT, PRECISION, False,
             )  # fmt: skip
 
     # Full tiles do not ask which keys exist.

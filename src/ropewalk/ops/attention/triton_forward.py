@@ -12,10 +12,10 @@ from ropewalk.ops.attention.triton_tiles import (
     key_ranges,
     load_positions,
     load_tile,
-    mask_of_head,
     may_attend,
     parameters_of_head,
     positions_to_meet,
+    start_of_head,
     steps_of,
     store_tile,
     tile_and_row,
@@ -25,8 +25,8 @@ from ropewalk.ops.attention.triton_tiles import (
 
 @triton.jit
 def _attend_keys(
-    state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, positions_k, origin,
-    parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query, positions_k,
+    origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _attend_keys(
             )  # fmt: skip
             scores = SCORE(scores * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
         if MASKED:
-            may = may_attend(m[:, None], n[None, :], lengths, mask, HAS_LENGTHS, CAUSAL, WINDOWED)
+            may = may_attend(m[:, None], n[None, :], lengths, mask, mask_stride_query, HAS_LENGTHS, CAUSAL, WINDOWED)
             scores = tl.where(may, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         shift = new_max
@@ -68,7 +68,8 @@ def forward_kernel(
     v,
     out,
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
-    mask,  # a pointer, and the strides of batch, head, query and key; or None
+    mask,  # a pointer, and the strides of batch, head and key; or None
+    mask_stride_query,  # None: the mask is the same for all queries
     key_lengths_ptr,  # or None
     positions_q,  # a pointer, and the strides of batch and token; None: their index
     positions_k,
@@ -107,7 +108,7 @@ def forward_kernel(
     query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
     parameters_ptr = None
     if mask is not None:
-        mask = mask_of_head(mask, batch, head)
+        mask = (start_of_head(mask, batch, head), mask[3])
     if parameters is not None:
         parameters_ptr = parameters_of_head(parameters, head)
 
@@ -120,13 +121,14 @@ def forward_kernel(
     )
     if mask is None:
         state = _attend_keys(
-            state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, positions_k, origin,
-            parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, PRECISION,
-            False,
+            state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query,
+            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
+            SCORE, PRECISION, False,
         )  # fmt: skip
     sums, row_max, row_sum = _attend_keys(
-        state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, positions_k, origin,
-        parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, PRECISION, True,
+        state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query, positions_k,
+        origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, PRECISION,
+        True,
     )  # fmt: skip
 
     attends = row_sum > 0

@@ -75,14 +75,17 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
 # Where score functions, their adjoints and masks, which need registers, want others.
 _TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
 _TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
+_TILES_WITH_PADDING = {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)}
 _TILES_WITH_MASK = {
     ("forward", 64, 2): Tiles(64, 32, 4, 2),
     ("forward", 128, 2): Tiles(64, 32, 4, 2),
-    ("forward", 256, 2): Tiles(64, 64, 8, 2),
+    ("forward", 256, 2): Tiles(64, 32, 8, 2),
     ("keys", 64, 2): Tiles(32, 64, 4, 2),
     ("keys", 128, 2): Tiles(32, 64, 4, 2),
+    ("keys", 256, 2): Tiles(32, 64, 8, 2),
     ("queries", 64, 2): Tiles(64, 32, 4, 2),
     ("queries", 128, 2): Tiles(64, 32, 4, 2),
+    ("queries", 256, 2): Tiles(64, 32, 8, 2),
 }
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
 
@@ -115,7 +118,8 @@ def choose_tiles(
         if functions.adjoint is not None:
             tiles = _TILES_WITH_ADJOINT.get((kernel, features, size), tiles)
     if prepared.mask is not None:
-        tiles = _TILES_WITH_MASK.get((kernel, features, size), tiles)
+        with_mask = _TILES_WITH_PADDING if is_of_keys(prepared.mask) else _TILES_WITH_MASK
+        tiles = with_mask.get((kernel, features, size), tiles)
     one_stage = on_amd() or (features == 256 and not on_hopper())
     return tiles._replace(num_stages=1) if one_stage else tiles
 
@@ -285,8 +289,14 @@ def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> tuple[A
     """The arguments that say which keys a query attends, and how their score comes about."""
     mask, lengths, parameters = prepared.mask, prepared.key_lengths, prepared.parameters
     factor = prepared.scale * LOG2_E if functions is None else LOG2_E
+    placed_mask = mask_stride_query = None
+    if mask is not None:
+        batch, head, query, key = _broadcast_strides(mask, 4)
+        placed_mask = (mask.view(torch.uint8), batch, head, key)
+        mask_stride_query = None if is_of_keys(mask) else query
     return (
-        None if mask is None else (mask.view(torch.uint8), *_broadcast_strides(mask, 4)),
+        placed_mask,
+        mask_stride_query,
         None if lengths is None else lengths.contiguous(),
         *(None if x is None else (x, *_broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
         None if parameters is None else (parameters.contiguous(), parameters[0].numel()),
@@ -294,6 +304,11 @@ def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> tuple[A
         factor,
         0 if prepared.window is None else min(prepared.window, 2**30),
     )
+
+
+def is_of_keys(mask: Tensor) -> bool:
+    """Whether a mask is the same for all queries, as padding is."""
+    return mask.stride(2) == 0 or mask.shape[2] == 1
 
 
 def _constants(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:

@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 # What differs from call to call, and must not make another binary.
-UNSPECIALISED = ("mask", "positions_q", "positions_k", "parameters", "n_queries", "n_keys", "window")
+UNSPECIALISED = (
+    "mask",
+    "mask_stride_query",
+    "positions_q",
+    "positions_k",
+    "parameters",
+    "n_queries",
+    "n_keys",
+    "window",
+)
 
 
 @triton.jit
@@ -163,7 +172,7 @@ def after_steps(step, ranges, MASKED: tl.constexpr):
 
 @triton.jit
 def may_attend(
-    m, n, lengths, mask, HAS_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr
+    m, n, lengths, mask, mask_stride_query, HAS_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr
 ):  # fmt: skip
     """Which of a tile's queries m attend which of its keys n, of shapes that broadcast against each other.
 
@@ -182,17 +191,20 @@ def may_attend(
         if not CAUSAL:
             may = may & (ahead < window)
     if mask is not None:
-        mask_ptr, mask_stride_query, mask_stride_key = mask
-        mask_ptrs = mask_ptr + wide(m) * mask_stride_query + wide(n) * mask_stride_key
-        may = may & (tl.load(mask_ptrs, may & (m < n_queries), other=0) != 0)
+        mask_ptr, mask_stride_key = mask
+        mask_ptrs = mask_ptr + wide(n) * mask_stride_key
+        if mask_stride_query is None:  # the same for all queries: one number for each key is loaded
+            may = may & (tl.load(mask_ptrs, n < n_keys, other=0) != 0)
+        else:
+            mask_ptrs = mask_ptrs + wide(m) * mask_stride_query
+            may = may & (tl.load(mask_ptrs, may & (m < n_queries), other=0) != 0)
     return may
 
 
 @triton.jit
-def mask_of_head(mask, batch, head):
-    """The mask of one head: a pointer and the strides of query and key."""
-    mask_ptr, stride_batch, stride_head, stride_query, stride_key = mask
-    return mask_ptr + wide(batch) * stride_batch + wide(head) * stride_head, stride_query, stride_key
+def start_of_head(mask, batch, head):
+    """Where the mask of one head begins."""
+    return mask[0] + wide(batch) * mask[1] + wide(head) * mask[2]
 
 
 @triton.jit
