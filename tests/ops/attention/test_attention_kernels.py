@@ -229,6 +229,14 @@ def test_rows_that_attend_nothing_are_zero_and_give_nothing_back(kernels, device
     assert torch.equal(out[:, :, 3:7], torch.zeros_like(out[:, :, 3:7]))
     assert bool((lse[:, :, 3:7] == -math.inf).all())
     assert torch.equal(grads[0][:, :, 3:7], torch.zeros_like(out[:, :, 3:7]))
+    # Not even what must not be: a log-sum-exp of −inf has whatever gradient its user's formula gives it.
+    call = check_call(*tensors, position=Rope(), mask=mask, layout="bhtd")
+    prepared = prepare(*tensors[:2], call)
+    out, saved = kernels.forward(*tensors, prepared)
+    grad_out, grad_lse = torch.randn_like(out), torch.zeros_like(lse)
+    expected = kernels.backward(grad_out, grad_lse, tensors[2], out, saved, prepared)
+    grads = kernels.backward(grad_out, grad_lse.masked_fill(lse.isinf(), math.nan), tensors[2], out, saved, prepared)
+    assert all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True))
 
 
 def test_what_lies_past_the_lengths_is_not_read(kernels, device):

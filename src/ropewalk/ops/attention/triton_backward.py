@@ -118,11 +118,12 @@ def queries_kernel(
     cotangents = load_tile(grad_out, batch, head, m_start, BLOCK_M, BLOCK_D)
     row_offsets = wide(row) * n_queries + m
     lse = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)  # such a row attends nothing: every p is masked
+    attends = lse > float("-inf")  # otherwise every p is masked, and nothing flows back
+    lse = tl.where(attends, lse, 0.0)
     outputs = load_tile(out, batch, head, m_start, BLOCK_M, BLOCK_D)
     delta = tl.sum(outputs.to(tl.float32) * cotangents.to(tl.float32), 1)
     if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + row_offsets, m < n_queries, other=0.0)
+        delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < n_queries), other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < n_queries)
     CLOSE: tl.constexpr = positions_q is None and positions_k is None
     origin = first_position(positions_k, batch)
