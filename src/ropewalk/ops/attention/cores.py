@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ropewalk.ops.attention.checks import Call
-from ropewalk.ops.attention.prepare import Prepared
-from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.attention.prepare import Prepared, map_features
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -47,29 +46,6 @@ class Request(NamedTuple):
     return_lse: bool
     deterministic: bool
     backward: bool  # whether one will come
-
-
-def map_features(request: Request) -> tuple[Tensor, Tensor]:
-    """Do to q and k what the scheme does to features; what weighs them, to k alone. Differentiable."""
-    q, k, prepared = request.q, request.k, request.prepared
-    if prepared.cos_q is None or prepared.cos_k is None:
-        return q, k
-    if prepared.weights is not None:
-        exact = k.to(torch.promote_types(k.dtype, torch.float32))
-        rotated_q, rotated_k = _rotate(q, None, prepared, keys=False), _rotate(exact, None, prepared, keys=True)
-        return rotated_q, (rotated_k * prepared.weights).to(k.dtype)
-    if prepared.cos_q is prepared.cos_k:
-        both: tuple[Tensor, Tensor] = _rotate(q, k, prepared, keys=True)
-        return both
-    return _rotate(q, None, prepared, keys=False), _rotate(k, None, prepared, keys=True)
-
-
-def _rotate(q: Tensor, k: Tensor | None, prepared: Prepared, *, keys: bool) -> Any:
-    """Rotate q, and k if it is there, by the tables of keys or of queries."""
-    cos, sin = (prepared.cos_k, prepared.sin_k) if keys else (prepared.cos_q, prepared.sin_q)
-    assert cos is not None
-    assert sin is not None
-    return apply_rope(q, k, cos, sin, layout="bhtd", interleaved=prepared.interleaved)
 
 
 def _why_no_core(request: Request) -> str | None:
@@ -120,7 +96,7 @@ def why_not_sdpa(request: Request) -> str | None:
 
 def sdpa(request: Request) -> Tensor:
     """Attend by PyTorch, on NVIDIA GPUs always by cuDNN; (B, H, Tq, D)."""
-    q, k = map_features(request)
+    q, k = map_features(request.q, request.k, request.prepared)
     v, call = request.v, request.call
     if q.device.type == "cuda" and torch.version.hip is None:
         # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
@@ -161,7 +137,7 @@ def flash(request: Request) -> Tensor:
     function, reason = load_flash(version or 0)
     if function is None:
         raise RuntimeError(reason)
-    q, k = map_features(request)
+    q, k = map_features(request.q, request.k, request.prepared)
     call = request.call
     keywords: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
     if call.window is not None:

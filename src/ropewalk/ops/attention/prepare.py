@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ropewalk.ops.attention.checks import Call
+from ropewalk.ops.rope.api import apply_rope
 from ropewalk.positions import PositionScheme, Rotation
 
 
@@ -42,15 +43,19 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
     """Turn a call's scheme into tables and numbers; q is (B, H, Tq, D) and k (B, K, Tk, D)."""
     queries, keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     scheme, score = call.position, call.position.score_functions()
-    rotation_q = rotation_k = _rotation(scheme, call.positions_k, 0, keys, head_dim, q.device)
+    remembers = _may_remember(scheme)
+    rotation_q = rotation_k = _rotation(scheme, call.positions_k, 0, keys, head_dim, q.device, remembers)
     if call.positions_q is not call.positions_k or (call.positions_q is None and queries != keys):
-        rotation_q = _rotation(scheme, call.positions_q, keys - queries, keys, head_dim, q.device)
+        rotation_q = _rotation(scheme, call.positions_q, keys - queries, keys, head_dim, q.device, remembers)
     parameters = None
     if score is not None:
         heads = q.shape[1]
-        parameters = _remember(
-            ("parameters", heads), scheme, q.device, lambda: scheme.score_parameters(heads, q.device)
-        )  # fmt: skip
+
+        def make_parameters() -> Tensor | None:
+            return scheme.score_parameters(heads, q.device)
+
+        kind = ("parameters", heads)
+        parameters = _remember(kind, scheme, q.device, make_parameters) if remembers else make_parameters()
     cos_q, sin_q, interleaved, _ = rotation_q or (None, None, False, None)
     cos_k, sin_k, _, weights = rotation_k or (None, None, False, None)
     for name, x in (("cos", cos_k), ("sin", sin_k), ("weights", weights), ("parameters", parameters)):
@@ -75,6 +80,19 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
     )
 
 
+def map_features(q: Tensor, k: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """Do to q and k what the scheme does to features; what weighs them, to k alone. Differentiable."""
+    cos_q, sin_q, cos_k, sin_k = prepared.cos_q, prepared.sin_q, prepared.cos_k, prepared.sin_k
+    if cos_q is None or sin_q is None or cos_k is None or sin_k is None:
+        return q, k
+    if cos_q is cos_k:
+        q, k = apply_rope(q, k, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
+    else:
+        q = apply_rope(q, None, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
+        k = apply_rope(k, None, cos_k, sin_k, layout="bhtd", interleaved=prepared.interleaved)
+    return q, k if prepared.weights is None else k.mul_(prepared.weights)  # it is ours by now
+
+
 def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
     """Memory for a tensor of x's shape (B, H, T, D) that kernels write: dense features, all else in steps of 16 bytes.
 
@@ -91,12 +109,18 @@ def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
 
 
 def _rotation(
-    scheme: PositionScheme, positions: Tensor | None, start: int, stop: int, head_dim: int, device: torch.device
+    scheme: PositionScheme,
+    positions: Tensor | None,
+    start: int,
+    stop: int,
+    head_dim: int,
+    device: torch.device,
+    remembers: bool,
 ) -> Rotation | None:
     """The map of features at `positions`, or at those from start to stop, with a batch dimension in front."""
     if positions is not None:
         return scheme.rotation(positions.long(), head_dim)
-    if not _may_remember(scheme):
+    if not remembers:
         return scheme.rotation(torch.arange(start, stop, device=device)[None], head_dim)
     # One table serves every length up to the next power of two, in both directions.
     low = 0 if start >= 0 else -_power_of_two(-start)
@@ -139,8 +163,6 @@ def _is_plain(value: Any) -> bool:
 
 def _remember(kind: tuple[Any, ...], scheme: PositionScheme, device: torch.device, make: Callable[[], Any]) -> Any:
     """What `make` returns, made once for a scheme of these values, a kind and a device."""
-    if not _may_remember(scheme):
-        return make()
     values = ((name, _identity(value)) for name, value in vars(scheme).items())
     key = (kind, device, type(scheme), *values)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ropewalk.ops.attention.prepare import Prepared, empty_aligned
+from ropewalk.ops.attention.prepare import Prepared, empty_aligned, map_features
 from ropewalk.ops.attention.triton_backward import keys_kernel, queries_kernel
 from ropewalk.ops.attention.triton_forward import forward_kernel
 from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
@@ -225,19 +225,6 @@ def backward(
         grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared.interleaved)
         grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared.interleaved)
     return grad_q, grad_k, grad_v
-
-
-def map_features(q: Tensor, k: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
-    """Do to q and k what the scheme does to features; what weighs them, to k alone."""
-    cos_q, sin_q, cos_k, sin_k = prepared.cos_q, prepared.sin_q, prepared.cos_k, prepared.sin_k
-    if cos_q is None or sin_q is None or cos_k is None or sin_k is None:
-        return q, k
-    if cos_q is cos_k:
-        q, k = apply_rope(q, k, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
-    else:
-        q = apply_rope(q, None, cos_q, sin_q, layout="bhtd", interleaved=prepared.interleaved)
-        k = apply_rope(k, None, cos_k, sin_k, layout="bhtd", interleaved=prepared.interleaved)
-    return q, k if prepared.weights is None else k.mul_(prepared.weights)
 
 
 def turn_back(grad: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
