@@ -72,7 +72,7 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
         (256, 4): Tiles(16, 16, 8, 1),
     },
 }
-# Where score functions, their adjoints and masks, which need registers, want others.
+# Where score functions and their adjoints, which need registers, want others; and masks, from the compiler's reports.
 _TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
 _TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
 _TILES_WITH_PADDING = {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)}
