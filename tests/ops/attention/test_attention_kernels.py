@@ -162,12 +162,14 @@ def test_heads_share_keys(kernels, device, heads):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("rope", torch.int64), ("alibi", torch.int32), ("exposb-decay", torch.int64)]
+    # ALiBi's scores grow with the distance, and with them what float32 rounds off: far ones would test nothing else.
+    ("scheme", "dtype", "end"),
+    [("rope", torch.int64, 10**4), ("alibi", torch.int32, 200), ("exposb-decay", torch.int64, 10**4)],
 )
-def test_positions_are_the_callers(kernels, device, scheme, dtype):
+def test_positions_are_the_callers(kernels, device, scheme, dtype, end):
     tensors = draw(device, torch.float32)
-    positions_q = torch.randint(0, 10**4, (B, Q), device=device).to(dtype)
-    positions_k = torch.randint(0, 10**4, (1, K), device=device).to(dtype)
+    positions_q = torch.randint(0, end, (B, Q), device=device).to(dtype)
+    positions_k = torch.randint(0, end, (1, K), device=device).to(dtype)
     for positions in (
         {"positions_q": positions_q},
         {"positions_k": positions_k},

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, Rope, attention
 from ropewalk.ops.attention.checks import as_bhtd, check_call
+from ropewalk.ops.attention.cores import may_use_cudnn
 from ropewalk.ops.attention.prepare import prepare
 
 LENGTHS = [17, 23, 5, 40] + [300, 1000] * ON_GPU
@@ -375,3 +376,8 @@ def test_tables_are_ready_on_every_stream(cuda):
         out = attention(*tensors, position=position, impl="triton")
     torch.cuda.synchronize()
     torch.testing.assert_close(out, expected)
+
+
+def test_what_cudnn_may_do_is_a_constant_to_the_compiler():
+    compiled = torch.compile(lambda x: x + 1 if may_use_cudnn() else x - 1, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == (1 if may_use_cudnn() else -1)

@@ -79,7 +79,7 @@ def why_not_sdpa(request: Request) -> str | None:
     reason = _why_no_core(request)
     if reason is not None or q.device.type != "cuda" or torch.version.hip is not None:
         return reason
-    if not (torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()):
+    if not may_use_cudnn():
         return "cuDNN's attention is not there, or switched off"
     if capability(q.device) < (8, 0):
         return "cuDNN's attention needs compute capability 8.0"
@@ -92,6 +92,12 @@ def why_not_sdpa(request: Request) -> str | None:
     if max(q.shape[:2]) > 65535:
         return "cuDNN's attention takes up to 65535 batch rows and heads"
     return _why_misaligned(q, k, v)
+
+
+@constant
+def may_use_cudnn() -> bool:
+    """Whether cuDNN's attention is there, and not switched off; torch.compile asks once, as it traces."""
+    return bool(torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled())
 
 
 def sdpa(request: Request) -> Tensor:
