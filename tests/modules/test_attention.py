@@ -51,11 +51,18 @@ def explicit(layer, x, allowed=None, theta=10000.0):
 
 
 def value_and_grads(call, layer, x):
-    """The output of `call(layer, x)`, and the gradients of x and of every parameter for one random cotangent."""
+    """The output of `call(layer, x)`, and the gradients of x and of every parameter for one random cotangent.
+
+    Those of the three projections come as one: with one token those of q and k are exactly zero in truth, the
+    difference of two numbers of the size of v's.
+    """
     x = x.clone().requires_grad_()
     y = call(layer, x)
     cotangent = random(*y.shape, device=x.device, seed=9).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), cotangent)]
+    projections = [parameter for p in (layer.q_proj, layer.k_proj, layer.v_proj) for parameter in p.parameters()]
+    leaves = (x, *layer.out_proj.parameters(), *projections)
+    grad_x, grad_weight, grad_bias, *grads = torch.autograd.grad(y, leaves, cotangent)
+    return [y.detach(), grad_x, grad_weight, grad_bias, torch.cat([grad.flatten() for grad in grads])]
 
 
 def check(layer, x, allowed=None, theta=10000.0, **call):
