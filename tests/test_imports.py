@@ -30,7 +30,7 @@ LAYERS = (
     ("ropewalk.ops.rope.api",),
     ("ropewalk.ops.rope.documents", "ropewalk.ops.rope.rotary_embedding"),
     ("ropewalk.ops.attention.checks",),
-    ("ropewalk.ops.attention.prepare",),
+    ("ropewalk.ops.attention.prepare", "ropewalk.ops.attention.philox"),
     ("ropewalk.ops.attention.reference", "ropewalk.ops.attention.triton_*", "ropewalk.ops.attention.cores"),
     ("ropewalk.ops.attention.eager", "ropewalk.ops.attention.choice"),
     ("ropewalk.ops.attention.operator",),

@@ -8,9 +8,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import inverse_frequencies, rope_table
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, alibi_slopes
+from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, T5Bias, alibi_slopes
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -36,10 +38,14 @@ SCHEMES = {
     "rope-partial": Rope(rotary_dim=4),
     "rope-factor": Rope(attention_factor=1.5),
     "rope-inv_freq": Rope(inv_freq=torch.ones(4)),
+    "rope-offset": Rope(rotary_offset=2),
     "alibi": Alibi(),
     "alibi-slopes": Alibi(torch.ones(3)),
     "exposb": ExpoSB(),
     "exposb-decay": ExpoSB(distance_decay=True),
+    "exposb-bands": ExpoSB(band_weights=torch.tensor([0.5, 1.5, 2.0])),
+    "t5": T5Bias(torch.randn(32, 3, generator=torch.Generator().manual_seed(0))),
+    "t5-decoder": T5Bias(torch.ones(8, 3), bidirectional=False, max_distance=20),
 }
 POSITIONS = {
     "in order": torch.arange(9),
@@ -97,6 +103,9 @@ BAD_ROPES = {
     "empty": ({"inv_freq": torch.ones(0)}, r"inv_freq has shape \(0,\), but must be \(R/2,\)"),
     "infinite": ({"attention_factor": math.inf}, "attention_factor is inf, but must be finite"),
     "base": ({"base": -1.0}, "base is -1.0, but must be finite and above 0"),
+    "offset": ({"rotary_offset": -2}, "rotary_offset is -2, but must be an int of at least 0"),
+    "fraction of an offset": ({"rotary_offset": 2.0}, "rotary_offset is 2.0, but must be an int of at least 0"),
+    "offset or not": ({"rotary_offset": True}, "rotary_offset is True, but must be an int of at least 0"),
     "fraction": ({"rotary_dim": 8.0}, "rotary_dim is 8.0, but must be an even int of at least 2"),
     "nan": ({"attention_factor": math.nan}, "attention_factor is nan, but must be finite"),
 }
@@ -114,6 +123,9 @@ def test_a_rope_that_contradicts_itself_is_refused(case):
     [
         (Rope(rotary_dim=10), 8, "Rope turns 10 features, but the head dim is 8"),
         (Rope(inv_freq=torch.ones(5)), 8, "Rope turns 10 features, but the head dim is 8"),
+        (Rope(rotary_dim=6, rotary_offset=4), 8, "Rope turns 6 features after the first 4, but the head dim is 8"),
+        (Rope(rotary_offset=8), 8, "Rope turns features from 8 on, but the head dim is 8"),
+        (Rope(rotary_offset=3), 8, "rotary_dim is 5, but must be a positive even"),
         (Rope(), 7, "rotary_dim is 7, but must be a positive even"),
     ],
 )
@@ -125,6 +137,17 @@ def test_a_rope_that_does_not_fit_the_head_is_refused(rope, head_dim, pattern):
 def test_a_rope_as_wide_as_the_head_is_not_refused():
     for rope in (Rope(rotary_dim=8), Rope(inv_freq=torch.ones(4)), Rope(rotary_dim=8, inv_freq=torch.ones(4))):
         assert rope.rotation(torch.arange(3), 8).cos.shape == (3, 4)
+
+
+def test_a_rope_may_turn_the_last_features():
+    positions = torch.arange(5)
+    for rope in (Rope(rotary_dim=4, rotary_offset=8), Rope(rotary_offset=8)):
+        rotation = rope.rotation(positions, 12)
+        assert rotation.offset == 8
+        alone = Rope().rotation(positions, 4)
+        assert torch.equal(rotation.cos, alone.cos)
+        assert torch.equal(rotation.sin, alone.sin)
+    assert Rope(rotary_dim=4, rotary_offset=2).rotation(positions, 12).offset == 2
 
 
 ROPES = {
@@ -197,7 +220,187 @@ def test_exposb_decays_by_the_distance_where_asked(device):
     assert torch.equal(ExpoSB().change_scores(scores, distance), scores)
 
 
-@pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), PositionScheme()])
+def test_exposb_weighs_heads_by_the_square(device):
+    bands = torch.tensor([0.5, -2.0, 0.0], dtype=torch.float64)
+    scores = torch.randn(2, 3, 2, 2, dtype=torch.float64, device=device)
+    distance = torch.tensor([[3, 1], [4, -2]], device=device)[None, None]
+    weights = torch.tensor([0.25, 4.0, 0.0], dtype=torch.float64, device=device)[:, None, None]
+    for decay in (False, True):
+        plain = ExpoSB(distance_decay=decay).change_scores(scores, distance)
+        scheme = ExpoSB(distance_decay=decay, band_weights=bands)
+        torch.testing.assert_close(scheme.change_scores(scores, distance), plain * weights)
+        assert scheme.score_functions().endswith(":EXPOSB_BANDS_DECAY" if decay else ":EXPOSB_BANDS")
+        numbers = scheme.score_parameters(3, device)
+        assert (numbers.dtype, numbers.tolist()) == (torch.float32, [[0.25], [4.0], [0.0]])
+        assert scheme.rotation(distance[0, 0], 8).cos.equal(ExpoSB().rotation(distance[0, 0], 8).cos)
+    assert ExpoSB(distance_decay=True).score_parameters(3, device) is None
+
+
+# T5's buckets
+
+
+def bucket_of(scheme, ahead):
+    """The bucket of n − m, as change_scores finds it: the table's rows count up."""
+    table = torch.arange(scheme.table.shape[0], dtype=torch.float64, device=ahead.device)[:, None]
+    counting = dataclasses.replace(scheme, table=table)
+    scores = torch.zeros(1, 1, 1, ahead.numel(), dtype=torch.float64, device=ahead.device)
+    return counting.change_scores(scores, -ahead[None, None, None]).flatten().long()
+
+
+BUCKETS = list(
+    itertools.product((4, 5, 8, 31, 32, 33, 64, 128), (17, 20, 64, 100, 128, 500, 1000, 2000), (True, False))
+)
+
+
+def test_t5_finds_the_buckets_of_transformers(device):
+    attention = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    ahead = torch.arange(-1000, 1001, device=device)
+    compared = 0
+    for buckets, furthest, bidirectional in BUCKETS:
+        if furthest <= (buckets // 2 if bidirectional else buckets) // 2:
+            continue
+        scheme = T5Bias(torch.randn(buckets, 3), bidirectional=bidirectional, max_distance=furthest)
+        expected = attention._relative_position_bucket(ahead, bidirectional, buckets, furthest)
+        assert torch.equal(bucket_of(scheme, ahead), expected), (buckets, furthest, bidirectional)
+        compared += 1
+    assert compared > 100
+
+
+def test_t5_finds_the_published_buckets(device):
+    ahead = torch.tensor([0, 1, 7, 8, 11, 12, 15, 17, 22, 23, 90, 91, 127, 10**9], device=device)
+    past = [0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 14, 15, 15, 15]
+    encoder, decoder = T5Bias(torch.ones(32, 1)), T5Bias(torch.ones(32, 1), bidirectional=False)
+    assert bucket_of(encoder, -ahead).tolist() == past
+    assert bucket_of(encoder, ahead).tolist() == [0, *(bucket + 16 for bucket in past[1:])]
+    assert not bucket_of(decoder, ahead).any()
+    ahead = torch.tensor([0, 1, 15, 16, 18, 19, 112, 113, 10**9], device=device)
+    assert bucket_of(decoder, -ahead).tolist() == [0, 1, 15, 16, 16, 17, 30, 31, 31]
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-decoder"])
+def test_t5_passes_all_that_a_lookup_needs(device, name):
+    scheme = SCHEMES[name]
+    buckets, furthest = scheme.table.shape[0], scheme.max_distance
+    numbers = scheme.score_parameters(3, device)
+    assert (numbers.dtype, numbers.device.type) == (torch.float32, device.type)
+    assert numbers.shape == (3, 2 + buckets + 2 * furthest + 1)
+    ahead = torch.arange(-furthest, furthest + 1, device=device)
+    for head in range(3):
+        assert numbers[head, :2].tolist() == [furthest, buckets]
+        assert torch.equal(numbers[head, 2 : 2 + buckets].cpu(), scheme.table[:, head])
+        assert torch.equal(numbers[head, 2 + buckets :].long(), bucket_of(scheme, ahead))
+
+
+def test_t5_adds_the_bias_of_head_and_batch_row(device):
+    scheme = SCHEMES["t5"]
+    scores = torch.randn(2, 3, 4, 5, device=device)
+    distance = torch.randint(-200, 200, (2, 1, 4, 5), device=device)
+    bias = scheme.table.to(device)[bucket_of(scheme, -distance.flatten())].reshape(2, 4, 5, 3).permute(0, 3, 1, 2)
+    assert torch.equal(scheme.change_scores(scores, distance), scores + bias)
+    assert torch.equal(scheme.change_scores(scores, distance[:1]), scores + bias[:1])
+
+
+BAD_T5S = {
+    "a list": (TypeError, [[1.0]], {}, "table is list, but must be a floating-point tensor"),
+    "integers": (TypeError, torch.ones(32, 4, dtype=torch.long), {}, r"table is a tensor of torch\.int64, but must be"),
+    "1-D": (ValueError, torch.ones(32), {}, r"table has shape \(32,\), but must be \(num_buckets, H\) with 4 buckets"),
+    "few": (ValueError, torch.ones(3, 4), {}, "with 4 buckets or more"),
+    "fewer": (ValueError, torch.ones(1, 4), {"bidirectional": False}, "with 2 buckets or more"),
+    "near": (ValueError, torch.ones(32, 4), {"max_distance": 8}, "max_distance is 8, but must be an int above 8"),
+    "nearer": (
+        ValueError,
+        torch.ones(32, 4),
+        {"max_distance": 16, "bidirectional": False},
+        "max_distance is 16, but must be an int above 16",
+    ),
+    "fraction": (ValueError, torch.ones(32, 4), {"max_distance": 64.0}, r"max_distance is 64\.0, but must be an int"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_T5S)
+def test_a_t5_table_that_cannot_be_one_is_refused(case):
+    error, table, arguments, pattern = BAD_T5S[case]
+    with pytest.raises(error, match=pattern):
+        T5Bias(table, **arguments)
+
+
+def test_what_is_learned_must_be_for_as_many_heads(device):
+    for scheme, name in (
+        (T5Bias(torch.ones(32, 3)), "table"),
+        (ExpoSB(band_weights=torch.ones(3)), "band_weights"),
+        (Alibi(torch.ones(3)), "slopes"),
+    ):
+        scores = torch.zeros(1, 4, 1, 1, device=device)
+        for call in (
+            lambda scheme=scheme: scheme.score_parameters(4, device),
+            lambda scheme=scheme, scores=scores: scheme.change_scores(scores, scores.long()),
+        ):
+            with pytest.raises(ValueError, match=rf"{name} has shape .*, but must be .* with H = 4"):
+                call()
+
+
+@pytest.mark.parametrize("make", [Alibi, lambda x: ExpoSB(band_weights=x)])
+@pytest.mark.parametrize("x", [[0.5], torch.ones(4, dtype=torch.int32)], ids=["list", "integers"])
+def test_what_is_learned_must_be_floating_point(make, x):
+    with pytest.raises(TypeError, match=r"is .*, but must be a floating-point tensor, \(H,\)"):
+        make(x)
+
+
+LEARNED = {
+    "alibi": (Alibi, (3,)),
+    "exposb": (lambda x: ExpoSB(band_weights=x), (3,)),
+    "exposb-decay": (lambda x: ExpoSB(band_weights=x, distance_decay=True), (3,)),
+    "t5": (lambda x: T5Bias(x, max_distance=9), (8, 3)),
+    "t5-decoder": (lambda x: T5Bias(x, max_distance=9, bidirectional=False), (8, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_schemes_are_differentiable(name, device):
+    make, shape = LEARNED[name]
+    weight = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+    scores = torch.randn(2, 3, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
+    distance = torch.randint(-12, 12, (2, 1, 3, 4), device=device)
+    changed = lambda weight, scores: make(weight).change_scores(scores, distance)  # noqa: E731
+    assert torch.autograd.gradcheck(changed, (weight, scores))
+    assert torch.autograd.gradgradcheck(changed, (weight, scores))
+    numbers = make(weight).score_parameters(3, device)
+    (grad,) = torch.autograd.grad(numbers, weight, torch.ones_like(numbers))
+    torch.testing.assert_close(grad, 2 * weight.detach() if "exposb" in name else torch.ones_like(grad))
+    columns = make(weight).learned_columns() or numbers.shape[1]
+    (grad_columns,) = torch.autograd.grad(make(weight).score_parameters(3, device)[:, :columns].sum(), weight)
+    assert torch.equal(grad_columns, grad)
+
+
+class _Watch(TorchDispatchMode):
+    """Lets nothing be made but on one kind of device, and no value be waited for."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        assert "_local_scalar_dense" not in str(function)
+        made = function(*arguments, **(keywords or {}))
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            assert not isinstance(x, torch.Tensor) or x.device.type == self.kind, function
+        return made
+
+
+@pytest.mark.parametrize("name", ["alibi", "alibi-slopes", "exposb-bands", "t5", "t5-decoder"])
+def test_numbers_are_made_on_the_device(name):
+    scheme = SCHEMES[name]
+    for field in dataclasses.fields(scheme):
+        if isinstance(getattr(scheme, field.name), torch.Tensor):
+            there = nn.Parameter(getattr(scheme, field.name).to("meta"))
+            scheme = dataclasses.replace(scheme, **{field.name: there})
+    with _Watch("meta"):
+        scheme.score_parameters(3, torch.device("meta"))
+        scores = torch.empty(1, 3, 4, 5, device="meta")
+        scheme.change_scores(scores, torch.empty(1, 1, 4, 5, dtype=torch.long, device="meta"))
+
+
+@pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), T5Bias(torch.ones(32, 1)), PositionScheme()])
 def test_schemes_that_leave_features_alone_say_so(scheme):
     assert scheme.rotation(torch.arange(3), 8) is None
 
@@ -208,11 +411,13 @@ def test_schemes_that_leave_scores_alone_say_so(name, device):
     scores = torch.randn(2, 3, 4, 5, device=device)
     distance = torch.arange(20, device=device).reshape(1, 1, 4, 5)
     stays = torch.equal(scheme.change_scores(scores, distance), scores)
-    assert stays == (scheme.score_functions() is None) == (name not in ("alibi", "alibi-slopes", "exposb-decay"))
+    assert stays is (scheme.score_functions() is None) is not scheme.changes_scores()
+    assert stays is (name == "none" or name.startswith("rope") or name == "exposb")
 
 
 def test_a_rotation_unpacks_in_the_order_of_apply_rope():
-    assert Rotation._fields == ("cos", "sin", "interleaved", "weights")
+    assert Rotation._fields == ("cos", "sin", "interleaved", "weights", "offset")
+    assert Rotation(torch.ones(1, 1), torch.ones(1, 1), False, None).offset == 0
 
 
 def test_two_of_no_position_are_one():
@@ -226,7 +431,7 @@ def test_a_scheme_is_found_again_in_a_dictionary(name):
     assert {SCHEMES[name]: name}[SCHEMES[name]] == name
 
 
-@pytest.mark.parametrize("kind", [Rope, Alibi, ExpoSB])
+@pytest.mark.parametrize("kind", [Rope, Alibi, ExpoSB, T5Bias])
 def test_schemes_that_differ_are_not_equal(kind):
     schemes = [scheme for scheme in SCHEMES.values() if type(scheme) is kind]
     assert len(schemes) > 1
@@ -236,7 +441,7 @@ def test_schemes_that_differ_are_not_equal(kind):
 
 def test_schemes_of_different_kinds_are_not_equal():
     kinds = {type(scheme): scheme for scheme in SCHEMES.values()}.values()
-    assert len(kinds) == 4
+    assert len(kinds) == 5
     assert not any(a == b for a, b in itertools.combinations(kinds, 2))
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ropewalk.positions import NoPosition as NoPosition
     from ropewalk.positions import PositionScheme as PositionScheme
     from ropewalk.positions import Rope as Rope
+    from ropewalk.positions import T5Bias as T5Bias
 
 _MODULE_OF = {
     "Alibi": "ropewalk.positions",
@@ -46,6 +47,7 @@ _MODULE_OF = {
     "RoPEAttention": "ropewalk.modules.attention",
     "Rope": "ropewalk.positions",
     "RotaryEmbedding": "ropewalk.modules.rotary",
+    "T5Bias": "ropewalk.positions",
     "TritonRotary": "ropewalk.modules.rotary",
     "absolute_attention": "ropewalk.ops.attention.documents",
     "apply_rope": "ropewalk.ops.rope.api",

@@ -275,7 +275,8 @@ def bench_attention(
 
     if list_cases:
         for known in CASES:
-            typer.echo(f"{known.name}\n    {known.description}\n    modes: {', '.join(known.modes)}")
+            modes = ", ".join(known.modes) or "none of its own"
+            typer.echo(f"{known.name}\n    {known.description}\n    modes: {modes}")
         for name, meaning in MODES.items():
             typer.echo(f"mode {name}: {meaning}")
         return

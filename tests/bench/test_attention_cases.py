@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from ropewalk.bench.attention_cases import CASES, MODES, SCHEMES, AttentionCase, make_attention_inputs
-from ropewalk.positions import PositionScheme
+from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.frequencies import inverse_frequencies, rope_table
+from ropewalk.ops.attention.checks import check_call
 
 CASE = AttentionCase("small", 3, 16, 4, 2, 8)
+PACKED = replace(CASE, batch=200, form="packed", shortest=2, causal=True)
+CACHE = replace(CASE, batch=200, form="cache", shortest=4)
 
 
 def test_the_cases_are_distinct_and_consistent() -> None:
@@ -16,6 +21,7 @@ def test_the_cases_are_distinct_and_consistent() -> None:
         assert set(case.modes) <= set(MODES)
         assert case.q_heads == case.group * case.k_heads
         assert case.torch_dtype.is_floating_point
+        assert case.yardstick is None or case.yardstick in {other.name for other in CASES}
     assert {mode for case in CASES for mode in case.modes} == set(MODES)
 
 
@@ -26,22 +32,54 @@ def test_operations_are_counted_as_in_the_field() -> None:
     assert CASE.flops("train") == 3.5 * whole
     assert replace(CASE, causal=True).flops("fwd") == whole / 2
     padded = replace(CASE, padded=True)
-    lengths = padded.draw_key_lengths()
+    lengths = padded.draw_lengths()
     assert lengths is not None
     assert padded.flops("fwd") == whole * int(lengths.sum()) / (3 * 16)
+
+
+def test_head_dims_of_keys_and_of_values_count_as_they_are() -> None:
+    scores = 3 * 4 * 16 * 16
+    wide = replace(CASE, head_dim=12, v_head_dim=8)
+    assert wide.flops("fwd") == 2 * scores * (12 + 8)
+    assert wide.flops("bwd") == 2 * scores * (3 * 12 + 2 * 8)
+    assert wide.flops("train") == wide.flops("fwd") + wide.flops("bwd")
+    assert wide.training_bytes() == 2 * 3 * 16 * (4 + 2) * (3 * 12 + 2 * 8)
+
+
+def test_packed_sequences_and_caches_count_what_is_there() -> None:
+    lengths, keys = PACKED.draw_lengths(), CACHE.draw_lengths()
+    assert lengths is not None
+    assert keys is not None
+    assert PACKED.flops("fwd") == 4 * 4 * 8 * int(lengths.long().square().sum()) / 2
+    assert PACKED.training_bytes() == 2 * int(lengths.sum()) * 5 * (4 + 2) * 8
+    assert CACHE.flops("decode") == replace(CACHE, causal=True).flops("decode") == 4 * 4 * 8 * int(keys.sum())
+    assert CACHE.cache_bytes() == 2 * int(keys.sum()) * 2 * 2 * 8
+
+
+def test_every_mode_has_a_direction() -> None:
+    assert {direction_of(mode) for mode in MODES} == {"fwd", "bwd", "train"}
+    assert (direction_of("decode"), direction_of("memory")) == ("fwd", "train")
+
+
+def test_forms_that_do_not_exist_are_refused() -> None:
+    for changes in ({"form": "sparse"}, {"form": "packed", "padded": True}):
+        with pytest.raises(ValueError, match="small: there is no form"):
+            replace(CASE, **changes)
 
 
 def test_what_training_cannot_do_without() -> None:
     assert CASE.training_bytes() == 2 * (5 * 3 * 16 * 4 * 8 + 5 * 3 * 16 * 2 * 8)
 
 
-def test_key_lengths_are_seeded_and_within_bounds() -> None:
-    case = replace(CASE, batch=200, padded=True)
-    lengths, again, other = (case.draw_key_lengths(seed) for seed in (0, 0, 1))
+@pytest.mark.parametrize(
+    ("case", "bounds"), [(replace(CASE, batch=200, padded=True), (8, 16)), (PACKED, (2, 16)), (CACHE, (4, 16))]
+)
+def test_lengths_are_seeded_and_within_bounds(case: AttentionCase, bounds: tuple[int, int]) -> None:
+    lengths, again, other = (case.draw_lengths(seed) for seed in (0, 0, 1))
     assert lengths is not None
     assert again is not None
     assert other is not None
-    assert (int(lengths.min()), int(lengths.max())) == (8, 16)
+    assert (int(lengths.min()), int(lengths.max())) == bounds
     assert torch.equal(lengths, again)
     assert not torch.equal(lengths, other)
 
@@ -58,5 +96,36 @@ def test_inputs_are_those_of_the_case(device: torch.device) -> None:
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in inputs.leaves())
 
 
-def test_schemes_are_schemes() -> None:
-    assert all(isinstance(make(4), PositionScheme) for make in SCHEMES.values())
+def test_packed_inputs_lie_one_after_another(device: torch.device) -> None:
+    case = replace(PACKED, batch=5, v_head_dim=6)
+    lengths, inputs = case.draw_lengths(), make_attention_inputs(case, device)
+    assert lengths is not None
+    assert inputs.cu_seqlens is not None
+    assert inputs.cu_seqlens.dtype == torch.int32
+    assert torch.equal(inputs.cu_seqlens.diff().cpu(), lengths)
+    total = int(lengths.sum())
+    assert (inputs.q.shape, inputs.k.shape) == ((total, 4, 8), (total, 2, 8))
+    assert (inputs.v.shape, inputs.grad.shape) == ((total, 2, 6), (total, 4, 6))
+    assert inputs.key_lengths is None
+    start = int(inputs.cu_seqlens[1])
+    assert torch.equal(inputs.cos[start], inputs.cos[0])  # positions begin anew
+    assert not torch.equal(inputs.cos[start - 1], inputs.cos[0])
+
+
+def test_a_caches_query_stands_at_the_last_key(device: torch.device) -> None:
+    inputs = make_attention_inputs(replace(CACHE, batch=5), device)
+    assert inputs.q.shape == inputs.grad.shape == (5, 1, 4, 8)
+    assert inputs.k.shape == inputs.v.shape == (5, 16, 2, 8)
+    assert inputs.key_lengths is not None
+    cos, _ = rope_table(16, inverse_frequencies("default", 8, 10000.0)[0], device=device)
+    assert torch.equal(inputs.cos[:, 0], cos[inputs.key_lengths.long() - 1])
+
+
+def test_settings_are_what_attention_takes(device: torch.device) -> None:
+    assert {*SCHEMES, *LEARNED, *VARIANTS, "none", "rope"} == set(SETTINGS)
+    inputs = make_attention_inputs(CASE, device)
+    for setting in SETTINGS.values():
+        keywords, parameters = setting.make(4, device)
+        check_call(inputs.q, inputs.k, inputs.v, **keywords)
+        assert bool(parameters) == setting.learned
+        assert all(x.is_leaf and x.requires_grad and x.shape[-1] == 4 for x in parameters)

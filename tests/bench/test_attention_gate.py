@@ -8,18 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk.bench.attention_cases import SCHEMES, AttentionCase, AttentionInputs, make_attention_inputs
+from ropewalk.bench.attention_candidates import candidates_of
+from ropewalk.bench.attention_cases import AttentionCase, AttentionInputs, make_attention_inputs
 from ropewalk.bench.attention_gate import AttentionGate
+from ropewalk.bench.attention_settings import SETTINGS
 from ropewalk.bench.gate import Verdict
 from ropewalk.ops.attention.api import attention
 
 CASE = AttentionCase("small", 2, 19, 4, 2, 16)
+PACKED = replace(CASE, batch=4, causal=True, form="packed", shortest=3)
+CACHE = replace(CASE, batch=3, form="cache", shortest=5)
 FORMS = [CASE, replace(CASE, causal=True), replace(CASE, padded=True), replace(CASE, batch=1, q_heads=1, k_heads=1)]
 
 
-def ours(case: AttentionCase, inputs: AttentionInputs, scheme: str, **changes: Any) -> Callable[..., Tensor]:
+def ours(case: AttentionCase, inputs: AttentionInputs, setting: str, **changes: Any) -> Callable[..., Tensor]:
     keywords = {
-        "position": SCHEMES[scheme](case.q_heads),
+        **SETTINGS[setting].make(case.q_heads, inputs.q.device)[0],
         "causal": case.causal,
         "key_lengths": inputs.key_lengths,
         "impl": "reference",
@@ -37,21 +41,89 @@ def check(attend: Callable[..., Tensor], case: AttentionCase, device: torch.devi
     return AttentionGate(case, make_attention_inputs(case, device)).check(attend, scheme, backward=True)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", FORMS, ids=lambda case: f"{case.causal}-{case.padded}-{case.batch}")
-def test_a_right_attention_passes(case: AttentionCase, scheme: str, device: torch.device) -> None:
+def test_a_right_attention_passes(case: AttentionCase, setting: str, device: torch.device) -> None:
     inputs = make_attention_inputs(case, device)
     gate = AttentionGate(case, inputs)
     for backward in (False, True):
-        verdict = gate.check(ours(case, inputs, scheme), scheme, backward=backward)
+        verdict = gate.check(ours(case, inputs, setting), setting, backward=backward)
         assert verdict.complaint is None
         assert 0 < verdict.error <= verdict.budget
 
 
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "exposb", "exposb-decay"])
-def test_another_scheme_is_wrong(scheme: str, device: torch.device) -> None:
+@pytest.mark.parametrize("case", [PACKED, CACHE], ids=lambda case: case.form)
+def test_every_sequence_and_every_cache_counts(case: AttentionCase, device: torch.device) -> None:
+    inputs = make_attention_inputs(case, device)
+    gate, backward = AttentionGate(case, inputs), case is PACKED
+    found = candidates_of(case, inputs, ("reference",), [])["train" if backward else "decode"]
+    right = found[0].build()
+    assert gate.check(right, "rope", backward=backward).complaint is None
+    for index in range(case.batch):
+        bounds = inputs.cu_seqlens
+        rows = slice(index, index + 1) if bounds is None else slice(int(bounds[index]), int(bounds[index + 1]))
+
+        def spoilt(q: Tensor, k: Tensor, v: Tensor, rows: slice = rows) -> Tensor:
+            factor = torch.ones_like(q[..., :1])
+            factor[rows] = 1.1
+            return right(q, k, v) * factor
+
+        assert gate.check(spoilt, "rope", backward=backward).complaint is not None
+
+
+@pytest.mark.parametrize("changes", [{"cu_seqlens_q": "one"}, {"causal": False}])
+def test_packed_sequences_that_are_mixed_up_are_wrong(changes: dict[str, Any], device: torch.device) -> None:
+    inputs = make_attention_inputs(PACKED, device)
+    assert inputs.cu_seqlens is not None
+    bounds = inputs.cu_seqlens[[0, -1]] if "cu_seqlens_q" in changes else inputs.cu_seqlens
+    keywords: dict[str, Any] = {**changes, "cu_seqlens_q": bounds, "layout": "thd", "key_lengths": None}
+    mixed = ours(PACKED, inputs, "rope", **keywords)
+    assert AttentionGate(PACKED, inputs).check(mixed, "rope", backward=False).complaint is not None
+
+
+@pytest.mark.parametrize("changes", [{"keys_rotated": False}, {"query_starts": None}, {"key_lengths": None}])
+def test_caches_that_are_read_otherwise_are_wrong(changes: dict[str, Any], device: torch.device) -> None:
+    inputs = make_attention_inputs(CACHE, device)
+    assert inputs.key_lengths is not None
+    keywords = {"keys_rotated": True, "query_starts": inputs.key_lengths - 1, **changes}
+    other = ours(CACHE, inputs, "rope", **keywords)
+    assert AttentionGate(CACHE, inputs).check(other, "rope", backward=False).complaint is not None
+
+
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.learned])
+def test_gradients_of_parameters_count(name: str, device: torch.device) -> None:
     inputs = make_attention_inputs(CASE, device)
-    verdict = AttentionGate(CASE, inputs).check(ours(CASE, inputs, "none"), scheme, backward=False)
+    keywords, parameters = SETTINGS[name].make(CASE.q_heads, device)
+    right = ours(CASE, inputs, name, **keywords)
+    gate = AttentionGate(CASE, inputs)
+    assert gate.check(right, name, backward=True, parameters=parameters).complaint is None
+
+    def forget(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Parameters of the same values, and gradients of 0 for those that were given."""
+        out = ours(CASE, inputs, name)(q, k, v)
+        for x in parameters:
+            out = out + (0 * x).sum()
+        return out
+
+    complaint = gate.check(forget, name, backward=True, parameters=parameters).complaint
+    assert complaint == "the error of a parameter's gradient is past the budget"
+
+
+def test_other_probabilities_that_are_dropped_are_wrong(device: torch.device) -> None:
+    inputs = make_attention_inputs(CASE, device)
+    right = ours(CASE, inputs, "dropout")
+
+    def another_seed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return right(q, k, v)
+
+    assert AttentionGate(CASE, inputs).check(another_seed, "dropout", backward=False).complaint is not None
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "none"])
+def test_another_setting_is_wrong(setting: str, device: torch.device) -> None:
+    inputs = make_attention_inputs(CASE, device)
+    verdict = AttentionGate(CASE, inputs).check(ours(CASE, inputs, "none"), setting, backward=False)
     assert verdict.complaint == "the error of the output is past the budget"
     assert verdict.error > verdict.budget
 

@@ -1,6 +1,7 @@
 """Attention's records, what they say of the targets, and their figure."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,13 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def timed(
-    case: AttentionCase, mode: str, times: dict[tuple[str, str], float], protocol: str = "hot"
+    case: AttentionCase,
+    mode: str,
+    times: dict[tuple[str, str], float],
+    protocol: str = "hot",
+    anchors: dict[str, float] | None = None,
 ) -> list[AttentionRow]:
-    """Rows of a group in which each implementation took so long."""
+    """Rows of a group in which each implementation took so long, and so long its yardstick or a copy."""
     ours = ("auto", "triton")
     rows = [
         AttentionRow(
@@ -37,6 +42,12 @@ def timed(
         )
         for (impl, position), time in times.items()
     ]
+    for impl, time in (anchors or {}).items():
+        row = AttentionRow(case, mode, impl, "none", "anchor", "ok", protocol="hot", time=Quantiles(time, time, time))
+        if case.yardstick is not None:
+            flops, position = BY_NAME[case.yardstick].flops(mode), "rope" if mode == "train" else "none"
+            row = replace(row, position=position, yardstick=case.yardstick, tflops=flops / time / 1e6)
+        rows.append(row)
     return [
         replace(row, ratios={other.label: other.time.p50 / row.time.p50 for other in rows if other != row})  # type: ignore[union-attr]
         for row in rows
@@ -57,6 +68,35 @@ TRAINING = timed(
     },
 )
 SCHEMES = timed(BY_NAME["causal-8k-d64"], "schemes-bwd", {("triton", "none"): 10.0, ("triton", "alibi"): 11.0})
+PACKED_CASE, DECODE_CASE, MLA_CASE = BY_NAME["packed-4k-d128"], BY_NAME["decode-8k-d128"], BY_NAME["mla-8k-d192"]
+PACKED = timed(
+    PACKED_CASE,
+    "train",
+    {("auto", "rope"): 10.0, ("triton", "rope"): 10.0, ("flex", "compiled rope"): 12.0},
+    anchors={"triton": 10.0 * BY_NAME["gqa-4k-d128"].flops("train") / PACKED_CASE.flops("train") * 0.9},
+)
+DECODING = [
+    replace(row, gb_per_s=4000.0)
+    for row in timed(
+        DECODE_CASE,
+        "decode",
+        {
+            ("auto", "rope"): 10.0,
+            ("triton", "rope"): 10.0,
+            ("triton", "rope, pages of 64"): 11.0,
+            ("sdpa_default", "compiled rope"): 20.0,
+            ("flex", "compiled rope"): 12.5,
+        },
+        anchors={"copy_": 8.5},
+    )
+]
+VARIANTS = timed(
+    BY_NAME["causal-4k-d128"],
+    "variants-bwd",
+    {("triton", "none"): 10.0, ("triton", "dropout"): 11.2, ("triton", "softcap"): 11.2, ("triton", "sinks"): 10.2},
+)
+MLA = timed(MLA_CASE, "bwd", {("triton", "none"): 14.5}, anchors={"triton": 10.0})
+NEWER = [*PACKED, *DECODING, *VARIANTS, *MLA]
 MEMORY = [
     AttentionRow(
         BY_NAME["memory-64k"], "memory", "auto", "rope", "ours", "ok", peak_bytes=140 << 20, floor_bytes=100 << 20
@@ -71,7 +111,8 @@ RECORD = AttentionRecord({"format": 1, **RUN}, [*KERNELS, *TRAINING, *SCHEMES, *
 
 
 def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    rows = [replace(KERNELS[0], host=HostTime(1.0, 2.0), rounds=5, served_by="triton"), *TRAINING, *MEMORY, *OTHERS]
+    first = replace(KERNELS[0], host=HostTime(1.0, 2.0), rounds=5, served_by="triton")
+    rows = [first, *TRAINING, *MEMORY, *NEWER, *OTHERS]
     path = tmp_path / "record.jsonl"
     with RecordWriter(path, RUN) as writer:
         for row in rows:
@@ -79,6 +120,27 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     record = read_attention_record(path)
     assert record.rows == rows
     assert record.run == RECORD.run
+
+
+def test_a_record_without_the_later_fields_reads_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, RUN) as writer:
+        for row in TRAINING:
+            writer.append(row)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        for name in ("v_head_dim", "form", "shortest", "yardstick"):
+            del line["case"][name]
+        for name in ("yardstick", "gb_per_s"):
+            del line[name]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_attention_record(path).rows == TRAINING
+
+
+def test_the_records_in_results_read_back() -> None:
+    paths = sorted((Path(__file__).parents[2] / "results").glob("attention-h200*.jsonl"))
+    assert paths
+    assert all(read_attention_record(path).rows for path in paths)
 
 
 def test_one_benchmarks_record_is_not_the_others(tmp_path: Path) -> None:
@@ -108,6 +170,24 @@ def test_targets_are_met_or_not() -> None:
     }
 
 
+def test_targets_of_packed_sequences_caches_variants_and_head_dims() -> None:
+    found = {(target.case, target.what): target for target in targets(AttentionRecord(RUN, NEWER))}
+    said = {key: (round(target.value, 3), target.bound, target.met) for key, target in found.items()}
+    packed, decode, variants, mla = "packed-4k-d128", "decode-8k-d128", "causal-4k-d128", "mla-8k-d192"
+    share = MLA_CASE.flops("bwd") / BY_NAME["causal-8k-h16"].flops("bwd") / 1.45
+    assert said == {
+        (packed, "train: triton + rope, TFLOP/s over those on gqa-4k-d128"): (0.9, 0.95, False),
+        (packed, "train: triton + rope, times as fast as FlexAttention"): (1.2, 1.1, True),
+        (decode, "decode: triton + rope, of a copy's bandwidth"): (0.85, 0.8, True),
+        (decode, "decode: triton + rope, pages of 64, of a copy's bandwidth"): (0.773, 0.8, False),
+        (decode, "decode: auto + rope over the best peer, flex"): (0.8, 1.02, True),
+        (variants, "variants-bwd: dropout over the same kernels without"): (1.12, 1.15, True),
+        (variants, "variants-bwd: softcap over the same kernels without"): (1.12, 1.1, False),
+        (variants, "variants-bwd: sinks over the same kernels without"): (1.02, 1.1, True),
+        (mla, "bwd: triton, TFLOP/s over those on causal-8k-h16"): (round(share, 3), 0.9, share >= 0.9),
+    }
+
+
 def test_what_rope_costs_is_a_target_of_long_sequences() -> None:
     times = {("triton", "rope"): 10.5, ("triton", "none"): 10.0}
     costs = {}
@@ -118,20 +198,25 @@ def test_what_rope_costs_is_a_target_of_long_sequences() -> None:
 
 
 def test_targets_are_of_cases_that_exist() -> None:
-    from ropewalk.bench import attention_targets
+    from ropewalk.bench import attention_settings, attention_targets
 
-    assert {*attention_targets._FLEX, *attention_targets._ROPE_COST, attention_targets._BERT} <= set(BY_NAME)
+    named = {*attention_targets._FLEX, *attention_targets._ROPE_COST, attention_targets._BERT}
+    assert named <= set(BY_NAME)
+    assert all(BY_NAME[name].yardstick is not None for name in attention_targets._YARDSTICKS)
+    assert set(attention_targets._VARIANTS) == set(attention_settings.VARIANTS)
 
 
 def test_the_summary_says_it_all() -> None:
     text = io.StringIO()
-    print_attention_summary(RECORD, Console(file=text, width=240))
+    print_attention_summary(AttentionRecord(RUN, [*RECORD.rows, *NEWER]), Console(file=text, width=300))
     for words in (
         "1.100×",
         "train: auto + rope over the best peer, cudnn",
         "1.400",
         "failed: flash_attn_4",
         "error 0.7",
+        "4000 GB/s",
+        "triton + rope on gqa-4k-d128",
     ):
         assert words in text.getvalue()
 
@@ -143,7 +228,8 @@ def test_the_figure_is_drawn_of_times(tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     assert draw_attention_record(RECORD, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    for rows in (MEMORY, SCHEMES, OTHERS):
+    assert draw_attention_record(AttentionRecord(RUN, NEWER), path)
+    for rows in (MEMORY, SCHEMES, DECODING, OTHERS):
         assert not draw_attention_record(AttentionRecord(RUN, rows), tmp_path / "none.png")
     assert not draw_attention_record(RECORD, tmp_path / "none.png", protocol="cool")
     assert not (tmp_path / "none.png").exists()

@@ -19,7 +19,13 @@ from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention_records import AttentionRow, read_attention_record
 from ropewalk.cli import app
 
-CASE = AttentionCase("small", 2, 19, 4, 2, 16, causal=True, modes=tuple(MODES))
+CASE = AttentionCase("small", 2, 19, 4, 2, 16, causal=True, modes=tuple(mode for mode in MODES if mode != "decode"))
+PACKED = AttentionCase(
+    "packed", 4, 21, 4, 2, 16, causal=True, modes=("train",), form="packed", shortest=3, yardstick="small"
+)
+CACHE = AttentionCase("cache", 3, 80, 4, 2, 16, causal=True, modes=("decode",), form="cache", shortest=9)
+MLA = AttentionCase("mla", 1, 33, 2, 2, 24, causal=True, modes=("fwd", "bwd"), v_head_dim=16, yardstick="other")
+YARDSTICK = AttentionCase("other", 1, 33, 2, 2, 16, causal=True, modes=())
 PADDED = replace(CASE, name="padded", causal=False, padded=True, modes=("train",))
 
 
@@ -56,7 +62,7 @@ def test_every_mode_is_measured_by_its_protocols(tmp_path: Path, device: torch.d
     result, text = run(tmp_path, device, peers="sdpa_flash")
     rows = [row for row in result.record.rows if row.case == CASE and row.mode != "memory"]
     measured = {(row.mode, row.protocol): row.label for row in rows if row.kind == "ours"}
-    hot = [(mode, "hot") for mode in MODES if mode != "memory"]
+    hot = [(mode, "hot") for mode in CASE.modes if mode != "memory"]
     assert set(measured) == {*hot, ("fwd", "cool"), ("bwd", "cool")}
     for row in rows:
         assert row.status == "ok", row
@@ -80,6 +86,43 @@ def test_every_mode_is_measured_by_its_protocols(tmp_path: Path, device: torch.d
     assert "RoPE, attention and both their backwards" in text
     if device.type == "cuda":
         assert all(row.peak_bytes is not None for row in result.record.rows if row.mode == "memory")
+
+
+def test_a_yardstick_is_timed_in_the_same_rounds(tmp_path: Path, device: torch.device) -> None:
+    cases = (CASE, PACKED, MLA, YARDSTICK)
+    result, text = run(tmp_path, device, cases=cases, case_names=("packed", "mla"), protocols=("hot",))
+    anchors = {(row.case.name, row.mode): row for row in result.record.rows if row.kind == "anchor"}
+    assert set(anchors) == {("packed", "train"), ("mla", "fwd"), ("mla", "bwd")}
+    for (name, mode), anchor in anchors.items():
+        other = CASE if name == "packed" else YARDSTICK
+        assert (anchor.status, anchor.yardstick) == ("ok", other.name)
+        assert anchor.tflops is not None
+        assert anchor.time is not None
+        assert anchor.tflops == pytest.approx(other.flops(mode) / anchor.time.p50 / 1e6)
+        label = "reference + rope" if mode == "train" else "reference"
+        own = next(row for row in result.record.rows if (row.case.name, row.mode, row.label) == (name, mode, label))
+        assert own.ratios is not None
+        assert f"{label} on {other.name}" in own.ratios
+        assert own.rounds == anchor.rounds == 3
+    assert "reference on other" in text
+    with pytest.raises(ValueError, match="yardstick 'other' does not exist"):
+        run(tmp_path / "again", device, cases=(MLA,))
+
+
+def test_a_decoding_step_is_held_against_a_copy(tmp_path: Path, device: torch.device) -> None:
+    result, text = run(tmp_path, device, cases=(CACHE,), peers="sdpa_default,sdpa_flash")
+    rows = {row.label: row for row in result.record.rows}
+    assert rows["sdpa_flash + compiled rope"].status == "unsupported"
+    timed = {name: row for name, row in rows.items() if row.status == "ok"}
+    pages = [f"reference + rope, pages of {size}" for size in (64, 16)]
+    assert set(timed) == {"auto + rope", "reference + rope", *pages, "sdpa_default + compiled rope", "copy_"}
+    for name, row in timed.items():
+        assert row.gb_per_s is not None
+        assert row.time is not None
+        assert row.gb_per_s == pytest.approx(CACHE.cache_bytes() / row.time.p50 / 1e3)
+        assert name == "copy_" or (row.ratios is not None and "copy_" in row.ratios)
+    assert rows["copy_"].kind == "anchor"
+    assert "GB/s" in text
 
 
 def test_modes_cases_and_protocols_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
@@ -197,6 +240,8 @@ def test_the_command_lists_cases_and_modes() -> None:
     assert result.exit_code == 0
     assert "gqa-8k-d128\n    B2 T8192 H32/8 D128, bfloat16, causal\n    modes: fwd, bwd, train\n" in result.stdout
     assert "mode memory: " in result.stdout
+    assert "decode-8k-d128\n    64 caches of 8192, 1024 to 8192 keys there, H32/8 D128, bfloat16\n" in result.stdout
+    assert "modes: none of its own" in result.stdout
 
 
 def test_the_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

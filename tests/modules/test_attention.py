@@ -172,15 +172,20 @@ def test_rows_that_attend_nothing_pass_back_nothing(device):
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
-def test_rows_that_attend_nothing_under_a_kernel_that_makes_nan_of_them(device, monkeypatch):
-    def plain(q, k, v, attn_mask, dropout_p, is_causal):
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1) @ v
-
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_attend_nothing_in_training_with_dropout(device, causal):
+    layer, x = make(device, dropout=0.5), random(B, T, H * D, device=device).requires_grad_()
     mask = random_mask(B, T, T, device=device)
     mask[0, 4] = False
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", plain)
-    check(make(device, dropout=0.5), random(B, T, H * D, device=device), mask[:, None], mask=mask)
+    mask[2] = False
+    y = layer(x, mask, causal=causal)
+    assert y.isfinite().all()
+    silent = torch.cat((y[0, 4:5], y[2]))
+    assert torch.equal(silent, layer.out_proj.bias.expand_as(silent))
+    inner = [p for projection in (layer.q_proj, layer.k_proj, layer.v_proj) for p in projection.parameters()]
+    for grad in torch.autograd.grad(silent, (x, *inner), random(*silent.shape, device=device), retain_graph=True):
+        assert torch.equal(grad, torch.zeros_like(grad))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), (x, *inner)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -241,6 +246,16 @@ def test_dropout_acts_on_probabilities_in_training(device, masked):
     assert not torch.equal(layer(x, mask), layer(x, mask))
 
 
+def test_dropout_goes_by_torchs_seed(device):
+    layer, x = make(device, dropout=0.5), random(B, T, H * D, device=device)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(value_and_grads(lambda layer, x: layer(x, causal=True), layer, x))
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
+    assert not torch.equal(results[0][0], results[2][0])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_dropout_in_evaluation(device, causal):
     layer, x = make(device, dropout=0.5).eval(), random(B, T, H * D, device=device)
@@ -276,6 +291,17 @@ def test_compiles_without_a_graph_break(device, causal, with_mask):
         actual = value_and_grads(lambda _, x, m=mask: compiled(x, m, causal=causal), layer, x)
         for mine, eager in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, eager)
+
+
+def test_dropout_compiles_without_a_graph_break(device):
+    layer, x = make(device, dropout=0.3), random(2, T, H * D, device=device)
+    torch._dynamo.reset()
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        results.append(value_and_grads(lambda _, x, function=function: function(x, causal=True), layer, x))
+    for mine, eager in zip(*results, strict=True):
+        torch.testing.assert_close(mine, eager)
 
 
 BAD_SHAPES = [

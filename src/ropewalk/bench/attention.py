@@ -2,7 +2,8 @@
 
 Device times hold no time of the host (`ropewalk.bench.bursts` says how); what an eager call costs the host is recorded
 beside them for the cases where it matters. A backward is timed alone, over one recorded forward; "train" is forward and
-backward together, from q, k and v to their gradients, with RoPE on the way.
+backward together, from q, k and v to their gradients, with RoPE on the way. Beside some cases a yardstick is timed in
+the same rounds: our kernels on another case, or a copy of as many bytes as must be read.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
-from ropewalk.bench.attention_candidates import Candidate, candidates_of
-from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, AttentionInputs, make_attention_inputs
+from ropewalk.bench.attention_candidates import Candidate, candidates_of, yardsticks_of
+from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention_gate import Attend, AttentionGate
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, read_attention_record
 from ropewalk.bench.attention_summary import print_attention_summary
 from ropewalk.bench.bursts import PROTOCOLS, ratios, time_bursts
 from ropewalk.bench.records import RecordWriter, describe_run
+from ropewalk.bench.rope import COPY
 from ropewalk.bench.running import check_names, choose_path, choose_peers, progress_bar
 from ropewalk.bench.summary import default_console
 from ropewalk.bench.timing import Call, check_device, peak_memory, quantiles, time_host
@@ -59,6 +62,7 @@ class _Options:
     seed: int
     device: torch.device
     console: Console
+    cases: Mapping[str, AttentionCase]  # by name: yardsticks are found among them
 
 
 def run_attention_bench(
@@ -104,8 +108,10 @@ def run_attention_bench(
     check_names("protocol", protocols, PROTOCOLS)
     chosen = _choose_cases(cases, case_names, target, console)
     found, versions = choose_peers(ATTENTION_PEERS, peers, target)
+    by_name = {case.name: case for case in cases}
+    check_names("yardstick", [case.yardstick for case in chosen if case.yardstick is not None], by_name)
     impls = impls or (("triton",) if target.type == "cuda" else ("reference",))
-    options = _Options(modes, impls, found, protocols, rounds, seed, target, console)
+    options = _Options(modes, impls, found, protocols, rounds, seed, target, console, by_name)
     run = {**describe_run("attention", target, versions), "seed": seed}
     path = choose_path(output, run)
     for name, version in versions.items():
@@ -131,7 +137,7 @@ def run_attention_bench(
         console.print(f"stopped: the {len(record.rows)} rows measured so far are kept", style="yellow")
     console.print(f"record: {path}", highlight=False)
     _draw(record, path.with_suffix(".png"), console)
-    bad = [row for row in record.rows if row.kind == "ours" and row.status in ("wrong", "failed")]
+    bad = [row for row in record.rows if row.kind != "peer" and row.status in ("wrong", "failed")]
     if bad:
         what = ", ".join(f"{row.label} on {row.case.name} {row.mode} is {row.status}" for row in bad)
         raise OursError(f"{what}; {path.name} has the rest")
@@ -152,7 +158,7 @@ def _choose_cases(
     cases: Sequence[AttentionCase], names: Sequence[str], device: torch.device, console: Console
 ) -> list[AttentionCase]:
     check_names("case", names, [case.name for case in cases])
-    chosen = [case for case in cases if case.name in names or not names]
+    chosen = [case for case in cases if case.modes and (case.name in names or not names)]
     if device.type == "cpu" and not names:
         too_large = [case.name for case in chosen if case.flops("fwd") > CPU_FLOPS]
         if too_large:
@@ -172,11 +178,18 @@ def _measure_case(case: AttentionCase, options: _Options) -> Iterator[AttentionR
         return
     torch.compiler.reset()  # past its limit of recompilations, Dynamo would run what is compiled eagerly
     inputs = make_attention_inputs(case, options.device, options.seed)
-    gate = AttentionGate(case, inputs)
+    gates = {case.name: AttentionGate(case, inputs)}
     candidates = candidates_of(case, inputs, options.impls, options.peers)
+    if case.yardstick is not None:
+        other = options.cases[case.yardstick]
+        other_inputs = make_attention_inputs(other, options.device, options.seed)
+        gates[other.name] = AttentionGate(other, other_inputs)
+        for mode, more in yardsticks_of(other, other_inputs, options.impls).items():
+            candidates[mode] += more
+        del other_inputs
     for mode in modes:
-        yield from _measure_mode(case, mode, inputs, gate, candidates[mode], options)
-    del inputs, gate, candidates
+        yield from _measure_mode(case, mode, gates, candidates[mode], options)
+    del inputs, gates, candidates
     gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -185,24 +198,32 @@ def _measure_case(case: AttentionCase, options: _Options) -> Iterator[AttentionR
 def _measure_mode(
     case: AttentionCase,
     mode: str,
-    inputs: AttentionInputs,
-    gate: AttentionGate,
+    gates: Mapping[str, AttentionGate],
     candidates: Sequence[Candidate],
     options: _Options,
 ) -> Iterator[AttentionRow]:
     """Gate all candidates, then measure those that are right against each other."""
-    backward = not mode.endswith("fwd")
-    right: dict[str, Attend] = {}
-    rows: dict[str, AttentionRow] = {}
+    backward = direction_of(mode) != "fwd"
+    right: list[_Right] = []
     for candidate in candidates:
         served_by, reason = candidate.serves(backward)
-        row = AttentionRow(case, mode, candidate.impl, candidate.position, candidate.kind, "ok", served_by=served_by)
+        row = AttentionRow(
+            case,
+            mode,
+            candidate.impl,
+            candidate.position,
+            candidate.kind,
+            "ok",
+            served_by=served_by,
+            yardstick=candidate.yardstick,
+        )
         if reason is not None:
             yield replace(row, status="unsupported", reason=reason)
             continue
         try:
             attend = candidate.build()
-            verdict = gate.check(attend, candidate.scheme, backward=backward)
+            gate = gates[candidate.case.name]
+            verdict = gate.check(attend, candidate.setting, backward=backward, parameters=candidate.parameters)
         except torch.AcceleratorError:
             raise  # nothing that runs on the GPU after it can be trusted
         except Exception as error:
@@ -214,36 +235,43 @@ def _measure_mode(
         finite = verdict.error if math.isfinite(verdict.error) else None
         row = replace(row, error=finite, error_budget=verdict.budget)
         if verdict.complaint is None:
-            right[candidate.label], rows[candidate.label] = attend, row
+            right.append(_Right(candidate, attend, row))
         else:
             yield replace(row, status="wrong", reason=verdict.complaint)
     if mode == "memory":
-        held = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
-        for name, attend in right.items():
-            peak = held + peak_memory(_call(mode, inputs, attend), options.device)
-            yield replace(rows[name], peak_bytes=peak, floor_bytes=case.training_bytes())
-        return
-    if right:
-        yield from _time_mode(case, mode, inputs, right, rows, options)
+        for candidate, attend, row in right:
+            inputs = candidate.inputs
+            held = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+            peak = held + peak_memory(_call(mode, candidate, attend), options.device)
+            yield replace(row, peak_bytes=peak, floor_bytes=case.training_bytes())
+    elif right:
+        yield from _time_mode(case, mode, right, options)
 
 
-def _time_mode(
-    case: AttentionCase,
-    mode: str,
-    inputs: AttentionInputs,
-    right: dict[str, Attend],
-    rows: dict[str, AttentionRow],
-    options: _Options,
-) -> list[AttentionRow]:
+class _Right(NamedTuple):
+    """A candidate whose results are right, and what is known of it so far."""
+
+    candidate: Candidate
+    attend: Attend
+    row: AttentionRow
+
+
+def _time_mode(case: AttentionCase, mode: str, right: Sequence[_Right], options: _Options) -> list[AttentionRow]:
     """Time everything that is right against each other, by each protocol."""
     measured = []
-    with torch.set_grad_enabled(not mode.endswith("fwd")):
-        calls = {name: _call(mode, inputs, attend) for name, attend in right.items()}
+    seed, device = options.seed, options.device
+    rows = {row.label: row for _, _, row in right}
+    flops = {row.label: candidate.case.flops(mode, seed) for candidate, _, row in right}
+    read = case.cache_bytes(seed) if case.form == "cache" else None
+    with torch.set_grad_enabled(direction_of(mode) != "fwd"):
+        calls = {row.label: _call(mode, candidate, attend) for candidate, attend, row in right}
         hosts = {}
-        if options.device.type == "cuda" and case.flops("fwd", options.seed) < SMALL_FLOPS:
-            hosts = {name: time_host(call, options.device, calls=8, repeats=10) for name, call in calls.items()}
+        if device.type == "cuda" and case.flops("fwd", seed) < SMALL_FLOPS:
+            hosts = {name: time_host(call, device, calls=8, repeats=10) for name, call in calls.items()}
+        if read is not None:
+            rows[COPY], calls[COPY] = AttentionRow(case, mode, COPY, "none", "anchor", "ok"), _copy(read, device)
         for protocol in options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",)):
-            samples = time_bursts(calls, options.device, PROTOCOLS[protocol], rounds=options.rounds)
+            samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=options.rounds)
             for name, times in samples.items():
                 spread = quantiles(times)
                 row = replace(
@@ -251,7 +279,8 @@ def _time_mode(
                     protocol=protocol,
                     time=spread,
                     rounds=len(times),
-                    tflops=case.flops(mode, options.seed) / spread.p50 / 1e6,
+                    tflops=flops[name] / spread.p50 / 1e6 if name in flops else None,
+                    gb_per_s=None if read is None else read / spread.p50 / 1e3,
                     ratios=ratios(samples, name),
                     host=hosts.get(name),
                 )
@@ -259,12 +288,21 @@ def _time_mode(
     return measured
 
 
-def _call(mode: str, inputs: AttentionInputs, attend: Attend) -> Call:
+def _copy(moved: int, device: torch.device) -> Call:
+    """A copy that reads half so many bytes, and writes the other half."""
+    source = torch.randn(moved // 4, device=device).bfloat16()
+    copied = torch.empty_like(source)
+    return lambda: copied.copy_(source)
+
+
+def _call(mode: str, candidate: Candidate, attend: Attend) -> Call:
     """What is timed, or measured in bytes, of one candidate."""
-    if mode.endswith("fwd"):
+    inputs, direction = candidate.inputs, direction_of(mode)
+    if direction == "fwd":
         return functools.partial(attend, inputs.q, inputs.k, inputs.v)
-    leaves = inputs.leaves()
-    if mode.endswith("bwd"):
-        out = attend(*leaves)
-        return functools.partial(torch.autograd.grad, out, leaves, inputs.grad, retain_graph=True)
-    return lambda: torch.autograd.grad(attend(*leaves), leaves, inputs.grad)
+    q, k, v = inputs.leaves()
+    wanted = (q, k, v, *candidate.parameters)
+    if direction == "bwd":
+        out = attend(q, k, v)
+        return functools.partial(torch.autograd.grad, out, wanted, inputs.grad, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(q, k, v), wanted, inputs.grad)

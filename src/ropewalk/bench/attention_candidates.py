@@ -7,90 +7,183 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention_cases import SCHEMES, AttentionCase, AttentionInputs
+from ropewalk.bench.attention_cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention_gate import Attend
 from ropewalk.bench.attention_peers import AttentionPeer, Rotate, compile_rope
 from ropewalk.bench.attention_records import label
+from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.rope.api import apply_rope
 
 AUTO = "auto"  # impl=None
 OUTSIDE = "apply_rope"  # our rotation, then attention without positions
 COMPILED = "compiled rope"  # PyTorch's, for the peers
+PAGE_SIZES = (64, 16)  # of paged caches
 
 # Whether there is a backward -> which implementation serves the case (ours alone can say), and why none does.
 Serves = Callable[[bool], tuple[str | None, str | None]]
+# q, k and v -> what attention gets instead.
+Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+# Another name in records, what comes before the call, and more keywords of it.
+Changes = tuple[str, Before, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to be measured."""
+    """Something to be measured, and on what: its case and inputs are a yardstick's own where it is one."""
 
+    case: AttentionCase
+    inputs: AttentionInputs
     impl: str
     position: str  # as records name it
-    scheme: str  # of `SCHEMES`, by which the result is judged
-    kind: str  # "ours" or "peer"
+    setting: str  # of `SETTINGS`, by which the result is judged
+    kind: str  # "ours", "peer", or "anchor" for a yardstick
     serves: Serves
     build: Callable[[], Attend]
+    parameters: tuple[Tensor, ...] = ()  # that get gradients too
+
+    @property
+    def yardstick(self) -> str | None:
+        """The name of the case, if it is not the one that is measured."""
+        return self.case.name if self.kind == "anchor" else None
 
     @property
     def label(self) -> str:
         """What records call it."""
-        return label(self.impl, self.position)
+        return label(self.impl, self.position, self.yardstick)
 
 
 def candidates_of(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
 ) -> dict[str, list[Candidate]]:
     """By mode, what is measured of a case. A peer is built once for all modes: what it compiles, it compiles once."""
-    rotate = functools.cache(functools.partial(compile_rope, inputs))
-    kernels = [_ours(case, inputs, impl, "none") for impl in impls]
-    in_kernel = [_ours(case, inputs, impl, "rope") for impl in (AUTO, *impls)]
-    outside = [_ours(case, inputs, impl, OUTSIDE) for impl in impls]
-    schemes = [_ours(case, inputs, impl, name) for impl in impls for name in ("alibi", "exposb", "exposb-decay")]
+    rotate = functools.cache(functools.partial(compile_rope, case, inputs))
     peers_alone, peers_with_rope = [], []
     for peer in peers:
         serves = _peer_serves(peer, case)
         build = functools.cache(functools.partial(peer.build, case, inputs))
-        peers_alone.append(Candidate(peer.name, "none", "none", "peer", serves, build))
+        peers_alone.append(Candidate(case, inputs, peer.name, "none", "none", "peer", serves, build))
         with_rope = functools.partial(_rotate_first, rotate, build)
-        peers_with_rope.append(Candidate(peer.name, COMPILED, "rope", "peer", serves, with_rope))
-    alone = [*kernels, *peers_alone]
+        peers_with_rope.append(Candidate(case, inputs, peer.name, COMPILED, "rope", "peer", serves, with_rope))
+
+    def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[Candidate]:
+        names = (AUTO, *impls) if auto else impls
+        return [_ours(case, inputs, impl, setting, changes) for impl in names for setting in settings]
+
+    if case.form == "cache":
+        paged = [
+            candidate
+            for size in PAGE_SIZES
+            for candidate in ours("rope", changes=(f"rope, pages of {size}", *_paged(inputs, size)))
+        ]
+        return {"decode": [*ours("rope", auto=True), *paged, *peers_with_rope]}
+    outside = ours("none", changes=(OUTSIDE, _rotation(case, inputs), {}))
+    kernels, in_kernel = ours("none"), ours("rope", auto=True)
+    schemes, variants = [*kernels, *ours(*SCHEMES)], [*kernels, *ours(*VARIANTS)]
     return {
-        "fwd": alone,
-        "bwd": alone,
+        "fwd": [*kernels, *peers_alone],
+        "bwd": [*kernels, *peers_alone],
         "train": [*in_kernel, *outside, *kernels, *peers_with_rope],
-        "schemes-fwd": [*kernels, *schemes],
-        "schemes-bwd": [*kernels, *schemes],
+        "schemes-fwd": schemes,
+        "schemes-bwd": schemes,
+        "variants-fwd": variants,
+        "variants-bwd": variants,
+        "learned-bwd": [*kernels, *ours(*LEARNED)],
         "memory": in_kernel,
     }
 
 
-def _ours(case: AttentionCase, inputs: AttentionInputs, impl: str, position: str) -> Candidate:
-    scheme = "rope" if position == OUTSIDE else position
-    keywords: dict[str, Any] = {
-        "position": SCHEMES["none" if position == OUTSIDE else position](case.q_heads),
-        "causal": case.causal,
-        "key_lengths": inputs.key_lengths,
-        "impl": None if impl == AUTO else impl,
-    }
+def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[Candidate]]:
+    """By mode, our kernels on the case that another one is held against."""
+    plain, with_rope = (
+        [_ours(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
+    )
+    return {"fwd": plain, "bwd": plain, "train": with_rope}
+
+
+def _ours(
+    case: AttentionCase,
+    inputs: AttentionInputs,
+    impl: str,
+    setting: str,
+    changes: Changes | None = None,
+    kind: str = "ours",
+) -> Candidate:
+    """One of our implementations, asked by a setting, in the case's form."""
+    asked, parameters = SETTINGS[setting].make(case.q_heads, inputs.q.device)
+    name, before, more = changes or (setting, _as_they_are, {})
+    keywords = {**asked, **_form_keywords(case, inputs), **more, "impl": None if impl == AUTO else impl}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if position == OUTSIDE:
-            q, k = apply_rope(q, k, inputs.cos, inputs.sin)
-        out: Tensor = attention(q, k, v, **keywords)
+        out: Tensor = attention(*before(q, k, v), **keywords)
         return out
 
     def serves(backward: bool) -> tuple[str | None, str | None]:
         tensors = inputs.leaves() if backward else (inputs.q, inputs.k, inputs.v)
         try:
-            return explain_choice(*tensors, **keywords).name, None
+            with torch.set_grad_enabled(backward):
+                return explain_choice(*before(*tensors), **keywords).name, None
         except ValueError as error:
             return None, str(error)
 
-    return Candidate(impl, position, scheme, "ours", serves, lambda: attend)
+    judged = "rope" if name == OUTSIDE else setting
+    return Candidate(case, inputs, impl, name, judged, kind, serves, lambda: attend, parameters)
+
+
+def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:
+    if case.form == "packed":
+        return {"causal": case.causal, "layout": "thd", "cu_seqlens_q": inputs.cu_seqlens}
+    lengths = inputs.key_lengths
+    if case.form == "cache":
+        assert lengths is not None
+        return {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
+    return {"causal": case.causal, "key_lengths": lengths}
+
+
+def _as_they_are(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, k, v
+
+
+def _rotation(case: AttentionCase, inputs: AttentionInputs) -> Before:
+    """Our rotation of q and k; packed tokens are one batch row to it, with a row of the tables each."""
+
+    def rotate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if case.form != "packed":
+            return *apply_rope(q, k, inputs.cos, inputs.sin), v
+        q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)
+        return q[0], k[0], v
+
+    return rotate
+
+
+def _paged(inputs: AttentionInputs, size: int) -> tuple[Before, dict[str, Any]]:
+    """The same cache in shuffled pages: what takes it where the dense one was, and the keywords that go with it."""
+    batch, tokens = inputs.k.shape[:2]
+    count = batch * -(-tokens // size)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(count, generator=generator, dtype=torch.int32).view(batch, -1).to(inputs.k.device)
+
+    @functools.cache
+    def pages() -> tuple[Tensor, Tensor]:
+        return _shuffle(inputs.k, table, size), _shuffle(inputs.v, table, size)
+
+    def before(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, *pages()
+
+    return before, {"block_table": table}
+
+
+def _shuffle(x: Tensor, table: Tensor, size: int) -> Tensor:
+    """Cut (B, T, K, D) into pages (B · pages of a row, size, K, D), each where the table says."""
+    whole = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    pages = whole.unflatten(1, (-1, size)).flatten(0, 1)
+    shuffled = torch.empty_like(pages)
+    shuffled[table.flatten().long()] = pages
+    return shuffled
 
 
 def _peer_serves(peer: AttentionPeer, case: AttentionCase) -> Serves:

@@ -5,14 +5,12 @@ Shape letters: B batch, T tokens, H query heads, K key heads, D head dim, R rota
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ropewalk.frequencies import inverse_frequencies, rope_table
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, alibi_slopes
 
 MODES = {
     "fwd": "the kernels alone, forward",
@@ -20,16 +18,33 @@ MODES = {
     "train": "RoPE, attention and both their backwards",
     "schemes-fwd": "position schemes in the kernel, forward",
     "schemes-bwd": "position schemes in the kernel, backward",
+    "variants-fwd": "dropout, softcap and sinks in the kernel, forward",
+    "variants-bwd": "dropout, softcap and sinks in the kernel, backward",
+    "learned-bwd": "position schemes with and without learned parameters, backward",
+    "decode": "one query for each row of a cache of rotated keys, RoPE of the query included",
     "memory": "bytes held at the peak of RoPE, attention and both their backwards",
 }
+_DIRECTIONS = {"decode": "fwd", "memory": "train"}  # of the modes whose names do not end with it
 _KERNELS = ("fwd", "bwd", "train")
-_PRODUCTS = {"fwd": 1.0, "bwd": 2.5, "train": 3.5}  # of the forward's two, by direction
+_FORMS = ("dense", "packed", "cache")
 BASE = 10000.0
+
+
+def direction_of(mode: str) -> str:
+    """Whether a mode is of a forward, "fwd", of a backward, "bwd", or of both, "train"."""
+    return _DIRECTIONS.get(mode, mode.rpartition("-")[2])
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One self-attention: shapes, what a query attends, and what is measured of it."""
+    """One self-attention: shapes, what a query attends, and what is measured of it.
+
+    What B and T are goes by `form`:
+
+    - "dense": B rows of T tokens;
+    - "packed": B sequences one after another, of `shortest` to T tokens, their logarithms uniform;
+    - "cache": B rows of a cache with room for T keys, `shortest` to T of them there, and one query for the last.
+    """
 
     name: str
     batch: int
@@ -38,9 +53,17 @@ class AttentionCase:
     k_heads: int
     head_dim: int
     causal: bool = False
-    padded: bool = False  # key lengths drawn from T/2 … T, one for each batch row
+    padded: bool = False  # dense: key lengths drawn from T/2 … T, one for each batch row
     dtype: str = "bfloat16"
     modes: tuple[str, ...] = _KERNELS
+    v_head_dim: int | None = None  # of v and the output; None: D
+    form: str = "dense"
+    shortest: int = 1  # packed and cache: the least length that is drawn
+    yardstick: str | None = None  # by name, the case with which our kernels are timed beside, for its TFLOP/s
+
+    def __post_init__(self) -> None:
+        if self.form not in _FORMS or (self.padded and self.form != "dense"):
+            raise ValueError(f"{self.name}: there is no form {self.form!r} with padded={self.padded}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -55,34 +78,71 @@ class AttentionCase:
         return self.q_heads // self.k_heads
 
     @property
+    def out_head_dim(self) -> int:
+        """The head dim of v and the output."""
+        return self.v_head_dim or self.head_dim
+
+    @property
     def description(self) -> str:
         """The shape and the mask in words."""
         heads = f"{self.q_heads}" if self.group == 1 else f"{self.q_heads}/{self.k_heads}"
+        features = f"{self.head_dim}" if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
+        rest = f"H{heads} D{features}, {self.dtype}"
         mask = "causal" if self.causal else "full"
+        if self.form == "packed":
+            return f"{self.batch} sequences of {self.shortest} to {self.tokens} tokens, {rest}, {mask}"
+        if self.form == "cache":
+            return f"{self.batch} caches of {self.tokens}, {self.shortest} to {self.tokens} keys there, {rest}"
         padding = ", key lengths from T/2 to T" if self.padded else ""
-        return f"B{self.batch} T{self.tokens} H{heads} D{self.head_dim}, {self.dtype}, {mask}{padding}"
+        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}"
 
-    def draw_key_lengths(self, seed: int = 0) -> Tensor | None:
-        """The lengths of a padded case, (B,), int32, on the CPU: the same on every device."""
-        if not self.padded:
-            return None
+    def draw_lengths(self, seed: int = 0) -> Tensor | None:
+        """How many keys each row or sequence has, (B,), int32, on the CPU: the same on every device. None: T each."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.tokens // 2, self.tokens + 1, (self.batch,), generator=generator, dtype=torch.int32)
+        if self.form == "packed":
+            exponents = torch.rand(self.batch, generator=generator, dtype=torch.float64)
+            lengths = self.shortest * ((self.tokens + 1) / self.shortest) ** exponents
+            return lengths.to(torch.int32).clamp(self.shortest, self.tokens)
+        if not self.padded and self.form == "dense":
+            return None
+        least = self.tokens // 2 if self.padded else self.shortest
+        return torch.randint(least, self.tokens + 1, (self.batch,), generator=generator, dtype=torch.int32)
+
+    def scores(self, seed: int = 0) -> float:
+        """How many scores a head needs: a row's key length for one T where there are lengths, half when causal.
+
+        The one query of a cache attends all keys that are there.
+        """
+        lengths = self.draw_lengths(seed)
+        if lengths is None:
+            count = self.batch * self.tokens**2
+        elif self.form == "packed":
+            count = int(lengths.long().square().sum())
+        else:
+            count = int(lengths.sum()) * (1 if self.form == "cache" else self.tokens)
+        return count / 2 if self.causal and self.form != "cache" else count
 
     def flops(self, mode: str, seed: int = 0) -> float:
-        """Operations: forward 4·B·H·T²·D, half of it when causal, a row's key length for one T where there are lengths.
+        """Operations: 2·(D + Dv) for each score that is needed, forward; 2·(3·D + 2·Dv) backward.
 
-        A backward counts 2.5 times that, and forward and backward 3.5 times, whatever an implementation computes twice.
+        Whatever an implementation computes twice, or computes and masks, does not count.
         """
-        lengths = self.draw_key_lengths(seed)
-        keys = self.batch * self.tokens if lengths is None else int(lengths.sum())
-        forward = 4 * self.q_heads * self.tokens * keys * self.head_dim / (2 if self.causal else 1)
-        return forward * _PRODUCTS[mode.rpartition("-")[2]]
+        wide, narrow = self.head_dim, self.out_head_dim
+        products = {"fwd": wide + narrow, "bwd": 3 * wide + 2 * narrow, "train": 4 * wide + 3 * narrow}
+        return 2 * products[direction_of(mode)] * self.q_heads * self.scores(seed)
 
-    def training_bytes(self) -> int:
+    def cache_bytes(self, seed: int = 0) -> int:
+        """Of the keys and values that are there: what a decoding step must read."""
+        lengths = self.draw_lengths(seed)
+        keys = self.batch * self.tokens if lengths is None else int(lengths.sum())
+        return keys * self.k_heads * (self.head_dim + self.out_head_dim) * self.torch_dtype.itemsize
+
+    def training_bytes(self, seed: int = 0) -> int:
         """Of q, k, v, out, the gradients of all four, and rotated q and k: what training cannot do without."""
-        q, k = (self.batch * self.tokens * heads * self.head_dim for heads in (self.q_heads, self.k_heads))
-        return (5 * q + 5 * k) * self.torch_dtype.itemsize
+        lengths = self.draw_lengths(seed) if self.form == "packed" else None
+        tokens = self.batch * self.tokens if lengths is None else int(lengths.sum())
+        features = 3 * self.head_dim + 2 * self.out_head_dim
+        return tokens * (self.q_heads + self.k_heads) * features * self.torch_dtype.itemsize
 
 
 _SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd")
@@ -90,37 +150,70 @@ _SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd")
 CASES: tuple[AttentionCase, ...] = (
     AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, causal=True),
     AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128),
-    AttentionCase("causal-4k-d128", 4, 4096, 32, 32, 128, causal=True, modes=_SCHEMES),
+    AttentionCase(
+        "causal-4k-d128",
+        4,
+        4096,
+        32,
+        32,
+        128,
+        causal=True,
+        modes=(*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd"),
+    ),
     AttentionCase("gqa-8k-d128", 2, 8192, 32, 8, 128, causal=True),
     AttentionCase("causal-2k-d128", 8, 2048, 32, 32, 128, causal=True),
     AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, causal=True, modes=_SCHEMES),  # document 001's shape
     AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64),
     AttentionCase("bert-512", 32, 512, 12, 12, 64),
     AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=("train",)),
+    AttentionCase(
+        "packed-4k-d128",
+        64,
+        4096,
+        32,
+        8,
+        128,
+        causal=True,
+        modes=("train",),
+        form="packed",
+        shortest=128,
+        yardstick="gqa-4k-d128",
+    ),
+    AttentionCase("decode-8k-d128", 64, 8192, 32, 8, 128, causal=True, modes=("decode",), form="cache", shortest=1024),
+    AttentionCase(
+        "mla-8k-d192",
+        1,
+        8192,
+        16,
+        16,
+        192,
+        causal=True,
+        modes=("fwd", "bwd"),
+        v_head_dim=128,
+        yardstick="causal-8k-h16",
+    ),
     AttentionCase("memory-64k", 1, 65536, 8, 8, 128, causal=True, modes=("memory",)),
+    AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, causal=True, modes=()),  # yardsticks alone
+    AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, causal=True, modes=()),
 )
-
-# A scheme by name, for q with so many heads.
-SCHEMES: dict[str, Callable[[int], PositionScheme]] = {
-    "none": lambda heads: NoPosition(),
-    "rope": lambda heads: Rope(BASE),
-    "alibi": lambda heads: Alibi(alibi_slopes(heads)),
-    "exposb": lambda heads: ExpoSB(),
-    "exposb-decay": lambda heads: ExpoSB(distance_decay=True),
-}
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a case; those of tokens are (B, T, H, D) in memory, as projections leave them."""
+    """The tensors of a case.
+
+    Those of tokens are (B, T, H, D) in memory, as projections leave them; packed ones (total, H, D). A cache's keys
+    are taken for rotated ones, and there is one query: q and the gradient of the output are (B, 1, H, D).
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    grad: Tensor
+    grad: Tensor  # of the output, whose shape it has
     key_lengths: Tensor | None  # (B,), int32
-    cos: Tensor  # (T, R/2), float32
+    cos: Tensor  # float32: (T, R/2), (total, R/2), or of a cache's queries (B, 1, R/2)
     sin: Tensor
+    cu_seqlens: Tensor | None = None  # (B + 1,), int32: where packed sequences begin and end
 
     def leaves(self) -> list[Tensor]:
         """q, k and v as they are in memory, each a leaf that wants its gradient."""
@@ -130,13 +223,28 @@ class AttentionInputs:
 def make_attention_inputs(case: AttentionCase, device: torch.device, seed: int = 0) -> AttentionInputs:
     """Draw the tensors of a case."""
     generator = torch.Generator(device).manual_seed(seed)
+    lengths, cu_seqlens = case.draw_lengths(seed), None
+    queries: tuple[int, ...] = (case.batch, case.tokens)
+    keys, positions = queries, torch.arange(case.tokens)
+    if case.form == "packed":
+        assert lengths is not None
+        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        queries = keys = positions.shape
+        lengths = None
+    elif case.form == "cache":
+        assert lengths is not None
+        queries, positions = (case.batch, 1), lengths[:, None] - 1
     q, k, v, grad = (
-        torch.randn(case.batch, case.tokens, heads, case.head_dim, generator=generator, device=device).to(
-            case.torch_dtype
+        torch.randn(*tokens, heads, features, generator=generator, device=device).to(case.torch_dtype)
+        for tokens, heads, features in (
+            (queries, case.q_heads, case.head_dim),
+            (keys, case.k_heads, case.head_dim),
+            (keys, case.k_heads, case.out_head_dim),
+            (queries, case.q_heads, case.out_head_dim),
         )
-        for heads in (case.q_heads, case.k_heads, case.k_heads, case.q_heads)
     )
-    lengths = case.draw_key_lengths(seed)
     inv_freq, _ = inverse_frequencies("default", case.head_dim, BASE)
-    cos, sin = rope_table(case.tokens, inv_freq, device=device)
-    return AttentionInputs(q, k, v, grad, None if lengths is None else lengths.to(device), cos, sin)
+    cos, sin = rope_table(positions, inv_freq, device=device)
+    moved = [None if x is None else x.to(device) for x in (lengths, cu_seqlens)]
+    return AttentionInputs(q, k, v, grad, moved[0], cos, sin, moved[1])

@@ -55,7 +55,7 @@ def _draw_panel(axes: Axes, panel: list[list[AttentionRow]]) -> None:
         top = y
         for row in group:
             assert row.tflops is not None
-            pale = row.kind == "ours" and row.position != "rope" and row.mode == "train"
+            pale = row.kind == "anchor" or (row.kind == "ours" and row.position != "rope" and row.mode == "train")
             axes.barh(y, row.tflops, height=0.9, color=_COLOURS.get(row.impl, "#555555"), alpha=0.45 if pale else 1)
             text = f"{row.tflops:.3g}  {row.label}"
             axes.annotate(text, (row.tflops, y), (2, 0), textcoords="offset points", va="center", fontsize=6)

@@ -1,12 +1,13 @@
 """Other attentions, found by import and called as their own documentation says.
 
-All take and return (B, T, H, D) views of the same memory. What a user would make once for all layers (masks, tables)
-is made outside the timed call.
+All take and return tensors as `AttentionInputs` has them, as views of the same memory. What a user would make once for
+all layers (masks, tables) is made outside the timed call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ropewalk.bench.attention_gate import Attend
 from ropewalk.bench.gate import rotate_plainly
 from ropewalk.bench.peers import Library
 
-# The rotation of q and k, both (B, T, H, D).
+# The rotation of q and k, both as `AttentionInputs` has them.
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 
@@ -33,12 +34,13 @@ class AttentionPeer(Library):
     build: Callable[[AttentionCase, AttentionInputs], Attend]
 
 
-def compile_rope(inputs: AttentionInputs) -> Rotate:
-    """RoPE as compiled PyTorch, half-split, with the tables made before."""
-    cos, sin = inputs.cos[:, None], inputs.sin[:, None]  # over heads
+def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Rotate:
+    """RoPE as compiled PyTorch, half-split, with the tables made before. Keys of a cache are rotated already."""
+    cos, sin = inputs.cos[..., None, :], inputs.sin[..., None, :]  # over heads
+    cached = case.form == "cache"
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_plainly(q, cos, sin, False), rotate_plainly(k, cos, sin, False)
+        return rotate_plainly(q, cos, sin, False), k if cached else rotate_plainly(k, cos, sin, False)
 
     return torch.compile(rotate, fullgraph=True, dynamic=False)
 
@@ -47,52 +49,80 @@ def _serves(case: AttentionCase) -> str | None:
     return None
 
 
+def _cudnn_why_not(case: AttentionCase) -> str | None:
+    return "packed sequences are not dense tensors" if case.form == "packed" else None
+
+
 def _dense_why_not(case: AttentionCase) -> str | None:
+    if case.form != "dense":
+        return "dense tensors alone"
+    if case.out_head_dim != case.head_dim:
+        return "one head dim for keys and values"
     return "no key lengths for dense tensors" if case.padded else None
 
 
+def _default_why_not(case: AttentionCase) -> str | None:
+    return None if case.form == "cache" else "caches alone: elsewhere it takes one of the others"
+
+
 def _flash_attn_4_why_not(case: AttentionCase) -> str | None:
-    return _dense_why_not(case) or (None if case.dtype in ("float16", "bfloat16") else "float16 and bfloat16 alone")
+    if case.dtype not in ("float16", "bfloat16"):
+        return "float16 and bfloat16 alone"
+    return "no key lengths for dense tensors" if case.padded else None
 
 
 def _build_flex(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Compiled FlexAttention, with its block mask; every case has its own, past Dynamo's limit it would run eagerly."""
     import torch._functorch.config
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     # A backward that is timed runs many times over one graph, so it must not give its buffers away.
     torch._functorch.config.donated_buffer = False
-    lengths, attends = inputs.key_lengths, []
-    if case.causal:
-        attends.append(lambda b, h, query, key: query >= key)
-    if lengths is not None:
-        attends.append(lambda b, h, query, key: key < lengths[b])
-    mask = None
-    if attends:
-        attended = attends[0] if len(attends) == 1 else and_masks(*attends)
-        batch = None if lengths is None else case.batch
-        mask = create_block_mask(attended, batch, None, case.tokens, case.tokens, device=inputs.q.device)
+    mask = _block_mask(case, inputs)
     compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     grouped = case.group > 1
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        out = out.transpose(1, 2)
+        return out if case.form != "packed" else out[0]
 
     return call
 
 
+def _block_mask(case: AttentionCase, inputs: AttentionInputs) -> Any:
+    """FlexAttention's, None where every query attends all."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    device, lengths, attends = inputs.q.device, inputs.key_lengths, []
+    queries, keys = inputs.q.shape[-3], inputs.k.shape[-3]
+    if case.causal and case.form != "cache":
+        attends.append(lambda b, h, query, key: query >= key)
+    if lengths is not None:
+        attends.append(lambda b, h, query, key: key < lengths[b])
+    if inputs.cu_seqlens is not None:
+        sizes = inputs.cu_seqlens.diff()
+        documents = torch.arange(case.batch, device=device).repeat_interleave(sizes)
+        attends.append(lambda b, h, query, key: documents[query] == documents[key])
+    if not attends:
+        return None
+    attended = attends[0] if len(attends) == 1 else and_masks(*attends)
+    return create_block_mask(attended, None if lengths is None else case.batch, None, queries, keys, device=device)
+
+
 def _build_sdpa(name: str) -> Callable[[AttentionCase, AttentionInputs], Attend]:
     def build(case: AttentionCase, inputs: AttentionInputs) -> Attend:
-        backend, causal, grouped, mask = BACKENDS[name], case.causal, case.group > 1, None
+        backend, grouped, mask = BACKENDS.get(name), case.group > 1, None  # no backend: PyTorch chooses
+        causal = case.causal and case.form != "cache"
         if inputs.key_lengths is not None:
             index = torch.arange(case.tokens, device=inputs.q.device)
             mask = (index < inputs.key_lengths[:, None])[:, None, None]  # (B, 1, 1, T)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            with sdpa_kernel(backend):
+            with nullcontext() if backend is None else sdpa_kernel(backend):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
             return out.transpose(1, 2)
 
@@ -102,12 +132,18 @@ def _build_sdpa(name: str) -> Callable[[AttentionCase, AttentionInputs], Attend]
 
 
 def _build_flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Attend:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn import cute
 
-    causal = case.causal
+    attend = cute.flash_attn_func if case.form == "dense" else cute.flash_attn_varlen_func
+    keywords: dict[str, Any] = {"causal": case.causal}
+    if case.form == "packed":
+        starts, longest = inputs.cu_seqlens, case.tokens
+        keywords |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    elif case.form == "cache":
+        keywords |= {"seqused_k": inputs.key_lengths}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = flash_attn_func(q, k, v, causal=causal)
+        result = attend(q, k, v, **keywords)
         out: Tensor = result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
         return out
 
@@ -118,10 +154,11 @@ ATTENTION_PEERS: dict[str, AttentionPeer] = {
     peer.name: peer
     for peer in (
         AttentionPeer("flex", "torch.nn.attention.flex_attention", "torch", True, _serves, _build_flex),
-        AttentionPeer("cudnn", "torch", "torch", True, _serves, _build_sdpa("cudnn")),
+        AttentionPeer("cudnn", "torch", "torch", True, _cudnn_why_not, _build_sdpa("cudnn")),
         AttentionPeer(
             "flash_attn_4", "flash_attn.cute", "flash-attn-4", True, _flash_attn_4_why_not, _build_flash_attn_4
         ),
         AttentionPeer("sdpa_flash", "torch", "torch", False, _dense_why_not, _build_sdpa("sdpa_flash")),
+        AttentionPeer("sdpa_default", "torch", "torch", False, _default_why_not, _build_sdpa("sdpa_default")),
     )
 }

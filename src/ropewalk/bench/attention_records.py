@@ -12,9 +12,10 @@ from ropewalk.bench.records import read_lines
 from ropewalk.bench.timing import HostTime, Quantiles
 
 
-def label(impl: str, position: str) -> str:
-    """An implementation together with where positions come in."""
-    return impl if position == "none" else f"{impl} + {position}"
+def label(impl: str, position: str, yardstick: str | None = None) -> str:
+    """An implementation together with where positions come in, and with its case where it is a yardstick's."""
+    name = impl if position == "none" else f"{impl} + {position}"
+    return name if yardstick is None else f"{name} on {yardstick}"
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class AttentionRow:
     case: AttentionCase
     mode: str
     impl: str
-    position: str  # "none", a scheme in the kernel, or "apply_rope" and "compiled rope": a rotation in front of it
-    kind: str  # "ours" or "peer"
+    position: str  # "none", what the kernel is asked for, or a rotation in front of it: "apply_rope", "compiled rope"
+    kind: str  # "ours", "peer", or "anchor": what others are held against
     status: str  # "ok", "wrong", "failed" or "unsupported": anything but "ok" was not timed
     reason: str | None = None
     served_by: str | None = None  # ours: which implementation `explain_choice` names
@@ -39,11 +40,13 @@ class AttentionRow:
     host: HostTime | None = None  # what an eager call costs the host, where that matters beside its work
     peak_bytes: int | None = None  # memory: of the inputs, and of all that a call holds at its peak
     floor_bytes: int | None = None  # memory: of q, k, v, out, their gradients, and rotated q and k
+    yardstick: str | None = None  # anchors: the case that was computed, timed together with `case`; tflops are its
+    gb_per_s: float | None = None  # decode: of the keys and values that are there; a copy's of all that it moves
 
     @property
     def label(self) -> str:
         """What `ratios` calls this row."""
-        return label(self.impl, self.position)
+        return label(self.impl, self.position, self.yardstick)
 
 
 @dataclass(frozen=True)

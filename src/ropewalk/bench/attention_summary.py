@@ -22,7 +22,7 @@ def print_attention_summary(record: AttentionRecord, console: Console) -> None:
             console.print(_times_table(f"{record.run['device']}: {mode}, {MODES[mode]}", groups))
     _print_targets(record, console)
     for row in record.rows:
-        if row.status in ("wrong", "failed") or (row.status == "unsupported" and row.kind == "ours"):
+        if row.status in ("wrong", "failed") or (row.status == "unsupported" and row.kind != "peer"):
             error = "" if row.error is None else f" (error {row.error:.3g}, budget {row.error_budget:.3g})"
             what = f"{row.label} on {row.case.name} {row.mode}"
             console.print(f"{row.status}: {what}: {row.reason}{error}", style="red", highlight=False)
@@ -31,7 +31,7 @@ def print_attention_summary(record: AttentionRecord, console: Console) -> None:
 def _times_table(title: str, groups: list[list[AttentionRow]]) -> Table:
     """A line for each case and protocol; the first column is ours, and the others say how ours compares to them."""
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
-    table = Table(title=title, caption="TFLOP/s; median µs; ×: the first column's speed over this one's")
+    table = Table(title=title, caption="TFLOP/s or GB/s; median µs; ×: the first column's speed over this one's")
     table.add_column("case", overflow="fold")
     table.add_column("protocol")
     for name in labels:
@@ -46,7 +46,8 @@ def _times_table(title: str, groups: list[list[AttentionRow]]) -> Table:
 
 def _cell(row: AttentionRow, lead: AttentionRow) -> str:
     assert row.time is not None
-    parts = [f"{row.tflops:.3g}", f"{row.time.p50:.{1 if row.time.p50 < 1000 else 0}f} µs"]
+    rate = f"{row.tflops:.3g}" if row.gb_per_s is None else f"{row.gb_per_s:.0f} GB/s"
+    parts = [rate, f"{row.time.p50:.{1 if row.time.p50 < 1000 else 0}f} µs"]
     ratio = (lead.ratios or {}).get(row.label)
     if ratio is not None:
         parts.append(f"{ratio:.3f}×")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ropewalk.bench.attention_candidates import AUTO, COMPILED, OUTSIDE
+from ropewalk.bench.attention_candidates import AUTO, COMPILED, OUTSIDE, PAGE_SIZES
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, attention_groups, label
+from ropewalk.bench.attention_settings import SCHEMES
+from ropewalk.bench.rope import COPY
 
 _KERNEL = "triton"
 # case -> at least so many times as fast as FlexAttention, forward and backward
@@ -26,6 +28,11 @@ _ROPE_COST = {
 }
 _BERT = "bert-512-lengths"
 _BERT_PEERS = ("cudnn", "flex")
+_PACKED = "packed-4k-d128"
+# case -> at least so much of the yardstick's TFLOP/s
+_YARDSTICKS = {_PACKED: 0.95, "mla-8k-d192": 0.9}
+# what the kernel is asked for -> at most so many times the time without
+_VARIANTS = {"dropout": 1.15, "softcap": 1.10, "sinks": 1.10}
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,20 @@ def _of_group(row: AttentionRow, rows: dict[str, AttentionRow]) -> Iterator[tupl
             yield f"{mode}: {_KERNEL}, times as fast as FlexAttention", faster, _FLEX[case][mode == "bwd"], True
     if mode == "train":
         yield from _of_training(case, rows)
+    if mode == "decode":
+        yield from _of_decoding(rows)
+    if case in _YARDSTICKS:
+        yield from _of_yardstick(case, mode, rows)
     if mode.startswith("schemes"):
-        for name in ("alibi", "exposb", "exposb-decay"):
+        for name in SCHEMES:
             cost = _times_as_fast(rows, _KERNEL, label(_KERNEL, name))
             if cost is not None:
                 yield f"{mode}: {name} over no position", cost, 1.15, False
+    if mode.startswith("variants"):
+        for name, bound in _VARIANTS.items():
+            cost = _times_as_fast(rows, _KERNEL, label(_KERNEL, name))
+            if cost is not None:
+                yield f"{mode}: {name} over the same kernels without", cost, bound, False
     if mode == "memory":
         for measured in rows.values():
             if measured.peak_bytes is not None and measured.floor_bytes is not None:
@@ -84,14 +100,55 @@ def _of_training(case: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str
     against = _times_as_fast(rows, outside, inside)
     if against is not None:
         yield f"train: {inside} over {outside}", against, 1.0, False
-    peers = {row.impl: _times_as_fast(rows, label(row.impl, COMPILED), auto) for row in rows.values()}
-    compared = {name: value for name, value in peers.items() if value is not None}
+    if case == _PACKED:
+        faster = _times_as_fast(rows, inside, label("flex", COMPILED))
+        if faster is not None:
+            yield f"train: {inside}, times as fast as FlexAttention", faster, 1.1, True
+        return
+    compared = _over_peers(rows, auto)
     if compared:
         best = max(compared, key=lambda name: compared[name])
         yield f"train: {auto} over the best peer, {best}", compared[best], 1.02, False
     if case == _BERT and all(name in compared for name in _BERT_PEERS):
         best = max(_BERT_PEERS, key=lambda name: compared[name])
         yield f"train: {auto}, times as fast as the better of cuDNN and FlexAttention", 1 / compared[best], 1.15, True
+
+
+def _of_decoding(rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
+    for position in ("rope", *(f"rope, pages of {size}" for size in PAGE_SIZES)):
+        name = label(_KERNEL, position)
+        share = _times_as_fast(rows, name, COPY)  # a copy moves as many bytes as are read
+        if share is not None:
+            yield f"decode: {name}, of a copy's bandwidth", share, 0.8, True
+    auto = label(AUTO, "rope")
+    compared = _over_peers(rows, auto)
+    if compared:
+        best = max(compared, key=lambda name: compared[name])
+        yield f"decode: {auto} over the best peer, {best}", compared[best], 1.02, False
+
+
+def _of_yardstick(case: str, mode: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
+    own = rows.get(label(_KERNEL, "rope" if mode == "train" else "none"))
+    for other in rows.values():
+        if other.yardstick is None or own is None or (other.impl, other.position) != (own.impl, own.position):
+            continue
+        times = (own.ratios or {}).get(other.label)
+        if times is not None:
+            share = times * _work(own) / _work(other)
+            yield f"{mode}: {own.label}, TFLOP/s over those on {other.yardstick}", share, _YARDSTICKS[case], True
+
+
+def _work(row: AttentionRow) -> float:
+    """The operations that a row's TFLOP/s are of, but for a constant."""
+    assert row.tflops is not None
+    assert row.time is not None
+    return row.tflops * row.time.p50
+
+
+def _over_peers(rows: dict[str, AttentionRow], own: str) -> dict[str, float]:
+    """By peer, how many times its time `own` takes, RoPE included."""
+    peers = {row.impl: _times_as_fast(rows, row.label, own) for row in rows.values() if row.position == COMPILED}
+    return {name: value for name, value in peers.items() if value is not None}
 
 
 def _times_as_fast(rows: dict[str, AttentionRow], one: str, other: str) -> float | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropewalk.ops.attention.api import attention
-from ropewalk.ops.rope.documents import rope_pytorch, rope_triton
 from ropewalk.positions import Rope
 
 
@@ -23,8 +21,7 @@ class RoPEAttention(nn.Module):
         y = out_proj(torch.einsum("bhmn,bnhd->bmhd", p, v).flatten(2))
 
     A query that may attend nothing gives zeros before out_proj, and passes back no gradient. Interleaved pairs
-    (2i, 2i + 1), positions by index. The attention is `ropewalk.attention` with the rotation inside, but for training
-    with dropout: then it is PyTorch's scaled_dot_product_attention, after the rotation.
+    (2i, 2i + 1), positions by index. The attention is `ropewalk.attention`, with the rotation and the dropout inside.
 
     Args:
         d_model: width of the model, n_heads·head_dim with an even head_dim.
@@ -98,35 +95,10 @@ class RoPEAttention(nn.Module):
         q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
         if mask is not None:
             mask = self._as_allowed(mask, batch, tokens)
-        if self.training and self.dropout > 0:
-            y = self._attend_with_dropout(q, k, v, mask, causal)
-        else:
-            y = attention(q, k, v, position=self.position, mask=mask, causal=causal)
+        dropout_p = self.dropout if self.training else 0.0
+        y = attention(q, k, v, position=self.position, mask=mask, causal=causal, dropout_p=dropout_p)
         merged: Tensor = self.out_proj(y.reshape(batch, tokens, self.d_model))
         return merged
-
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        tokens = q.shape[1]
-        q, k = (rope_triton if q.is_cuda else rope_pytorch)(q, k, tokens, self.position.base)
-        attends_nothing = None
-        if mask is not None:
-            if causal:
-                mask = mask & torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
-            # What softmax makes of a row without a single key is NaN, zeros or garbage, depending on the kernel: let
-            # such a row attend everything instead, and drop what comes of it.
-            attends_nothing = ~mask.any(dim=-1, keepdim=True)
-            mask = mask | attends_nothing
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=self.dropout,
-            is_causal=causal and mask is None,
-        )
-        if attends_nothing is not None:
-            y = y.masked_fill(attends_nothing, 0)
-        return y.transpose(1, 2)
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
         """The mask as a bool tensor of 4 dimensions that broadcasts against the scores, (B, H, T, T)."""

@@ -24,9 +24,13 @@ from attention_calls import (
     value_and_grads,
 )
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
-from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, attention, explain_choice
-from ropewalk.ops.attention import choice
+from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias, apply_rope, attention, explain_choice
+from ropewalk.ops.attention import choice, reference
+from ropewalk.ops.attention.checks import as_bhtd, check_call
+from ropewalk.positions import Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
 IMPLS = ["triton", "flash", "sdpa", "reference", None]
@@ -259,29 +263,6 @@ def test_inference_mode_leaves_training_alone(device, impl):
 # Errors
 
 
-UNSERVED = {
-    "cu_seqlens_q": torch.tensor([0, TQ]),
-    "cu_seqlens_k": torch.tensor([0, TK]),
-    "key_starts": torch.zeros(B, dtype=torch.long),
-    "query_starts": torch.zeros(B, dtype=torch.long),
-    "block_table": torch.zeros(B, 1, dtype=torch.int32),
-    "dropout_p": 0.1,
-}
-
-
-@pytest.mark.parametrize("name", UNSERVED)
-def test_what_is_not_served_yet_is_refused(device, name):
-    with pytest.raises(NotImplementedError, match=f"^{name} is not served yet"):
-        attention(*draw(device), **{name: UNSERVED[name]})
-    with pytest.raises(NotImplementedError, match=f"^{name} is not served yet"):
-        explain_choice(*draw(device), **{name: UNSERVED[name]})
-
-
-def test_packed_sequences_are_not_served_yet(device):
-    with pytest.raises(NotImplementedError, match="layout 'thd' is not served yet"):
-        attention(*(x[0] for x in draw(device)), layout="thd")
-
-
 @pytest.mark.parametrize("position", [None, "rope", 3, Rope, torch.ones(3)], ids=str)
 def test_a_position_that_is_no_scheme_is_refused(device, position):
     with pytest.raises(TypeError, match=r"position is .*, but must be a scheme of ropewalk\.positions"):
@@ -313,9 +294,53 @@ REFUSED = {
         ({"mask": torch.ones(TQ, TK, dtype=torch.bool)}, "it takes no mask"),
         ({"return_lse": True}, "log-sum-exp is not differentiated"),
         ({"scale": -1.0}, "the scale is -1.0"),
+        ({"key_starts": torch.tensor([1, 2])}, "it takes no key_starts"),
+        ({"query_starts": torch.tensor([0, 0])}, "it takes no query_starts"),
+        ({"softcap": 30.0}, "it is not asked for a softcap"),
+        ({"sinks": torch.ones(H)}, "it is not asked for sinks"),
+        ({"dropout_p": 0.1}, "dropout_p is above 0, and its dropout goes by another seed"),
+        ({"position": T5Bias(torch.ones(32, H))}, "T5Bias changes scores"),
+        ({"position": ExpoSB(band_weights=torch.ones(H))}, "ExpoSB changes scores"),
     ],
     "triton": [({}, "take float16, bfloat16 and float32, not float64")],
 }
+
+
+def test_libraries_are_not_asked_for_packed_sequences_or_pages(device):
+    q, k, v = draw_packed(device, 9, 9)
+    packed = explain_choice(q, k, v, cu_seqlens_q=torch.tensor([0, 4, 9], device=device), layout="thd")
+    assert packed.others["sdpa"] == "it is not asked for packed sequences, by cu_seqlens_q"
+    q, pages = torch.randn(B, 1, H, D, device=device), torch.randn(4, 16, K, D, device=device)
+    call = {"key_lengths": torch.tensor([3, 20], device=device)}
+    call["block_table"] = torch.tensor([[0, 1], [2, 1]], device=device)
+    paged = explain_choice(q, pages, pages, **call)
+    assert paged.others["sdpa"] == "it is not asked for keys in pages, by block_table"
+    reason = "Rope maps features, and its kernels read pages of mapped keys: keys_rotated=True"
+    assert explain_choice(q, pages, pages, position=Rope(), **call).others["triton"] == reason
+    with pytest.raises(ValueError, match=r"impl is 'triton', but .* keys_rotated=True"):
+        attention(q, pages, pages, position=Rope(), impl="triton", **call)
+    for position, rotated in ((Rope(), True), (Alibi(), False)):
+        explained = explain_choice(q, pages, pages, position=position, keys_rotated=rotated, **call)
+        assert explained.others.get("triton") != reason
+
+
+NEW = {
+    "key_starts": lambda device: torch.tensor([1, 2], device=device),
+    "query_starts": lambda device: torch.tensor([0, 0], device=device),
+    "softcap": lambda device: 30.0,
+    "sinks": lambda device: torch.ones(H, device=device),
+    "dropout_p": lambda device: 0.1,
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_every_reason_names_what_cannot_be_served(device, name):
+    explained = explain_choice(*draw(device, torch.float16), **{name: NEW[name](device)})
+    assert name in explained.others["sdpa"]
+    assert name in explained.others["flash"] or "flash-attn" in explained.others["flash"]
+    assert set(explained.others) | {explained.name} == set(choice.IMPLEMENTATIONS)
+    if device.type == "cpu":
+        assert explained.name == "reference"
 
 
 @pytest.mark.parametrize(("name", "call", "reason"), [(name, *case) for name in REFUSED for case in REFUSED[name]])
@@ -361,19 +386,513 @@ def test_a_scheme_without_score_functions_is_the_references(device):
     )
 
 
-def test_what_a_scheme_has_to_learn_is_learned(device):
+@dataclass(frozen=True, eq=False)
+class Learned(Fading):
+    """A scheme whose numbers a gradient may reach, which its score functions do not pass on."""
+
+    rates: torch.Tensor
+
+    def score_functions(self):
+        return f"{__name__}:WITHOUT_GRADIENT"
+
+    def score_parameters(self, n_heads, device):
+        return self.rates.to(device)[:, None]
+
+    def change_scores(self, scores, distance):
+        return scores - self.rates[:, None, None] * distance.abs()
+
+
+WITHOUT_GRADIENT = SimpleNamespace(score=None, adjoint=None)
+
+
+def test_numbers_that_score_functions_do_not_differentiate_are_the_references(device):
     tensors = draw(device)
-    slopes = nn.Parameter(torch.rand(H, device=device))
-    scheme = Alibi(slopes)
-    assert explain_choice(*tensors, position=scheme).name == "reference"
-    (grad,) = torch.autograd.grad(attention(*tensors, position=scheme).sin().sum(), slopes)
-    assert grad.any()
-    with pytest.raises(ValueError, match="tables or parameters are to be learned"):
-        attention(*tensors, position=scheme, impl="triton")
-    if HAS_KERNELS:
+    rates = nn.Parameter(torch.rand(H, device=device))
+    explained = explain_choice(*tensors, position=Learned(rates))
+    assert explained.name == "reference"
+    if HAS_KERNELS and device.type == "cuda":
+        expected = f"Learned's parameters are to be learned, and {__name__}:WITHOUT_GRADIENT has no parameter_gradient"
+        assert explained.others["triton"] == expected
+    (grad,) = torch.autograd.grad(attention(*tensors, position=Learned(rates)).sin().sum(), rates)
+    (expected,) = torch.autograd.grad(attention(*tensors, position=Alibi(rates)).sin().sum(), rates)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_tables_that_are_to_be_learned_are_the_references(device):
+    @dataclass(frozen=True, eq=False)
+    class Turning(PositionScheme):
+        rates: torch.Tensor
+
+        def rotation(self, positions, head_dim):
+            angles = positions[..., None] * self.rates
+            return Rotation(angles.cos(), angles.sin(), False, None)
+
+    rates = nn.Parameter(torch.rand(D // 2, device=device))
+    explained = explain_choice(*draw(device), position=Turning(rates))
+    assert explained.name == "reference"
+    assert "tables are to be learned" in explained.others["triton"]
+    assert "tables are to be learned" in explained.others["sdpa"]
+
+
+# Packed sequences
+
+OURS = [pytest.param("triton", marks=needs_kernels), "reference"]
+LEARNED = {
+    "alibi": (Alibi, (H,)),
+    "exposb-bands": (lambda x: ExpoSB(band_weights=x), (H,)),
+    "exposb-bands-decay": (lambda x: ExpoSB(band_weights=x, distance_decay=True), (H,)),
+    "t5": (lambda x: T5Bias(x, max_distance=12), (8, H)),
+    "t5-decoder": (lambda x: T5Bias(x, max_distance=12, bidirectional=False), (8, H)),
+}
+
+
+def t5(device):
+    return T5Bias(torch.randn(32, H, device=device), max_distance=20)
+
+
+def draw_packed(device, queries, keys, dv=D):
+    shapes = ((queries, H, D), (keys, K, D), (keys, K, dv))
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+
+
+PACKS = {
+    "as long": ([5, 0, 9, 3], None, 0),
+    "with room": ([5, 9, 1], None, 7),
+    "of other lengths": ([5, 0, 9, 3, 2], [7, 4, 2, 0, 2], 3),
+    "one": ([11], None, 0),
+    "none": ([], None, 4),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scheme", ["rope", "exposb-decay", "alibi", "t5"])
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("name", OURS)
+def test_packed_sequences_are_calls_of_their_own(device, name, pack, scheme, causal):
+    lengths_q, lengths_k, room = PACKS[pack]
+    cu_q, cu_k = (
+        None if lengths is None else torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+        for lengths in (lengths_q, lengths_k)
+    )
+    total_q, total_k = (sum(lengths) + room for lengths in (lengths_q, lengths_q if lengths_k is None else lengths_k))
+    tensors = draw_packed(device, total_q, total_k, dv=24)
+    call = {"position": t5(device) if scheme == "t5" else SCHEMES[scheme], "causal": causal, "return_lse": True}
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": "thd", "impl": name}
+    out, lse = attention(*tensors, **call, **packed)
+    assert out.shape == (total_q, H, 24)
+    assert lse.shape == (H, total_q)
+    outs, lses, start_q, start_k = [], [], 0, 0
+    for length_q, length_k in zip(lengths_q, lengths_q if lengths_k is None else lengths_k, strict=True):
+        q, k, v = tensors
+        rows, columns = slice(start_q, start_q + length_q), slice(start_k, start_k + length_k)
+        alone, lse_alone = attention(q[None, rows], k[None, columns], v[None, columns], impl="reference", **call)
+        outs.append(alone[0])
+        lses.append(lse_alone[0])
+        start_q, start_k = rows.stop, columns.stop
+    outs.append(torch.zeros(total_q - start_q, H, 24, device=device))
+    lses.append(torch.full((H, total_q - start_q), -math.inf, device=device))
+    expected, expected_lse = torch.cat(outs), torch.cat(lses, dim=1)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+    if lengths_q:
+        weights = torch.randn_like(out)
+        grads, truth = (torch.autograd.grad((x * weights).sum(), tensors) for x in (out, expected))
+        torch.testing.assert_close(grads, truth, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_tokens_may_have_positions_of_their_own(device):
+    q, k, v = draw_packed(device, 9, 9)
+    cu_seqlens = torch.tensor([0, 4, 9], device=device)
+    call = {"position": Rope(), "cu_seqlens_q": cu_seqlens, "layout": "thd"}
+    index = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4], device=device)
+    torch.testing.assert_close(
+        attention(q, k, v, positions_q=index, positions_k=index, **call), attention(q, k, v, **call)
+    )
+    far = attention(q, k, v, positions_q=3 * index, positions_k=index + 7, **call)
+    alone = attention(
+        *(x[None, 4:] for x in (q, k, v)),
+        position=Rope(),
+        positions_q=3 * index[None, 4:],
+        positions_k=index[None, 4:] + 7,
+    )
+    torch.testing.assert_close(far[4:], alone[0])
+
+
+# Generation
+
+
+@pytest.mark.parametrize("form", ["padded on the left", "cache", "cache of rotated keys", "pages"])
+@pytest.mark.parametrize("scheme", ["rope", "exposb-decay", "alibi", "t5"])
+@pytest.mark.parametrize("name", OURS)
+def test_generation_token_by_token_is_one_call(device, name, scheme, form):
+    """Prompts of several lengths, then a token at a time, as serving does it in several ways."""
+    position = t5(device) if scheme == "t5" else SCHEMES[scheme]
+    prompts, steps = [5, 2], 3
+    longest, page = max(prompts), 16
+    rows = [[x[0] for x in draw(device, batch=1, queries=n + steps, keys=n + steps)] for n in prompts]
+    expected = [attention(*(x[None] for x in row), position=position, causal=True, impl="reference")[0] for row in rows]
+    rotates = form in ("cache of rotated keys", "pages")
+    pad = form == "padded on the left"
+    keys = torch.full((B, 32, K, D), math.nan, device=device)
+    values = keys.clone()
+    for b, (_, k, v) in enumerate(rows):
+        if rotates:
+            table = position.rotation(torch.arange(len(k), device=device)[None], D)
+            if table is not None:
+                k = apply_rope(k[None], None, table.cos, table.sin, interleaved=table.interleaved)[0]
+                k = k if table.weights is None else k * table.weights
+        first = longest - prompts[b] if pad else 0
+        keys[b, first : first + len(k)], values[b, first : first + len(k)] = k, v
+    starts = torch.tensor([longest - n if pad else 0 for n in prompts], device=device)
+    call = {"position": position, "causal": True, "keys_rotated": rotates, "impl": name}
+    if form == "pages":  # in any order, the unused ones anything
+        table = torch.tensor([[3, 10**6], [1, -1]], device=device, dtype=torch.int32)
+        pool = [torch.full((5, page, K, D), math.nan, device=device) for _ in range(2)]
+        for place, x in zip(pool, (keys, values), strict=True):
+            place[3], place[1] = x[0, :page], x[1, :page]
+        keys, values = pool
+        call["block_table"] = table
+    for step in range(steps + 1):
+        lengths = torch.tensor([n + step for n in prompts], device=device)
+        tokens = longest if step == 0 else 1
+        q = torch.zeros(B, tokens, H, D, device=device)
+        if pad:
+            call["key_starts"] = starts
+            here = {"key_lengths": torch.full((B,), longest + step, device=device)}
+            here["query_starts"] = torch.full((B,), 0 if step == 0 else longest + step - 1, device=device)
+        else:
+            here = {"key_lengths": lengths, "query_starts": lengths - 1 if step else torch.zeros_like(lengths)}
+        for b, n in enumerate(prompts):
+            if step:
+                q[b, 0] = rows[b][0][n + step - 1]
+            else:
+                first = longest - n if pad else 0
+                q[b, first : first + n] = rows[b][0][:n]
         with torch.no_grad():
-            out = attention(*tensors, position=scheme, impl="triton")
-        torch.testing.assert_close(out, attention(*tensors, position=scheme))
+            out = attention(q, keys, values, **call, **here)
+        assert out.isfinite().all()
+        for b, n in enumerate(prompts):
+            if step:
+                mine, theirs = out[b, 0], expected[b][n + step - 1]
+            else:
+                first = longest - n if pad else 0
+                mine, theirs = out[b, first : first + n], expected[b][:n]
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_pages_have_no_backward(device, name):
+    pages = torch.randn(3, 16, K, D, device=device)
+    q = torch.randn(B, 1, H, D, device=device)
+    weight = nn.Parameter(torch.rand(H, device=device))
+    call = {"key_lengths": torch.tensor([3, 20], device=device), "impl": name}
+    call["block_table"] = torch.tensor([[0, 1], [2, 1]], device=device)
+    attention(q, pages, pages, **call)
+    for position in (Alibi(weight), ExpoSB(band_weights=weight)):
+        with pytest.raises(ValueError, match="position has parameters that require grad, but with block_table there"):
+            attention(q, pages, pages, position=position, **call, keys_rotated=True)
+        with torch.no_grad():
+            attention(q, pages, pages, position=position, **call, keys_rotated=True)
+    with pytest.raises(ValueError, match="sinks requires grad, but with block_table there is no backward"):
+        attention(q, pages, pages, sinks=weight, **call)
+    for leaves in ((q.clone().requires_grad_(), pages, pages), (q, pages, pages.clone().requires_grad_())):
+        with pytest.raises(ValueError, match="requires grad, but with block_table there is no backward"):
+            attention(*leaves, **call)
+        with torch.no_grad():
+            attention(*leaves, **call)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", OURS)
+def test_checkpointed_dropout_is_the_same_dropout(device, name, use_reentrant):
+    tensors = [x.requires_grad_() for x in draw(device)]
+
+    def layer(q, k, v):
+        return attention(q, k, v, position=Rope(), causal=True, dropout_p=0.4, impl=name)
+
+    weights = torch.randn(B, TQ, H, D, device=device)
+    torch.manual_seed(5)
+    plain = layer(*tensors)
+    grads = torch.autograd.grad((plain * weights).sum(), tensors)
+    torch.manual_seed(5)
+    out = checkpoint(layer, *tensors, use_reentrant=use_reentrant)
+    assert torch.equal(out, plain)
+    torch.rand(3, device=device)  # what comes between forward and backward
+    for x in tensors:
+        x.grad = None
+    (out * weights).sum().backward()
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(tensors, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_dropout_goes_by_torchs_seed(device, name):
+    tensors = draw(device)
+    call = {"dropout_p": 0.5, "impl": name}
+    torch.manual_seed(1)
+    first, second = attention(*tensors, **call), attention(*tensors, **call)
+    torch.manual_seed(1)
+    assert torch.equal(attention(*tensors, **call), first)
+    assert torch.equal(attention(*tensors, **call), second)
+    assert not torch.equal(first, second)
+    torch.manual_seed(2)
+    assert not torch.equal(attention(*tensors, **call), first)
+
+
+@needs_kernels
+def test_every_implementation_drops_the_same(device):
+    tensors = draw(device)
+    outs = []
+    for name in ("triton", "reference"):
+        torch.manual_seed(3)
+        outs.append(attention(*tensors, position=Rope(), dropout_p=0.3, impl=name))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_are_drawn_for_what_is_dropped_alone(device):
+    tensors = draw(device)
+
+    def state():
+        return (torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()).clone()
+
+    before = state()
+    attention(*tensors, position=Rope(), causal=True)
+    attention(*tensors, dropout_p=0.0, window=3)
+    explain_choice(*tensors, dropout_p=0.5)
+    for wrong in ({"impl": "sdpa"}, {"softcap": -1.0}, {"layout": "tbd"}):
+        with pytest.raises(ValueError, match=r"impl is 'sdpa', but|softcap|layout"):
+            attention(*tensors, dropout_p=0.5, **wrong)
+    assert torch.equal(state(), before)
+    attention(*tensors, dropout_p=0.5)
+    assert not torch.equal(state(), before)
+
+
+def test_dropout_keeps_the_mean_and_the_log_sum_exp(device):
+    q, k, _ = draw(device)
+    v = torch.ones(B, TK, K, D, device=device)
+    lse = attention(q, k, v, return_lse=True)[1]
+    p = 0.25
+    outs = [attention(q, k, v, dropout_p=p, return_lse=True) for _ in range(40)]
+    assert all(torch.equal(other, lse) for _, other in outs)
+    sums = torch.stack([out for out, _ in outs])[..., 0]
+    assert abs(sums.mean() - 1) < 5 * (p / (1 - p) / sums.numel()) ** 0.5  # at the most: rows that attend one key
+    assert sums.std() > 0.01
+
+
+# What is learned
+
+
+def learn(attend, tensors, weight, make, weights, **call):
+    """The output, and the gradients of q, k, v, the scheme's weight and the sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors, weight, call.pop("sinks"))]
+    q, k, v, weight, sinks = leaves
+    out, lse = attend(q, k, v, position=make(weight), sinks=sinks, return_lse=True, **call)
+    total = (out * weights.to(out.dtype)).sum() + lse.sin().sum()
+    return [out.detach(), *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("call", [{}, {"causal": True, "softcap": 2.0}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("scheme", LEARNED)
+@pytest.mark.parametrize("name", OURS)
+def test_what_a_scheme_and_sinks_have_to_learn_is_learned(device, name, scheme, call):
+    make, shape = LEARNED[scheme]
+    tensors, weight, sinks = draw(device), torch.rand(shape, device=device) + 0.1, torch.randn(H, device=device)
+    weights = torch.randn(B, TQ, H, D, dtype=torch.float64, device=device)
+    actual = learn(attention, tensors, weight, make, weights, sinks=sinks, impl=name, **call)
+    exact = learn(
+        plainly(torch.float64),
+        [x.double() for x in tensors],
+        weight.double(),
+        make,
+        weights,
+        sinks=sinks.double(),
+        **call,
+    )
+    plain = learn(plainly(torch.float32), tensors, weight, make, weights, sinks=sinks, **call)
+    for mine, truth, baseline in zip(actual, exact, plain, strict=True):
+        assert_close_to_truth(mine, truth, baseline, ROUNDINGS)
+    assert actual[4].any()
+    assert actual[5].any()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_learned_needs_no_gradient_of_q(device, name):
+    tensors = draw(device)
+    slopes, sinks = (torch.rand(H, device=device, requires_grad=True) for _ in range(2))
+    out = attention(*tensors, position=Alibi(slopes), sinks=sinks, impl=name)
+    grads = torch.autograd.grad(out.sin().sum(), [slopes, sinks])
+    exact = [x.detach().double().requires_grad_() for x in (slopes, sinks)]
+    out = attention(*(x.double() for x in tensors), position=Alibi(exact[0]), sinks=exact[1])
+    truth = torch.autograd.grad(out.sin().sum(), exact)
+    for grad, expected in zip(grads, truth, strict=True):
+        torch.testing.assert_close(grad.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_backward_will_come_for_what_is_learned_alone(device, monkeypatch):
+    requests = []
+    monkeypatch.setattr("ropewalk.ops.attention.api.explain", lambda request, impl: requests.append(request))
+    weight = torch.rand(H, device=device, requires_grad=True)
+    for call in ({"sinks": weight}, {"position": Alibi(weight)}, {}):
+        explain_choice(*draw(device), **call)
+        with torch.no_grad():
+            explain_choice(*draw(device), **call)
+    assert [request.backward for request in requests] == [True, False, True, False, False, False]
+
+
+# Head dims, soft caps and sinks
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dv", [1, 7, 24, 32])
+def test_values_may_have_a_head_dim_of_their_own(device, impl, dv, causal):
+    q, k, _ = draw(device, half_or_float(impl, device))
+    v = torch.randn(B, TK, K, dv, device=device).to(q.dtype)
+    call = {"position": Rope(), "causal": causal}
+    if not serves(impl, q, k, v, **call):
+        assert_refused(impl, q, k, v, **call)
+        return
+    out = attention(q, k, v, impl=impl, **call)
+    assert out.shape == (B, TQ, H, dv)
+    weights = torch.randn_like(out, dtype=torch.float64)
+    mine = value_and_grads(lambda *leaves: attention(*leaves, impl=impl, **call), [q, k, v], weights)
+    truth = value_and_grads(plainly(torch.float64), [x.double() for x in (q, k, v)], weights, **call)
+    baseline = value_and_grads(plainly(q.dtype), [q, k, v], weights, **call)
+    for actual, exact, plain in zip(mine, truth, baseline, strict=True):
+        assert_close_to_truth(actual, exact, plain, ROUNDINGS)
+
+
+def test_a_library_is_not_asked_for_other_head_dims_on_gpus():
+    q = torch.empty(1, 1, 128, 64, device="meta", dtype=torch.float16)
+    request = explain_choice(q, q, q[..., :32], layout="bhtd")
+    assert request.others["sdpa"] == "v's head dim is 32, and it is not asked for another than q's 64"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_equation_of_the_docstring(device, name):
+    q, k, v = (x.transpose(1, 2).double() for x in draw(device, key_heads=H))
+    mask = torch.rand(TQ, TK, device=device) > 0.3
+    mask[4] = False
+    sinks = torch.randn(H, dtype=torch.float64, device=device)
+    scores = 1.7 * torch.tanh(q @ k.mT * 0.9 / 1.7)
+    scores = torch.cat((scores.masked_fill(~mask, -math.inf), sinks[:, None, None].expand(B, H, TQ, 1)), dim=-1)
+    expected = scores.softmax(-1)[..., :TK] @ v
+    call = {"mask": mask, "scale": 0.9, "softcap": 1.7, "sinks": sinks.float(), "layout": "bhtd", "impl": name}
+    out, lse = attention(q.float(), k.float(), v.float(), return_lse=True, **call)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-5)
+    assert not out[:, :, 4].any()
+    torch.testing.assert_close(lse[:, :, 4], sinks.float().expand(B, H))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_last_features_of_a_head_may_turn(device, name):
+    tensors = draw(device)
+    assert_correct(
+        lambda *leaves, **keywords: attention(*leaves, impl=name, **keywords),
+        tensors,
+        position=Rope(rotary_dim=6, rotary_offset=10),
+        causal=True,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["rope", "exposb", "none"])
+def test_rotated_keys_are_rotated_once(device, impl, scheme):
+    q, k, v = draw(device, half_or_float(impl, device))
+    position = SCHEMES[scheme]
+    call = check_call(q, k, v, position=position)
+    index = torch.arange(TK, device=device)[None]
+    mapped = reference.map_features(as_bhtd(q, "bthd"), as_bhtd(k, "bthd"), index, index, call)[1].transpose(1, 2)
+    out = attention(q, mapped, v, position=position, keys_rotated=True, impl=impl)
+    tolerance = {} if q.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(out, attention(q, k, v, position=position, impl=impl), **tolerance)
+
+
+# Compilation and autocast
+
+
+@pytest.mark.parametrize(("scheme", "call"), [("rope", {"dropout_p": 0.5}), ("t5", {"softcap": 3.0})], ids=str)
+def test_packed_sequences_compile_once_for_all_lengths(device, scheme, call):
+    counter = CompileCounterWithBackend("aot_eager")
+    position = t5(device) if scheme == "t5" else SCHEMES[scheme]
+
+    def packed(q, k, v, cu_seqlens):
+        return attention(q, k, v, position=position, causal=True, cu_seqlens_q=cu_seqlens, layout="thd", **call)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(packed, backend=counter, fullgraph=True)
+    tensors = draw_packed(device, 24, 24)
+    for bounds in ([0, 5, 24], [0, 20, 24], [0, 0, 7]):
+        cu_seqlens = torch.tensor(bounds, device=device)
+        results = []
+        for function in (packed, compiled):
+            torch.manual_seed(0)
+            out = function(*tensors, cu_seqlens)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), tensors)])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_what_serving_asks_for_compiles_once(device):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(q, k, v, starts, lengths, first, sinks):
+        return attention(
+            q,
+            k,
+            v,
+            position=Rope(),
+            key_starts=starts,
+            key_lengths=lengths,
+            query_starts=first,
+            sinks=sinks,
+            causal=True,
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    q, k, v = draw(device, queries=1)
+    sinks = torch.randn(H, device=device)
+    for starts, lengths in (([0, 3], [7, 9]), ([2, 2], [20, 4])):
+        rows = [torch.tensor(x, device=device) for x in (starts, lengths, [n - 1 for n in lengths])]
+        torch.testing.assert_close(compiled(q, k, v, *rows, sinks), step(q, k, v, *rows, sinks))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "exposb-bands-decay", "t5"])
+def test_what_is_learned_compiles(device, scheme):
+    make, shape = LEARNED[scheme]
+    tensors = draw(device)
+    weight, sinks = (torch.rand(size, device=device, requires_grad=True) for size in (shape, (H,)))
+
+    def layer(q, k, v, weight, sinks):
+        return attention(q, k, v, position=make(weight), sinks=sinks)
+
+    torch._dynamo.reset()
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        out = function(*tensors, weight, sinks)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (weight, sinks))])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_autocast_casts_packed_sequences_and_leaves_sinks(device, name):
+    dtype = torch.float16
+    tensors = draw_packed(device, 12, 12)
+    sinks, slopes = (torch.rand(H, device=device, requires_grad=True) for _ in range(2))
+    call = {"cu_seqlens_q": torch.tensor([0, 5, 12], device=device), "layout": "thd", "dropout_p": 0.2, "impl": name}
+    torch.manual_seed(0)
+    with torch.autocast(device.type, dtype):
+        out = attention(*tensors, position=Alibi(slopes), sinks=sinks, **call)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.float().sin().sum(), [*tensors, sinks, slopes])
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = attention(*(x.to(dtype) for x in tensors), position=Alibi(slopes), sinks=sinks, **call)
+    torch.testing.assert_close(out, expected)
 
 
 # Who is chosen

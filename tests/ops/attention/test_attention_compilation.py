@@ -10,10 +10,10 @@ from targets import SHARED_MEMORY, TARGETS, resources
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ropewalk.ops.attention import triton_launch
-from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention import triton_configuration, triton_launch
+from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.prepare import prepare
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope
+from ropewalk.positions import Alibi, ExpoSB, Rope, T5Bias
 
 pytestmark = [
     pytest.mark.compile,
@@ -21,18 +21,28 @@ pytestmark = [
 ]
 
 KERNELS = ("forward_kernel", "queries_kernel", "keys_kernel")
+H, T = 4, 128
 CALLS = {
-    "plain": (NoPosition(), {}),
-    "rope-causal": (Rope(), {"causal": True}),
-    "rope-padding": (Rope(), {"mask": torch.ones(2, 1, 1, 128, dtype=torch.bool)}),
-    "alibi-mask": (Alibi(), {"mask": torch.ones(128, 128, dtype=torch.bool)}),
-    "decay-window": (ExpoSB(distance_decay=True), {"causal": True, "window": 64}),
+    "plain": {},
+    "rope-causal": {"position": Rope(), "causal": True},
+    "rope-padding": {"position": Rope(), "mask": torch.ones(2, 1, 1, T, dtype=torch.bool)},
+    "alibi-mask": {"position": Alibi(), "mask": torch.ones(T, T, dtype=torch.bool)},
+    "decay-window": {"position": ExpoSB(distance_decay=True), "causal": True, "window": 64},
+    "packed": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 256])},
+    "starts": {"position": Rope(), "key_starts": torch.tensor([0, 3]), "query_starts": torch.tensor([0, 0])},
+    "softcap": {"causal": True, "softcap": 50.0},
+    "sinks": {"causal": True, "sinks": torch.zeros(H)},
+    "dropout": {"causal": True, "dropout_p": 0.1},
+    "learned": {"position": Alibi(torch.ones(H).requires_grad_()), "causal": True},
+    "learned-bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_()), "causal": True},
+    "learned-t5": {"position": T5Bias(torch.ones(32, H).requires_grad_()), "causal": True},
 }
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     torch.uint8: "*u8",
 }
 
@@ -48,18 +58,28 @@ class Recorder:
         return lambda *arguments, **keywords: self.launches.append((self.kernel, arguments, keywords))
 
 
-def launches_of(monkeypatch, head_dim, dtype, name):
+def launches_of(monkeypatch, head_dim, v_head_dim, dtype, name):
     """What the forward and the backward of a call would launch."""
-    position, keywords = CALLS[name]
-    q = torch.randn(2, 4, 128, head_dim).to(dtype)
-    k, v = (torch.randn(2, 2, 128, head_dim).to(dtype) for _ in range(2))
+    keywords = CALLS[name]
+    layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
+    q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
+    if layout == "thd":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     launches = []
     for kernel in KERNELS:
         monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
-    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    prepared = prepare(q, k, check_call(q, k, v, position=position, layout="bhtd", **keywords))
-    out, saved = triton_launch.forward(q, k, v, prepared)
-    triton_launch.backward(torch.randn_like(q), None, v, out, saved, prepared)
+    monkeypatch.setattr(triton_launch, "schedule_kernel", Recorder(triton_launch.schedule_kernel, []))
+    for module in (triton_configuration, triton_launch):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    call = check_call(q, k, v, layout=layout, **keywords)
+    if call.dropout_p > 0:
+        call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
+    q, k, v = (as_bhtd(x, layout) for x in (q, k, v))
+    with torch.no_grad():
+        prepared = prepare(q, k, call)
+        out, saved = triton_launch.forward(q, k, v, prepared)
+        learned = triton_launch.Learned(name.startswith("learned"), "sinks" in keywords)
+        triton_launch.backward(torch.randn_like(out), None, v, out, saved, prepared, learned)
     assert [launch[0].__name__ for launch in launches] == list(KERNELS)
     return launches
 
@@ -102,14 +122,20 @@ def compile_launch(kernel, arguments, keywords, target):
 
 
 def configurations(target):
-    """For sm_90 every entry of the tables of tiles: head dims, sizes of elements, score functions, adjoints, masks."""
+    """For sm_90 every entry of the tables of tiles, and every kind of call."""
     for head_dim in (64, 128, 256):
         for name in CALLS if target == "sm_90" else ("rope-causal", "decay-window"):
-            yield target, head_dim, torch.bfloat16, name
-        yield target, head_dim, torch.float32, "rope-causal"
+            yield target, head_dim, head_dim, torch.bfloat16, name
+        yield target, head_dim, head_dim, torch.float32, "rope-causal"
+    yield target, 192, 128, torch.bfloat16, "rope-causal"
+    yield target, 192, 128, torch.float32, "rope-causal"
     if target == "sm_90":
         for head_dim in (16, 80, 192):
-            yield target, head_dim, torch.float16, "rope-causal"
+            yield target, head_dim, head_dim, torch.float16, "rope-causal"
+        yield target, 192, 128, torch.bfloat16, "packed"
+    else:
+        for name in ("packed", "softcap", "dropout"):
+            yield target, 128, 128, torch.bfloat16, name
 
 
 # Bytes of registers that kernels of halves may spill on sm_90: larger tiles were measured to be worth it.
@@ -117,12 +143,16 @@ SPILLS = {"forward_kernel": 0, "queries_kernel": 160, "keys_kernel": 400}
 
 
 @pytest.mark.parametrize(
-    ("target", "head_dim", "dtype", "name"), [case for target in TARGETS for case in configurations(target)]
+    ("target", "head_dim", "v_head_dim", "dtype", "name"),
+    [case for target in TARGETS for case in configurations(target)],
 )
-def test_kernels_compile_within_shared_memory_and_registers(monkeypatch, tmp_path, target, head_dim, dtype, name):
-    monkeypatch.setattr(triton_launch, "on_amd", lambda: target == "gfx942")
-    monkeypatch.setattr(triton_launch, "on_hopper", lambda: target == "sm_90")
-    for kernel, arguments, keywords in launches_of(monkeypatch, head_dim, dtype, name):
+def test_kernels_compile_within_shared_memory_and_registers(
+    monkeypatch, tmp_path, target, head_dim, v_head_dim, dtype, name
+):
+    for module in (triton_configuration, triton_launch):
+        monkeypatch.setattr(module, "on_amd", lambda: target == "gfx942")
+    monkeypatch.setattr(triton_configuration, "on_hopper", lambda: target == "sm_90")
+    for kernel, arguments, keywords in launches_of(monkeypatch, head_dim, v_head_dim, dtype, name):
         compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
         assert compiled.metadata.shared <= SHARED_MEMORY[target], kernel.__name__
         if target == "sm_90" and dtype.itemsize == 2:

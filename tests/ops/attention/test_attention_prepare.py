@@ -11,11 +11,12 @@ import pytest
 import torch
 from attention_calls import SCHEMES, B, D, H
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk.ops.attention import prepare as memory
-from ropewalk.ops.attention.checks import check_call
-from ropewalk.ops.attention.prepare import Prepared, prepare
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation
+from ropewalk.ops.attention.checks import as_bhtd, check_call, token_positions
+from ropewalk.ops.attention.prepare import Prepared, map_features, prepare
+from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, T5Bias
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +87,18 @@ def test_everything_else_goes_through(device):
     nothing = dict.fromkeys(Prepared._fields)
     assert result == Prepared(
         **{**nothing, "interleaved": False, "causal": True, "window": 3, "scale": 0.5, "mask": result.mask},
-    )._replace(key_lengths=lengths)
+    )._replace(key_lengths=lengths, rotary_offset=0, dropout_p=0.0, learned=0)
     assert result.mask.data_ptr() == mask.data_ptr()
+    rest = {
+        "key_starts": torch.tensor([0, 3], device=device),
+        "query_starts": torch.tensor([1, 2], device=device),
+        "softcap": 2.5,
+        "sinks": torch.rand(H, device=device),
+        "dropout_p": 0.25,
+    }
+    result = prepared(device, NoPosition(), 5, 7, **rest)
+    for name, value in rest.items():
+        assert getattr(result, name) is value or getattr(result, name) == value
 
 
 def test_positions_reach_score_functions_and_tables(device):
@@ -101,6 +112,196 @@ def test_positions_reach_score_functions_and_tables(device):
     assert result.positions_q is positions_q
     assert result.positions_k is None
     assert result.cos_q is None
+
+
+# Tokens that do not stand at their index
+
+
+def rows(*values):
+    return lambda device: torch.tensor(values, device=device)
+
+
+PLACED = {
+    "packed": (12, 12, {"cu_seqlens_q": rows(0, 5, 5, 12)}),
+    "packed, with room": (12, 15, {"cu_seqlens_q": rows(0, 5, 5, 9)}),
+    "packed, of other lengths": (12, 20, {"cu_seqlens_q": rows(0, 7, 7, 11), "cu_seqlens_k": rows(0, 4, 13, 19)}),
+    "packed, more queries": (20, 9, {"cu_seqlens_q": rows(0, 12, 18), "cu_seqlens_k": rows(0, 4, 9)}),
+    "packed, none": (4, 4, {"cu_seqlens_q": rows(0)}),
+    "starts": (9, 9, {"key_starts": rows(0, 4)}),
+    "starts of fewer queries": (3, 9, {"key_starts": rows(9, 2)}),
+    "starts of more queries": (9, 3, {"key_starts": rows(1, 3)}),
+    "query starts": (3, 9, {"query_starts": rows(0, 6)}),
+    "both starts": (3, 9, {"query_starts": rows(1, 5), "key_starts": rows(4, 0)}),
+}
+
+
+def make_call(device, name, scheme, dtype=torch.int64, **more):
+    """q, k as (B, H, T, D), and the call."""
+    queries, keys, call = PLACED[name]
+    call = {key: make(device).to(dtype) for key, make in call.items()}
+    layout = "thd" if "cu_seqlens_q" in call else "bhtd"
+    batch = () if layout == "thd" else (B,)
+    shape_q, shape_k = ((queries, H, D), (keys, H, D)) if layout == "thd" else ((H, queries, D), (H, keys, D))
+    q, k = torch.empty(*batch, *shape_q, device=device), torch.empty(*batch, *shape_k, device=device)
+    call = check_call(q, k, k, position=scheme, layout=layout, **call, **more)
+    return as_bhtd(q, layout), as_bhtd(k, layout), call
+
+
+def belongs(bounds, total, device):
+    """Which packed tokens belong to a sequence."""
+    return torch.arange(total, device=device) < bounds[-1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", PLACED)
+def test_tables_are_of_the_positions(device, name, dtype, causal):
+    for scheme in (Rope(), ExpoSB(), Rope(inv_freq=nn.Parameter(torch.rand(4, device=device)), rotary_offset=3)):
+        q, k, call = make_call(device, name, scheme, dtype, causal=causal)
+        result = prepare(q, k, call)
+        positions_q, positions_k = token_positions(q, k, call)
+        judged_q, judged_k = (positions_q >= 0) | (not causal), positions_k >= 0
+        if call.cu_seqlens_q is not None:
+            judged_q = belongs(call.cu_seqlens_q, q.shape[2], device)[None]
+            judged_k = belongs(call.cu_seqlens_k, k.shape[2], device)[None]
+            if causal:
+                judged_q = judged_q & (positions_q >= 0)
+        for cos, sin, positions, judged in (
+            (result.cos_q, result.sin_q, positions_q, judged_q),
+            (result.cos_k, result.sin_k, positions_k, judged_k),
+        ):
+            expected = scheme.rotation(positions.long(), D)
+            assert cos.shape == sin.shape == expected.cos.shape
+            assert torch.equal(cos[judged], expected.cos[judged])
+            assert torch.equal(sin[judged], expected.sin[judged])
+        assert result.rotary_offset == getattr(scheme, "rotary_offset", 0)
+        assert (result.cos_q is result.cos_k) is (name in ("packed", "packed, none", "starts"))
+
+
+def test_one_table_serves_all_that_is_placed(device, monkeypatch):
+    calls = made(monkeypatch, Rope, "rotation")
+    for name in PLACED:
+        prepare(*make_call(device, name, Rope(), causal=True))
+    assert len(calls) == 1
+    assert calls[0][0].amin() == 0
+    for name in PLACED:
+        prepare(*make_call(device, name, Rope()))
+    assert len(calls) == 2
+
+
+class _NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        assert not any(name in str(function) for name in ("_local_scalar_dense", "nonzero", "masked_select"))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PLACED)
+def test_nothing_is_waited_for_or_read_out_of_bounds(device, name, causal):
+    """What a device holds is not looked at: it may be anything."""
+    q, k, call = make_call(device, name, Rope(), causal=causal)
+    prepare(q, k, call)
+    for wrong in (10**12, -(10**12), 10**6, 3):
+        spoiled = {
+            field: torch.full_like(getattr(call, field), wrong)
+            for field in ("cu_seqlens_q", "cu_seqlens_k", "key_starts", "query_starts")
+            if getattr(call, field) is not None
+        }
+        result = prepare(q, k, call._replace(**spoiled))
+        assert result.cos_q.isfinite().all()
+        with _NoWaiting():  # under a mode nothing is remembered either
+            prepare(q, k, call._replace(**spoiled))
+
+
+def test_positions_that_are_given_count_for_packed_tokens(device):
+    cu_seqlens = torch.tensor([0, 4, 9], device=device)
+    positions = torch.randint(0, 10**6, (9,), device=device)
+    q = torch.empty(9, H, D, device=device)
+    call = check_call(q, q, q, position=Rope(), cu_seqlens_q=cu_seqlens, positions_k=positions, layout="thd")
+    result = prepare(as_bhtd(q, "thd"), as_bhtd(q, "thd"), call)
+    assert torch.equal(result.cos_k, Rope().rotation(positions[None], D).cos)
+    own = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=device)
+    assert torch.equal(result.cos_q, Rope().rotation(own, D).cos)
+
+
+def test_score_functions_get_both_positions_where_padding_shifts_one(device):
+    given, starts = torch.arange(5, device=device)[None], torch.tensor([0, 2], device=device)
+    result = prepared(device, Alibi(), 5, 7, key_starts=starts)
+    assert result.positions_q is result.positions_k is None
+    result = prepared(device, Alibi(), 5, 7, key_starts=starts, positions_q=given)
+    assert result.positions_q is given
+    assert torch.equal(result.positions_k, torch.arange(7, device=device) - starts[:, None])
+    result = prepared(device, Rope(), 5, 7, key_starts=starts, positions_q=given)
+    assert result.positions_q is result.positions_k is None
+
+
+@pytest.mark.parametrize("scheme", [Rope(), ExpoSB(), Rope(rotary_dim=4, rotary_offset=8, interleaved=True)])
+def test_keys_that_were_mapped_are_left_alone(device, scheme):
+    q, k = torch.randn(B, H, 3, D, device=device), torch.randn(B, H, 7, D, device=device)
+    call = check_call(q, k, k, position=scheme, layout="bhtd")
+    rotated = prepare(q, k, call._replace(keys_rotated=True))
+    assert rotated.cos_k is rotated.sin_k is rotated.weights is None
+    once_q, once_k = map_features(q, k, prepare(q, k, call))
+    for keys in (k, once_k):
+        mapped_q, mapped_k = map_features(q, keys, rotated)
+        assert torch.equal(mapped_q, once_q)
+        assert mapped_k is keys
+
+
+def test_pages_are_mapped_never(device):
+    q, pages = torch.randn(B, H, 3, D, device=device), torch.randn(5, H, 16, D, device=device)
+    call = check_call(
+        q,
+        pages,
+        pages,
+        position=Rope(),
+        layout="bhtd",
+        block_table=torch.zeros(B, 4, dtype=torch.int32, device=device),
+        key_lengths=torch.tensor([64, 40], device=device),
+    )
+    for more in ({}, {"query_starts": torch.tensor([61, 37], device=device)}):
+        result = prepare(q, pages, call._replace(**more))
+        positions_q, _ = token_positions(q, pages, call._replace(**more))
+        assert torch.equal(result.cos_q, Rope().rotation(positions_q, D).cos.expand_as(result.cos_q))
+        assert result.cos_k is None
+        assert map_features(q, pages, result)[1] is pages
+    assert positions_q.tolist() == [[61, 62, 63], [37, 38, 39]]
+
+
+@pytest.mark.parametrize("scheme", [Rope(rotary_dim=4, rotary_offset=8), Rope(rotary_offset=10, interleaved=True)])
+def test_the_last_features_may_turn(device, scheme):
+    q, k = torch.randn(B, H, 5, D, device=device), torch.randn(B, H, 7, D, device=device)
+    mapped = map_features(q, k, prepare(q, k, check_call(q, k, k, position=scheme, layout="bhtd")))
+    first = scheme.rotary_offset
+    turned = scheme.rotation(torch.arange(7, device=device), D).cos.shape[-1] * 2
+    alone = Rope(interleaved=scheme.interleaved)
+    parts = [x[..., first : first + turned].contiguous() for x in (q, k)]
+    expected = map_features(*parts, prepare(*parts, check_call(*parts, parts[1], position=alone, layout="bhtd")))
+    for x, whole, part in zip((q, k), mapped, expected, strict=True):
+        assert torch.equal(whole[..., :first], x[..., :first])
+        torch.testing.assert_close(whole[..., first : first + turned], part)
+        assert torch.equal(whole[..., first + turned :], x[..., first + turned :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_sinks_become_float32_and_stay_differentiable(device, dtype):
+    sinks = torch.rand(H, dtype=dtype, device=device, requires_grad=True)
+    result = prepared(device, NoPosition(), sinks=sinks)
+    assert result.sinks.dtype == torch.float32
+    torch.testing.assert_close(torch.autograd.grad(result.sinks.sum(), sinks)[0], torch.ones_like(sinks))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Alibi, lambda x: ExpoSB(band_weights=x), lambda x: T5Bias(x.expand(32, H))],
+    ids=["alibi", "exposb", "t5"],
+)
+def test_parameters_stay_differentiable(device, make):
+    weight = torch.rand(H, device=device, requires_grad=True)
+    result = prepared(device, make(weight))
+    assert result.parameters.dtype == torch.float32
+    assert torch.autograd.grad(result.parameters.sum(), weight)[0].all()
+    assert result.learned == (34 if isinstance(make(weight), T5Bias) else 0)
 
 
 def test_tables_are_made_once_for_many_lengths(device, monkeypatch):

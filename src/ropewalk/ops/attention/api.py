@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention import cores, eager, operator, reference
-from ropewalk.ops.attention.checks import NO_POSITION, as_bhtd, check_call
+from ropewalk.ops.attention.checks import NO_POSITION, as_bhtd, check_call, from_bhtd
 from ropewalk.ops.attention.choice import Choice, choose, explain
 from ropewalk.ops.attention.cores import Request
 from ropewalk.ops.attention.prepare import prepare
@@ -33,7 +33,10 @@ def attention(
     key_starts: Tensor | None = None,
     query_starts: Tensor | None = None,
     block_table: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    keys_rotated: bool = False,
     return_lse: bool = False,
     layout: str = "bthd",
     deterministic: bool | None = None,
@@ -44,42 +47,71 @@ def attention(
     The same in PyTorch, for `layout="bhtd"`, as many key heads as query heads, and a scheme that maps features::
 
         q, k = map_features(q), map_features(k)  # see the scheme: Rope turns pairs, others leave features alone
-        scores = q @ k.mT * scale  # (B, H, Tq, Tk); Alibi and the decay of ExpoSB change them here
+        scores = q @ k.mT * scale  # (B, H, Tq, Tk)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = change_scores(scores)  # see the scheme: Alibi, T5Bias and the decay of ExpoSB do
         ahead = torch.arange(Tk) - torch.arange(Tk - Tq, Tk)[:, None]  # the last query stands at the last key
         allowed = torch.ones(Tq, Tk, dtype=torch.bool) if mask is None else mask
         if causal:
             allowed = allowed & (ahead <= 0)
         if window is not None:
             allowed = allowed & (ahead.abs() < window)
-        out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if sinks is not None:  # one more key for each head, with a value of zero
+            scores = torch.cat((scores, sinks[:, None, None].expand(B, H, Tq, 1)), dim=-1)
+        out = F.dropout(scores.softmax(-1)[..., :Tk], dropout_p) @ v
 
-    A query that may attend nothing gives zeros, a log-sum-exp of −inf, and no gradient. No (Tq, Tk) matrix is ever
-    held. Products of float16 and bfloat16 are summed in float32; those of float32 are exact to float32, unless torch
-    is told to use TF32. Under autocast q, k and v are cast as by PyTorch's scaled_dot_product_attention.
+    A query that may attend nothing gives zeros, a log-sum-exp of −inf (with sinks: its head's sink), and no gradient.
+    No (Tq, Tk) matrix is ever held. Products of float16 and bfloat16 are summed in float32; those of float32 are exact
+    to float32, unless torch is told to use TF32. Under autocast q, k and v are cast as by PyTorch's
+    scaled_dot_product_attention.
 
     For the backward, the Triton kernels keep q and k with their features mapped, v, the output and the log-sum-exp; the
     probabilities are computed again. Their gradients are the same bits every time, and cannot be differentiated again;
     those of "reference" can.
 
     Args:
-        q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd"; float16, bfloat16, float32 or float64, D up to
-            256, any strides.
-        k: (B, Tk, K, D) or (B, K, Tk, D), where H is a multiple of K: each key head serves H/K query heads in a row.
-        v: like k.
-        position: the position scheme, such as `Rope()`, `Alibi()` or `ExpoSB()`.
+        q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd", (total_q, H, D) for "thd"; float16, bfloat16,
+            float32 or float64, D up to 256, any strides.
+        k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head serves H/K query
+            heads in a row. Pages of keys with a `block_table`.
+        v: like k, but for its head dim Dv, up to 256, which the output has.
+        position: the position scheme, such as `Rope()`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What it has to learn
+            gets its gradient.
         causal: let no query attend a later key, by index, aligned at the bottom right.
         window: let a query attend keys less than so many places away alone; together with `causal`, those behind it.
         scale: of the scores; 1/√D by default.
         mask: bool, True where a query may attend: (Tq, Tk); (B, Tq, Tk), the same for all heads; or (B or 1, H or 1,
             Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing.
-        key_lengths: (B,), int32 or int64: so many keys of each batch row exist, from 0 to Tk; what follows is padding
-            and is never read. Its values are checked on CPU tensors alone.
-        positions_q: the queries' positions for the scheme, (B, Tq) or (1, Tq), int32 or int64; index + Tk − Tq by
-            default. `causal` and `window` go by index all the same.
-        positions_k: the keys' positions, (B, Tk) or (1, Tk); their index by default.
-        cu_seqlens_q, cu_seqlens_k, query_starts, key_starts, block_table, dropout_p: not served yet.
+        key_lengths: (B,), int32 or int64: where the keys of each batch row end, from 0 to Tk; what follows is padding
+            and is never read. Its values are checked on CPU tensors alone, as are those of all that follow.
+        cu_seqlens_q: (S + 1,), int32 or int64, for layout "thd": sequence s is rows cu_seqlens_q[s] to below
+            cu_seqlens_q[s + 1], and attends itself alone, aligned at the bottom right. It starts at 0 and never falls;
+            rows past its end belong to no sequence and attend nothing. It is the same as a call for each sequence.
+        cu_seqlens_k: likewise of k and v; cu_seqlens_q by default.
+        positions_q: the queries' positions for the scheme, (B, Tq) or (1, Tq), (total_q,) in "thd", int32 or int64. By
+            default the index of the key that a query stands at, which is index + Tk − Tq unless query_starts says
+            otherwise, counted from the first key of its sequence or of key_starts. `causal` and `window` go by index
+            all the same.
+        positions_k: the keys' positions, (B, Tk), (1, Tk) or (total_k,); by default their index, counted likewise.
+        key_starts: (B,), int32 or int64: where the keys of each batch row start, from 0 to Tk; what comes before is
+            padding on the left and is never read. With default positions it is the same as a call without the padding.
+        query_starts: (B,), int32 or int64: the index of the key that each batch row's first query stands at, from 0 to
+            Tk − Tq, instead of Tk − Tq: for a cache that was allocated for more keys than it holds.
+        block_table: (B, pages of a row), int32 or int64: k is pages, (pages, page_size, K, D) for "bthd" or (pages, K,
+            page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
+            n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward.
+        softcap: bounds the scaled scores to ±softcap by tanh, before the scheme changes them (Gemma 2's).
+        sinks: (H,), a logit for each head that takes part in the softmax and attends nothing (gpt-oss's);
+            differentiable, and part of the log-sum-exp. Neither scaled nor capped.
+        dropout_p: the probability, in [0, 1) and in steps of 2**-16, of dropping a probability after the softmax; what
+            survives is divided by the rest. It is seeded by torch's generator of q's device; Triton's kernels and the
+            reference drop the same for a seed.
+        keys_rotated: k's features were mapped by the scheme before they came here, as in a cache of rotated keys: q's
+            alone are mapped. (ExpoSB weighs features of k alone, by both weights.)
         return_lse: return the log-sum-exp too; it is differentiable.
-        layout: "bthd" or "bhtd".
+        layout: "bthd", "bhtd" or, for packed sequences, "thd".
         deterministic: True takes no library's kernels whose gradients differ from run to run; None does as
             `torch.are_deterministic_algorithms_enabled()` says. Triton's and the reference's never differ.
         impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "flash" (flash-attn 4, 3 or 2) or
@@ -87,13 +119,14 @@ def attention(
             cannot serve the call raises.
 
     Returns:
-        The output, like q; or with return_lse (output, log-sum-exp), the second (B, H, Tq), to base e and in float32
-        (float64 for float64 tensors).
+        The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or
+        (H, total_q) in "thd", to base e and in float32 (float64 for float64 tensors).
 
     Raises:
         TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them.
-        ValueError: shapes, devices or values that do not fit, or an `impl` that cannot serve them.
-        NotImplementedError: an argument that is not served yet.
+        ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
+            query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
+            that cannot serve the call.
 
     Under `torch.func` transforms and forward-mode differentiation the reference serves. `torch.compile` sees the
     operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.
@@ -112,6 +145,10 @@ def attention(
         >>> out, lse = attention(q, k, v, key_lengths=padding, return_lse=True)
         >>> lse.shape
         torch.Size([2, 8, 128])
+        >>> packed = torch.tensor([0, 100, 228])  # a sequence of 100 tokens, and one of 128
+        >>> q, k, v = torch.randn(228, 8, 64), torch.randn(228, 2, 64), torch.randn(228, 2, 32)
+        >>> attention(q, k, v, position=Rope(), causal=True, cu_seqlens_q=packed, layout="thd").shape
+        torch.Size([228, 8, 32])
     """
     request = _ask(
         q,
@@ -130,18 +167,25 @@ def attention(
         key_starts=key_starts,
         query_starts=query_starts,
         block_table=block_table,
+        softcap=softcap,
+        sinks=sinks,
         dropout_p=dropout_p,
+        keys_rotated=keys_rotated,
         return_lse=return_lse,
         layout=layout,
         deterministic=deterministic,
     )
     name = choose(request, impl)
+    if dropout_p > 0:
+        request = _with_seed(request)
     if _is_autocast(q):  # q, k and v are cast by now; what the implementations compute in float32 must stay there
         with torch.autocast(q.device.type, enabled=False):
             out, lse = _attend(request, name)
     else:
         out, lse = _attend(request, name)
-    out = as_bhtd(out, layout)  # its own inverse
+    out = from_bhtd(out, layout)
+    if lse is not None and layout == "thd":
+        lse = lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
@@ -180,40 +224,42 @@ def _ask(
     layout: str = "bthd",
     return_lse: bool = False,
     deterministic: bool | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    key_starts: Tensor | None = None,
-    query_starts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    dropout_p: float = 0.0,
     **keywords: Any,
 ) -> Request:
     """Check a call, and work out what an implementation needs to serve it."""
-    if layout == "thd":
-        raise NotImplementedError("layout 'thd' is not served yet")
-    for name, value in (
-        ("cu_seqlens_q", cu_seqlens_q),
-        ("cu_seqlens_k", cu_seqlens_k),
-        ("key_starts", key_starts),
-        ("query_starts", query_starts),
-        ("block_table", block_table),
-        ("dropout_p", dropout_p or None),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not served yet")
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
     if _is_autocast(q):
         q, k, v = (_lower(x) for x in (q, k, v))
     if torch.compiler.is_compiling():
-        _fix_all_but_lengths(q, k, layout)
+        _fix_all_but_lengths(q, k, v, layout)
     call = check_call(q, k, v, layout=layout, **keywords)
     q, k, v = as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout)
+    if call.cu_seqlens_q is not None and keywords.get("positions_q") is keywords.get("positions_k") is not None:
+        call = call._replace(positions_k=call.positions_q)  # the checks made two views of one tensor
     prepared = prepare(q, k, call)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if torch.is_grad_enabled() and _any_to_learn(call.sinks, prepared.parameters):
+        backward = True
+        if call.block_table is not None:
+            raise ValueError(
+                "position has parameters that require grad, but with block_table there is no backward: call under "
+                "no_grad"
+            )
     return Request(q, k, v, call, prepared, return_lse, deterministic, backward)
+
+
+def _any_to_learn(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _with_seed(request: Request) -> Request:
+    """The call with a seed from torch's generator of its device: no number that the host would have to know."""
+    seed = torch.randint(2**63 - 1, (1,), device=request.q.device)
+    call, prepared = request.call._replace(seed=seed), request.prepared._replace(seed=seed)
+    return request._replace(call=call, prepared=prepared)
 
 
 def _attend(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
@@ -225,17 +271,20 @@ def _attend(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
     q, k, v, call, prepared, return_lse, _, backward = request
     if name == "reference":
         return reference.attention(q, k, v, call)
-    if operator.is_plain(q, k, v, call.mask, call.key_lengths, call.positions_q, call.positions_k):
+    masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
+    places = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
+    if operator.is_plain(q, k, v, *masks, *places, call.sinks, call.seed, prepared.parameters):
         return eager.attend(q, k, v, prepared, return_lse)
     return operator.attend(q, k, v, prepared, return_lse, backward)
 
 
-def _fix_all_but_lengths(q: Tensor, k: Tensor, layout: str) -> None:
-    """Let torch.compile take the numbers of heads and the head dim for constants, as the kernels do."""
-    for x in (q, k):
-        if x.ndim == 4:
-            len(range(x.shape[1 if layout == "bhtd" else 2]))  # a range has a length that must be known
-            len(range(x.shape[3]))
+def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    """Let torch.compile take the numbers of heads and the head dims for constants, as the kernels do."""
+    heads = -3 if layout == "bhtd" else -2
+    for x in (q, k, v):
+        if x.ndim == len(layout):
+            len(range(x.shape[heads]))  # a range has a length that must be known
+            len(range(x.shape[-1]))
 
 
 _AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ FLASH_FIRST = ("flash", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "reference")
 
 # By compute capability, from docs/log.md and results/. The first row that fits counts, and of its implementations the
-# first that can serve the call: windows leave cuDNN out; masks, lengths and changed scores both libraries.
+# first that can serve the call: windows leave cuDNN out; masks, lengths, changed scores and what else a model may ask
+# for, both libraries.
 MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
         Row(FLASH_FIRST, tokens=1024),
@@ -121,10 +123,25 @@ def _why_not_triton(request: Request) -> str | None:
         return f"its kernels take float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
     if prepared.score is None and scheme.changes_scores():
         return f"{type(scheme).__name__} changes scores, and names no score functions for Triton"
-    learned = (prepared.cos_q, prepared.cos_k, prepared.weights, prepared.parameters)
+    learned = (prepared.cos_q, prepared.cos_k, prepared.weights)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
-        return "the scheme's tables or parameters are to be learned, and its kernels do not differentiate them"
-    return why_not_triton_on(q.device)
+        return "the scheme's tables are to be learned, and its kernels do not differentiate them"
+    if request.call.block_table is not None and prepared.cos_q is not None and not request.call.keys_rotated:
+        return f"{type(scheme).__name__} maps features, and its kernels read pages of mapped keys: keys_rotated=True"
+    reason = why_not_triton_on(q.device)
+    if reason is not None or prepared.score is None or prepared.parameters is None:
+        return reason
+    if torch.is_grad_enabled() and prepared.parameters.requires_grad and not _learns_parameters(prepared.score):
+        return f"{type(scheme).__name__}'s parameters are to be learned, and {prepared.score} has no parameter_gradient"
+    return None
+
+
+@constant
+def _learns_parameters(score: str) -> bool:
+    """Whether score functions, “module:NAME”, differentiate what they read. They are imported: Triton must be there."""
+    module, _, name = score.partition(":")
+    functions = getattr(importlib.import_module(module), name)
+    return getattr(functions, "parameter_gradient", None) is not None
 
 
 @constant

@@ -2,7 +2,7 @@
 
 Each has a function that says why it cannot serve a call, in words, and one that serves it.
 
-Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim.
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Request(NamedTuple):
 def _why_no_core(request: Request) -> str | None:
     """Why neither library serves a call: both know full and causal attention alone."""
     q, k, _, call, prepared, return_lse, deterministic, backward = request
+    reason = _why_not_asked(call)
+    if reason is not None:
+        return reason
     if call.position.changes_scores():
         return f"{type(call.position).__name__} changes scores"
     if call.mask is not None or call.key_lengths is not None:
@@ -69,16 +72,39 @@ def _why_no_core(request: Request) -> str | None:
     return None
 
 
+def _why_not_asked(call: Call) -> str | None:
+    """Why no library is asked to serve a call, though some could in ways of their own; None where one may be."""
+    if call.cu_seqlens_q is not None:
+        return "it is not asked for packed sequences, by cu_seqlens_q"
+    if call.block_table is not None:
+        return "it is not asked for keys in pages, by block_table"
+    if call.key_starts is not None:
+        return "it takes no key_starts that leave rows empty"
+    if call.query_starts is not None:
+        return "it takes no query_starts, where each batch row's queries stand elsewhere"
+    if call.softcap is not None:
+        return "it is not asked for a softcap"
+    if call.sinks is not None:
+        return "it is not asked for sinks"
+    if call.dropout_p > 0:
+        return "dropout_p is above 0, and its dropout goes by another seed"
+    return None
+
+
 def why_not_sdpa(request: Request) -> str | None:
     """Say why PyTorch's scaled_dot_product_attention cannot serve a call; None if it can."""
     q, k, v, call, *_ = request
     if call.window is not None:
         return "it knows no window"
+    reason = _why_no_core(request)
+    if reason is not None:
+        return reason
     if call.causal and q.shape[2] != k.shape[2]:
         return "it aligns causal attention at the top left"
-    reason = _why_no_core(request)
-    if reason is not None or q.device.type != "cuda" or torch.version.hip is not None:
-        return reason
+    if q.device.type != "cpu" and v.shape[3] != q.shape[3]:
+        return _other_values(v, q)
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return None
     if not may_use_cudnn():
         return "cuDNN's attention is not there, or switched off"
     if capability(q.device) < (8, 0):
@@ -101,7 +127,7 @@ def may_use_cudnn() -> bool:
 
 
 def sdpa(request: Request) -> Tensor:
-    """Attend by PyTorch, on NVIDIA GPUs always by cuDNN; (B, H, Tq, D)."""
+    """Attend by PyTorch, on NVIDIA GPUs always by cuDNN; (B, H, Tq, Dv)."""
     q, k = map_features(request.q, request.k, request.prepared)
     v, call = request.v, request.call
     if q.device.type == "cuda" and torch.version.hip is None:
@@ -124,11 +150,13 @@ def why_not_flash(request: Request) -> str | None:
         return "flash-attn is not installed, or has no kernels for this GPU"
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
         return "flash-attn's functions are no operators that torch.compile could see"
-    if (call.causal or call.window is not None) and q.shape[2] > k.shape[2]:
-        return "there are more queries than keys, hence rows that attend nothing"
     reason = _why_no_core(request)
     if reason is not None:
         return reason
+    if (call.causal or call.window is not None) and q.shape[2] > k.shape[2]:
+        return "there are more queries than keys, hence rows that attend nothing"
+    if v.shape[3] != q.shape[3]:
+        return _other_values(v, q)
     if q.dtype not in HALF:
         return f"flash-attn needs float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     widest = 128 if version == 4 and capability(q.device)[0] != 9 else 256
@@ -192,6 +220,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 _find_capability = lru_cache(torch.cuda.get_device_capability)
+
+
+def _other_values(v: Tensor, q: Tensor) -> str:
+    return f"v's head dim is {v.shape[3]}, and it is not asked for another than q's {q.shape[3]}"
 
 
 def _why_misaligned(*tensors: Tensor) -> str | None:

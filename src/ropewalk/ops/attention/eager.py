@@ -19,16 +19,17 @@ LN_2 = math.log(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attend by the Triton kernels: q is (B, H, Tq, D), k and v are (B, K, Tk, D).
+    """Attend by the Triton kernels: q is (B, H, Tq, D), k is (B, K, Tk, D) and v (B, K, Tk, Dv).
 
-    Returns the output, (B, H, Tq, D), and the natural log-sum-exp, (B, H, Tq), where it is asked for.
+    Returns the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), where it is asked for.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        result: tuple[Tensor, Tensor | None] = _Attend.apply(q, k, v, prepared, return_lse)
+    differentiable = (q, k, v, prepared.parameters, prepared.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
+        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, prepared, return_lse)
         return result
     from ropewalk.ops.attention import triton_launch
 
-    out, saved = triton_launch.forward(q, k, v, prepared)
+    out, saved = triton_launch.forward(q, k, v, prepared, False)
     return out, saved.lse * LN_2 if return_lse else None
 
 
@@ -37,7 +38,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parameters: Tensor | None,
+        sinks: Tensor | None,
+        prepared: Prepared,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         from ropewalk.ops.attention import triton_launch
 
@@ -56,7 +64,9 @@ class _Attend(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         saved = triton_launch.Saved(q, k, lse)
-        return *triton_launch.backward(grad_out, grad_lse, v, out, saved, join(tensors, ctx.rest)), None, None
+        learned = triton_launch.Learned(*ctx.needs_input_grad[3:5])
+        prepared = join(tensors, ctx.rest)
+        return *triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned), None, None
 
 
 def split(prepared: Sequence[Any]) -> tuple[list[Tensor | None], list[Any]]:

@@ -19,9 +19,11 @@ from ropewalk.ops.attention.prepare import Prepared
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _PREPARED = (
-    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, Tensor? weights, bool interleaved, str? score, "
-    "Tensor? parameters, Tensor? positions_q, Tensor? positions_k, Tensor? mask, Tensor? key_lengths, bool causal, "
-    "SymInt? window, float scale"
+    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, Tensor? weights, bool interleaved, int rotary_offset, "
+    "str? score, Tensor? parameters, Tensor? positions_q, Tensor? positions_k, Tensor? mask, Tensor? key_lengths, "
+    "bool causal, SymInt? window, float scale, Tensor? key_starts, Tensor? query_starts, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? block_table, float? softcap, Tensor? sinks, float dropout_p, Tensor? seed, "
+    "int learned"
 )
 # The log-sum-exp is to base 2. mapped_q and mapped_k are what the backward reads; they are empty where the scheme
 # leaves features alone, and without `keep`: then no backward may come.
@@ -29,9 +31,11 @@ _LIBRARY.define(
     f"attend(Tensor q, Tensor k, Tensor v, bool keep, {_PREPARED}) "
     "-> (Tensor out, Tensor lse, Tensor mapped_q, Tensor mapped_k)"
 )
+# The last two gradients are empty unless they are asked for.
 _LIBRARY.define(
     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_PREPARED}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"bool learn_parameters, bool learn_sinks, {_PREPARED}) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_parameters, Tensor grad_sinks)"
 )
 
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
@@ -63,18 +67,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tupl
     from ropewalk.ops.attention import triton_launch
 
     with torch.no_grad():
-        out, saved = triton_launch.forward(q, k, v, Prepared(*prepared))
+        out, saved = triton_launch.forward(q, k, v, Prepared(*prepared), keep)
         mapped_q, mapped_k = q.new_empty(0), k.new_empty(0)
         if keep and _maps_features(prepared):
             mapped_q, mapped_k = _laid_out_like(q, saved.q), _laid_out_like(k, saved.k)
-        return _laid_out_like(q, out), saved.lse, mapped_q, mapped_k
+        promised = _output_of(torch.empty_like(q, device="meta"), v)
+        return _laid_out_like(promised, out), saved.lse, mapped_q, mapped_k
 
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mapped_q, mapped_k = q.new_empty(0), k.new_empty(0)
     if keep and _maps_features(prepared):
         mapped_q, mapped_k = torch.empty_like(q), torch.empty_like(k)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), mapped_q, mapped_k
+    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), mapped_q, mapped_k
+
+
+def _output_of(q: Tensor, v: Tensor) -> Tensor:
+    """Memory for the output: like q, or with (B, T, H, Dv) in a row where Dv is another than D."""
+    if q.shape[3] == v.shape[3]:
+        return torch.empty_like(q)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
 def _maps_features(prepared: Sequence[Any]) -> bool:
@@ -98,35 +110,70 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     prepared = join(tensors, ctx.rest)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = torch.ops.ropewalk.attend_backward(grad_out, grad_lse, q, k, v, out, lse, *prepared)
-    return *grads, None, *[None] * len(prepared)
+    needed = Prepared(*ctx.needs_input_grad[4:])
+    grads = torch.ops.ropewalk.attend_backward(
+        grad_out, grad_lse, q, k, v, out, lse, needed.parameters, needed.sinks, *prepared
+    )
+    of_prepared: list[Tensor | None] = [None] * len(prepared)
+    for name, grad in zip(("parameters", "sinks"), grads[3:], strict=True):
+        if getattr(needed, name):
+            of_prepared[Prepared._fields.index(name)] = grad
+    return *grads[:3], None, *of_prepared
 
 
 def _attend_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *prepared: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    learn_parameters: bool,
+    learn_sinks: bool,
+    *prepared: Any,
+) -> tuple[Tensor, ...]:
     from ropewalk.ops.attention import triton_launch
 
     with torch.no_grad():
         if grad_lse is not None:
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
         saved = triton_launch.Saved(q, k, lse)
-        grads = triton_launch.backward(grad_out, grad_lse, v, out, saved, Prepared(*prepared))
-        grad_q, grad_k, grad_v = (_laid_out_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
-    return grad_q, grad_k, grad_v
+        learned = triton_launch.Learned(learn_parameters, learn_sinks)
+        *grads, grad_parameters, grad_sinks = triton_launch.backward(
+            grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned
+        )
+        none = lse.new_empty(0)
+        return (
+            *(_laid_out_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True)),
+            grad_parameters if learn_parameters and grad_parameters is not None else none,
+            grad_sinks if learn_sinks and grad_sinks is not None else none.clone(),
+        )
 
 
 def _attend_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *prepared: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    learn_parameters: bool,
+    learn_sinks: bool,
+    *prepared: Any,
+) -> tuple[Tensor, ...]:
+    parameters, sinks = Prepared(*prepared).parameters, Prepared(*prepared).sinks
+    learned = (parameters if learn_parameters else None), (sinks if learn_sinks else None)
+    none = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *none
 
 
 def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
     """The result with the strides that the fake kernels promise, those of `torch.empty_like(x)`; never x itself."""
     if result is not x and result.stride() == torch.empty_like(x, device="meta").stride():
         return result
-    return torch.empty_like(x).copy_(result)
+    return torch.empty_like(x, device=result.device).copy_(result)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -5,46 +5,67 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ropewalk.ops.attention.triton_sequences import (
+    after_steps,
+    key_ranges,
+    locate_tile,
+    may_attend,
+    measure_sequence,
+    steps_of,
+)
+from ropewalk.ops.attention.triton_softmax import (
+    begin_drop,
+    keep,
+    saturate,
+)
 from ropewalk.ops.attention.triton_tiles import (
     UNSPECIALISED,
-    after_steps,
     first_position,
-    key_ranges,
+    load_parts,
     load_positions,
     load_tile,
-    may_attend,
+    multiply_parts,
     parameters_of_head,
     positions_to_meet,
     start_of_head,
-    steps_of,
     store_tile,
-    tile_and_row,
     wide,
 )
 
 
 @triton.jit
 def _attend_keys(
-    state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query, positions_k,
-    origin, parameters_ptr, scale, factor, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr,
+    state, queries, m, query_position, ranges, lengths, k, v, place, mask, mask_stride_query, positions_k, origin,
+    parameters_ptr, factors, drop, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_STARTS: tl.constexpr, CLOSE: tl.constexpr, SCORE: tl.constexpr, SOFTCAP: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add keys to a tile's running output, maximum (in base 2) and sum: both edges if MASKED, else the middle."""
     out, row_max, row_sum = state
-    n_keys = lengths[1]
+    batch, key_head, k_offset = place
+    scale, softcap, factor = factors
     PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
     for step in tl.range(0, steps_of(ranges, MASKED), BLOCK_N):
         n_start = after_steps(step, ranges, MASKED)
         n = n_start + tl.arange(0, BLOCK_N)
-        scores = tl.dot(queries, load_tile(k, batch, key_head, n_start, BLOCK_N, BLOCK_D).T, input_precision=PRECISION)
+        keys = load_parts(k, batch, key_head, k_offset + n_start, BLOCK_N, BLOCK_D, PARTS)
+        scores = multiply_parts(queries, keys, PRECISION, PARTS)
+        if SOFTCAP:
+            scores = saturate(scores * scale, FAST)
+            if SCORE is not None:
+                scores *= softcap
+        elif SCORE is not None:
+            scores *= scale
         if SCORE is not None:
             ours, theirs = positions_to_meet(
-                query_position, positions_k, batch, n_start, n_keys, n_start, origin, BLOCK_N, CLOSE
+                query_position, positions_k, batch, k_offset, n_start, n_start, origin, BLOCK_N, CLOSE
             )  # fmt: skip
-            scores = SCORE(scores * scale, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+            scores = SCORE(scores, ours[:, None], theirs[None, :], parameters_ptr, PAST)
         if MASKED:
-            may = may_attend(m[:, None], n[None, :], lengths, mask, mask_stride_query, HAS_LENGTHS, CAUSAL, WINDOWED)
+            may = may_attend(
+                m[:, None], n[None, :], lengths, mask, mask_stride_query, HAS_LENGTHS, HAS_STARTS, CAUSAL, WINDOWED
+            )  # fmt: skip
             scores = tl.where(may, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         shift = new_max
@@ -53,9 +74,15 @@ def _attend_keys(
         p = tl.exp2(scores * factor - shift[:, None])
         kept = tl.exp2(row_max - shift)
         row_sum = row_sum * kept + tl.sum(p, 1)
-        values = load_tile(v, batch, key_head, n_start, BLOCK_N, BLOCK_D)
-        if MASKED and HAS_LENGTHS:
-            values = tl.where((n < n_keys)[:, None], values, 0.0)  # zero times NaN is NaN
+        if drop is not None:
+            p = tl.where(keep(drop, m, n_start, BLOCK_N, False), p, drop[5])
+        values = load_tile(v, batch, key_head, k_offset + n_start, BLOCK_N, BLOCK_V)
+        if MASKED and (HAS_LENGTHS or HAS_STARTS):
+            _, first_key, n_keys, _, _ = lengths
+            exists = n < n_keys
+            if HAS_STARTS:
+                exists = exists & (n >= first_key)
+            values = tl.where(exists[:, None], values, 0.0)  # zero times NaN is NaN
         out = tl.dot(p.to(values.dtype), values, out * kept[:, None], input_precision=PRECISION)
         row_max = new_max
     return out, row_max, row_sum
@@ -65,16 +92,20 @@ def _attend_keys(
 def forward_kernel(
     q,  # descriptors of (B, H, Tq, D); features mapped already, as those of k
     k,  # (B, K, Tk, D)
-    v,
-    out,
+    v,  # (B, K, Tk, Dv)
+    out,  # a place to `store_tile` at, (B, H, Tq, Dv)
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
     mask,  # a pointer, and the strides of batch, head and key; or None
     mask_stride_query,  # None: the mask is the same for all queries
-    key_lengths_ptr,  # or None
-    positions_q,  # a pointer, and the strides of batch and token; None: their index
+    sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None
+    bounds,  # of a dense one: pointers to key_lengths, key_starts and query_starts; each may be None
+    positions_q,  # a pointer, the strides of batch and token, and their number; None: their index
     positions_k,
     parameters,  # a pointer, and the stride of head; or None
-    scale,
+    sinks_ptr,  # (H,); or None
+    drop,  # a pointer to a seed, how many steps of 1 / 65536 drop, and what makes up for it; or None
+    scale,  # what scores are multiplied by before they are saturated or changed
+    softcap,
     factor,  # what turns scores, as the softmax sees them, into exponents of 2
     window,
     n_heads,
@@ -82,58 +113,68 @@ def forward_kernel(
     n_queries,
     n_keys,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SCORE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend with a tile of BLOCK_M queries of one head."""
-    tile, row = tile_and_row(n_queries, BLOCK_M)
-    if CAUSAL:
-        tile = tl.cdiv(n_queries, BLOCK_M) - 1 - tile  # the longest first
-    batch = row // n_heads
-    head = row % n_heads
+    tile, batch, head, sequence = locate_tile(sequences, n_queries, n_heads, BLOCK_M, CAUSAL)
+    lse_ptr += wide(batch * n_heads + head) * n_queries
+    q_offset, k_offset, n_queries, first_key, n_keys, _, tokens_apart = measure_sequence(
+        sequence, sequences, bounds, n_queries, n_keys
+    )  # fmt: skip
+    PACKED: tl.constexpr = sequences is not None
+    HAS_LENGTHS: tl.constexpr = PACKED or bounds[0] is not None or bounds[2] is not None
+    HAS_STARTS: tl.constexpr = bounds[1] is not None
     key_head = head // heads_per_key
-    tokens_apart = n_keys - n_queries
-    HAS_LENGTHS: tl.constexpr = key_lengths_ptr is not None
-    if HAS_LENGTHS:
-        n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
-    queries = load_tile(q, batch, head, m_start, BLOCK_M, BLOCK_D)
+    queries = load_parts(q, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D, PARTS)
     CLOSE: tl.constexpr = positions_q is None and positions_k is None
-    origin = first_position(positions_k, batch)
-    query_position = load_positions(positions_q, batch, m_start, n_queries, m_start + tokens_apart, origin, BLOCK_M)
+    origin = first_position(positions_k, batch, k_offset)
+    query_position = load_positions(positions_q, batch, q_offset, m_start, m_start + tokens_apart, origin, BLOCK_M)
     parameters_ptr = None
     if mask is not None:
         mask = (start_of_head(mask, batch, head), mask[3])
     if parameters is not None:
         parameters_ptr = parameters_of_head(parameters, head)
+    makes_up = 1.0
+    if drop is not None:
+        makes_up = drop[2]
+        drop = begin_drop(drop, batch * n_heads + head, sequence if PACKED else head * 0)
 
-    lengths = (n_queries, n_keys, tokens_apart, window)
+    place = (batch, key_head, k_offset)
+    lengths = (n_queries, first_key, n_keys, tokens_apart, window)
+    factors = (scale, softcap, factor)
     ranges = key_ranges(m_start, lengths, BLOCK_M, BLOCK_N, CAUSAL, WINDOWED, mask is not None)
-    state = (
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        tl.full((BLOCK_M,), float("-inf"), tl.float32),
-        tl.zeros((BLOCK_M,), tl.float32),
-    )
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
+        row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+    state = (tl.zeros((BLOCK_M, BLOCK_V), tl.float32), row_max, row_sum)
     if mask is None:
         state = _attend_keys(
-            state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query,
-            positions_k, origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE,
-            SCORE, PRECISION, False,
+            state, queries, m, query_position, ranges, lengths, k, v, place, mask, mask_stride_query, positions_k,
+            origin, parameters_ptr, factors, drop, BLOCK_D, BLOCK_V, BLOCK_N, PARTS, CAUSAL, WINDOWED, HAS_LENGTHS,
+            HAS_STARTS, CLOSE, SCORE, SOFTCAP, FAST, PRECISION, False,
         )  # fmt: skip
     sums, row_max, row_sum = _attend_keys(
-        state, queries, m, query_position, ranges, lengths, k, v, batch, key_head, mask, mask_stride_query, positions_k,
-        origin, parameters_ptr, scale, factor, BLOCK_D, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, CLOSE, SCORE, PRECISION,
-        True,
+        state, queries, m, query_position, ranges, lengths, k, v, place, mask, mask_stride_query, positions_k, origin,
+        parameters_ptr, factors, drop, BLOCK_D, BLOCK_V, BLOCK_N, PARTS, CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS,
+        CLOSE, SCORE, SOFTCAP, FAST, PRECISION, True,
     )  # fmt: skip
 
     attends = row_sum > 0
     row_sum = tl.where(attends, row_sum, 1.0)
-    sums = tl.where(attends[:, None], sums / row_sum[:, None], 0.0)
-    store_tile(out, sums, batch, head, m_start, BLOCK_M, BLOCK_D)
+    sums = tl.where(attends[:, None], sums * (makes_up / row_sum)[:, None], 0.0)
+    store_tile(out, sums, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_V, PACKED)
     lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
-    tl.store(lse_ptr + wide(row) * n_queries + m, lse, m < n_queries)
+    tl.store(lse_ptr + q_offset + m, lse, m < n_queries)

@@ -16,112 +16,25 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ropewalk.ops.attention import triton_cache_launch
+from ropewalk.ops.attention.philox import dropped_steps, rescale
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned, map_features
 from ropewalk.ops.attention.triton_backward import keys_kernel, queries_kernel
+from ropewalk.ops.attention.triton_configuration import (
+    Features,
+    choose_tiles,
+    cut_features,
+    interpreted,
+    is_of_keys,
+    on_amd,
+)
 from ropewalk.ops.attention.triton_forward import forward_kernel
 from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
+from ropewalk.ops.attention.triton_sequences import schedule_kernel
 from ropewalk.ops.rope.api import apply_rope
 
 LOG2_E = math.log2(math.e)
 Launch = TypeVar("Launch", bound=Callable[..., Any])
-
-
-class Tiles(NamedTuple):
-    """How a kernel's work is cut: tiles of so many queries and keys, in so many warps and stages of loads."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # of a thread: 168 lets three programs of four warps share an NVIDIA processor
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What Triton's launcher takes of it."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers is not None and not on_amd():
-            options["maxnreg"] = self.max_registers
-        return options
-
-
-# By kernel, the block of features and the bytes of an element. Those of halves are from measurements (docs/log.md), the
-# others from the compiler's reports of registers and spills.
-_TILES: dict[str, dict[tuple[int, int], Tiles]] = {
-    "forward": {
-        (64, 2): Tiles(64, 128, 4, 2, 168),
-        (128, 2): Tiles(64, 64, 4, 3),
-        (256, 2): Tiles(128, 64, 8, 2),
-        (64, 4): Tiles(32, 32, 8, 1),
-        (128, 4): Tiles(32, 32, 8, 1),
-        (256, 4): Tiles(32, 16, 8, 1),
-    },
-    "keys": {
-        (64, 2): Tiles(128, 64, 4, 2),
-        (128, 2): Tiles(64, 64, 4, 2),
-        (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(16, 16, 8, 1),
-        (128, 4): Tiles(16, 16, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
-    "queries": {
-        (64, 2): Tiles(64, 64, 4, 2, 128),
-        (128, 2): Tiles(64, 64, 4, 2),
-        (256, 2): Tiles(128, 32, 8, 2),
-        (64, 4): Tiles(16, 32, 8, 1),
-        (128, 4): Tiles(16, 16, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
-}
-# Where score functions and their adjoints, which need registers, want others; and masks, from the compiler's reports.
-_TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
-_TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
-_TILES_WITH_PADDING = {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)}
-_TILES_WITH_MASK = {
-    ("forward", 64, 2): Tiles(64, 32, 4, 2),
-    ("forward", 128, 2): Tiles(64, 32, 4, 2),
-    ("forward", 256, 2): Tiles(64, 32, 8, 2),
-    ("keys", 64, 2): Tiles(32, 64, 4, 2),
-    ("keys", 128, 2): Tiles(32, 64, 4, 2),
-    ("keys", 256, 2): Tiles(32, 64, 8, 2),
-    ("queries", 64, 2): Tiles(64, 32, 4, 2),
-    ("queries", 128, 2): Tiles(64, 32, 4, 2),
-    ("queries", 256, 2): Tiles(64, 32, 8, 2),
-}
-_TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1 when it was imported)."""
-    return not hasattr(forward_kernel, "cache_key")
-
-
-def on_amd() -> bool:
-    """Whether the GPUs are AMD's: they have 64 KiB of shared memory, hence room for one stage."""
-    return torch.version.hip is not None
-
-
-def on_hopper() -> bool:
-    """Whether the GPU has compute capability 9.0, whose shared memory the tiles were made for."""
-    return not on_amd() and torch.cuda.get_device_capability() == (9, 0)
-
-
-def choose_tiles(
-    kernel: str, block_d: int, dtype: torch.dtype, functions: ScoreFunctions | None, prepared: Prepared
-) -> Tiles:
-    """The tiles of "forward", "keys" or "queries"."""
-    if interpreted():
-        return _TILES_TO_INTERPRET
-    features, size = max(block_d, 64), dtype.itemsize
-    tiles = _TILES[kernel][features, size]
-    if functions is not None:
-        tiles = _TILES_WITH_SCORES.get((kernel, features, size), tiles)
-        if functions.adjoint is not None:
-            tiles = _TILES_WITH_ADJOINT.get((kernel, features, size), tiles)
-    if prepared.mask is not None:
-        with_mask = _TILES_WITH_PADDING if is_of_keys(prepared.mask) else _TILES_WITH_MASK
-        tiles = with_mask.get((kernel, features, size), tiles)
-    one_stage = on_amd() or (features == 256 and not on_hopper())
-    return tiles._replace(num_stages=1) if one_stage else tiles
 
 
 class Saved(NamedTuple):
@@ -135,7 +48,7 @@ class Saved(NamedTuple):
 def score_functions(prepared: Prepared) -> ScoreFunctions | None:
     """The scheme's score functions; None where the scores go into the softmax as they are, but for a scale above 0."""
     if prepared.score is None:
-        return None if prepared.scale > 0 else UNCHANGED
+        return None if prepared.scale > 0 or prepared.softcap is not None else UNCHANGED
     module, _, attribute = prepared.score.partition(":")
     functions = getattr(importlib.import_module(module), attribute)
     if not isinstance(functions, ScoreFunctions):
@@ -156,10 +69,37 @@ def on_its_device(launch: Launch) -> Launch:
     return cast(Launch, launch_there)
 
 
+class Gradients(NamedTuple):
+    """What the backward returns."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    parameters: Tensor | None  # (H, anything), like the parameters
+    sinks: Tensor | None  # (H,)
+
+
+class Learned(NamedTuple):
+    """Of which tensors beside q, k and v the backward computes gradients."""
+
+    parameters: bool = False
+    sinks: bool = False
+
+
+NOTHING_LEARNED = Learned()
+
+
 @on_its_device
-def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Saved]:
-    """Attend: q (B, H, Tq, D), k and v (B, K, Tk, D), of any strides; the output has q's shape."""
-    out = empty_aligned(q)
+def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, keep: bool = True) -> tuple[Tensor, Saved]:
+    """Attend: q (B, H, Tq, D), k (B, K, Tk, D) and v (B, K, Tk, Dv), of any strides; the output is (B, H, Tq, Dv).
+
+    A packed batch is one row of all sequences' tokens; k and v may be pages, (pages, K, page_size, D or Dv). Unless it
+    must `keep` them, for a backward, what is saved of q and k is of no account.
+    """
+    if not keep and triton_cache_launch.serves(q, k, v, prepared):
+        out, lse = triton_cache_launch.forward(q, k, v, prepared)
+        return out, Saved(q, k, lse)
+    out = empty_output(q, v.shape[3])
     batch, heads, queries, head_dim = q.shape
     q, k = (aligned(x) for x in map_features(q, k, prepared))
     v = aligned(v)
@@ -167,82 +107,151 @@ def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor
     if lse.numel() == 0:
         return out, Saved(q, k, lse)
     if k.shape[2] == 0:
-        return out.zero_(), Saved(q, k, lse.fill_(-math.inf))
+        lse.fill_(-math.inf) if prepared.sinks is None else lse.copy_(prepared.sinks[:, None] * LOG2_E)
+        return out.zero_(), Saved(q, k, lse)
     functions = score_functions(prepared)
-    block_d = block_of(head_dim)
-    tiles = choose_tiles("forward", block_d, q.dtype, functions, prepared)
-    forward_kernel[(triton.cdiv(queries, tiles.block_m) * batch * heads,)](
-        _tiled(q, tiles.block_m, block_d), _tiled(k, tiles.block_n, block_d), _tiled(v, tiles.block_n, block_d),
-        _tiled(out, tiles.block_m, block_d), lse, *_conditions(prepared, functions), heads, heads // k.shape[1],
-        queries, k.shape[2], BLOCK_D=block_d, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        **_constants(prepared, functions), **tiles.options,
+    features = cut_features(head_dim, v.shape[3])
+    tiles = choose_tiles("forward", features, q.dtype, functions, prepared)
+    sequences, n_tiles = _schedule(prepared, "q", batch, queries, tiles.block_m)
+    forward_kernel[(n_tiles * heads,)](
+        _tiled(q, tiles.block_m, features.block_d), _tiled(k, tiles.block_n, features.block_d),
+        _tiled(v, tiles.block_n, features.block_v), _place(out, tiles.block_m, features.block_v, sequences), lse,
+        sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
+        **_conditions(prepared, functions), n_heads=heads, heads_per_key=heads // k.shape[1], n_queries=queries,
+        n_keys=k.shape[2], BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **_constants(prepared, functions, features, q),
+        **tiles.options,
     )  # fmt: skip
     return out, Saved(q, k, lse)
 
 
 @on_its_device
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, out: Tensor, saved: Saved, prepared: Prepared
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    v: Tensor,
+    out: Tensor,
+    saved: Saved,
+    prepared: Prepared,
+    learned: Learned = NOTHING_LEARNED,
+) -> Gradients:
+    """The gradients of q, k and v, and what else is learned; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""
     lse = saved.lse
     q, k, v, out, grad_out = (aligned(x) for x in (saved.q, saved.k, v, out, grad_out))
     grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
     batch, heads, queries, head_dim = q.shape
     key_heads, keys = k.shape[1:3]
     if lse.numel() == 0 or keys == 0:
-        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+        grad_parameters = torch.zeros_like(prepared.parameters) if prepared.parameters is not None else None
+        grad_sinks = torch.zeros_like(prepared.sinks) if prepared.sinks is not None else None
+        if grad_sinks is not None and grad_lse is not None:
+            grad_sinks = grad_sinks + grad_lse.sum((0, 2))
+        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_parameters, grad_sinks)
     functions = score_functions(prepared)
-    block_d = block_of(head_dim)
+    features = cut_features(head_dim, v.shape[3])
+    block_d, _, block_v = features
     conditions = _conditions(prepared, functions)
-    constants = _constants(prepared, functions)
+    constants = _constants(prepared, functions, features, q)
     constants["ADJOINT"] = None if functions is None else functions.adjoint
     constants["INTERLEAVED"] = prepared.interleaved
+    constants["grad_factor"] = prepared.scale
 
-    turns = turns_in_registers(prepared, head_dim, block_d)
-    table_q, width = _table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
-    table_k, _ = _table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    turns = turns_in_registers(prepared, head_dim, features)
+    table_q, width_q = _table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
+    table_k, width_k = _table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
     weights = None if prepared.weights is None else prepared.weights.contiguous()
     delta = torch.empty_like(lse)
-    tiles = choose_tiles("queries", block_d, q.dtype, functions, prepared)
+    tiles = choose_tiles("queries", features, q.dtype, functions, prepared)
     rows_q, rows_k = tiles.block_m, tiles.block_n
-    queries_kernel[(triton.cdiv(queries, rows_q) * batch * heads,)](
-        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
-        _tiled(out, rows_q, block_d), _tiled(grad_out, rows_q, block_d), _tiled(grad_q, rows_q, block_d), lse,
-        None if grad_lse is None else grad_lse.contiguous(), delta, table_q, *conditions, heads, heads // key_heads,
-        queries, keys, BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants, **tiles.options,
+    sequences, n_tiles = _schedule(prepared, "q", batch, queries, rows_q)
+    n_learned, sums = 1, None
+    if learned.parameters and functions is not None and prepared.parameters is not None:
+        n_learned = triton.next_power_of_2(prepared.learned or prepared.parameters.shape[1])
+        sums = torch.empty(n_tiles * heads, n_learned, dtype=torch.float32, device=q.device)
+    queries_kernel[(n_tiles * heads,)](
+        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
+        _tiled(out, rows_q, block_v), _tiled(grad_out, rows_q, block_v), _place(grad_q, rows_q, block_d, sequences),
+        lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, sequences=sequences, **conditions,
+        n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys, BLOCK_M=rows_q, BLOCK_N=rows_k,
+        R=width_q, LEARNED=n_learned, LEARN=None if sums is None or functions is None else functions.parameter_gradient,
+        **constants, **tiles.options,
     )  # fmt: skip
 
-    tiles = choose_tiles("keys", block_d, q.dtype, functions, prepared)
+    tiles = choose_tiles("keys", features, q.dtype, functions, prepared)
     rows_q, rows_k = tiles.block_m, tiles.block_n
-    keys_kernel[(triton.cdiv(keys, rows_k) * batch * key_heads,)](
-        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_d),
-        _tiled(grad_out, rows_q, block_d), _tiled(grad_k, rows_k, block_d), _tiled(grad_v, rows_k, block_d), lse, delta,
-        table_k, weights, *conditions, key_heads, heads // key_heads, queries, keys, D=head_dim,
-        BLOCK_D=block_d, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width, **constants, **tiles.options,
+    sequences, n_tiles = _schedule(prepared, "k", batch, keys, rows_k)
+    keys_kernel[(n_tiles * key_heads,)](
+        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
+        _tiled(grad_out, rows_q, block_v), _place(grad_k, rows_k, block_d, sequences),
+        _place(grad_v, rows_k, block_v, sequences), lse, delta, table_k, weights, sequences=sequences, **conditions,
+        n_key_heads=key_heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys, D=head_dim,
+        BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_k, **constants, **tiles.options,
     )  # fmt: skip
     if not turns:
-        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared.interleaved)
-        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared.interleaved)
-    return grad_q, grad_k, grad_v
+        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared)
+        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
+
+    grad_parameters = grad_sinks = None
+    if sums is not None and prepared.parameters is not None:
+        of_heads = sums.view(batch, heads, -1, n_learned).sum((0, 2))
+        if prepared.cu_seqlens_q is not None:
+            of_heads = sums.view(-1, heads, n_learned).sum(0)
+        grad_parameters = torch.zeros_like(prepared.parameters)
+        columns = min(n_learned, grad_parameters.shape[1])
+        grad_parameters[:, :columns] = of_heads[:, :columns]
+    if learned.sinks and prepared.sinks is not None:
+        grad_sinks = -(torch.exp2(prepared.sinks[:, None] * LOG2_E - lse) * delta).sum((0, 2))
+    return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks)
 
 
-def turn_back(grad: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+def empty_output(q: Tensor, v_head_dim: int) -> Tensor:
+    """Memory for the output, as descriptors want it: like q, or with (B, T, H, Dv) in a row where Dv is another."""
+    if v_head_dim == q.shape[3]:
+        return empty_aligned(q)
+    batch, heads, queries, _ = q.shape
+    return empty_aligned(q.new_empty(batch, queries, heads, v_head_dim).transpose(1, 2))
+
+
+def _schedule(prepared: Prepared, of: str, batch: int, n_tokens: int, block: int) -> tuple[tuple[Any, ...] | None, int]:
+    """What kernels that walk over tiles of the queries ("q") or keys ("k") are told of sequences; how many tiles."""
+    cu_seqlens_q, cu_seqlens_k = prepared.cu_seqlens_q, prepared.cu_seqlens_k
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None, triton.cdiv(n_tokens, block) * batch
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    count = cu_seqlens_q.shape[0] - 1
+    # As many as there may be: each sequence, and what belongs to none, may have a tile that is not full.
+    n_tiles = n_tokens // block + count + 1
+    schedule = torch.empty(n_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)
+    schedule_kernel[(count + 1,)](
+        schedule, cu_seqlens_q if of == "q" else cu_seqlens_k, count, n_tokens, n_tiles, BLOCK=block,
+        LAST_FIRST=of == "q" and prepared.causal, BLOCK_S=256,
+    )  # fmt: skip
+    return (cu_seqlens_q, cu_seqlens_k, schedule, count), n_tiles
+
+
+def turn_back(grad: Tensor, cos: Tensor | None, sin: Tensor | None, prepared: Prepared) -> Tensor:
     """Undo the rotation of a gradient, where the kernels cannot."""
     if cos is None or sin is None:
         return grad
-    turned: Tensor = apply_rope(grad, None, cos, sin, layout="bhtd", interleaved=interleaved, inverse=True)
+    turned: Tensor = apply_rope(
+        grad,
+        None,
+        cos,
+        sin,
+        layout="bhtd",
+        interleaved=prepared.interleaved,
+        rotary_offset=prepared.rotary_offset,
+        inverse=True,
+    )
     return turned
 
 
-def turns_in_registers(prepared: Prepared, head_dim: int, block_d: int) -> bool:
+def turns_in_registers(prepared: Prepared, head_dim: int, features: Features) -> bool:
     """Whether the kernels can undo the rotation, if there is one, with a tile in registers."""
-    return prepared.cos_q is None or prepared.interleaved or 2 * prepared.cos_q.shape[-1] == head_dim == block_d
-
-
-def block_of(head_dim: int) -> int:
-    """The features of a tile: a power of two."""
-    return 1 << max(4, (head_dim - 1).bit_length())
+    if prepared.cos_q is None:
+        return True
+    if features.parts > 1 or prepared.rotary_offset:
+        return False
+    return prepared.interleaved or 2 * prepared.cos_q.shape[-1] == head_dim == features.block_d
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -263,6 +272,13 @@ def _tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, block_d])
 
 
+def _place(x: Tensor, rows: int, block_d: int, sequences: tuple[Any, ...] | None) -> Any:
+    """Where a kernel stores tiles: a descriptor, or in a packed batch, whose sequences end within tiles, a pointer."""
+    if sequences is None:
+        return _tiled(x, rows, block_d)
+    return x, x.stride(1), x.stride(2), x.shape[3]
+
+
 def _table(cos: Tensor | None, sin: Tensor | None) -> tuple[tuple[Any, ...] | None, int]:
     """cos, sin and their strides of batch and token, as kernels take them, and R."""
     if cos is None or sin is None:
@@ -272,38 +288,53 @@ def _table(cos: Tensor | None, sin: Tensor | None) -> tuple[tuple[Any, ...] | No
     return (cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]
 
 
-def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> tuple[Any, ...]:
+def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
     """The arguments that say which keys a query attends, and how their score comes about."""
-    mask, lengths, parameters = prepared.mask, prepared.key_lengths, prepared.parameters
-    factor = prepared.scale * LOG2_E if functions is None else LOG2_E
+    mask, parameters, softcap = prepared.mask, prepared.parameters, prepared.softcap
+    bounds = (prepared.key_lengths, prepared.key_starts, prepared.query_starts)
     placed_mask = mask_stride_query = None
     if mask is not None:
         batch, head, query, key = _broadcast_strides(mask, 4)
         placed_mask = (mask.view(torch.uint8), batch, head, key)
         mask_stride_query = None if is_of_keys(mask) else query
-    return (
-        placed_mask,
-        mask_stride_query,
-        None if lengths is None else lengths.contiguous(),
-        *(None if x is None else (x, *_broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
-        None if parameters is None else (parameters.contiguous(), parameters[0].numel()),
-        prepared.scale,
-        factor,
-        0 if prepared.window is None else min(prepared.window, 2**30),
-    )
+    # What multiplies scores waits, where it can, for the multiplication that makes them exponents of 2.
+    factor = prepared.scale * LOG2_E if softcap is None else softcap * LOG2_E
+    return {
+        "mask": placed_mask,
+        "mask_stride_query": mask_stride_query,
+        "bounds": tuple(None if x is None else x.contiguous() for x in bounds),
+        "positions_q": _positions(prepared.positions_q),
+        "positions_k": _positions(prepared.positions_k),
+        "parameters": None if parameters is None else (parameters.contiguous(), parameters[0].numel()),
+        "drop": _drop(prepared),
+        "scale": prepared.scale if softcap is None else prepared.scale / softcap,
+        "softcap": 1.0 if softcap is None else softcap,
+        "factor": factor if functions is None else LOG2_E,
+        "window": 0 if prepared.window is None else min(prepared.window, 2**30),
+    }
 
 
-def is_of_keys(mask: Tensor) -> bool:
-    """Whether a mask is the same for all queries, as padding is."""
-    return mask.stride(2) == 0 or mask.shape[2] == 1
+def _positions(positions: Tensor | None) -> tuple[Any, ...] | None:
+    return None if positions is None else (positions, *_broadcast_strides(positions, 2), positions.shape[1])
 
 
-def _constants(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
+def _drop(prepared: Prepared) -> tuple[Any, ...] | None:
+    """The seed, how many steps of 2⁻¹⁶ drop, and what the others are multiplied by."""
+    steps = dropped_steps(prepared.dropout_p)
+    return None if steps == 0 else (prepared.seed, steps, rescale(prepared.dropout_p))
+
+
+def _constants(prepared: Prepared, functions: ScoreFunctions | None, features: Features, q: Tensor) -> dict[str, Any]:
     """What a kernel is compiled for."""
     return {
+        "BLOCK_D": features.block_d,
+        "PARTS": features.parts,
+        "BLOCK_V": features.block_v,
         "CAUSAL": prepared.causal,
         "WINDOWED": prepared.window is not None,
         "SCORE": None if functions is None else functions.score,
+        "SOFTCAP": prepared.softcap is not None,
+        "FAST": q.dtype.itemsize == 2 and not (interpreted() or on_amd()),
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
 

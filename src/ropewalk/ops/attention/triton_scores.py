@@ -23,6 +23,9 @@ class ScoreFunctions(NamedTuple):
 
     score: Any  # (scores, query_position, key_position, parameters_ptr, PAST) -> scores
     adjoint: Any  # the same with the gradient in front -> gradient, or None
+    # (sums, gradient, scores, …) -> sums [queries, parameters]: adds each row's part of the gradient of each parameter;
+    # its tiles are always [queries, keys]. None: the parameters cannot be learned.
+    parameter_gradient: Any = None
 
 
 @triton.jit
@@ -33,6 +36,11 @@ def _unchanged(scores, query_position, key_position, parameters_ptr, PAST: tl.co
 @triton.jit
 def _alibi(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
     return scores - tl.load(parameters_ptr) * tl.abs(query_position - key_position)
+
+
+@triton.jit
+def _alibi_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return sums - tl.sum(gradient * tl.abs(query_position - key_position), 1)[:, None]
 
 
 _DECAY_RATE = tl.constexpr(0.005 * 1.4426950408889634)  # to base 2
@@ -56,6 +64,89 @@ def _exposb_decay_adjoint(gradient, scores, query_position, key_position, parame
     return _exposb_decay(gradient, query_position, key_position, parameters_ptr, PAST)
 
 
+@triton.jit
+def _bands(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return scores * tl.load(parameters_ptr)
+
+
+@triton.jit
+def _bands_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return gradient * tl.load(parameters_ptr)
+
+
+@triton.jit
+def _bands_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return sums + tl.sum(gradient * scores, 1)[:, None]
+
+
+@triton.jit
+def _bands_decay(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return _exposb_decay(scores * tl.load(parameters_ptr), query_position, key_position, parameters_ptr, PAST)
+
+
+@triton.jit
+def _bands_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    gradient = gradient * tl.load(parameters_ptr)
+    return _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST)
+
+
+@triton.jit
+def _bands_decay_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    gradient = _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST)
+    return sums + tl.sum(gradient * scores, 1)[:, None]
+
+
+# A head's parameters: the largest distance, the number of buckets, a bias for each, and the buckets of the distances
+# from the smallest, −largest, on.
+
+
+@triton.jit
+def _t5_ahead(query_position, key_position, parameters_ptr):
+    """How far each key is ahead, the largest distance, and whether all are as far: then each side has one bucket."""
+    ahead = key_position - query_position
+    largest = tl.load(parameters_ptr)
+    return ahead, largest, tl.max((tl.abs(ahead) < largest).to(tl.int32)) == 0
+
+
+@triton.jit
+def _t5_bucket(ahead, largest, parameters_ptr):
+    index = 2 + tl.load(parameters_ptr + 1) + largest + tl.minimum(tl.maximum(ahead, -largest), largest)
+    return tl.load(parameters_ptr + index.to(tl.int32)).to(tl.int32)
+
+
+@triton.jit
+def _t5(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    ahead, largest, is_far = _t5_ahead(query_position, key_position, parameters_ptr)
+    if is_far:
+        behind = tl.load(parameters_ptr + 2 + _t5_bucket(-largest, largest, parameters_ptr))
+        scores += tl.where(
+            ahead > 0, tl.load(parameters_ptr + 2 + _t5_bucket(largest, largest, parameters_ptr)), behind
+        )
+    else:
+        scores += tl.load(parameters_ptr + 2 + _t5_bucket(ahead, largest, parameters_ptr))
+    return scores
+
+
+@triton.jit
+def _t5_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    ahead, largest, is_far = _t5_ahead(query_position, key_position, parameters_ptr)
+    column = tl.arange(0, sums.shape[1])[None, :] - 2
+    if is_far:
+        forward = tl.sum(tl.where(ahead > 0, gradient, 0.0), 1)[:, None]
+        behind = tl.sum(gradient, 1)[:, None] - forward
+        sums += tl.where(column == _t5_bucket(largest, largest, parameters_ptr), forward, 0.0)
+        sums += tl.where(column == _t5_bucket(-largest, largest, parameters_ptr), behind, 0.0)
+    else:
+        bucket = _t5_bucket(ahead, largest, parameters_ptr)
+        for number in tl.range(tl.min(bucket), tl.max(bucket) + 1):
+            part = tl.sum(tl.where(bucket == number, gradient, 0.0), 1)[:, None]
+            sums += tl.where(column == number, part, 0.0)
+    return sums
+
+
 UNCHANGED = ScoreFunctions(_unchanged, None)
-ALIBI = ScoreFunctions(_alibi, None)
+ALIBI = ScoreFunctions(_alibi, None, _alibi_parameters)
 EXPOSB_DECAY = ScoreFunctions(_exposb_decay, _exposb_decay_adjoint)
+EXPOSB_BANDS = ScoreFunctions(_bands, _bands_adjoint, _bands_parameters)
+EXPOSB_BANDS_DECAY = ScoreFunctions(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters)
+T5_BIAS = ScoreFunctions(_t5, None, _t5_parameters)

@@ -1,7 +1,6 @@
-"""What the attention kernels share: tiles of rows, their rotation, and which keys a tile of queries may attend.
+"""What the attention kernels share: tiles of rows and their features, their rotation, and their positions.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, R rotary dim.
-A query's index counts from the bottom right: query m stands at key m + tokens_apart, which is m + Tk − Tq.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import triton.language as tl
 UNSPECIALISED = (
     "mask",
     "mask_stride_query",
+    "sequences",
     "positions_q",
     "positions_k",
     "parameters",
@@ -25,14 +25,7 @@ UNSPECIALISED = (
 @triton.jit
 def wide(index):
     """An index as int64: the product with a stride may need it."""
-    return index.to(tl.int64)
-
-
-@triton.jit
-def tile_and_row(n_tokens, BLOCK: tl.constexpr):
-    """Which tile of tokens a program has, and in which row of all batches' heads. Tiles of a row are neighbours."""
-    n_tiles = tl.cdiv(n_tokens, BLOCK)
-    return tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
+    return tl.cast(index, tl.int64)
 
 
 @triton.jit
@@ -42,9 +35,88 @@ def load_tile(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def store_tile(descriptor, tile, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store what lies inside of a tile [BLOCK, BLOCK_D]."""
-    descriptor.store([batch, head, start, 0], tile.to(descriptor.dtype).reshape(1, 1, BLOCK, BLOCK_D))
+def load_parts(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
+    """`load_tile`, in one part or in three beside each other: 192 features are no power of two, but thrice one."""
+    if PARTS == 1:
+        result = (descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D),)
+    else:
+        result = (
+            descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
+            descriptor.load([batch, head, start, BLOCK_D]).reshape(BLOCK, BLOCK_D),
+            descriptor.load([batch, head, start, 2 * BLOCK_D]).reshape(BLOCK, BLOCK_D),
+        )
+    return result
+
+
+@triton.jit
+def zero_parts(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
+    """Zeros in float32, in parts."""
+    zeros = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    if PARTS == 1:  # noqa: SIM108
+        result = (zeros,)
+    else:
+        result = (zeros, zeros, zeros)
+    return result
+
+
+@triton.jit
+def keep_rows(parts, rows, PARTS: tl.constexpr):
+    """The parts with zeros in the rows that a mask [BLOCK] leaves out: zero times NaN is NaN."""
+    if PARTS == 1:
+        result = (tl.where(rows[:, None], parts[0], 0.0),)
+    else:
+        result = (
+            tl.where(rows[:, None], parts[0], 0.0),
+            tl.where(rows[:, None], parts[1], 0.0),
+            tl.where(rows[:, None], parts[2], 0.0),
+        )
+    return result
+
+
+@triton.jit
+def multiply_parts(a, b, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+    """a · bᵀ, over all features."""
+    product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+    if PARTS == 3:
+        product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION)
+        product = tl.dot(a[2], b[2].T, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def add_products(weights, parts, sums, PRECISION: tl.constexpr, PARTS: tl.constexpr):
+    """sums + weights · parts."""
+    weights = weights.to(parts[0].dtype)
+    if PARTS == 1:
+        result = (tl.dot(weights, parts[0], sums[0], input_precision=PRECISION),)
+    else:
+        result = (
+            tl.dot(weights, parts[0], sums[0], input_precision=PRECISION),
+            tl.dot(weights, parts[1], sums[1], input_precision=PRECISION),
+            tl.dot(weights, parts[2], sums[2], input_precision=PRECISION),
+        )
+    return result
+
+
+@triton.jit
+def store_tile(
+    place, tile, batch, head, offset, start, n_rows, PART: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a tile [BLOCK, BLOCK_D] that lie below n_rows, counted from an offset.
+
+    A place is a descriptor, whose last row is n_rows, and the offset is 0; or, PACKED, where the next sequence follows,
+    a pointer, the strides of head and token, and D.
+    """
+    if PACKED:
+        ptr, stride_head, stride_token, head_dim = place
+        row = start + tl.arange(0, BLOCK)
+        feature = PART * BLOCK_D + tl.arange(0, BLOCK_D)
+        offsets = wide(head) * stride_head + wide(offset + row)[:, None] * stride_token + feature[None, :]
+        mask = (row < n_rows)[:, None] & (feature < head_dim)[None, :]
+        tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask)
+    else:
+        place.store([batch, head, start, PART * BLOCK_D], tile.to(place.dtype).reshape(1, 1, BLOCK, BLOCK_D))
 
 
 @triton.jit
@@ -74,134 +146,6 @@ def turn_back(
 
 
 @triton.jit
-def key_ranges(
-    m_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Cut the keys that a tile of queries may attend: [start, full), [full, full_stop), [full_stop, stop).
-
-    All begin at a multiple of BLOCK_N. In the middle range every query attends every key, and every key exists; of the
-    edges, the other two, every element must be asked for.
-    """
-    _, n_keys, tokens_apart, window = lengths
-    first = m_start + tokens_apart
-    last = first + BLOCK_M - 1
-    start = 0
-    full = 0
-    stop = n_keys
-    full_stop = n_keys
-    if CAUSAL:
-        stop = tl.minimum(stop, last + 1)
-        full_stop = tl.minimum(full_stop, first + 1)
-    if WINDOWED:
-        start = tl.maximum(first - window + 1, 0)
-        full = tl.maximum(last - window + 1, 0)
-        if not CAUSAL:
-            stop = tl.minimum(stop, last + window)
-            full_stop = tl.minimum(full_stop, first + window)
-    start = start // BLOCK_N * BLOCK_N
-    stop = tl.maximum(stop, start)
-    full = tl.minimum((full + BLOCK_N - 1) // BLOCK_N * BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
-    full_stop = tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full)
-    if HAS_MASK:
-        full = start
-        full_stop = start
-    return start, full, full_stop, stop
-
-
-@triton.jit
-def query_ranges(
-    n_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Cut the queries that may attend a tile of keys, as `key_ranges` does; all begin at a multiple of BLOCK_M.
-
-    The middle range may run past the last query.
-    """
-    n_queries, n_keys, tokens_apart, window = lengths
-    first = n_start - tokens_apart
-    last = first + BLOCK_N - 1
-    start = 0
-    full = 0
-    stop = n_queries
-    full_stop = n_queries
-    if CAUSAL:
-        start = tl.maximum(first, 0)
-        full = tl.maximum(last, 0)
-    if WINDOWED:
-        stop = tl.minimum(stop, last + window)
-        full_stop = tl.minimum(full_stop, first + window)
-        if not CAUSAL:
-            start = tl.maximum(first - window + 1, 0)
-            full = tl.maximum(last - window + 1, 0)
-    start = start // BLOCK_M * BLOCK_M
-    stop = tl.maximum(stop, start)
-    full = tl.minimum((full + BLOCK_M - 1) // BLOCK_M * BLOCK_M, (stop + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    if WINDOWED:
-        full_stop = tl.maximum(tl.maximum(full_stop, 0) // BLOCK_M * BLOCK_M, full)
-    if HAS_MASK:
-        full = start
-        full_stop = start
-    if n_start >= n_keys:  # nobody attends these
-        full = start
-        full_stop = start
-        stop = start
-    return start, full, full_stop, stop
-
-
-@triton.jit
-def steps_of(ranges, MASKED: tl.constexpr):
-    """How far a walk goes along the middle of `key_ranges` or `query_ranges`, or along both edges if MASKED."""
-    start, full, full_stop, stop = ranges
-    steps = full_stop - full
-    if MASKED:
-        steps = (full - start) + tl.maximum(stop - full_stop, 0)
-    return steps
-
-
-@triton.jit
-def after_steps(step, ranges, MASKED: tl.constexpr):
-    """Where the walk stands after so many steps: along the edges it jumps over the middle."""
-    start, full, full_stop, _ = ranges
-    index = full + step
-    if MASKED:
-        index = start + step
-        index = tl.where(index >= full, index + (full_stop - full), index)
-    return index
-
-
-@triton.jit
-def may_attend(
-    m, n, lengths, mask, mask_stride_query, HAS_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr
-):  # fmt: skip
-    """Which of a tile's queries m attend which of its keys n, of shapes that broadcast against each other.
-
-    What it says of queries past the last one is of no account: nothing of theirs is kept.
-    """
-    n_queries, n_keys, tokens_apart, window = lengths
-    ahead = n - (m + tokens_apart)
-    if CAUSAL:
-        may = ahead <= 0  # and so it exists, unless lengths say otherwise
-        if HAS_LENGTHS:
-            may = may & (n < n_keys)
-    else:
-        may = n < n_keys
-    if WINDOWED:
-        may = may & (ahead > -window)
-        if not CAUSAL:
-            may = may & (ahead < window)
-    if mask is not None:
-        mask_ptr, mask_stride_key = mask
-        mask_ptrs = mask_ptr + wide(n) * mask_stride_key
-        if mask_stride_query is None:  # the same for all queries: one number for each key is loaded
-            may = may & (tl.load(mask_ptrs, n < n_keys, other=0) != 0)
-        else:
-            mask_ptrs = mask_ptrs + wide(m) * mask_stride_query
-            may = may & (tl.load(mask_ptrs, may & (m < n_queries), other=0) != 0)
-    return may
-
-
-@triton.jit
 def start_of_head(mask, batch, head):
     """Where the mask of one head begins."""
     return mask[0] + wide(batch) * mask[1] + wide(head) * mask[2]
@@ -215,33 +159,35 @@ def parameters_of_head(parameters, head):
 
 
 @triton.jit
-def first_position(positions, batch):
+def first_position(positions, batch, offset):
     """The position that others are counted from, so that float32 holds them: the first key's, or 0."""
     origin = 0
     if positions is not None:
-        ptr, stride_batch, _ = positions
-        origin = wide(tl.load(ptr + wide(batch) * stride_batch))
+        ptr, stride_batch, stride_token, n_tokens = positions
+        origin = wide(
+            tl.load(ptr + wide(batch) * stride_batch + wide(offset) * stride_token, offset < n_tokens, other=0)
+        )
     return origin
 
 
 @triton.jit
-def load_positions(positions, batch, start, n_tokens, default, origin, BLOCK: tl.constexpr):
+def load_positions(positions, batch, offset, start, default, origin, BLOCK: tl.constexpr):
     """The positions of a tile's tokens, from the origin, in float32; `default` is that of token `start`."""
-    offset = tl.arange(0, BLOCK)
+    token = tl.arange(0, BLOCK)
     if positions is not None:
-        ptr, stride_batch, stride_token = positions
-        index = start + offset
+        ptr, stride_batch, stride_token, n_tokens = positions
+        index = offset + start + token
         loaded = tl.load(ptr + wide(batch) * stride_batch + wide(index) * stride_token, index < n_tokens, other=0)
         position = (wide(loaded) - origin).to(tl.float32)
     else:
         # One conversion for each tile: they are as slow as exponentials.
-        position = (default - origin).to(tl.float32) + offset.to(tl.float32)
+        position = (default - origin).to(tl.float32) + token.to(tl.float32)
     return position
 
 
 @triton.jit
 def positions_to_meet(
-    held, streamed, batch, start, n_tokens, default, origin, BLOCK: tl.constexpr, CLOSE: tl.constexpr
+    held, streamed, batch, offset, start, default, origin, BLOCK: tl.constexpr, CLOSE: tl.constexpr
 ):  # fmt: skip
     """The positions of the tile that a program holds, and of one that it streams, from an origin that they share.
 
@@ -252,6 +198,6 @@ def positions_to_meet(
         theirs = tl.arange(0, BLOCK).to(tl.float32)
         ours = held - default.to(tl.float32)
     else:
-        theirs = load_positions(streamed, batch, start, n_tokens, default, origin, BLOCK)
+        theirs = load_positions(streamed, batch, offset, start, default, origin, BLOCK)
         ours = held
     return ours, theirs

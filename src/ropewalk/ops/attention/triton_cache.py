@@ -1,0 +1,462 @@
+"""The kernels of attention for few queries and many keys: decoding, and chunks of a prompt, from caches and pages.
+
+A program serves the queries of all heads that share a key head, so that a key is read once for them: row r of its tile
+is query r // group of head r % group, of `group` heads. And it serves one split of the keys, so that a few queries keep
+a whole GPU reading; what the splits give is combined by a second kernel.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, Dv that of values,
+R rotary dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What differs from call to call, and must not make another binary.
+VARYING = (
+    "q_strides",
+    "k_strides",
+    "v_strides",
+    "out_strides",
+    "key_lengths_ptr",
+    "key_starts_ptr",
+    "query_starts_ptr",
+    "block_table",
+    "rotation",
+    "positions_q",
+    "positions_k",
+    "parameters",
+    "window",
+    "n_queries",
+    "n_keys",
+    "n_pages",
+    "n_splits",
+    "smallest_split",
+)
+
+
+@triton.jit
+def _wide(index):
+    """An index as int64: the product with a stride may need it."""
+    return index.to(tl.int64)
+
+
+@triton.jit
+def _at(strides, batch, head, token, UNIT: tl.constexpr):
+    """How far rows lie from the first: strides of batch, head and token are in UNITs of elements."""
+    return (
+        _wide(batch) * _wide(strides[0]) + _wide(head) * _wide(strides[1]) + _wide(token) * _wide(strides[2])
+    ) * UNIT  # fmt: skip
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, offsets, rotation, batch, token, row_exists, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Load rows of q, [BLOCK_M, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
+    feature = tl.arange(0, BLOCK_D)[None, :]
+    exists = row_exists[:, None] & (feature < D)
+    queries = tl.load(q_ptr + (offsets[:, None] + feature), exists, other=0.0)
+    if rotation is not None:
+        cos_ptr, sin_ptr, table_stride_batch, table_stride_token = rotation
+        turning = feature - ROTARY_OFFSET
+        turns = exists & (turning >= 0) & (turning < R)
+        if INTERLEAVED:
+            pair = turning // 2
+            is_second = turning % 2 == 1
+            partner = tl.where(is_second, feature - 1, feature + 1)
+        else:
+            # As remainders, of which the compiler knows that neighbours stay neighbours: loads of 16 bytes.
+            is_second = turning >= R // 2
+            pair = turning % (R // 2)
+            partner = (turning + R // 2) % R + ROTARY_OFFSET
+        table_offsets = (_wide(batch) * table_stride_batch + _wide(token) * table_stride_token)[:, None] + pair
+        cos = tl.load(cos_ptr + table_offsets, turns, other=1.0)
+        sin = tl.load(sin_ptr + table_offsets, turns, other=0.0)
+        others = tl.load(q_ptr + (offsets[:, None] + partner), turns, other=0.0).to(tl.float32)
+        turned = queries.to(tl.float32) * cos + others * tl.where(is_second, sin, -sin)
+        queries = tl.where(turns, turned.to(queries.dtype), queries)
+    return queries
+
+
+@triton.jit
+def _origin(positions, batch):
+    """The position that others are counted from, so that float32 holds them: the first key's, or 0."""
+    origin = 0
+    if positions is not None:
+        ptr, stride_batch, _ = positions
+        origin = _wide(tl.load(ptr + _wide(batch) * stride_batch))
+    return origin
+
+
+@triton.jit
+def _positions_from(positions, batch, index, exists, default, origin):
+    """Positions of tokens from the origin, in float32; `default` are those that nobody gave."""
+    if positions is not None:
+        ptr, stride_batch, stride_token = positions
+        default = _wide(tl.load(ptr + _wide(batch) * stride_batch + _wide(index) * stride_token, exists, other=0))
+    return (default - origin).to(tl.float32)
+
+
+@triton.jit
+def _cap(scores, softcap):
+    """softcap · tanh(scores / softcap), to float32's relative precision for small scores too."""
+    x = scores / softcap
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    shrunk = tl.exp2(tl.abs(x) * (-2 * 1.4426950408889634))
+    far = (1 - shrunk) / (1 + shrunk)
+    return softcap * tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _split_of_keys(first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N: tl.constexpr,
+                   CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
+    """Cut what queries standing at keys `first` to `last` attend into splits: where the keys begin and end, and of one
+    split where it begins, where every query attends every key, where that ends, and where it ends.
+
+    Splits begin at a multiple of BLOCK_N, and so does the range in which every query attends every key.
+    """
+    start = key_start
+    stop = n_keys
+    full = key_start
+    full_stop = n_keys
+    if CAUSAL:
+        stop = tl.minimum(stop, last + 1)
+        full_stop = tl.minimum(full_stop, first + 1)
+    if WINDOWED:
+        start = tl.maximum(start, first - window + 1)
+        full = tl.maximum(full, last - window + 1)
+        if not CAUSAL:
+            stop = tl.minimum(stop, last + window)
+            full_stop = tl.minimum(full_stop, first + window)
+    aligned_start = start // BLOCK_N * BLOCK_N
+    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
+    length = tl.maximum(length, smallest_split)
+    split_start = aligned_start + split * length
+    split_stop = tl.minimum(split_start + length, stop)
+    past = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
+    full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), past)
+    full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), past)
+    return start, stop, split_start, full, full_stop, split_stop
+
+
+@triton.jit
+def _after(n_start, jump_at, jump, JUMPS: tl.constexpr):
+    """Where a walk stands: from `jump_at` on, further by `jump`."""
+    if JUMPS:
+        n_start = tl.where(n_start >= jump_at, n_start + jump, n_start)
+    return n_start
+
+
+@triton.jit
+def _load_page(block_table, n_start, past_key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of a tile's keys, or of each of them, as the table has it; 0 for those that do not exist."""
+    table_ptr, table_stride_page = block_table
+    n = n_start
+    if PAGE < BLOCK_N:
+        n = n_start + tl.arange(0, BLOCK_N)
+    return tl.load(table_ptr + _wide(n // PAGE) * table_stride_page, n < past_key, other=0)
+
+
+@triton.jit
+def _attend_keys(
+    state, queries, place, query_position, steps, start, jump_at, jump, bounds, keys, values, block_table, n_pages,
+    batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    UNIT: tl.constexpr, FAR: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr,
+    CLOSE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add keys to a tile's running output, maximum (in base 2) and sum, `steps` of them from `start` on.
+
+    If MASKED, which keys exist and are attended is asked for each, and at `jump_at` the walk jumps.
+    """
+    out, row_max, row_sum = state
+    k_ptr, k_strides = keys
+    v_ptr, v_strides = values
+    first_key, past_key = bounds  # what lies outside is not loaded
+    offset = tl.arange(0, BLOCK_N)
+    feature = tl.arange(0, BLOCK_D)[None, :]
+    feature_v = tl.arange(0, BLOCK_DV)[None, :]
+    PAST: tl.constexpr = CLOSE and CAUSAL and not MASKED
+    page = batch
+    if block_table is not None:
+        page = _load_page(block_table, _after(start, jump_at, jump, MASKED), past_key, PAGE, BLOCK_N)
+    for step in tl.range(0, steps, BLOCK_N):
+        n_start = _after(start + step, jump_at, jump, MASKED)
+        n = n_start + offset
+        exists = n < past_key
+        if HAS_STARTS or WINDOWED:
+            exists = exists & (n >= first_key)
+        page_of_tile = page
+        if block_table is not None:
+            page_of_tile = tl.minimum(tl.maximum(page, 0), n_pages - 1)  # whatever the table holds
+        if block_table is None:
+            token_start = n_start
+            token = offset
+        elif PAGE >= BLOCK_N:  # one page holds the tile
+            token_start = n_start % PAGE
+            token = offset
+        else:  # a tile begins where a page does
+            token_start = 0
+            token = offset % PAGE
+        k_start = (_wide(page_of_tile) * _wide(k_strides[0]) + token_start * _wide(k_strides[2])) * UNIT
+        v_start = (_wide(page_of_tile) * _wide(v_strides[0]) + token_start * _wide(v_strides[2])) * UNIT
+        if FAR:
+            k_step = _wide(k_strides[2])
+            v_step = _wide(v_strides[2])
+        else:
+            k_step = k_strides[2]
+            v_step = v_strides[2]
+        k_ptrs = (k_ptr + k_start + token * k_step * UNIT)[:, None] + feature
+        v_ptrs = (v_ptr + v_start + token * v_step * UNIT)[:, None] + feature_v
+        if block_table is not None:  # the next tile's, so that its loads need not wait for the table
+            n_next = _after(start + step + BLOCK_N, jump_at, jump, MASKED)
+            page = _load_page(block_table, n_next, past_key, PAGE, BLOCK_N)
+        # Zeros in place of what does not exist: zero times NaN is NaN.
+        if MASKED:
+            k_tile = tl.load(k_ptrs, exists[:, None] & (feature < D), other=0.0)
+        elif D == BLOCK_D:
+            k_tile = tl.load(k_ptrs)
+        else:
+            k_tile = tl.load(k_ptrs, feature < D, other=0.0)
+
+        scores = tl.dot(queries, k_tile.T, input_precision=PRECISION)
+        if SCORE is not None or softcap is not None:
+            scores = scores * scale
+        if softcap is not None:
+            scores = _cap(scores, softcap)
+        if SCORE is not None:
+            if CLOSE:  # all positions are indices, and the origin is the tile's first key
+                ours = (query_position - n_start).to(tl.float32)
+                theirs = offset.to(tl.float32)
+            else:
+                ours = query_position
+                theirs = _positions_from(positions_k, batch, n, exists, _wide(n - key_start), origin)
+            scores = SCORE(scores, ours[:, None], theirs[None, :], parameters_ptr, PAST)
+        if MASKED:
+            ahead = n[None, :] - place[:, None]
+            may = exists[None, :]
+            if CAUSAL:
+                may = may & (ahead <= 0)
+            if WINDOWED:
+                may = may & (ahead > -window)
+                if not CAUSAL:
+                    may = may & (ahead < window)
+            scores = tl.where(may, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        shift = new_max
+        if MASKED:
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended nothing yet
+        p = tl.exp2(scores * factor - shift[:, None])
+        kept = tl.exp2(row_max - shift)
+        row_sum = row_sum * kept + tl.sum(p, 1)
+
+        if MASKED:
+            v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
+        elif DV == BLOCK_DV:
+            v_tile = tl.load(v_ptrs)
+        else:
+            v_tile = tl.load(v_ptrs, feature_v < DV, other=0.0)
+        out = tl.dot(p.to(v_tile.dtype), v_tile, out * kept[:, None], input_precision=PRECISION)
+        row_max = new_max
+    return out, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=VARYING)
+def cache_kernel(
+    q_ptr,  # (B, H, Tq, D)
+    k_ptr,  # (B, K, Tk, D); or (pages, K, PAGE, D)
+    v_ptr,  # with Dv for D
+    out_ptr,  # (B, H, Tq, Dv); if SPLIT (B, H, Tq, n_splits, Dv), dense and float32
+    lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums; if SPLIT (B, H, Tq, n_splits)
+    q_strides,  # of batch, head and token, in UNITs; those of k and v of batch or page, head and token
+    k_strides,
+    v_strides,
+    out_strides,
+    key_lengths_ptr,  # or None
+    key_starts_ptr,  # or None
+    query_starts_ptr,  # or None: Tk − Tq
+    block_table,  # a pointer, and the strides of batch and page; or None
+    rotation,  # of q: pointers to cos and sin, and their strides of batch and token; or None
+    positions_q,  # a pointer, and the strides of batch and token; None: their index
+    positions_k,
+    parameters,  # a pointer, and the stride of head; or None
+    sinks_ptr,  # (H,), float32; or None
+    scale,
+    factor,  # what turns scores, as the softmax sees them, into exponents of 2
+    softcap,  # or None
+    window,
+    n_key_heads,
+    group,
+    n_queries,
+    n_keys,
+    n_pages,
+    n_splits,
+    smallest_split,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    R: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    FAR: tl.constexpr,  # whether keys of one tile may lie 2³¹ elements apart
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SCORE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    APART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend with BLOCK_M rows, which share a key head, to one split of the keys.
+
+    If APART, keys that every row attends are walked without masks, and the others after them.
+    """
+    # Neighbours share keys, then pages.
+    n_tiles = tl.cdiv(n_queries * group, BLOCK_M)
+    program = tl.program_id(0)
+    tile = program % n_tiles
+    program = program // n_tiles
+    key_head = program % n_key_heads
+    program = program // n_key_heads
+    split = program % n_splits
+    batch = program // n_splits
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_exists = row < n_queries * group
+    token = row // group
+    head = key_head * group + row % group
+    result = (_wide(batch) * (n_key_heads * group) + head) * n_queries + token
+    if SPLIT:
+        result = result * n_splits + split
+
+    HAS_STARTS: tl.constexpr = key_starts_ptr is not None
+    query_start = n_keys - n_queries
+    if query_starts_ptr is not None:
+        query_start = tl.load(query_starts_ptr + batch).to(tl.int32)
+    if key_lengths_ptr is not None:
+        n_keys = tl.minimum(n_keys, tl.load(key_lengths_ptr + batch).to(tl.int32))
+    key_start = 0
+    if HAS_STARTS:
+        key_start = tl.maximum(tl.load(key_starts_ptr + batch).to(tl.int32), 0)
+    first = tile * BLOCK_M // group + query_start
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_queries - 1) + query_start
+    start, stop, split_start, full, full_stop, split_stop = _split_of_keys(
+        first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N, CAUSAL, WINDOWED
+    )  # fmt: skip
+    if SPLIT:
+        is_empty = split_start >= split_stop
+        if is_empty:
+            tl.store(lse_ptr + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
+            return
+
+    q_offsets = _at(q_strides, batch, head, token, UNIT)
+    queries = _load_queries(
+        q_ptr, q_offsets, rotation, batch, token, row_exists, D, BLOCK_D, R, ROTARY_OFFSET, INTERLEAVED
+    )  # fmt: skip
+    place = token + query_start
+    CLOSE: tl.constexpr = positions_q is None and positions_k is None
+    origin = _origin(positions_k, batch)
+    query_position = place
+    if not CLOSE:
+        query_position = _positions_from(positions_q, batch, token, row_exists, _wide(place - key_start), origin)
+    parameters_ptr = None
+    if parameters is not None:
+        parameters_ptr = (parameters[0] + _wide(tl.where(row_exists, head, 0)) * parameters[1])[:, None]
+    if block_table is not None:
+        block_table = (block_table[0] + _wide(batch) * block_table[1], block_table[2])
+    keys = (k_ptr + _wide(key_head) * _wide(k_strides[1]) * UNIT, k_strides)
+    values = (v_ptr + _wide(key_head) * _wide(v_strides[1]) * UNIT, v_strides)
+
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None and not SPLIT:
+        row_max = tl.load(sinks_ptr + head, row_exists, other=0.0) * 1.4426950408889634
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    state = (tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
+    bounds = (start, stop)
+    if APART:
+        state = _attend_keys(
+            state, queries, place, query_position, full_stop - full, full, 0, 0, bounds, keys, values, block_table,
+            n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, D, DV,
+            BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, UNIT, FAR, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, False,
+        )  # fmt: skip
+    else:
+        full = split_start
+        full_stop = split_start
+    sums, row_max, row_sum = _attend_keys(
+        state, queries, place, query_position, (full - split_start) + tl.maximum(split_stop - full_stop, 0),
+        split_start, full, full_stop - full, bounds, keys, values, block_table, n_pages, batch, positions_k, origin,
+        key_start, parameters_ptr, scale, factor, softcap, window, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, UNIT,
+        FAR, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, True,
+    )  # fmt: skip
+
+    attends = row_sum > 0
+    row_sum = tl.where(attends, row_sum, 1.0)
+    sums = sums / row_sum[:, None]
+    lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(lse_ptr + result, lse, row_exists)
+    feature = tl.arange(0, BLOCK_DV)[None, :]
+    exists = row_exists[:, None] & (feature < DV)
+    if SPLIT:
+        tl.store(out_ptr + (result[:, None] * DV + feature), sums, exists)
+    else:
+        offsets = _at(out_strides, batch, head, token, 1)
+        tl.store(out_ptr + (offsets[:, None] + feature), sums.to(out_ptr.dtype.element_ty), exists)
+
+
+@triton.jit(do_not_specialize=("out_strides", "n_queries", "n_splits"))
+def combine_kernel(
+    partial_ptr,  # (B, H, Tq, n_splits, Dv), dense, float32
+    partial_lse_ptr,  # (B, H, Tq, n_splits), base 2; where it is −inf, the partial output was never written
+    out_ptr,  # (B, H, Tq, Dv)
+    lse_ptr,  # (B, H, Tq)
+    out_strides,  # of batch, head and token
+    sinks_ptr,  # (H,), float32; or None
+    n_heads,
+    n_queries,
+    n_splits,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine what the splits of the keys gave one row."""
+    row = tl.program_id(0)
+    token = row % n_queries
+    head = row // n_queries % n_heads
+    batch = row // n_queries // n_heads
+    feature = tl.arange(0, BLOCK_DV)
+    running = tl.full((), float("-inf"), tl.float32)  # the maximum so far
+    total = tl.full((), 0.0, tl.float32)
+    if sinks_ptr is not None:
+        running = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = tl.where(running == float("-inf"), 0.0, 1.0)
+    out = tl.zeros((BLOCK_DV,), tl.float32)
+    for start in range(0, n_splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        index = _wide(row) * n_splits + split
+        lse = tl.load(partial_lse_ptr + index, split < n_splits, other=float("-inf"))
+        holds = lse > float("-inf")
+        partial = tl.load(
+            partial_ptr + (index[:, None] * DV + feature[None, :]), holds[:, None] & (feature < DV)[None, :], other=0.0
+        )  # fmt: skip
+        new_max = tl.maximum(running, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - shift)
+        kept = tl.exp2(running - shift)
+        total = total * kept + tl.sum(weight, 0)
+        out = out * kept + tl.sum(partial * weight[:, None], 0)
+        running = new_max
+    attends = total > 0
+    total = tl.where(attends, total, 1.0)
+    lse = tl.where(attends, running + tl.log2(total), float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    offsets = _at(out_strides, batch, head, token, 1) + feature
+    tl.store(out_ptr + offsets, (out / total).to(out_ptr.dtype.element_ty), feature < DV)

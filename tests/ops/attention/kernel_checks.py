@@ -1,0 +1,127 @@
+"""What the tests of attention's Triton kernels compare: all that they compute, against float64 and plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention import philox, reference
+from ropewalk.ops.attention.checks import Call, as_bhtd, check_call, token_positions
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
+
+# Results on the way that are rounded to the dtype: mapped features, scores, probabilities, and what comes of them.
+ROUNDINGS = 4
+LOG2_E = math.log2(math.e)
+Results = tuple[Tensor, ...]
+
+
+def learned_of(call: Call) -> list[Tensor]:
+    """What a call learns beside q, k and v: a scheme's tensors that require a gradient, and sinks."""
+    of_scheme = [x for x in vars(call.position).values() if isinstance(x, Tensor) and x.requires_grad]
+    return of_scheme if call.sinks is None else [*of_scheme, call.sinks]
+
+
+def in_double(call: Call) -> Call:
+    """The same call, with all that it learns as leaves in float64."""
+    position, sinks = call.position, call.sinks
+    values = {
+        name: x.detach().double().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x
+        for name, x in vars(position).items()
+    }
+    return call._replace(
+        position=type(position)(**values), sinks=None if sinks is None else sinks.detach().double().requires_grad_()
+    )
+
+
+def compute(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor],
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+) -> Results:
+    """Output, natural log-sum-exp, and the gradients of q, k, v and what is learned by PyTorch's autograd."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = function(*leaves, call)
+    total = (out * grad_out).sum() + (torch.where(lse.detach() > -math.inf, lse, 0) * grad_lse).sum()
+    grads = torch.autograd.grad(total, (*leaves, *learned_of(call)))
+    return out.detach(), lse.detach(), *grads
+
+
+def compute_plainly(tensors: Sequence[Tensor], call: Call, grad_out: Tensor, grad_lse: Tensor) -> Results:
+    """The same, each step in the tensors' dtype, with the kernels' backward: from p, which is a power of 2."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    (batch, heads, queries, _), keys, groups = q.shape, k.shape[2], q.shape[1] // k.shape[1]
+    exist = reference.existing(queries, keys, call, q.device)
+    if exist is not None:
+        k, v = (x.detach().masked_fill(~exist[:, None, :, None], 0).requires_grad_() for x in (k, v))
+    positions = token_positions(q, k, call)
+    mapped_q, mapped_k = reference.map_features(q, k, *positions, call)
+    scores = mapped_q @ mapped_k.repeat_interleave(groups, 1).mT * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = call.position.change_scores(scores, (positions[0][:, :, None] - positions[1][:, None])[:, None])
+    may = reference.allowed(slice(0, queries), queries, keys, call, q.device)
+    attends = torch.ones_like(scores, dtype=torch.bool) if may is None else may.expand_as(scores)
+    lse = scores.detach().masked_fill(~attends, -math.inf).logsumexp(-1)
+    if call.sinks is not None:
+        lse = torch.logaddexp(lse, call.sinks.detach().to(lse.dtype)[:, None])
+    shift = torch.where(lse.isinf(), 0, lse)[..., None]
+    p = torch.where(attends, torch.exp2(scores.detach() * LOG2_E - shift * LOG2_E), 0)
+    keep: Tensor | float = 1.0
+    if call.dropout_p > 0:
+        keep = reference.kept(slice(0, queries), batch, heads, queries, keys, call, q.device)
+        keep = keep.to(q.dtype) * philox.rescale(call.dropout_p)
+    values = v.detach().repeat_interleave(groups, 1)
+    out = p * keep @ values
+    delta = (out * grad_out).sum(-1) - torch.where(lse.isinf(), 0, grad_lse.to(out.dtype))
+    grad_scores = p * (grad_out @ values.mT * keep - delta[..., None])
+    of_sinks = []
+    if call.sinks is not None:
+        of_sinks = [-(torch.exp(call.sinks.detach().to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))]
+    of_scheme = learned_of(call._replace(sinks=None))
+    grad_q, grad_k, *grads = torch.autograd.grad(scores, (q, k, *of_scheme), grad_scores)
+    grad_v = ((p * keep).mT @ grad_out).unflatten(1, (-1, groups)).sum(2)
+    return out, lse, grad_q, grad_k, grad_v, *grads, *of_sinks
+
+
+def check(kernels: Any, tensors: Sequence[Tensor], *, layout: str = "bhtd", seed: int = 7, **keywords: Any) -> Any:
+    """Everything that the kernels compute, against the reference in float64 and plain PyTorch in the same dtype."""
+    call = check_call(*tensors, layout=layout, **keywords)
+    if call.dropout_p > 0:
+        call = call._replace(seed=torch.tensor([seed * 0x9E3779B97F4A7C1 + seed], device=tensors[0].device))
+    q, k, v = tensors = [as_bhtd(x, layout) for x in tensors]
+    grad_out = torch.randn(*q.shape[:3], v.shape[3], device=q.device).to(q.dtype)
+    grad_lse = torch.randn(q.shape[:3], device=q.device)
+    doubles = [x.double() for x in (*tensors, grad_out, grad_lse)]
+    truth = compute(reference.attention, doubles[:3], in_double(call), *doubles[3:])
+    plain = compute_plainly(tensors, call, grad_out, grad_lse)
+    with unchanged([q, k, v, grad_out]), poisoned_memory():
+        prepared = prepare(q, k, call)
+        learned = kernels.Learned(
+            prepared.parameters is not None and prepared.parameters.requires_grad, call.sinks is not None
+        )
+        with torch.no_grad():
+            out, saved = kernels.forward(q, k, v, prepared)
+            grads = kernels.backward(grad_out, grad_lse, v, out, saved, prepared, learned)
+    lse = saved.lse * math.log(2)
+    actual = [out, lse, *grads[:3]]
+    if learned.parameters:
+        leaves = learned_of(call._replace(sinks=None))
+        actual += torch.autograd.grad(prepared.parameters, leaves, grads.parameters)
+    if learned.sinks:
+        actual.append(grads.sinks)
+    assert torch.equal(lse.isinf(), truth[1].isinf())
+    for index, (mine, exact, baseline) in enumerate(zip(actual, truth, plain, strict=True)):
+        finite = exact.isfinite()
+        # What is learned beside q, k and v sums over all pairs, and most of that cancels.
+        roundings = ROUNDINGS if index < 5 else 8 * ROUNDINGS
+        assert_close_to_truth(
+            *(torch.where(finite, x, 0) for x in (mine, exact, baseline.to(mine.dtype))), roundings=roundings
+        )
+    return out, lse, grads

@@ -1,0 +1,190 @@
+"""What dropout keeps: Philox as its equations have it, in Triton's order of words, and as random as it must be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+from ropewalk.ops.attention import philox
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE") == "cuda"
+plain = pytest.mark.skipif(INTERPRETED, reason="a run without Triton's interpreter tests what needs no Triton")
+
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
+COUNTERS = [(0, 0, 0, 0), (1, 2, 3, 4), (2**32 - 1,) * 4, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+
+
+def words(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
+    """Philox4x32 with 7 rounds, in Python's own integers."""
+    k0, k1 = seed % 2**32, seed // 2**32 % 2**32
+    c0, c1, c2, c3 = counter
+    for _ in range(7):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b // 2**32) ^ c1 ^ k0, b % 2**32, (a // 2**32) ^ c3 ^ k1, a % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def stays(seed: int, p: float, row: int, sequence: int, query: int, key: int) -> bool:
+    """Whether one probability is kept."""
+    word = words(seed, (key // 64 * 4 + key % 8 // 2, query, row, sequence))[key % 64 // 16]
+    number = word // 256 ** (key % 16 // 8 * 2 + key % 2) % 256
+    phase = seed + row * 0x9E3779B9 + sequence * 0x85EBCA6B + key // 64 * 0xC2B2AE35
+    steps = min(round(p * 2**16), 255 * 256)
+    return number >= steps // 256 + (phase % 2**32 // 2**24 < steps % 256)
+
+
+def keep(seed: int, p: float, rows: torch.Tensor, queries: torch.Tensor, keys: int, sequence: int = 0) -> torch.Tensor:
+    """(R, M, keys)."""
+    device = rows.device
+    sequences = torch.full((1,), sequence, device=device)
+    return philox.keep(
+        as_seed(seed, device), p, rows[:, None, None], sequences, queries[:, None], torch.arange(keys, device=device)
+    )
+
+
+def as_seed(seed, device):
+    return torch.tensor([seed], dtype=torch.int64, device=device)
+
+
+@plain
+@pytest.mark.parametrize("counter", COUNTERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_words_are_those_of_the_equations(device, seed, counter):
+    found = philox.philox(as_seed(seed, device), *(torch.tensor([c], device=device) for c in counter))
+    assert [int(word) for word in found] == words(seed, counter)
+
+
+@plain
+def test_ten_rounds_give_the_published_words(device, monkeypatch):
+    monkeypatch.setattr(philox, "ROUNDS", 10)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    found = philox.philox(zero, zero, zero, zero, zero)
+    assert [int(word) for word in found] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@plain
+@pytest.mark.parametrize(("keys", "sequence"), [(0, 0), (1, 0), (63, 3), (200, 0), (130, 70_000)])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("seed", SEEDS[1:3])
+def test_what_is_kept_goes_by_seed_and_indices(device, seed, p, keys, sequence):
+    rows, queries = torch.tensor([0, 5, 100_000], device=device), torch.tensor([3, 0, 2**20 + 1], device=device)
+    found = keep(seed, p, rows, queries, keys, sequence)
+    assert (found.shape, found.dtype) == ((3, 3, keys), torch.bool)
+    indices = itertools.product(rows.tolist(), [sequence], queries.tolist(), range(keys))
+    assert found.flatten().tolist() == [stays(seed, p, *index) for index in indices]
+
+
+@plain
+def test_rates_are_multiples_of_a_step():
+    assert philox.dropped_steps(0.0) == 0
+    assert philox.dropped_steps(0.5) == 32768
+    assert philox.dropped_steps(0.1) == 6554
+    assert philox.rescale(0.0) == 1.0
+    assert philox.rescale(0.5) == 2.0
+    assert philox.rescale(0.1) == 1 / (1 - 6554 / 65536)
+
+
+@plain
+def test_a_number_equal_to_the_rate_is_kept(device):
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    number = words(5, (0, 0, 0, 0))[0] % 256
+    assert [bool(keep(5, (number + more) / 256, zero, zero, 1)) for more in (0, 1)] == [True, False]
+
+
+@plain
+def test_nothing_is_dropped_at_a_rate_of_0_and_something_stays_near_1(device):
+    numbers = torch.arange(20, device=device)
+    assert keep(3, 0.0, numbers, numbers, 50).all()
+    assert philox.dropped_steps(1 - 2**-40) == 255 * 256
+    assert 0 < keep(3, 1 - 2**-40, numbers, numbers, 200).double().mean() < 0.01
+
+
+@plain
+@pytest.mark.parametrize("p", [0.1, 0.3, 1 / 65536 * 1000, 2 / 65536])
+def test_each_probability_is_dropped_at_the_exact_rate(device, p):
+    """Over all starts that a seed may give, the first numbers of 256 that drop average to the rate."""
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    keys = 64 * 256  # a turn for each of 256 blocks
+    phases = [(block * 0xC2B2AE35 + start * 2**24) % 2**32 // 2**24 for start in range(256) for block in range(4)]
+    assert sorted(phases) == sorted(list(range(256)) * 4)
+    steps = philox.dropped_steps(p)
+    dropped = [steps // 256 + (phase < steps % 256) for phase in phases]
+    assert sum(dropped) / len(dropped) / 256 == steps / 65536
+    rate = 1 - keep(11, p, row, torch.arange(40, device=device), keys).double().mean()
+    assert abs(rate - p) < 5 * math.sqrt(p / (40 * keys))
+
+
+@plain
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_rate_is_as_asked(device, seed, p):
+    rows, queries, keys = 12, 100, 333
+    kept = keep(seed, p, torch.arange(rows, device=device), torch.arange(queries, device=device), keys).double()
+    rate = 1 - philox.dropped_steps(p) / 2**16  # and blocks of keys differ from it by up to 1/256
+    deviation = math.sqrt(rate * (1 - rate))
+    for axes in ((0, 1, 2), (0, 1), (0, 2), (1, 2)):  # of all; of each key, query and row
+        count = math.prod(kept.shape[axis] for axis in axes)
+        assert (kept.mean(axes) - rate).abs().max() < 5 * deviation / math.sqrt(count)
+
+
+@plain
+def test_neighbours_rows_and_seeds_know_nothing_of_each_other(device):
+    p, rows, queries, keys = 0.3, 8, 128, 256
+    numbers = torch.arange(rows, device=device), torch.arange(queries, device=device)
+    one, other, high = (
+        keep(seed, p, *numbers, keys).double() - 1 + philox.dropped_steps(p) / 2**16 for seed in (7, 8, 7 + 2**32)
+    )
+    pairs = {
+        "seeds": (one, other),
+        "upper halves of seeds": (one, high),
+        "queries and keys": (one[:, :, :128], one[:, :, :128].mT),
+    }
+    for step in (1, 2, 3, 4, 7, 8, 16):
+        pairs[f"keys {step} apart"] = one[..., step:], one[..., :-step]
+        pairs[f"queries {step} apart"] = one[:, step:], one[:, :-step]
+    for step in (1, 2, 4):
+        pairs[f"rows {step} apart"] = one[step:], one[:-step]
+    for name, (a, b) in pairs.items():
+        if name == "queries and keys":  # the diagonal is itself
+            a, b = a.triu(1), b.triu(1)
+        count = (a != 0).sum()
+        correlation = (a * b).sum() / (one.square().mean() * count)
+        assert correlation.abs() < 5 / math.sqrt(count), name
+
+
+if INTERPRETED or ON_GPU:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def triton_words(seed_ptr, counters_ptr, words_ptr):
+        """The four words of Triton's own Philox, for one counter."""
+        c0, c1, c2, c3 = tl.philox(
+            tl.load(seed_ptr),
+            tl.load(counters_ptr),
+            tl.load(counters_ptr + 1),
+            tl.load(counters_ptr + 2),
+            tl.load(counters_ptr + 3),
+            n_rounds=7,
+        )
+        tl.store(words_ptr, c0)
+        tl.store(words_ptr + 1, c1)
+        tl.store(words_ptr + 2, c2)
+        tl.store(words_ptr + 3, c3)
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or Triton's interpreter")
+@pytest.mark.parametrize("counter", COUNTERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_triton_has_the_same_words(device, seed, counter):
+    counters = torch.tensor(counter, dtype=torch.int64).to(torch.uint32).to(device)
+    found = torch.zeros(4, dtype=torch.uint32, device=device)
+    triton_words[(1,)](as_seed(seed, device), counters, found)
+    expected = philox.philox(as_seed(seed, device), *(torch.tensor([c], device=device) for c in counter))
+    assert found.tolist() == [int(word) for word in expected]
