@@ -36,6 +36,15 @@ def test_attention_layer(capsys):
     assert errors[-1] < 0.7 * errors[0]
 
 
+def test_generate(capsys):
+    printed = run("generate.py", capsys)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.1 * losses[0]
+    assert float(re.search(r"logits differ by (\d\.\d+e[+-]\d+)", printed)[1]) < 1e-4
+    assert "3 of 3 are continued as they began" in printed
+
+
 def test_profile_rotary(capsys, tmp_path):
     printed = run("profile_rotary.py", capsys, "--json", str(tmp_path / "record.json"))
     record = json.loads((tmp_path / "record.json").read_text())

@@ -171,7 +171,7 @@ def test_who_loads_what_may_be_missing_is_loaded_when_called():
     }
     early = [found for found in IMPORTS if found.at_once and found.imported in lazy]
     assert not [
-        str(found) for found in early if not is_family(found.importer, found.imported) or found.importer not in HEAVY
+        str(found) for found in early if not is_family(found.importer, found.imported) or found.importer not in lazy
     ]
 
 

@@ -100,6 +100,7 @@ BAD_ROPES = {
     "narrower": ({"rotary_dim": 4, "inv_freq": torch.ones(4)}, "rotary_dim is 4, but inv_freq has 4 values, for 8"),
     "2-D": ({"inv_freq": torch.ones(1, 4)}, r"inv_freq has shape \(1, 4\), but must be \(R/2,\)"),
     "0-D": ({"inv_freq": torch.tensor(1.0)}, r"inv_freq has shape \(\), but must be \(R/2,\)"),
+    "learned": ({"inv_freq": torch.ones(4, requires_grad=True)}, "inv_freq requires a gradient, but frequencies are"),
     "empty": ({"inv_freq": torch.ones(0)}, r"inv_freq has shape \(0,\), but must be \(R/2,\)"),
     "infinite": ({"attention_factor": math.inf}, "attention_factor is inf, but must be finite"),
     "base": ({"base": -1.0}, "base is -1.0, but must be finite and above 0"),

@@ -119,8 +119,8 @@ class Rope(PositionScheme):
     Raises:
         TypeError: an inv_freq that is no tensor.
         ValueError: a base that is not above 0, an odd rotary_dim, one that disagrees with inv_freq, an inv_freq of
-            another shape, an infinite attention_factor, a negative rotary_offset; in a call, more features to turn
-            than the head has.
+            another shape or one that requires a gradient, an infinite attention_factor, a negative rotary_offset; in a
+            call, more features to turn than the head has.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
 
@@ -145,6 +145,8 @@ class Rope(PositionScheme):
             raise ValueError(f"base is {self.base}, but must be finite and above 0")
         if self.inv_freq is not None and not isinstance(self.inv_freq, Tensor):
             raise TypeError(f"inv_freq is {type(self.inv_freq).__name__}, but must be a tensor, (R/2,)")
+        if self.inv_freq is not None and self.inv_freq.requires_grad:
+            raise ValueError("inv_freq requires a gradient, but frequencies are constants: pass inv_freq.detach()")
         width = None if self.inv_freq is None else 2 * self.inv_freq.numel()
         if self.inv_freq is not None and (self.inv_freq.ndim != 1 or width == 0):
             raise ValueError(f"inv_freq has shape {tuple(self.inv_freq.shape)}, but must be (R/2,)")

@@ -65,10 +65,10 @@ def launches_of(monkeypatch, head_dim, v_head_dim, dtype, name):
     q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    launches = []
+    launches, schedules = [], []
     for kernel in KERNELS:
         monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
-    monkeypatch.setattr(triton_launch, "schedule_kernel", Recorder(triton_launch.schedule_kernel, []))
+    monkeypatch.setattr(triton_launch, "schedule_kernel", Recorder(triton_launch.schedule_kernel, schedules))
     for module in (triton_configuration, triton_launch):
         monkeypatch.setattr(module, "interpreted", lambda: False)
     call = check_call(q, k, v, layout=layout, **keywords)
@@ -81,7 +81,7 @@ def launches_of(monkeypatch, head_dim, v_head_dim, dtype, name):
         learned = triton_launch.Learned(name.startswith("learned"), "sinks" in keywords)
         triton_launch.backward(torch.randn_like(out), None, v, out, saved, prepared, learned)
     assert [launch[0].__name__ for launch in launches] == list(KERNELS)
-    return launches
+    return launches, schedules
 
 
 def describe(value, path, specialised, constants, attributes):
@@ -139,7 +139,8 @@ def configurations(target):
 
 
 # Bytes of registers that kernels of halves may spill on sm_90: larger tiles were measured to be worth it.
-SPILLS = {"forward_kernel": 0, "queries_kernel": 160, "keys_kernel": 400}
+SPILLS = {"forward_kernel": 64, "queries_kernel": 440, "keys_kernel": 520}
+SPILLS_OF_T5 = 2300  # in tiles with distances that have buckets of their own: near the diagonal
 
 
 @pytest.mark.parametrize(
@@ -152,11 +153,16 @@ def test_kernels_compile_within_shared_memory_and_registers(
     for module in (triton_configuration, triton_launch):
         monkeypatch.setattr(module, "on_amd", lambda: target == "gfx942")
     monkeypatch.setattr(triton_configuration, "on_hopper", lambda: target == "sm_90")
-    for kernel, arguments, keywords in launches_of(monkeypatch, head_dim, v_head_dim, dtype, name):
+    launches, schedules = launches_of(monkeypatch, head_dim, v_head_dim, dtype, name)
+    for launch in schedules:
+        compile_launch(*launch, TARGETS[target])
+    for kernel, arguments, keywords in launches:
         compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
         assert compiled.metadata.shared <= SHARED_MEMORY[target], kernel.__name__
         if target == "sm_90" and dtype.itemsize == 2:
             used = resources(compiled, tmp_path)
-            assert used["stack"] + used["local"] <= SPILLS[kernel.__name__], kernel.__name__
+            assert used["stack"] + used["local"] <= (
+                SPILLS_OF_T5 if name == "learned-t5" else SPILLS[kernel.__name__]
+            ), kernel.__name__
             assert "wgmma.mma_async" in compiled.asm["ptx"], kernel.__name__
             assert "mma.sync" not in compiled.asm["ptx"], kernel.__name__

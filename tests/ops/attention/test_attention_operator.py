@@ -14,16 +14,17 @@ from attention_calls import (
     B,
     D,
     H,
+    K,
     draw,
     needs_kernels,
     value_and_grads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk import Alibi, ExpoSB, NoPosition, Rope, attention
+from ropewalk import Alibi, ExpoSB, NoPosition, Rope, T5Bias, attention
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.cores import may_use_cudnn
 from ropewalk.ops.attention.prepare import prepare
@@ -44,7 +45,61 @@ CALLS = {
     },
     "positions": lambda device: {"position": Alibi(), "positions_q": torch.arange(TQ, device=device)[None] * 2},
     "scale": lambda device: {"scale": -0.5},
+    # What models ask for beside.
+    "packed": lambda device: pack(device, [9, 0, 5], [9, 0, 5]) | {"position": Rope(), "causal": True},
+    "packed-apart": lambda device: (
+        pack(device, [9, 0, 5], [4, 3, 12]) | {"position": Alibi(), "window": 5, "dropout_p": 0.4}
+    ),
+    "starts": lambda device: {"position": Rope(), "causal": True, "key_starts": torch.tensor([0, 5], device=device)},
+    "cache": lambda device: {
+        "position": Alibi(),
+        "causal": True,
+        "key_starts": torch.tensor([0, 3], device=device),
+        "key_lengths": torch.tensor([9, 30], device=device),
+        "query_starts": torch.tensor([4, 25], device=device),
+        "sizes": {"queries": 5, "keys": 33},
+    },
+    "rotated": lambda device: {"position": Rope(), "keys_rotated": True},
+    "softcap-sinks": lambda device: {"position": Rope(), "softcap": 2.0, "sinks": learnable(device, H)},
+    "half-sinks": lambda device: {"causal": True, "sinks": torch.randn(H, device=device, dtype=torch.bfloat16)},
+    "dropout": lambda device: {"position": Rope(), "causal": True, "dropout_p": 0.4},
+    "slopes": lambda device: {"position": Alibi(learnable(device, H)), "causal": True, "sinks": learnable(device, H)},
+    "bands": lambda device: {"position": ExpoSB(band_weights=learnable(device, H), distance_decay=True)},
+    "t5": lambda device: pack(device, [9, 0, 5], [4, 3, 12]) | {"position": T5Bias(learnable(device, 8, H))},
+    "values": lambda device: {"position": Rope(rotary_dim=8, rotary_offset=8), "sizes": {"v_head_dim": 20}},
+    "pages": lambda device: {
+        "position": Rope(),
+        "keys_rotated": True,
+        "block_table": torch.tensor([[2, 0], [1, 3]], device=device),
+        "key_lengths": torch.tensor([30, 9], device=device),
+        "sizes": {"batch": 4, "keys": 16},
+    },
 }
+PLAIN_CALLS = list(CALLS)[:7]
+# Pages are for decoding: there no gradient is needed.
+DIFFERENTIABLE = [name for name in CALLS if name != "pages"]
+
+
+def pack(device, lengths_q, lengths_k, rest=2):
+    """The arguments for packed sequences, and some tokens that belong to none."""
+    ends_q, ends_k = (torch.tensor([0, *lengths], device=device).cumsum(0) for lengths in (lengths_q, lengths_k))
+    sizes = {"queries": sum(lengths_q) + rest, "keys": sum(lengths_k) + rest}
+    return {"layout": "thd", "cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "sizes": sizes}
+
+
+def learnable(device, *shape):
+    return (torch.rand(shape, device=device) + 0.1).requires_grad_()
+
+
+def make(name, device):
+    """q, k and v of a call, and its other arguments."""
+    keywords = CALLS[name](device)
+    sizes = dict(keywords.pop("sizes", {}))
+    v_head_dim = sizes.pop("v_head_dim", D)
+    q, k, v = draw(device, **sizes)
+    q, v = q[:B], torch.randn(*v.shape[:3], v_head_dim, device=device)
+    tensors = [x[0] for x in (q, k, v)] if keywords.get("layout") == "thd" else [q, k, v]
+    return tensors, keywords
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +107,32 @@ def _forget_what_was_compiled():
     torch._dynamo.reset()
 
 
-def operator_arguments(tensors, keep, **call):
+def operator_arguments(tensors, keep, layout="bthd", **call):
     """A call as `torch.ops.ropewalk.attend` takes it."""
-    q, k, v = (as_bhtd(x, "bthd") for x in tensors)
-    return q, k, v, keep, *prepare(q, k, check_call(q, k, v, layout="bhtd", **call))
+    call = check_call(*tensors, layout=layout, **call)
+    if call.dropout_p > 0:
+        call = call._replace(seed=torch.tensor([12345], device=tensors[0].device))
+    q, k, v = (as_bhtd(x, layout) for x in tensors)
+    return q, k, v, keep, *prepare(q, k, call)
+
+
+def as_leaves(arguments):
+    """The same arguments, with tensors that nothing was computed for: opcheck differentiates by leaves."""
+    return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def learned_of(position=None, sinks=None, **_):
+    """What a call learns beside q, k and v."""
+    tensors = [sinks, *vars(position).values()] if position is not None else [sinks]
+    return [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def results(function, tensors, learned):
+    """The output of what may draw numbers, and the gradients of q, k, v and what is learned."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    torch.manual_seed(1)
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), [*leaves, *learned])]
 
 
 def agree(actual, expected):
@@ -67,12 +144,14 @@ def agree(actual, expected):
 
 
 @needs_kernels
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "requires_grad"), [*((name, True) for name in DIFFERENTIABLE), ("rope", False), ("pages", False)]
+)
 def test_the_operator_is_what_its_schema_says(device, call, requires_grad):
-    tensors = [x.requires_grad_(requires_grad) for x in draw(device)]
-    arguments = operator_arguments(tensors, requires_grad, **CALLS[call](device))
-    torch.library.opcheck(torch.ops.ropewalk.attend.default, arguments)
+    tensors, keywords = make(call, device)
+    with torch.set_grad_enabled(requires_grad):
+        arguments = operator_arguments([x.requires_grad_(requires_grad) for x in tensors], requires_grad, **keywords)
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(as_leaves(arguments)))
 
 
 @needs_kernels
@@ -90,15 +169,18 @@ def test_results_have_the_strides_that_were_promised(device, layout):
 
 
 @needs_kernels
-@pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "with_lse"), [("rope", False), *((name, True) for name in DIFFERENTIABLE)])
 def test_its_backward_is_what_its_schema_says(device, call, with_lse):
-    q, k, v, _, *prepared = operator_arguments(draw(device), True, **CALLS[call](device))
-    out, lse, mapped_q, mapped_k = torch.ops.ropewalk.attend(q, k, v, True, *prepared)
+    tensors, keywords = make(call, device)
+    learned = [bool(learned_of(sinks=keywords.get("sinks"))), bool(learned_of(keywords.get("position")))]
+    with torch.no_grad():
+        q, k, v, _, *prepared = operator_arguments(tensors, True, **keywords)
+        prepared = [x.detach() if isinstance(x, torch.Tensor) else x for x in prepared]
+        out, lse, mapped_q, mapped_k = torch.ops.ropewalk.attend(q, k, v, True, *prepared)
     if mapped_q.numel():
         q, k = mapped_q, mapped_k
     grad_lse = torch.randn_like(lse) if with_lse else None
-    arguments = (torch.randn_like(out), grad_lse, q, k, v, out, lse, *prepared)
+    arguments = (torch.randn_like(out), grad_lse, q, k, v, out, lse, *learned[::-1], *prepared)
     torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
 
 
@@ -117,6 +199,19 @@ def test_it_is_differentiable_once(device):
     grads = torch.autograd.grad(out.sin().sum(), tensors, create_graph=True)
     with pytest.raises(RuntimeError, match="attention by Triton kernels is differentiable once"):
         torch.autograd.grad(sum(grad.sum() for grad in grads), tensors)
+
+
+@needs_kernels
+@pytest.mark.parametrize("call", DIFFERENTIABLE)
+def test_it_has_the_reference_s_gradients(device, call):
+    """Those of the probabilities that were dropped, too: a seed drops the same in both."""
+    tensors, keywords = make(call, device)
+    actual, expected = (
+        results(lambda *tensors, impl=impl: attention(*tensors, impl=impl, **keywords), tensors, learned_of(**keywords))
+        for impl in ("triton", "reference")
+    )
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 # torch.compile
@@ -144,16 +239,121 @@ def test_one_graph_serves_many_lengths(device, impl, scheme, dynamic, backend):
     assert counter.frame_count <= 2  # the first length, and all others
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("impl", IMPLS, ids=str)
+@pytest.mark.parametrize(
+    ("impl", "call"), [(impl, call) for impl in IMPLS for call in CALLS if impl != "reference" or call in PLAIN_CALLS]
+)
 def test_compiled_calls_equal_eager_ones(device, impl, call):
-    keywords = {**CALLS[call](device), "impl": impl}
-    compiled = torch.compile(lambda *tensors: attention(*tensors, **keywords), backend="aot_eager", fullgraph=True)
-    tensors = draw(device)
-    weights = torch.randn_like(tensors[0])
-    agree(value_and_grads(compiled, tensors, weights), value_and_grads(attention, tensors, weights, **keywords))
+    tensors, keywords = make(call, device)
+
+    def function(*tensors):
+        return attention(*tensors, impl=impl, **keywords)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    if call in DIFFERENTIABLE:
+        learned = learned_of(**keywords)
+        agree(results(compiled, tensors, learned), results(function, tensors, learned))
     with torch.no_grad():
-        agree([compiled(*tensors)], [attention(*tensors, **keywords)])
+        torch.manual_seed(2)
+        actual = compiled(*tensors)
+        torch.manual_seed(2)
+        agree([actual], [function(*tensors)])
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=str)
+def test_one_graph_serves_every_packing(device, impl):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(q, k, v, ends_q, ends_k, slopes, sinks):
+        return attention(
+            q, k, v, position=Alibi(slopes), causal=True, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, layout="thd",
+            sinks=sinks, dropout_p=0.3, impl=impl,
+        )  # fmt: skip
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    learned = [learnable(device, H), learnable(device, H)]
+
+    def compare(lengths_q, lengths_k):
+        arguments = pack(device, lengths_q, lengths_k, rest=0)
+        tensors = [x[0] for x in draw(device, **arguments["sizes"])]
+        rest = (arguments["cu_seqlens_q"], arguments["cu_seqlens_k"], *learned)
+        mine, expected = (
+            results(lambda *tensors, f=f: f(*tensors, *rest), tensors, learned) for f in (compiled, function)
+        )
+        agree(mine, expected)
+
+    compare([9, 2, 5], [9, 2, 7])
+    compare([0, 16, 0], [1, 1, 16])
+    assert counter.frame_count == 1
+    compare([9, 2, 6], [9, 2, 9])
+    compare([0, 3, 0], [7, 0, 0])
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=str)
+def test_one_graph_serves_every_cache(device, impl):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(q, k, v, starts, lengths, first):
+        return attention(
+            q, k, v, position=Rope(), causal=True, key_starts=starts, key_lengths=lengths, query_starts=first, impl=impl
+        )
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for keys, starts, first in (
+        (40, [0, 3], [7, 9]),
+        (40, [2, 0], [20, 4]),
+        (50, [1, 7], [30, 47]),
+        (64, [9, 0], [60, 9]),
+    ):
+        rows = [torch.tensor(x, device=device) for x in (starts, [n + 3 for n in first], first)]
+        tensors = draw(device, queries=3, keys=keys)
+        agree([compiled(*tensors, *rows)], [function(*tensors, *rows)])
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=str)
+def test_one_graph_serves_every_table_of_pages(device, impl):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(q, k, v, table, lengths):
+        call = {"position": Rope(), "keys_rotated": True, "causal": True, "impl": impl}
+        return attention(q, k, v, block_table=table, key_lengths=lengths, query_starts=lengths - 1, **call)
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    k, v = draw(device, batch=7, keys=16)[1:]
+    q = draw(device, queries=1)[0]
+    for pages in (2, 2, 3, 4):
+        table = torch.randint(0, 7, (B, pages), device=device)
+        lengths = torch.randint(1, 16 * pages, (B,), device=device)
+        agree([compiled(q, k, v, table, lengths)], [function(q, k, v, table, lengths)])
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=compiles_for_long)])
+@pytest.mark.parametrize("impl", IMPLS, ids=str)
+def test_compiled_dropout_draws_in_the_graph(device, impl, backend):
+    p = 0.25
+
+    def function(q, k, v):
+        return attention(q, k, v, dropout_p=p, impl=impl)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    q, k, v = draw(device)
+    v = torch.eye(TK, device=device)[None, :, None].repeat(B, 1, K, 1).requires_grad_()  # the output: probabilities
+    weights = torch.randn(B, TQ, H, TK, device=device)
+    outs = []
+    for _ in range(4):
+        out = compiled(torch.zeros_like(q), k, v)
+        # The output is linear in v: with one mask in forward and backward these are the same.
+        grad = torch.autograd.grad((out * weights).sum(), v)[0]
+        torch.testing.assert_close((grad * v).sum(), (out * weights).sum(), rtol=1e-4, atol=1e-4)
+        outs.append(out.detach())
+    assert not any(torch.equal(outs[0], other) for other in outs[1:])
+    kept = torch.stack(outs)
+    survivors = kept[kept != 0]
+    torch.testing.assert_close(survivors, torch.full_like(survivors, 1 / TK / (1 - p)), rtol=1e-4, atol=1e-6)
+    rate = 1 - survivors.numel() / kept.numel()
+    assert abs(rate - p) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl], ids=str)
@@ -217,51 +417,77 @@ class Onlooker(TorchDispatchMode):
 
 
 @needs_kernels
-def test_a_mode_sees_the_operator(device):
-    tensors = [x.requires_grad_() for x in draw(device)]
-    expected = attention(*tensors, position=Rope(), impl="triton")
+@pytest.mark.parametrize("call", DIFFERENTIABLE)
+def test_a_mode_sees_the_operator(device, call):
+    tensors, keywords = make(call, device)
+    learned = learned_of(**keywords)
+
+    def function(*tensors):
+        return attention(*tensors, impl="triton", **keywords)
+
+    expected = results(function, tensors, learned)
     with Onlooker() as onlooker:
-        out = attention(*tensors, position=Rope(), impl="triton")
-        out.sum().backward()
-    assert torch.equal(out, expected)
+        actual = results(function, tensors, learned)
+    agree(actual, expected)
     assert onlooker.seen.count(torch.ops.ropewalk.attend.default) == 1
     assert onlooker.seen.count(torch.ops.ropewalk.attend_backward.default) == 1
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
-def test_fake_tensors_have_the_shapes_of_true_ones(device, impl):
-    tensors = draw(device)
-    expected = attention(*tensors, position=Rope(), impl=impl)
-    with FakeTensorMode() as mode:
-        out = attention(*(mode.from_tensor(x) for x in tensors), position=Rope(), impl=impl)
+def test_fake_tensors_have_the_shapes_of_true_ones(device, impl, call):
+    tensors, keywords = make(call, device)
+    learned = learned_of(**keywords)
+    with torch.set_grad_enabled(call in DIFFERENTIABLE):
+        expected = attention(*tensors, impl=impl, **keywords)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(call in DIFFERENTIABLE):
+        fakes = [mode.from_tensor(x) for x in tensors]
+        given = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
+        out = attention(*fakes, impl=impl, **given)
     assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), expected.dtype)
     # What was fake is not remembered.
-    assert torch.equal(attention(*tensors, position=Rope(), impl=impl), expected)
+    torch.manual_seed(0)
+    again = attention(*tensors, impl=impl, **keywords)
+    assert not any(isinstance(x, FakeTensor) for x in (again, *learned))
+    if "dropout_p" not in keywords:
+        assert torch.equal(again, expected)
+
+
+CHECKPOINTED = ["rope", "packed-apart", "dropout", "slopes"]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("call", CHECKPOINTED)
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
-def test_checkpoints_change_nothing(device, impl, use_reentrant):
-    call = {"position": Rope(), "causal": True, "impl": impl}
-    leaves = [x.requires_grad_() for x in draw(device)]
-    weights = torch.randn_like(leaves[0])
-    expected = value_and_grads(attention, leaves, weights, **call)
-    out = checkpoint(lambda *tensors: attention(*tensors, **call), *leaves, use_reentrant=use_reentrant)
-    (out * weights).sum().backward()
-    agree([out, *(x.grad for x in leaves)], expected)
+def test_checkpoints_change_nothing(device, impl, call, use_reentrant):
+    tensors, keywords = make(call, device)
+    learned = learned_of(**keywords)
+
+    def function(*tensors):
+        return attention(*tensors, impl=impl, **keywords)
+
+    expected = results(function, tensors, learned)
+    leaves = [x.requires_grad_() for x in tensors]
+    torch.manual_seed(1)
+    out = checkpoint(function, *leaves, use_reentrant=use_reentrant)
+    torch.rand(3, device=device)  # what comes between forward and backward
+    out.sin().sum().backward()
+    agree([out, *(x.grad for x in (*leaves, *learned))], expected)
 
 
+@pytest.mark.parametrize("call", CHECKPOINTED)
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
-def test_compiled_checkpoints_change_nothing(device, impl):
-    call = {"position": Rope(), "causal": True, "impl": impl}
-    tensors = draw(device)
-    weights = torch.randn_like(tensors[0])
+def test_compiled_checkpoints_change_nothing(device, impl, call):
+    tensors, keywords = make(call, device)
+    learned = learned_of(**keywords)
 
-    def remembering(q, k, v):
-        return checkpoint(lambda *x: attention(*x, **call), q, k, v, use_reentrant=False)
+    def function(*tensors):
+        return attention(*tensors, impl=impl, **keywords)
 
-    compiled = torch.compile(remembering, backend="aot_eager", fullgraph=True)
-    agree(value_and_grads(compiled, tensors, weights), value_and_grads(attention, tensors, weights, **call))
+    compiled = torch.compile(
+        lambda *tensors: checkpoint(function, *tensors, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    agree(results(compiled, tensors, learned), results(function, tensors, learned))
 
 
 @needs_kernels

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 B, H, HK, D = 3, 4, 2, 32
 KEYS = 110 if INTERPRETED else 700
-ROUNDINGS = 6  # results on the way that are rounded to the dtype: queries, scores, probabilities, what comes of them
+ROUNDINGS = 8  # results on the way that are rounded to the dtype: queries, scores, probabilities, what comes of them
 SPLITS = [1, 3]
 
 
@@ -345,7 +345,8 @@ def test_strides_past_two_to_the_31(kernels, device, dimension):
     q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
     prepared = prepare(q, k, check_call(q, k, v, position=Rope(), keys_rotated=True, layout="bhtd"))
     expected = kernels.forward(q, k, v, prepared)
-    for tensors in ((place(q), k, v), (q, place(k), v), (q, k, place(v))):
+    for index in range(3):
+        tensors = [place(x) if index == number else x for number, x in enumerate((q, k, v))]
         result = kernels.forward(*tensors, prepared)
         for x, y in zip(result, expected, strict=True):  # another binary, which may contract other sums
             torch.testing.assert_close(x, y, rtol=2e-3, atol=1e-3)

@@ -57,7 +57,7 @@ def _why_no_core(request: Request) -> str | None:
     if call.position.changes_scores():
         return f"{type(call.position).__name__} changes scores"
     if call.mask is not None or call.key_lengths is not None:
-        return f"it takes no {'mask' if call.mask is not None else 'key_lengths'} that leaves rows empty"
+        return f"it takes no {'mask that leaves' if call.mask is not None else 'key_lengths that leave'} rows empty"
     if return_lse:
         return "its log-sum-exp is not differentiated"
     if q.numel() == 0 or k.numel() == 0:

@@ -13,6 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ropewalk.ops.attention.triton_cache_parts import (
+    cap,
+    load_queries,
+    origin_of,
+    positions_from,
+    row_offsets,
+    split_of_keys,
+)
+from ropewalk.ops.attention.triton_tiles import wide
+
 # What differs from call to call, and must not make another binary.
 VARYING = (
     "q_strides",
@@ -37,113 +47,6 @@ VARYING = (
 
 
 @triton.jit
-def _wide(index):
-    """An index as int64: the product with a stride may need it."""
-    return index.to(tl.int64)
-
-
-@triton.jit
-def _at(strides, batch, head, token, UNIT: tl.constexpr):
-    """How far rows lie from the first: strides of batch, head and token are in UNITs of elements."""
-    return (
-        _wide(batch) * _wide(strides[0]) + _wide(head) * _wide(strides[1]) + _wide(token) * _wide(strides[2])
-    ) * UNIT  # fmt: skip
-
-
-@triton.jit
-def _load_queries(
-    q_ptr, offsets, rotation, batch, token, row_exists, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
-    ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Load rows of q, [BLOCK_M, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
-    feature = tl.arange(0, BLOCK_D)[None, :]
-    exists = row_exists[:, None] & (feature < D)
-    queries = tl.load(q_ptr + (offsets[:, None] + feature), exists, other=0.0)
-    if rotation is not None:
-        cos_ptr, sin_ptr, table_stride_batch, table_stride_token = rotation
-        turning = feature - ROTARY_OFFSET
-        turns = exists & (turning >= 0) & (turning < R)
-        if INTERLEAVED:
-            pair = turning // 2
-            is_second = turning % 2 == 1
-            partner = tl.where(is_second, feature - 1, feature + 1)
-        else:
-            # As remainders, of which the compiler knows that neighbours stay neighbours: loads of 16 bytes.
-            is_second = turning >= R // 2
-            pair = turning % (R // 2)
-            partner = (turning + R // 2) % R + ROTARY_OFFSET
-        table_offsets = (_wide(batch) * table_stride_batch + _wide(token) * table_stride_token)[:, None] + pair
-        cos = tl.load(cos_ptr + table_offsets, turns, other=1.0)
-        sin = tl.load(sin_ptr + table_offsets, turns, other=0.0)
-        others = tl.load(q_ptr + (offsets[:, None] + partner), turns, other=0.0).to(tl.float32)
-        turned = queries.to(tl.float32) * cos + others * tl.where(is_second, sin, -sin)
-        queries = tl.where(turns, turned.to(queries.dtype), queries)
-    return queries
-
-
-@triton.jit
-def _origin(positions, batch):
-    """The position that others are counted from, so that float32 holds them: the first key's, or 0."""
-    origin = 0
-    if positions is not None:
-        ptr, stride_batch, _ = positions
-        origin = _wide(tl.load(ptr + _wide(batch) * stride_batch))
-    return origin
-
-
-@triton.jit
-def _positions_from(positions, batch, index, exists, default, origin):
-    """Positions of tokens from the origin, in float32; `default` are those that nobody gave."""
-    if positions is not None:
-        ptr, stride_batch, stride_token = positions
-        default = _wide(tl.load(ptr + _wide(batch) * stride_batch + _wide(index) * stride_token, exists, other=0))
-    return (default - origin).to(tl.float32)
-
-
-@triton.jit
-def _cap(scores, softcap):
-    """softcap · tanh(scores / softcap), to float32's relative precision for small scores too."""
-    x = scores / softcap
-    square = x * x
-    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    shrunk = tl.exp2(tl.abs(x) * (-2 * 1.4426950408889634))
-    far = (1 - shrunk) / (1 + shrunk)
-    return softcap * tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _split_of_keys(first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N: tl.constexpr,
-                   CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
-    """Cut what queries standing at keys `first` to `last` attend into splits: where the keys begin and end, and of one
-    split where it begins, where every query attends every key, where that ends, and where it ends.
-
-    Splits begin at a multiple of BLOCK_N, and so does the range in which every query attends every key.
-    """
-    start = key_start
-    stop = n_keys
-    full = key_start
-    full_stop = n_keys
-    if CAUSAL:
-        stop = tl.minimum(stop, last + 1)
-        full_stop = tl.minimum(full_stop, first + 1)
-    if WINDOWED:
-        start = tl.maximum(start, first - window + 1)
-        full = tl.maximum(full, last - window + 1)
-        if not CAUSAL:
-            stop = tl.minimum(stop, last + window)
-            full_stop = tl.minimum(full_stop, first + window)
-    aligned_start = start // BLOCK_N * BLOCK_N
-    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
-    length = tl.maximum(length, smallest_split)
-    split_start = aligned_start + split * length
-    split_stop = tl.minimum(split_start + length, stop)
-    past = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
-    full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), past)
-    full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), past)
-    return start, stop, split_start, full, full_stop, split_stop
-
-
-@triton.jit
 def _after(n_start, jump_at, jump, JUMPS: tl.constexpr):
     """Where a walk stands: from `jump_at` on, further by `jump`."""
     if JUMPS:
@@ -158,7 +61,7 @@ def _load_page(block_table, n_start, past_key, PAGE: tl.constexpr, BLOCK_N: tl.c
     n = n_start
     if PAGE < BLOCK_N:
         n = n_start + tl.arange(0, BLOCK_N)
-    return tl.load(table_ptr + _wide(n // PAGE) * table_stride_page, n < past_key, other=0)
+    return tl.load(table_ptr + wide(n // PAGE) * table_stride_page, n < past_key, other=0)
 
 
 @triton.jit
@@ -202,11 +105,11 @@ def _attend_keys(
         else:  # a tile begins where a page does
             token_start = 0
             token = offset % PAGE
-        k_start = (_wide(page_of_tile) * _wide(k_strides[0]) + token_start * _wide(k_strides[2])) * UNIT
-        v_start = (_wide(page_of_tile) * _wide(v_strides[0]) + token_start * _wide(v_strides[2])) * UNIT
+        k_start = (wide(page_of_tile) * wide(k_strides[0]) + token_start * wide(k_strides[2])) * UNIT
+        v_start = (wide(page_of_tile) * wide(v_strides[0]) + token_start * wide(v_strides[2])) * UNIT
         if FAR:
-            k_step = _wide(k_strides[2])
-            v_step = _wide(v_strides[2])
+            k_step = wide(k_strides[2])
+            v_step = wide(v_strides[2])
         else:
             k_step = k_strides[2]
             v_step = v_strides[2]
@@ -227,14 +130,14 @@ def _attend_keys(
         if SCORE is not None or softcap is not None:
             scores = scores * scale
         if softcap is not None:
-            scores = _cap(scores, softcap)
+            scores = cap(scores, softcap)
         if SCORE is not None:
             if CLOSE:  # all positions are indices, and the origin is the tile's first key
                 ours = (query_position - n_start).to(tl.float32)
                 theirs = offset.to(tl.float32)
             else:
                 ours = query_position
-                theirs = _positions_from(positions_k, batch, n, exists, _wide(n - key_start), origin)
+                theirs = positions_from(positions_k, batch, n, exists, wide(n - key_start), origin)
             scores = SCORE(scores, ours[:, None], theirs[None, :], parameters_ptr, PAST)
         if MASKED:
             ahead = n[None, :] - place[:, None]
@@ -333,7 +236,7 @@ def cache_kernel(
     row_exists = row < n_queries * group
     token = row // group
     head = key_head * group + row % group
-    result = (_wide(batch) * (n_key_heads * group) + head) * n_queries + token
+    result = (wide(batch) * (n_key_heads * group) + head) * n_queries + token
     if SPLIT:
         result = result * n_splits + split
 
@@ -348,7 +251,7 @@ def cache_kernel(
         key_start = tl.maximum(tl.load(key_starts_ptr + batch).to(tl.int32), 0)
     first = tile * BLOCK_M // group + query_start
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_queries - 1) + query_start
-    start, stop, split_start, full, full_stop, split_stop = _split_of_keys(
+    start, stop, split_start, full, full_stop, split_stop = split_of_keys(
         first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N, CAUSAL, WINDOWED
     )  # fmt: skip
     if SPLIT:
@@ -357,23 +260,23 @@ def cache_kernel(
             tl.store(lse_ptr + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
             return
 
-    q_offsets = _at(q_strides, batch, head, token, UNIT)
-    queries = _load_queries(
+    q_offsets = row_offsets(q_strides, batch, head, token, UNIT)
+    queries = load_queries(
         q_ptr, q_offsets, rotation, batch, token, row_exists, D, BLOCK_D, R, ROTARY_OFFSET, INTERLEAVED
     )  # fmt: skip
     place = token + query_start
     CLOSE: tl.constexpr = positions_q is None and positions_k is None
-    origin = _origin(positions_k, batch)
+    origin = origin_of(positions_k, batch)
     query_position = place
     if not CLOSE:
-        query_position = _positions_from(positions_q, batch, token, row_exists, _wide(place - key_start), origin)
+        query_position = positions_from(positions_q, batch, token, row_exists, wide(place - key_start), origin)
     parameters_ptr = None
     if parameters is not None:
-        parameters_ptr = (parameters[0] + _wide(tl.where(row_exists, head, 0)) * parameters[1])[:, None]
+        parameters_ptr = (parameters[0] + wide(tl.where(row_exists, head, 0)) * parameters[1])[:, None]
     if block_table is not None:
-        block_table = (block_table[0] + _wide(batch) * block_table[1], block_table[2])
-    keys = (k_ptr + _wide(key_head) * _wide(k_strides[1]) * UNIT, k_strides)
-    values = (v_ptr + _wide(key_head) * _wide(v_strides[1]) * UNIT, v_strides)
+        block_table = (block_table[0] + wide(batch) * block_table[1], block_table[2])
+    keys = (k_ptr + wide(key_head) * wide(k_strides[1]) * UNIT, k_strides)
+    values = (v_ptr + wide(key_head) * wide(v_strides[1]) * UNIT, v_strides)
 
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -408,7 +311,7 @@ def cache_kernel(
     if SPLIT:
         tl.store(out_ptr + (result[:, None] * DV + feature), sums, exists)
     else:
-        offsets = _at(out_strides, batch, head, token, 1)
+        offsets = row_offsets(out_strides, batch, head, token, 1)
         tl.store(out_ptr + (offsets[:, None] + feature), sums.to(out_ptr.dtype.element_ty), exists)
 
 
@@ -441,7 +344,7 @@ def combine_kernel(
     out = tl.zeros((BLOCK_DV,), tl.float32)
     for start in range(0, n_splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
-        index = _wide(row) * n_splits + split
+        index = wide(row) * n_splits + split
         lse = tl.load(partial_lse_ptr + index, split < n_splits, other=float("-inf"))
         holds = lse > float("-inf")
         partial = tl.load(
@@ -458,5 +361,5 @@ def combine_kernel(
     total = tl.where(attends, total, 1.0)
     lse = tl.where(attends, running + tl.log2(total), float("-inf"))
     tl.store(lse_ptr + row, lse)
-    offsets = _at(out_strides, batch, head, token, 1) + feature
+    offsets = row_offsets(out_strides, batch, head, token, 1) + feature
     tl.store(out_ptr + offsets, (out / total).to(out_ptr.dtype.element_ty), feature < DV)

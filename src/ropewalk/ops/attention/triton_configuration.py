@@ -39,7 +39,7 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
     "forward": {
         (64, 2): Tiles(64, 128, 4, 2, 168),
         (128, 2): Tiles(64, 64, 4, 3),
-        (192, 2): Tiles(128, 128, 8, 2),
+        (192, 2): Tiles(128, 128, 8, 2, 224),
         (256, 2): Tiles(128, 64, 8, 2),
         (64, 4): Tiles(32, 32, 8, 1),
         (128, 4): Tiles(32, 32, 8, 1),
@@ -59,7 +59,7 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
     "queries": {
         (64, 2): Tiles(64, 64, 4, 2, 128),
         (128, 2): Tiles(64, 64, 4, 2),
-        (192, 2): Tiles(64, 32, 4, 3),
+        (192, 2): Tiles(128, 64, 8, 3),
         (256, 2): Tiles(128, 32, 8, 2),
         (64, 4): Tiles(16, 32, 8, 1),
         (128, 4): Tiles(16, 16, 8, 1),
@@ -71,6 +71,12 @@ _TILES: dict[str, dict[tuple[int, int], Tiles]] = {
 _TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
 _TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
 _TILES_WITH_PADDING = {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)}
+_TILES_WITH_SOFTCAP = {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)}
+_TILES_WITH_DROPOUT = {
+    ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
+    ("keys", 64, 2): Tiles(64, 64, 4, 2),
+    ("keys", 128, 2): Tiles(32, 64, 4, 3),
+}
 _TILES_WITH_MASK = {
     ("forward", 64, 2): Tiles(64, 32, 4, 2),
     ("forward", 128, 2): Tiles(64, 32, 4, 2),
@@ -136,6 +142,10 @@ def choose_tiles(
         tiles = _TILES_WITH_SCORES.get(key, tiles)
         if functions.adjoint is not None:
             tiles = _TILES_WITH_ADJOINT.get(key, tiles)
+    if prepared.softcap is not None:
+        tiles = _TILES_WITH_SOFTCAP.get(key, tiles)
+    if prepared.dropout_p > 0:
+        tiles = _TILES_WITH_DROPOUT.get(key, tiles)
     if prepared.mask is not None:
         with_mask = _TILES_WITH_PADDING if is_of_keys(prepared.mask) else _TILES_WITH_MASK
         tiles = with_mask.get(key, tiles)

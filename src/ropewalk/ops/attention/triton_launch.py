@@ -170,7 +170,8 @@ def backward(
     queries_kernel[(n_tiles * heads,)](
         _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
         _tiled(out, rows_q, block_v), _tiled(grad_out, rows_q, block_v), _place(grad_q, rows_q, block_d, sequences),
-        lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, sequences=sequences, **conditions,
+        lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, sequences=sequences,
+        **conditions,
         n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys, BLOCK_M=rows_q, BLOCK_N=rows_k,
         R=width_q, LEARNED=n_learned, LEARN=None if sums is None or functions is None else functions.parameter_gradient,
         **constants, **tiles.options,

@@ -40,53 +40,54 @@ def keep(drop, m, n_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Which probabilities of queries m [BLOCK_M] and BLOCK_N keys stay: [BLOCK_M, BLOCK_N], or TRANSPOSED.
 
     `ropewalk.ops.attention.philox` defines which: of 64 keys in a row, a call of Philox gives the numbers of the 16
-    that one thread holds in the layout of NVIDIA's matrix products, neighbours two by two, 8 keys apart. So numbers need not
-    move between threads, unless the tile is TRANSPOSED.
+    that one thread holds in the layout of NVIDIA's matrix products, neighbours two by two, 8 keys apart. So numbers
+    need not move between threads, unless the tile is TRANSPOSED.
     """
     seed, row, sequence, steps, _, _ = drop
     BLOCK_M: tl.constexpr = m.shape[0]
     BLOCKS: tl.constexpr = max(BLOCK_N // 64, 1)
     call = n_start // 64 * 4 + tl.arange(0, BLOCKS * 4)
+    block = (n_start + tl.arange(0, BLOCK_N)) // 64 if TRANSPOSED else call // 4
     # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
     phase = seed.to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9 + sequence.to(tl.uint32) * 0x85EBCA6B
-    phase += (call // 4).to(tl.uint32) * 0xC2B2AE35
+    phase += block.to(tl.uint32) * 0xC2B2AE35
     dropped = (steps >> 8).to(tl.uint32) + ((phase >> 24) < (steps & 0xFF)).to(tl.uint32)
     if TRANSPOSED:
         w0, w1, w2, w3 = tl.philox(seed, call[:, None], m[None, :], row, sequence, 7)
-        dropped = (dropped << 24)[:, None]
     else:
         w0, w1, w2, w3 = tl.philox(seed, call[None, :], m[:, None], row, sequence, 7)
         dropped = (dropped << 24)[None, :]
     if BLOCK_N >= 64:
         words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
-        dropped = dropped[:, :, None, None]
     elif BLOCK_N == 32:
         second = n_start % 64 >= 32
         words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))
-        dropped = dropped[:, :, None]
     else:
         tl.static_assert(BLOCK_N == 16)
         part = n_start % 64 // 16
         words = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
     # A byte that is shifted to the top compares by itself: what follows it only breaks ties, upwards.
-    low = tl.join((words << 24) >= dropped, (words << 16) >= dropped)
-    high = tl.join((words << 8) >= dropped, words >= dropped)
-    kept = tl.join(low, high)
-    # The dimensions: calls, queries, bits of the word's number, the byte's low bit (which of two neighbours), and its
-    # high bit (8 keys on).
-    if TRANSPOSED:
+    if TRANSPOSED:  # words move between threads, and there become bytes
+        n = tl.arange(0, BLOCK_N)
         if BLOCK_N >= 64:
-            kept = tl.reshape(kept, (BLOCKS, 4, BLOCK_M, 2, 2, 2, 2))
-            kept = tl.permute(kept, (0, 4, 3, 6, 1, 5, 2))
+            words = tl.permute(tl.reshape(words, (BLOCKS, 4, BLOCK_M, 2, 2)), (0, 4, 3, 1, 2))
         elif BLOCK_N == 32:
-            kept = tl.permute(kept, (2, 4, 0, 3, 1))
-        else:
-            kept = tl.permute(kept, (3, 0, 2, 1))
-        kept = tl.reshape(kept, (BLOCK_N, BLOCK_M))
+            words = tl.permute(words, (2, 0, 1))
+        words = tl.reshape(words, (BLOCK_N // 16, 1, 4, 1, BLOCK_M))
+        words = tl.reshape(tl.broadcast_to(words, (BLOCK_N // 16, 2, 4, 2, BLOCK_M)), (BLOCK_N, BLOCK_M))
+        kept = (words << (24 - n // 8 % 2 * 16 - n % 2 * 8)[:, None].to(tl.uint32)) >= (dropped << 24)[:, None]
     else:
         if BLOCK_N >= 64:
-            kept = tl.reshape(kept, (BLOCK_M, BLOCKS, 4, 2, 2, 2, 2))
-            kept = tl.permute(kept, (0, 1, 4, 3, 6, 2, 5))
+            dropped = dropped[:, :, None, None]
+        elif BLOCK_N == 32:
+            dropped = dropped[:, :, None]
+        low = tl.join((words << 24) >= dropped, (words << 16) >= dropped)
+        high = tl.join((words << 8) >= dropped, words >= dropped)
+        kept = tl.join(low, high)
+        # The dimensions: queries, calls, bits of the word's number, the byte's low bit (which of two neighbours), and
+        # its high bit (8 keys on).
+        if BLOCK_N >= 64:
+            kept = tl.permute(tl.reshape(kept, (BLOCK_M, BLOCKS, 4, 2, 2, 2, 2)), (0, 1, 4, 3, 6, 2, 5))
         elif BLOCK_N == 32:
             kept = tl.permute(kept, (0, 2, 4, 1, 3))
         else:

@@ -1,0 +1,81 @@
+"""docs/support.md says what is so: it is what its generator writes, and the implementations do what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_calls import needs_kernels
+
+from ropewalk import attention
+
+pytest.importorskip("triton")
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("support", DOCS / "support.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["support"] = module  # where its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+support = load()
+CASES = {case.name: case for cases in support.SECTIONS.values() for case in cases}
+
+
+def test_it_is_current():
+    current = support.PAGE.read_text(encoding="utf-8")
+    assert support.render() == current, "python docs/support.py writes it anew"
+
+
+def test_what_was_imagined_is_gone():
+    before = [getattr(place, name) for place, name in PATCHED]
+    with support.imagined_gpu():
+        assert all(getattr(place, name) is not old for (place, name), old in zip(PATCHED, before, strict=True))
+    assert [getattr(place, name) for place, name in PATCHED] == before
+
+
+PATCHED = [(torch.cuda, "get_device_capability"), (support.cores, "flash_version"), (support.cores, "FakeTensor")]
+
+
+def test_names_are_used_once():
+    assert len(CASES) == sum(len(cases) for cases in support.SECTIONS.values()) > 30
+
+
+def learned_by(keywords):
+    """The tensors of a call, beside q, k and v, that are to be learned."""
+    values = [*vars(keywords.get("position", object)).values(), keywords.get("sinks")]
+    return [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=needs_kernels), "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_so(device, name, impl):
+    case = CASES[name]
+    for training in (False, True):
+        keywords = case.keywords(device)
+        tensors = case.tensors(device, learned=training)
+        with torch.set_grad_enabled(training):
+            if support.why_not(case, impl, training=training) is not None:
+                with pytest.raises(ValueError, match=r"cannot serve this call|no backward"):
+                    attention(*tensors, impl=impl, **keywords)
+                continue
+            out = attention(*tensors, impl=impl, **keywords)
+            if not training:
+                continue
+            out = out[0] if isinstance(out, tuple) else out
+            leaves = [*tensors, *learned_by(keywords)]
+            grads = torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True)
+            assert all(grad is not None and grad.isfinite().all() for grad in grads)
+            assert len(leaves) == 3 + ("learned" in name or name == "`sinks`")
+
+
+def test_what_cannot_serve_is_told_why():
+    packed = CASES["packed: `cu_seqlens_q`"]
+    assert support.why_not(packed, "flash", training=False) == "it is not asked for packed sequences, by cu_seqlens_q"
+    assert support.why_not(packed, "triton", training=True) is None
