@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from attention_calls import SCHEMES
+from plain_philox import stays
 from torch import Tensor
 
 from ropewalk.ops.attention import reference
@@ -336,21 +337,10 @@ BATCH, QUERIES, KEYS = 2, 5, 11
 SLOPES = [0.5, 0.25, 1.5, -0.125]
 
 
-def philox_number(seed: int, row: int, query: int, key: int) -> int:
-    """The 16 bits that decide whether a probability is dropped, in Python's own integers."""
-    keys, words = [seed % 2**32, seed >> 32], [key // 8, query, row, 0]
-    for _ in range(7):
-        one, two = 0xCD9E8D57 * words[2], 0xD2511F53 * words[0]
-        words = [(one >> 32) ^ words[1] ^ keys[0], one % 2**32, (two >> 32) ^ words[3] ^ keys[1], two % 2**32]
-        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
-    return words[key % 8 // 2] >> (16 * (key % 2)) & 0xFFFF
-
-
 def kept(p: float, batch: int, queries: int, keys: int, device) -> Tensor:
-    numbers = [
-        philox_number(SEED, *index) for index in itertools.product(range(batch * H), range(queries), range(keys))
-    ]
-    return (torch.tensor(numbers, device=device) >= round(p * 65536)).view(batch, H, queries, keys)
+    indices = itertools.product(range(batch * H), range(queries), range(keys))
+    keep = [stays(SEED, p, row, 0, query, key) for row, query, key in indices]
+    return torch.tensor(keep, device=device).view(batch, H, queries, keys)
 
 
 def dense(q, k, v, sinks, slopes, may, case: Case) -> tuple[Tensor, Tensor]:
@@ -521,15 +511,18 @@ def test_what_is_learned_alone_is_computed_in_blocks(device, monkeypatch, what):
     torch.testing.assert_close(*gradients)
 
 
-def test_packed_keys_are_dropped_by_their_index_in_the_sequence(device):
-    """Which is what a call for the sequence drops, where its first query is the first of all."""
-    q, k, v = draw(device, 6, 20, batch=None)
-    options = {"dropout_p": 0.5, "position": Rope()}
-    packed, _ = attend(
-        q, k, v, layout="thd", cu_seqlens_q=bounds([0, 6], device), cu_seqlens_k=bounds([7, 13], device), **options
-    )
-    alone, _ = attend(q[None], k[None, 7:], v[None, 7:], **options)
-    same([packed], [alone[0]])
+def test_packed_tokens_are_dropped_by_their_indices_in_the_sequence(device):
+    p, lengths_q, lengths_k = 0.5, [2, 6], [7, 13]
+    q, k, _ = draw(device, sum(lengths_q), sum(lengths_k), batch=None)
+    v = torch.eye(max(lengths_k), dtype=q.dtype, device=device)  # the output: probabilities
+    v = torch.cat([v[:length] for length in lengths_k])[:, None].repeat(1, K, 1)
+    starts = {"cu_seqlens_q": bounds(lengths_q, device), "cu_seqlens_k": bounds(lengths_k, device)}
+    out, _ = attend(q, k, v, layout="thd", dropout_p=p, **starts)
+    for sequence, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        found = out[sum(lengths_q[:sequence]) :][:queries, :, :keys] != 0
+        indices = itertools.product(range(queries), range(H), range(keys))
+        expected = [stays(SEED, p, head, sequence, query, key) for query, head, key in indices]
+        assert found.flatten().tolist() == expected
 
 
 def test_dropout_needs_a_seed_and_follows_it(device):

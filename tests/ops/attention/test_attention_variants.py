@@ -238,6 +238,13 @@ def test_softcap_takes_any_scale(kernels, device, scale):
     check(kernels, draw(device), softcap=2.0, scale=scale)
 
 
+def test_a_sink_that_takes_no_part(kernels, device):
+    mask = torch.ones(TQ, TK, dtype=torch.bool, device=device)
+    mask[3:7] = False
+    *_, grads = check(kernels, draw(device), mask=mask, sinks=torch.tensor([0.0, -torch.inf, 1.0, -1.0], device=device))
+    assert grads.sinks[1] == 0
+
+
 def test_sinks_where_there_are_no_keys(kernels, device):
     check(kernels, draw(device, keys=0), sinks=torch.randn(H, device=device))
 

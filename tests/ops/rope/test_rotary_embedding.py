@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -638,3 +641,17 @@ def test_a_second_device_is_served_while_the_first_is_current(cuda):
         assert torch.cuda.current_device() == 0
     for x, y in zip(arguments[1:3], there[1:3], strict=True):
         assert torch.equal(x, y.to("cuda:0"))
+
+
+def test_it_is_imported_after_the_extension_too():
+    """A rotation may have loaded the library before: then there is a kernel, and no schema yet."""
+    code = """
+    import torch
+    library = torch.library.Library("ropewalk", "IMPL", "CUDA")
+    library.impl("rotary_embedding", lambda *arguments: None)
+    from ropewalk import rotary_embedding
+    query = torch.ones(2, 64)
+    rotary_embedding(torch.arange(2), query, None, 64, torch.ones(2, 64), True)
+    assert not torch.equal(query, torch.ones(2, 64))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

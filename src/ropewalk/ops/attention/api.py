@@ -78,7 +78,8 @@ def attention(
             heads in a row. Pages of keys with a `block_table`.
         v: like k, but for its head dim Dv, up to 256, which the output has.
         position: the position scheme, such as `Rope()`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What it has to learn
-            gets its gradient.
+            gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme is to be made
+            of them in each forward.
         causal: let no query attend a later key, by index, aligned at the bottom right.
         window: let a query attend keys less than so many places away alone; together with `causal`, those behind it.
         scale: of the scores; 1/√D by default.
@@ -101,14 +102,14 @@ def attention(
             Tk − Tq, instead of Tk − Tq: for a cache that was allocated for more keys than it holds.
         block_table: (B, pages of a row), int32 or int64: k is pages, (pages, page_size, K, D) for "bthd" or (pages, K,
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
-            n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries stand at
-            the end of all its pages unless query_starts says where: in decoding, say it.
+            n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries
+            stand at the end of all its pages unless query_starts says where: in decoding, say it.
         softcap: bounds the scaled scores to ±softcap by tanh, before the scheme changes them (Gemma 2's).
         sinks: (H,), a logit for each head that takes part in the softmax and attends nothing (gpt-oss's);
             differentiable, and part of the log-sum-exp. Neither scaled nor capped.
         dropout_p: the probability, in [0, 1) and in steps of 2**-16, of dropping a probability after the softmax; what
-            survives is divided by the rest. More than 255/256 counts as that. It is seeded by torch's generator of q's device; Triton's kernels and the
-            reference drop the same for a seed.
+            survives is divided by the rest. More than 255/256 counts as that. It is seeded by torch's generator of q's
+            device; Triton's kernels and the reference drop the same for a seed.
         keys_rotated: k's features were mapped by the scheme before they came here, as in a cache of rotated keys: q's
             alone are mapped. (ExpoSB weighs features of k alone, by both weights.)
         return_lse: return the log-sum-exp too; it is differentiable.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ropewalk.positions import NoPosition, PositionScheme
 
@@ -254,8 +255,8 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether x's values can be looked at: those on a device would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether x's values can be looked at: those on a device would have to be waited for, fake ones are none."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:

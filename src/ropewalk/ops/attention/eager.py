@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class _Attend(torch.autograd.Function):
         from ropewalk.ops.attention import triton_launch
 
         out, saved = triton_launch.forward(q, k, v, prepared)
-        tensors, ctx.rest = split(prepared)
+        tensors, ctx.numbers = split(prepared)
         ctx.save_for_backward(v, out, *saved, *tensors)
         ctx.set_materialize_grads(False)
         return out, saved.lse * LN_2 if return_lse else None
@@ -65,17 +66,23 @@ class _Attend(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         saved = triton_launch.Saved(q, k, lse)
         learned = triton_launch.Learned(*ctx.needs_input_grad[3:5])
-        prepared = join(tensors, ctx.rest)
+        prepared = join(tensors, ctx.numbers)
         return *triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned), None, None
 
 
-def split(prepared: Sequence[Any]) -> tuple[list[Tensor | None], list[Any]]:
-    """Part tensors, which autograd keeps, from numbers: each list has None where the other has a value."""
-    tensors = [x if isinstance(x, Tensor) else None for x in prepared]
-    return tensors, [None if isinstance(x, Tensor) else x for x in prepared]
+_NUMBERS = {"interleaved", "rotary_offset", "score", "causal", "window", "scale", "softcap", "dropout_p", "learned"}
+_ORDER = sorted(range(len(Prepared._fields)), key=lambda index: Prepared._fields[index] in _NUMBERS)
+_TENSORS = len(_ORDER) - len(_NUMBERS)
+# One call each, where loops over all fields would cost the host microseconds.
+_pick_tensors, _pick_numbers = itemgetter(*_ORDER[:_TENSORS]), itemgetter(*_ORDER[_TENSORS:])
+_put_back = itemgetter(*sorted(range(len(_ORDER)), key=_ORDER.__getitem__))
 
 
-def join(tensors: list[Tensor | None], rest: list[Any]) -> Prepared:
+def split(prepared: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """Part tensors, which autograd keeps, from numbers."""
+    return _pick_tensors(prepared), _pick_numbers(prepared)
+
+
+def join(tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]) -> Prepared:
     """Undo `split`."""
-    values: list[Any] = [y if x is None else x for x, y in zip(tensors, rest, strict=True)]
-    return Prepared(*values)
+    return Prepared(*_put_back((*tensors, *numbers)))

@@ -25,8 +25,8 @@ _PREPARED = (
     "Tensor? cu_seqlens_k, Tensor? block_table, float? softcap, Tensor? sinks, float dropout_p, Tensor? seed, "
     "int learned"
 )
-# The log-sum-exp is to base 2. mapped_q and mapped_k are what the backward reads; they are empty where the scheme
-# leaves features alone, and without `keep`: then no backward may come.
+# The log-sum-exp is to base 2. mapped_q and mapped_k are what the backward reads; each is empty where the call leaves
+# its features alone, and without `keep`: then no backward may come.
 _LIBRARY.define(
     f"attend(Tensor q, Tensor k, Tensor v, bool keep, {_PREPARED}) "
     "-> (Tensor out, Tensor lse, Tensor mapped_q, Tensor mapped_k)"
@@ -68,17 +68,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tupl
 
     with torch.no_grad():
         out, saved = triton_launch.forward(q, k, v, Prepared(*prepared), keep)
-        mapped_q, mapped_k = q.new_empty(0), k.new_empty(0)
-        if keep and _maps_features(prepared):
-            mapped_q, mapped_k = _laid_out_like(q, saved.q), _laid_out_like(k, saved.k)
+        maps_q, maps_k = _maps_features(prepared)
+        mapped_q = _laid_out_like(q, saved.q) if keep and maps_q else q.new_empty(0)
+        mapped_k = _laid_out_like(k, saved.k) if keep and maps_k else k.new_empty(0)
         promised = _output_of(torch.empty_like(q, device="meta"), v)
         return _laid_out_like(promised, out), saved.lse, mapped_q, mapped_k
 
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mapped_q, mapped_k = q.new_empty(0), k.new_empty(0)
-    if keep and _maps_features(prepared):
-        mapped_q, mapped_k = torch.empty_like(q), torch.empty_like(k)
+    maps_q, maps_k = _maps_features(prepared)
+    mapped_q = torch.empty_like(q) if keep and maps_q else q.new_empty(0)
+    mapped_k = torch.empty_like(k) if keep and maps_k else k.new_empty(0)
     return _output_of(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), mapped_q, mapped_k
 
 
@@ -89,16 +89,18 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
-def _maps_features(prepared: Sequence[Any]) -> bool:
-    return Prepared(*prepared).cos_q is not None
+def _maps_features(prepared: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether the features of q and of k are mapped."""
+    cos_q, _, cos_k, *_ = prepared
+    return cos_q is not None, cos_k is not None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.keep, *prepared = inputs
     out, lse, mapped_q, mapped_k = output
-    if _maps_features(prepared):
-        q, k = mapped_q, mapped_k
-    tensors, ctx.rest = split(prepared)
+    maps_q, maps_k = _maps_features(prepared)
+    q, k = mapped_q if maps_q else q, mapped_k if maps_k else k
+    tensors, ctx.numbers = split(prepared)
     ctx.save_for_backward(q, k, v, out, lse, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -107,7 +109,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     if not ctx.keep:
         raise RuntimeError("torch.ops.ropewalk.attend was called with keep=False, and has kept nothing for a backward")
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    prepared = join(tensors, ctx.rest)
+    prepared = join(tensors, ctx.numbers)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     needed = Prepared(*ctx.needs_input_grad[4:])

@@ -40,7 +40,7 @@ def keep(seed: Tensor, dropout_p: float, rows: Tensor, sequences: Tensor, querie
     """Whether probabilities stay. The seed is (1,), the others int64 tensors of indices that broadcast."""
     steps = dropped_steps(dropout_p)
     block = keys // 64
-    phase = (seed & _LOW_32) + rows * 0x9E3779B9 + sequences * 0x85EBCA6B + block * 0xC2B2AE35
+    phase = (seed & _LOW_32) + rows * 0x2545F491 + sequences * 0x1B873593 + block * 0x61C88647
     dropped = (steps >> 8) + ((phase & _LOW_32) >> 24 < (steps & _LOW_8)).long()
     words = philox(seed, block * 4 + keys % 8 // 2, queries, rows, sequences)
     word = (keys % 64 // 16).expand_as(words[0])

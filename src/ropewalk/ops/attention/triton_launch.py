@@ -200,7 +200,9 @@ def backward(
         columns = min(n_learned, grad_parameters.shape[1])
         grad_parameters[:, :columns] = of_heads[:, :columns]
     if learned.sinks and prepared.sinks is not None:
-        grad_sinks = -(torch.exp2(prepared.sinks[:, None] * LOG2_E - lse) * delta).sum((0, 2))
+        # A sink of −inf takes no part, not even where there is nothing else.
+        of_sinks = torch.exp2(prepared.sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
+        grad_sinks = -(of_sinks * delta).sum((0, 2))
     return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks)
 
 

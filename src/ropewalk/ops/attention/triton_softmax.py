@@ -49,8 +49,8 @@ def keep(drop, m, n_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     call = n_start // 64 * 4 + tl.arange(0, BLOCKS * 4)
     block = (n_start + tl.arange(0, BLOCK_N)) // 64 if TRANSPOSED else call // 4
     # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
-    phase = seed.to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9 + sequence.to(tl.uint32) * 0x85EBCA6B
-    phase += block.to(tl.uint32) * 0xC2B2AE35
+    phase = seed.to(tl.uint32) + row.to(tl.uint32) * 0x2545F491 + sequence.to(tl.uint32) * 0x1B873593
+    phase += block.to(tl.uint32) * 0x61C88647
     dropped = (steps >> 8).to(tl.uint32) + ((phase >> 24) < (steps & 0xFF)).to(tl.uint32)
     if TRANSPOSED:
         w0, w1, w2, w3 = tl.philox(seed, call[:, None], m[None, :], row, sequence, 7)

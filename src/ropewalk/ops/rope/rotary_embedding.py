@@ -21,8 +21,9 @@ _SCHEMA = (
     "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
     "bool is_neox) -> ()"
 )
-# A library that CMake built, and that was loaded before this, defines the operator itself.
-if not torch._C._dispatch_has_kernel("ropewalk::rotary_embedding"):
+# A library that CMake built, and that was loaded before this, defines the operator itself; one that Python built has
+# registered its kernel, if it was loaded before this, and no schema.
+if not torch._C._jit_get_schemas_for_operator("ropewalk::rotary_embedding"):
     _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _OPERATOR: Any = torch.ops.ropewalk.rotary_embedding.default
 _OWN_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
