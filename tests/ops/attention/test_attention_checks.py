@@ -236,7 +236,6 @@ MISFITS = {
     "dropout-negative": ({"dropout_p": -0.1}, "dropout_p is -0.1, but must be a number from 0 to below 1"),
     "dropout-nan": ({"dropout_p": math.nan}, "dropout_p is nan, but must be a number from 0 to below 1"),
     "dropout-none": ({"dropout_p": None}, "dropout_p is None, but must be a number from 0 to below 1"),
-    "dropout-nearly-1": ({"dropout_p": 1 - 2**-18}, "dropout_p is 0.99999.*, but must be below 1 when rounded"),
 }
 THD = "layout 'thd' takes none"
 PACKED_WRONG_TYPES = {

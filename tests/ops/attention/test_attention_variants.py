@@ -233,6 +233,11 @@ def test_changes_under_a_mask_that_leaves_rows_empty(kernels, device, change):
     check(kernels, draw(device), position=Rope(), mask=mask, **changes(change, device))
 
 
+@pytest.mark.parametrize("p", [2**-16, 17 / 256, 0.9, 1 - 2**-30])
+def test_dropout_at_any_rate(kernels, device, p):
+    check(kernels, draw(device), dropout_p=p, causal=True)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_softcap_takes_any_scale(kernels, device, scale):
     check(kernels, draw(device), softcap=2.0, scale=scale)

@@ -20,7 +20,6 @@ LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)
-DROPOUT_STEPS = 1 << 16  # rates of dropout are multiples of one of them
 NO_POSITION = NoPosition()
 
 
@@ -191,8 +190,6 @@ def check_call(
         _check_sinks(sinks, heads, q)
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p!r}, but must be a number from 0 to below 1")
-    if round(dropout_p * DROPOUT_STEPS) == DROPOUT_STEPS:
-        raise ValueError(f"dropout_p is {dropout_p!r}, but must be below 1 when rounded to a multiple of 2**-16")
     return Call(
         position,
         bool(causal),

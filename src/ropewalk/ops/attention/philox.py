@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.checks import DROPOUT_STEPS
-
 ROUNDS = 7
+DROPOUT_STEPS = 1 << 16  # rates are multiples of one of them
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _LOW_32, _LOW_16, _LOW_8 = 0xFFFFFFFF, 0xFFFF, 0xFF

@@ -16,6 +16,7 @@ UNSPECIALISED = (
     "positions_q",
     "positions_k",
     "parameters",
+    "drop",
     "n_queries",
     "n_keys",
     "window",
