@@ -14,13 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ropewalk.ops.attention.prepare import Prepared
+from ropewalk.ops.attention.checks import PAGE_SIZES
+from ropewalk.ops.attention.prepare import Prepared, map_features
+from ropewalk.ops.attention.triton_arguments import LOG2_E, broadcast_strides, place_table, score_functions
 from ropewalk.ops.attention.triton_cache import cache_kernel, combine_kernel
 from ropewalk.ops.attention.triton_configuration import interpreted, on_amd
-from ropewalk.ops.rope.api import apply_rope
 
-LOG2_E = math.log2(math.e)
-PAGE_SIZES = (16, 32, 64, 128, 256)
 MOST_ROWS = 64  # queries times heads that share keys: with more, the other kernels have rows enough to be busy
 FEWEST_KEYS = 256
 PROGRAMS = 4  # of a multiprocessor, if there are keys enough
@@ -93,8 +92,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
-    from ropewalk.ops.attention.triton_launch import score_functions  # which imports this module
-
     batch, heads, queries, head_dim = q.shape
     pages, key_heads, page_size = k.shape[:3]
     value_dim = v.shape[3]
@@ -108,7 +105,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
     if keys == 0 or pages == 0:
         lse.copy_((torch.full((heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
         return out.zero_(), lse
-    k = _map_keys(k, prepared)
+    if prepared.cos_k is not None:  # then both, in one launch; otherwise the kernel turns q itself
+        q, k = map_features(q, k, prepared)
+        prepared = prepared._replace(cos_q=None, sin_q=None)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
 
     functions = score_functions(prepared)
@@ -125,13 +124,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
         partial_lse = torch.empty(batch, heads, queries, n_splits, dtype=torch.float32, device=q.device)
     options = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     unit = _unit(q, k, v)
-    rotation, width = _rotation(prepared)
+    rotation, width = place_table(prepared.cos_q, prepared.sin_q)
     cache_kernel[(programs * n_splits,)](
         q, k, v, partial, partial_lse, _strides(q, unit), _strides(k, unit), _strides(v, unit), _strides(out, 1),
         *(None if x is None else x.contiguous() for x in (prepared.key_lengths, prepared.key_starts)),
         None if prepared.query_starts is None else prepared.query_starts.contiguous(),
         None if table is None else (table, *table.stride()), rotation,
-        *(None if x is None else (x, *_broadcast_strides(x)) for x in (prepared.positions_q, prepared.positions_k)),
+        *(None if x is None else (x, *broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
         None if prepared.parameters is None else (prepared.parameters.contiguous(), prepared.parameters[0].numel()),
         sinks if n_splits == 1 else None, prepared.scale,
         prepared.scale * LOG2_E if functions is None and prepared.softcap is None else LOG2_E, prepared.softcap,
@@ -150,19 +149,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
             BLOCK_DV=block_dv, BLOCK_SPLITS=min(16, triton.next_power_of_2(n_splits)), num_warps=4,
         )  # fmt: skip
     return out, lse
-
-
-def _map_keys(k: Tensor, prepared: Prepared) -> Tensor:
-    """Do to k what the scheme does to its features, unless that was done before."""
-    cos, sin = prepared.cos_k, prepared.sin_k
-    if cos is None or sin is None:
-        return k
-    if prepared.block_table is not None:
-        raise ValueError("keys in pages must be rotated before they are written there")
-    mapped: Tensor = apply_rope(
-        k, None, cos, sin, layout="bhtd", interleaved=prepared.interleaved, rotary_offset=prepared.rotary_offset
-    )
-    return mapped if prepared.weights is None else mapped.mul_(prepared.weights)  # it is ours by now
 
 
 def _rows_of_a_tile(rows: int, block_d: int, size: int) -> int:
@@ -231,18 +217,3 @@ def _unit(*tensors: Tensor) -> int:
 def _strides(x: Tensor, unit: int) -> tuple[int, ...]:
     """The strides of batch, head and token in units; 0 for a dimension of one."""
     return tuple(s // unit if size > 1 else 0 for size, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-
-
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of positions (B or 1, T); 0 for a dimension that serves any index."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _rotation(prepared: Prepared) -> tuple[tuple[Any, ...] | None, int]:
-    """cos, sin and their strides of batch and token, for q, and R."""
-    cos, sin = prepared.cos_q, prepared.sin_q
-    if cos is None or sin is None:
-        return None, 0
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return (cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]

@@ -6,7 +6,6 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -19,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ropewalk.ops.attention import triton_cache_launch
 from ropewalk.ops.attention.philox import dropped_steps, rescale
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned, map_features
+from ropewalk.ops.attention.triton_arguments import LOG2_E, broadcast_strides, place_table, score_functions
 from ropewalk.ops.attention.triton_backward import keys_kernel, queries_kernel
 from ropewalk.ops.attention.triton_configuration import (
     Features,
@@ -29,11 +29,10 @@ from ropewalk.ops.attention.triton_configuration import (
     on_amd,
 )
 from ropewalk.ops.attention.triton_forward import forward_kernel
-from ropewalk.ops.attention.triton_scores import UNCHANGED, ScoreFunctions
+from ropewalk.ops.attention.triton_scores import ScoreFunctions
 from ropewalk.ops.attention.triton_sequences import schedule_kernel
 from ropewalk.ops.rope.api import apply_rope
 
-LOG2_E = math.log2(math.e)
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 
 
@@ -43,17 +42,6 @@ class Saved(NamedTuple):
     q: Tensor  # its features mapped
     k: Tensor  # likewise
     lse: Tensor  # (B, H, Tq), base 2
-
-
-def score_functions(prepared: Prepared) -> ScoreFunctions | None:
-    """The scheme's score functions; None where the scores go into the softmax as they are, but for a scale above 0."""
-    if prepared.score is None:
-        return None if prepared.scale > 0 or prepared.softcap is not None else UNCHANGED
-    module, _, attribute = prepared.score.partition(":")
-    functions = getattr(importlib.import_module(module), attribute)
-    if not isinstance(functions, ScoreFunctions):
-        raise TypeError(f"{prepared.score} is {type(functions).__name__}, but must be ScoreFunctions")
-    return functions
 
 
 def on_its_device(launch: Launch) -> Launch:
@@ -156,8 +144,8 @@ def backward(
     constants["grad_factor"] = prepared.scale
 
     turns = turns_in_registers(prepared, head_dim, features)
-    table_q, width_q = _table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
-    table_k, width_k = _table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    table_q, width_q = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
+    table_k, width_k = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
     weights = None if prepared.weights is None else prepared.weights.contiguous()
     delta = torch.empty_like(lse)
     tiles = choose_tiles("queries", features, q.dtype, functions, prepared)
@@ -171,10 +159,9 @@ def backward(
         _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
         _tiled(out, rows_q, block_v), _tiled(grad_out, rows_q, block_v), _place(grad_q, rows_q, block_d, sequences),
         lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, sequences=sequences,
-        **conditions,
-        n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys, BLOCK_M=rows_q, BLOCK_N=rows_k,
-        R=width_q, LEARNED=n_learned, LEARN=None if sums is None or functions is None else functions.parameter_gradient,
-        **constants, **tiles.options,
+        **conditions, n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys,
+        BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_q, LEARNED=n_learned,
+        LEARN=None if sums is None or functions is None else functions.parameter_gradient, **constants, **tiles.options,
     )  # fmt: skip
 
     tiles = choose_tiles("keys", features, q.dtype, functions, prepared)
@@ -193,8 +180,9 @@ def backward(
 
     grad_parameters = grad_sinks = None
     if sums is not None and prepared.parameters is not None:
-        of_heads = sums.view(batch, heads, -1, n_learned).sum((0, 2))
-        if prepared.cu_seqlens_q is not None:
+        if prepared.cu_seqlens_q is None:
+            of_heads = sums.view(batch, heads, -1, n_learned).sum((0, 2))
+        else:
             of_heads = sums.view(-1, heads, n_learned).sum(0)
         grad_parameters = torch.zeros_like(prepared.parameters)
         columns = min(n_learned, grad_parameters.shape[1])
@@ -282,22 +270,13 @@ def _place(x: Tensor, rows: int, block_d: int, sequences: tuple[Any, ...] | None
     return x, x.stride(1), x.stride(2), x.shape[3]
 
 
-def _table(cos: Tensor | None, sin: Tensor | None) -> tuple[tuple[Any, ...] | None, int]:
-    """cos, sin and their strides of batch and token, as kernels take them, and R."""
-    if cos is None or sin is None:
-        return None, 0
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return (cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]
-
-
 def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
     """The arguments that say which keys a query attends, and how their score comes about."""
     mask, parameters, softcap = prepared.mask, prepared.parameters, prepared.softcap
     bounds = (prepared.key_lengths, prepared.key_starts, prepared.query_starts)
     placed_mask = mask_stride_query = None
     if mask is not None:
-        batch, head, query, key = _broadcast_strides(mask, 4)
+        batch, head, query, key = broadcast_strides(mask, 4)
         placed_mask = (mask.view(torch.uint8), batch, head, key)
         mask_stride_query = None if is_of_keys(mask) else query
     # What multiplies scores waits, where it can, for the multiplication that makes them exponents of 2.
@@ -318,7 +297,7 @@ def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[st
 
 
 def _positions(positions: Tensor | None) -> tuple[Any, ...] | None:
-    return None if positions is None else (positions, *_broadcast_strides(positions, 2), positions.shape[1])
+    return None if positions is None else (positions, *broadcast_strides(positions, 2), positions.shape[1])
 
 
 def _drop(prepared: Prepared) -> tuple[Any, ...] | None:
@@ -340,8 +319,3 @@ def _constants(prepared: Prepared, functions: ScoreFunctions | None, features: F
         "FAST": q.dtype.itemsize == 2 and not (interpreted() or on_amd()),
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
-
-
-def _broadcast_strides(x: Tensor, count: int) -> tuple[int, ...]:
-    """The first `count` strides; 0 for a dimension that serves any index."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
