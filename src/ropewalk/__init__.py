@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ropewalk.bench.documents import benchmark_rope as benchmark_rope
+    from ropewalk.far_positions import ReRope as ReRope
+    from ropewalk.far_positions import SelfExtend as SelfExtend
     from ropewalk.frequencies import FREQUENCIES as FREQUENCIES
     from ropewalk.frequencies import inverse_frequencies as inverse_frequencies
     from ropewalk.frequencies import rope_table as rope_table
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from ropewalk.ops.attention.documents import exposb_attention as exposb_attention
     from ropewalk.ops.attention.documents import rope_attention as rope_attention
     from ropewalk.ops.attention.documents import standard_attention as standard_attention
+    from ropewalk.ops.attention.rerope import rerope_attention as rerope_attention
+    from ropewalk.ops.attention.rerope import torch_attention as torch_attention
     from ropewalk.ops.rope.api import apply_rope as apply_rope
     from ropewalk.ops.rope.documents import apply_rotary_emb as apply_rotary_emb
     from ropewalk.ops.rope.documents import precompute_freqs_cis as precompute_freqs_cis
@@ -44,9 +48,11 @@ _MODULE_OF = {
     "FREQUENCIES": "ropewalk.frequencies",
     "NoPosition": "ropewalk.positions",
     "PositionScheme": "ropewalk.positions",
+    "ReRope": "ropewalk.far_positions",
     "RoPEAttention": "ropewalk.modules.attention",
     "Rope": "ropewalk.positions",
     "RotaryEmbedding": "ropewalk.modules.rotary",
+    "SelfExtend": "ropewalk.far_positions",
     "T5Bias": "ropewalk.positions",
     "TritonRotary": "ropewalk.modules.rotary",
     "absolute_attention": "ropewalk.ops.attention.documents",
@@ -58,12 +64,14 @@ _MODULE_OF = {
     "exposb_attention": "ropewalk.ops.attention.documents",
     "inverse_frequencies": "ropewalk.frequencies",
     "precompute_freqs_cis": "ropewalk.ops.rope.documents",
+    "rerope_attention": "ropewalk.ops.attention.rerope",
     "rope_attention": "ropewalk.ops.attention.documents",
     "rope_pytorch": "ropewalk.ops.rope.documents",
     "rope_table": "ropewalk.frequencies",
     "rope_triton": "ropewalk.ops.rope.documents",
     "rotary_embedding": "ropewalk.ops.rope.rotary_embedding",
     "standard_attention": "ropewalk.ops.attention.documents",
+    "torch_attention": "ropewalk.ops.attention.rerope",
 }
 
 __all__ = [*sorted(_MODULE_OF), "__version__"]

@@ -287,7 +287,8 @@ def rope_table(
     float64 (mps) gets its tables from the CPU. Nothing here is differentiated.
 
     Args:
-        length_or_positions: an int n, for positions 0 … n − 1; or an integer tensor of positions, of any shape.
+        length_or_positions: an int n, for positions 0 … n − 1; or a tensor of positions, integers or float64, of any
+            shape.
         inv_freq: (R/2,), radians per position, floating point; float64 if the last bits of the angles matter.
         attention_factor: multiplies cos and sin.
         device: where the tables are made; by default the positions' device, or inv_freq's for a length.
@@ -317,8 +318,9 @@ def rope_table(
         raise ValueError(f"inv_freq has shape {tuple(inv_freq.shape)}, but must be 1-D, (R/2,)")
     if isinstance(length_or_positions, Tensor):
         positions = length_or_positions
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-            raise TypeError(f"positions is {_kind(positions)}, but must be a tensor of integers")
+        fractional = positions.is_floating_point() and positions.dtype is not torch.float64
+        if fractional or positions.is_complex() or positions.dtype is torch.bool:
+            raise TypeError(f"positions is {_kind(positions)}, but must be a tensor of integers, or of float64")
         device = torch.device(positions.device if device is None else device)
     elif isinstance(length_or_positions, (int, torch.SymInt)):
         if length_or_positions < 0:

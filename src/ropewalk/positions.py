@@ -3,7 +3,8 @@
 A scheme may do two things, and says here what they are; the implementations in `ropewalk.ops.attention` do them.
 
 1. It maps each token's features before scores are taken: pairs are turned and stretched by tables of cos and sin, and
-   features weighted. The map is linear, so the gradient goes back through its transpose.
+   features weighted. The map is linear, so the gradient goes back through its transpose. Some schemes map them in
+   another way for pairs of tokens that are far from each other: those are in `ropewalk.far_positions`.
 2. It changes scores: (score, query position, key position) -> score. The reference form is a method here; the form for
    Triton kernels is a pair of jitted functions, named here and imported when a kernel is compiled.
 
@@ -55,6 +56,21 @@ class PositionScheme:
 
     def rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
         """The map of features for tokens at `positions` (..., T), int64; None where features are left alone."""
+        return None
+
+    def query_rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
+        """The map of queries' features, where it is another than `rotation`'s, which then is keys' alone."""
+        return None
+
+    def far_window(self) -> int | None:
+        """From how many positions apart on a pair's score comes from `far_rotation`; None: from `rotation` always."""
+        return None
+
+    def far_rotation(self, positions: Tensor, head_dim: int, of: str) -> Rotation | None:
+        """The map of features for far pairs: `of` "keys", or of the queries that meet keys of their "past" or "future".
+
+        None where features are left alone. Pairs of features are those of `rotation`.
+        """
         return None
 
     def score_parameters(self, n_heads: int, device: torch.device) -> Tensor | None:

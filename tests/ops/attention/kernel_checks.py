@@ -61,11 +61,13 @@ def compute_plainly(tensors: Sequence[Tensor], call: Call, grad_out: Tensor, gra
     if exist is not None:
         k, v = (x.detach().masked_fill(~exist[:, None, :, None], 0).requires_grad_() for x in (k, v))
     positions = token_positions(q, k, call)
+    distance = (positions[0][:, :, None] - positions[1][:, None])[:, None]
     mapped_q, mapped_k = reference.map_features(q, k, *positions, call)
-    scores = mapped_q @ mapped_k.repeat_interleave(groups, 1).mT * call.scale
+    far = reference.map_far_features(q, k, *positions, call)
+    scores = reference.scores_of(mapped_q, mapped_k, far, distance, call.position.far_window()) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = call.position.change_scores(scores, (positions[0][:, :, None] - positions[1][:, None])[:, None])
+    scores = call.position.change_scores(scores, distance)
     may = reference.allowed(slice(0, queries), queries, keys, call, q.device)
     attends = torch.ones_like(scores, dtype=torch.bool) if may is None else may.expand_as(scores)
     lse = scores.detach().masked_fill(~attends, -math.inf).logsumexp(-1)

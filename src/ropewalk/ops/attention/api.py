@@ -182,9 +182,9 @@ def attention(
         request = _with_seed(request)
     if _is_autocast(q):  # q, k and v are cast by now; what the implementations compute in float32 must stay there
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _attend(request, name)
+            out, lse = serve(request, name)
     else:
-        out, lse = _attend(request, name)
+        out, lse = serve(request, name)
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
@@ -264,20 +264,20 @@ def _with_seed(request: Request) -> Request:
     return request._replace(call=call, prepared=prepared)
 
 
-def _attend(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
+def serve(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
     """The output, (B, H, Tq, D), by an implementation; and the log-sum-exp, if it was asked for."""
     if name == "sdpa":
         return cores.sdpa(request), None
     if name == "flash":
         return cores.flash(request), None
-    q, k, v, call, prepared, return_lse, _, backward = request
+    q, k, v, call, prepared, return_lse, _, backward, far = request
     if name == "reference":
-        return reference.attention(q, k, v, call)
+        return reference.attention(q, k, v, call, far)
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     places = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    if operator.is_plain(q, k, v, *masks, *places, call.sinks, call.seed, prepared.parameters):
-        return eager.attend(q, k, v, prepared, return_lse)
-    return operator.attend(q, k, v, prepared, return_lse, backward)
+    if operator.is_plain(q, k, v, *masks, *places, call.sinks, call.seed, prepared.parameters, *(far or ())):
+        return eager.attend(q, k, v, prepared, return_lse, far)
+    return operator.attend(q, k, v, prepared, return_lse, backward, far)
 
 
 def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:

@@ -190,6 +190,11 @@ def check_call(
         _check_sinks(sinks, heads, q)
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p!r}, but must be a number from 0 to below 1")
+    if keys_rotated and position.far_window() is not None:
+        raise ValueError(
+            f"keys_rotated is True, but {type(position).__name__} maps a key in one way for near queries and in "
+            "another for far ones: pass keys as they are"
+        )
     return Call(
         position,
         bool(causal),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ropewalk.ops.attention.checks import Call
-from ropewalk.ops.attention.prepare import Prepared, map_features
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared, map_features
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -46,16 +46,19 @@ class Request(NamedTuple):
     return_lse: bool
     deterministic: bool
     backward: bool  # whether one will come
+    far: FarFeatures | None = None  # what far pairs meet with, if it was given, and not to be made by the scheme
 
 
 def _why_no_core(request: Request) -> str | None:
     """Why neither library serves a call: both know full and causal attention alone."""
-    q, k, _, call, prepared, return_lse, deterministic, backward = request
+    q, k, _, call, prepared, return_lse, deterministic, backward, _ = request
     reason = _why_not_asked(call)
     if reason is not None:
         return reason
     if call.position.changes_scores():
         return f"{type(call.position).__name__} changes scores"
+    if prepared.far_window is not None:
+        return f"{type(call.position).__name__} encodes far pairs of tokens in another way than near ones"
     if call.mask is not None or call.key_lengths is not None:
         return f"it takes no {'mask that leaves' if call.mask is not None else 'key_lengths that leave'} rows empty"
     if return_lse:

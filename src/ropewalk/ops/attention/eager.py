@@ -14,24 +14,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ropewalk.ops.attention.prepare import Prepared
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared
 
 LN_2 = math.log(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool, far: FarFeatures | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Attend by the Triton kernels: q is (B, H, Tq, D), k is (B, K, Tk, D) and v (B, K, Tk, Dv).
 
-    Returns the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), where it is asked for.
+    What pairs that are far apart meet with is given as `far`, or else made by the scheme. Returns the output, (B, H,
+    Tq, Dv), and the natural log-sum-exp, (B, H, Tq), where it is asked for.
     """
-    differentiable = (q, k, v, prepared.parameters, prepared.sinks)
+    differentiable = (q, k, v, prepared.parameters, prepared.sinks, *(far or _NOTHING_FAR))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
         result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, prepared, return_lse)
         return result
     from ropewalk.ops.attention import triton_launch
 
-    out, saved = triton_launch.forward(q, k, v, prepared, False)
+    out, saved = triton_launch.forward(q, k, v, prepared, False, far)
     return out, saved.lse * LN_2 if return_lse else None
+
+
+_NOTHING_FAR = (None, None, None)
 
 
 class _Attend(torch.autograd.Function):
@@ -45,12 +51,16 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         parameters: Tensor | None,
         sinks: Tensor | None,
+        past: Tensor | None,
+        future: Tensor | None,
+        far_keys: Tensor | None,
         prepared: Prepared,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         from ropewalk.ops.attention import triton_launch
 
-        out, saved = triton_launch.forward(q, k, v, prepared)
+        far = None if past is None or far_keys is None else FarFeatures(past, future, far_keys)
+        out, saved = triton_launch.forward(q, k, v, prepared, True, far)
         tensors, ctx.numbers = split(prepared)
         ctx.save_for_backward(v, out, *saved, *tensors)
         ctx.set_materialize_grads(False)
@@ -61,16 +71,27 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         from ropewalk.ops.attention import triton_launch
 
-        v, out, q, k, lse, *tensors = ctx.saved_tensors
+        v, out, q, k, lse, past, future, far_keys, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        saved = triton_launch.Saved(q, k, lse)
+        saved = triton_launch.Saved(q, k, lse, past, future, far_keys)
         learned = triton_launch.Learned(*ctx.needs_input_grad[3:5])
         prepared = join(tensors, ctx.numbers)
         return *triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned), None, None
 
 
-_NUMBERS = {"interleaved", "rotary_offset", "score", "causal", "window", "scale", "softcap", "dropout_p", "learned"}
+_NUMBERS = {
+    "interleaved",
+    "rotary_offset",
+    "score",
+    "causal",
+    "window",
+    "scale",
+    "softcap",
+    "dropout_p",
+    "learned",
+    "far_window",
+}
 _ORDER = sorted(range(len(Prepared._fields)), key=lambda index: Prepared._fields[index] in _NUMBERS)
 _TENSORS = len(_ORDER) - len(_NUMBERS)
 # One call each, where loops over all fields would cost the host microseconds.

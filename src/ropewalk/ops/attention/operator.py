@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention.eager import LN_2, join, split
-from ropewalk.ops.attention.prepare import Prepared
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _PREPARED = (
@@ -23,19 +23,22 @@ _PREPARED = (
     "str? score, Tensor? parameters, Tensor? positions_q, Tensor? positions_k, Tensor? mask, Tensor? key_lengths, "
     "bool causal, SymInt? window, float scale, Tensor? key_starts, Tensor? query_starts, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? block_table, float? softcap, Tensor? sinks, float dropout_p, Tensor? seed, "
-    "int learned"
+    "int learned, int? far_window, Tensor? cos_past, Tensor? sin_past, Tensor? cos_future, Tensor? sin_future, "
+    "Tensor? cos_far, Tensor? sin_far"
 )
-# The log-sum-exp is to base 2. mapped_q and mapped_k are what the backward reads; each is empty where the call leaves
-# its features alone, and without `keep`: then no backward may come.
+# What pairs that are far apart meet with: given, or made by the scheme, whose tables then are there.
+_FAR = "Tensor? past, Tensor? future, Tensor? far_keys"
+# The log-sum-exp is to base 2. What is mapped is what the backward reads; each is empty where the call leaves its
+# features alone, or was given them, and without `keep`: then no backward may come.
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, bool keep, {_PREPARED}) "
-    "-> (Tensor out, Tensor lse, Tensor mapped_q, Tensor mapped_k)"
+    f"attend(Tensor q, Tensor k, Tensor v, {_FAR}, bool keep, {_PREPARED}) -> (Tensor out, Tensor lse, "
+    "Tensor mapped_q, Tensor mapped_k, Tensor mapped_past, Tensor mapped_future, Tensor mapped_far_keys)"
 )
-# The last two gradients are empty unless they are asked for.
+# All gradients but the first three are empty unless they are asked for.
 _LIBRARY.define(
-    "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"bool learn_parameters, bool learn_sinks, {_PREPARED}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_parameters, Tensor grad_sinks)"
+    f"attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_FAR}, Tensor out, Tensor lse, "
+    f"bool learn_parameters, bool learn_sinks, {_PREPARED}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, "
+    "Tensor grad_past, Tensor grad_future, Tensor grad_far_keys, Tensor grad_parameters, Tensor grad_sinks)"
 )
 
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
@@ -53,33 +56,65 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    return_lse: bool,
+    backward: bool,
+    far: FarFeatures | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in a way that the onlooker understands; `backward` says whether one will come.
 
     The other arguments and the results are those of `eager.attend`.
     """
-    out, lse, *_ = torch.ops.ropewalk.attend(q, k, v, backward, *prepared)
+    out, lse, *_ = torch.ops.ropewalk.attend(q, k, v, *(far or _NOTHING_FAR), backward, *prepared)
     return out, lse * LN_2 if return_lse else None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_NOTHING_FAR = (None, None, None)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Tensor | None,
+    future: Tensor | None,
+    far_keys: Tensor | None,
+    keep: bool,
+    *prepared: Any,
+) -> tuple[Tensor, ...]:
     from ropewalk.ops.attention import triton_launch
 
+    far = None if past is None or far_keys is None else FarFeatures(past, future, far_keys)
     with torch.no_grad():
-        out, saved = triton_launch.forward(q, k, v, Prepared(*prepared), keep)
-        maps_q, maps_k = _maps_features(prepared)
-        mapped_q = _laid_out_like(q, saved.q) if keep and maps_q else q.new_empty(0)
-        mapped_k = _laid_out_like(k, saved.k) if keep and maps_k else k.new_empty(0)
+        out, saved = triton_launch.forward(q, k, v, Prepared(*prepared), keep, far)
+        mapped = (
+            _laid_out_like(x, mine) if keep and maps and mine is not None else q.new_empty(0)
+            for x, mine, maps in zip(
+                (q, k, q, q, k), (saved.q, saved.k, *saved[3:]), _maps_features(prepared), strict=True
+            )
+        )
         promised = _output_of(torch.empty_like(q, device="meta"), v)
-        return _laid_out_like(promised, out), saved.lse, mapped_q, mapped_k
+        return _laid_out_like(promised, out), saved.lse, *mapped
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, keep: bool, *prepared: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    maps_q, maps_k = _maps_features(prepared)
-    mapped_q = torch.empty_like(q) if keep and maps_q else q.new_empty(0)
-    mapped_k = torch.empty_like(k) if keep and maps_k else k.new_empty(0)
-    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), mapped_q, mapped_k
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Tensor | None,
+    future: Tensor | None,
+    far_keys: Tensor | None,
+    keep: bool,
+    *prepared: Any,
+) -> tuple[Tensor, ...]:
+    mapped = (
+        torch.empty_like(x) if keep and maps else q.new_empty(0)
+        for x, maps in zip((q, k, q, q, k), _maps_features(prepared), strict=True)
+    )
+    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), *mapped
 
 
 def _output_of(q: Tensor, v: Tensor) -> Tensor:
@@ -89,38 +124,44 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
-def _maps_features(prepared: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether the features of q and of k are mapped."""
-    cos_q, _, cos_k, *_ = prepared
-    return cos_q is not None, cos_k is not None
+def _maps_features(prepared: Sequence[Any]) -> tuple[bool, ...]:
+    """Whether the scheme maps the features of q and of k, and in other ways for far pairs: q's two, and k's."""
+    it = Prepared(*prepared)
+    return tuple(x is not None for x in (it.cos_q, it.cos_k, it.cos_past, it.cos_future, it.cos_far))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.keep, *prepared = inputs
-    out, lse, mapped_q, mapped_k = output
-    maps_q, maps_k = _maps_features(prepared)
-    q, k = mapped_q if maps_q else q, mapped_k if maps_k else k
+    q, k, v, past, future, far_keys, ctx.keep, *prepared = inputs
+    out, lse, *mapped = output
+    if Prepared(*prepared).cos_past is not None:
+        far_keys = k
+    q, k, past, future, far_keys = (
+        mine if maps else x
+        for x, mine, maps in zip((q, k, past, future, far_keys), mapped, _maps_features(prepared), strict=True)
+    )
     tensors, ctx.numbers = split(prepared)
-    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.save_for_backward(q, k, v, past, future, far_keys, out, lse, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if not ctx.keep:
         raise RuntimeError("torch.ops.ropewalk.attend was called with keep=False, and has kept nothing for a backward")
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    q, k, v, past, future, far_keys, out, lse, *tensors = ctx.saved_tensors
     prepared = join(tensors, ctx.numbers)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needed = Prepared(*ctx.needs_input_grad[4:])
+    needed = Prepared(*ctx.needs_input_grad[7:])
     grads = torch.ops.ropewalk.attend_backward(
-        grad_out, grad_lse, q, k, v, out, lse, needed.parameters, needed.sinks, *prepared
+        *(grad_out, grad_lse, q, k, v, past, future, far_keys, out, lse),
+        *(needed.parameters, needed.sinks, *prepared),
     )
+    of_far = (grad if needs else None for grad, needs in zip(grads[3:6], ctx.needs_input_grad[3:6], strict=True))
     of_prepared: list[Tensor | None] = [None] * len(prepared)
-    for name, grad in zip(("parameters", "sinks"), grads[3:], strict=True):
+    for name, grad in zip(("parameters", "sinks"), grads[6:], strict=True):
         if getattr(needed, name):
             of_prepared[Prepared._fields.index(name)] = grad
-    return *grads[:3], None, *of_prepared
+    return *grads[:3], *of_far, None, *of_prepared
 
 
 def _attend_backward(
@@ -129,6 +170,9 @@ def _attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    past: Tensor | None,
+    future: Tensor | None,
+    far_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     learn_parameters: bool,
@@ -140,16 +184,18 @@ def _attend_backward(
     with torch.no_grad():
         if grad_lse is not None:
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
-        saved = triton_launch.Saved(q, k, lse)
+        saved = triton_launch.Saved(q, k, lse, past, future, far_keys)
         learned = triton_launch.Learned(learn_parameters, learn_sinks)
-        *grads, grad_parameters, grad_sinks = triton_launch.backward(
-            grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned
-        )
-        none = lse.new_empty(0)
+        grads = triton_launch.backward(grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned)
+
+        def of(x: Tensor | None, grad: Tensor | None) -> Tensor:
+            return lse.new_empty(0) if x is None or grad is None else _laid_out_like(x, grad)
+
         return (
-            *(_laid_out_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True)),
-            grad_parameters if learn_parameters and grad_parameters is not None else none,
-            grad_sinks if learn_sinks and grad_sinks is not None else none.clone(),
+            *(of(x, grad) for x, grad in zip((q, k, v), grads[:3], strict=True)),
+            *(of(x, grad) for x, grad in zip((past, future, far_keys), grads[5:], strict=True)),
+            grads.parameters if learn_parameters and grads.parameters is not None else lse.new_empty(0),
+            grads.sinks if learn_sinks and grads.sinks is not None else lse.new_empty(0),
         )
 
 
@@ -159,16 +205,21 @@ def _attend_backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    past: Tensor | None,
+    future: Tensor | None,
+    far_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     learn_parameters: bool,
     learn_sinks: bool,
     *prepared: Any,
 ) -> tuple[Tensor, ...]:
-    parameters, sinks = Prepared(*prepared).parameters, Prepared(*prepared).sinks
-    learned = (parameters if learn_parameters else None), (sinks if learn_sinks else None)
+    it = Prepared(*prepared)
+    given = it.cos_past is None
+    far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (past, future, far_keys))
+    learned = (it.parameters if learn_parameters else None), (it.sinks if learn_sinks else None)
     none = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *none
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *far, *none
 
 
 def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:

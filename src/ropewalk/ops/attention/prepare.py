@@ -33,8 +33,8 @@ class Prepared(NamedTuple):
     rotary_offset: int  # the first feature that turns
     score: str | None  # “module:NAME” of the score functions
     parameters: Tensor | None  # (H, anything), float32: what they read
-    positions_q: Tensor | None  # (B or 1, Tq), for score functions; None: index + Tk − Tq
-    positions_k: Tensor | None  # (B or 1, Tk), for score functions; None: index
+    positions_q: Tensor | None  # (B or 1, Tq), for score functions and what is far; None: index + Tk − Tq
+    positions_k: Tensor | None  # (B or 1, Tk), likewise; None: index
     mask: Tensor | None  # (B or 1, H or 1, Tq, Tk), bool
     key_lengths: Tensor | None  # (B,)
     causal: bool
@@ -50,6 +50,21 @@ class Prepared(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None  # (1,), int64: of what is dropped
     learned: int = 0  # so many columns of the parameters, from the first, may be learned; 0: all
+    far_window: int | None = None  # from how many positions apart on a pair is far; None: none is
+    cos_past: Tensor | None = None  # (B or 1, Tq, R/2), float32: of queries that meet far keys behind them
+    sin_past: Tensor | None = None
+    cos_future: Tensor | None = None  # of those that meet far keys ahead; None: none are
+    sin_future: Tensor | None = None
+    cos_far: Tensor | None = None  # (B or 1, Tk, R/2): of far keys; None: their features are left alone
+    sin_far: Tensor | None = None
+
+
+class FarFeatures(NamedTuple):
+    """What pairs that are far apart meet with, mapped: queries (B, H, Tq, D) and keys (B, K, Tk, D)."""
+
+    past: Tensor  # queries that meet keys behind them
+    future: Tensor | None  # those that meet keys ahead; None: none are far
+    keys: Tensor
 
 
 def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
@@ -58,15 +73,17 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
     q is (B, H, Tq, D), and k is (B, K, Tk, D), or with a block table (pages, K, page_size, D).
     """
     scheme, positions_q, positions_k = call.position, call.positions_q, call.positions_k
-    score, known_by = scheme.score_functions(), _identity(scheme)
-    rotation_q, rotation_k = _rotations(q, k, call, known_by)
+    score, known_by, far_window = scheme.score_functions(), _identity(scheme), _far_window(q, k, call)
+    rotations = _Rotations(q, k, call, known_by)
+    rotation_q, rotation_k = rotations.near()
+    far = rotations.far() if far_window is not None else _NOTHING_FAR
     parameters = None
-    if score is None:
+    if score is None and far_window is None:
         positions_q = positions_k = None
-    else:
+    elif (positions_q is None) is not (positions_k is None) and (call.key_starts is not None or score is None):
+        positions_q, positions_k = token_positions(q, k, call)  # kernels count by index where neither is given
+    if score is not None:
         heads = q.shape[1]
-        if call.key_starts is not None and (positions_q is None) is not (positions_k is None):
-            positions_q, positions_k = token_positions(q, k, call)  # kernels count by index where neither is given
 
         def make_parameters() -> Tensor | None:
             return scheme.score_parameters(heads, q.device)
@@ -104,6 +121,8 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
         call.dropout_p,
         call.seed,
         0 if parameters is None else scheme.learned_columns(),
+        far_window,
+        *far,
     )
 
 
@@ -140,31 +159,118 @@ def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
     return memory if width == head_dim else memory[..., :head_dim]
 
 
+def map_far_features(q: Tensor, k: Tensor, prepared: Prepared) -> FarFeatures | None:
+    """Do to q and k what the scheme does to features of pairs that are far apart; None if none are. Differentiable."""
+    if prepared.far_window is None or prepared.cos_past is None or prepared.sin_past is None:
+        return None
+    how: dict[str, Any] = {
+        "layout": "bhtd",
+        "interleaved": prepared.interleaved,
+        "rotary_offset": prepared.rotary_offset,
+    }
+    past, future, keys = apply_rope(q, None, prepared.cos_past, prepared.sin_past, **how), None, k
+    if prepared.cos_future is not None and prepared.sin_future is not None:
+        future = apply_rope(q, None, prepared.cos_future, prepared.sin_future, **how)
+    if prepared.cos_far is not None and prepared.sin_far is not None:
+        keys = apply_rope(k, None, prepared.cos_far, prepared.sin_far, **how)
+    return FarFeatures(past, future, keys)
+
+
 _NO_ROTATION: tuple[Tensor | None, Tensor | None, bool, Tensor | None, int] = (None, None, False, None, 0)
+_NOTHING_FAR: tuple[Tensor | None, ...] = (None,) * 6
 
 
-def _rotations(q: Tensor, k: Tensor, call: Call, known_by: Identity | None) -> tuple[Rotation | None, Rotation | None]:
-    """The maps of q's and of k's features; one for both where their tokens stand at the same positions."""
-    queries, head_dim, scheme = q.shape[2], q.shape[3], call.position
-    keys = k.shape[2] if call.block_table is None else count_keys(k, call)
-    places_q: Tensor | None = None
-    places_k: Tensor | None = None
-    lowest = keys - queries
-    if not (call.cu_seqlens_q is None and call.key_starts is None and call.query_starts is None):
-        places_q, places_k = _places(queries, keys, call, q.device)
-        # Queries may stand before the first key; of those causal attention makes nothing.
-        before = call.key_starts is not None or (call.cu_seqlens_q is not None and places_q is not places_k)
-        lowest = -max(queries, keys) if before and not call.causal else 0
-    same = call.positions_q is call.positions_k and (
-        call.positions_q is not None or (places_q is places_k and (places_q is not None or queries == keys))
-    )
-    rotation_k = None
-    if not (call.keys_rotated or call.block_table is not None):
-        start = 0 if places_k is None else lowest
-        rotation_k = _rotation(scheme, call.positions_k, places_k, start, keys, head_dim, q.device, known_by)
-        if same:
-            return rotation_k, rotation_k
-    return _rotation(scheme, call.positions_q, places_q, lowest, keys, head_dim, q.device, known_by), rotation_k
+def _far_window(q: Tensor, k: Tensor, call: Call) -> int | None:
+    """From how many positions apart on a pair is far; None where it is known that none is."""
+    window = call.position.far_window()
+    if window is None or torch.compiler.is_compiling():  # lengths are not to be constants there
+        return window
+    by_index = call.positions_q is None and call.positions_k is None
+    return None if by_index and max(q.shape[2], count_keys(k, call)) <= window else window
+
+
+class _Rotations:
+    """The maps of features of one call."""
+
+    def __init__(self, q: Tensor, k: Tensor, call: Call, known_by: Identity | None) -> None:
+        self.call, self.known_by = call, known_by
+        self.head_dim, self.device = q.shape[3], q.device
+        self.queries, self.keys = q.shape[2], count_keys(k, call)
+        self.places_q: Tensor | None = None
+        self.places_k: Tensor | None = None
+        self.lowest = self.keys - self.queries
+        if not (call.cu_seqlens_q is None and call.key_starts is None and call.query_starts is None):
+            self.places_q, self.places_k = _places(self.queries, self.keys, call, q.device)
+            # Queries may stand before the first key; of those causal attention makes nothing.
+            before = call.key_starts is not None or (
+                call.cu_seqlens_q is not None and self.places_q is not self.places_k
+            )
+            self.lowest = -max(self.queries, self.keys) if before and not call.causal else 0
+
+    def near(self) -> tuple[Rotation | None, Rotation | None]:
+        """Those of q's and of k's features; one for both where their tokens stand at the same positions."""
+        call, places_q, places_k = self.call, self.places_q, self.places_k
+        of_queries = self._of_queries("query_rotation")
+        rotation_k = None
+        if not (call.keys_rotated or call.block_table is not None):
+            rotation_k = self._of_keys("rotation")
+            same = call.positions_q is call.positions_k and (
+                call.positions_q is not None
+                or (places_q is places_k and (places_q is not None or self.queries == self.keys))
+            )
+            if same and of_queries is None:
+                return rotation_k, rotation_k
+        return of_queries or self._of_queries("rotation"), rotation_k
+
+    def far(self) -> tuple[Tensor | None, ...]:
+        """cos and sin of far queries, as `Prepared` has them, and of far keys."""
+        past, future = self._of_queries("far_rotation", "past"), None
+        by_index = self.call.positions_q is None and self.call.positions_k is None
+        if not (self.call.causal and by_index):
+            future = self._of_queries("far_rotation", "future")
+        keys = None if self.call.block_table is not None else self._of_keys("far_rotation", "keys")
+        return tuple(x for table in (past, future, keys) for x in (table or _NO_ROTATION)[:2])
+
+    def _of_queries(self, method: str, *of: str) -> Rotation | None:
+        return self._tabulate(self.call.positions_q, self.places_q, self.lowest, self.keys, method, *of)
+
+    def _of_keys(self, method: str, *of: str) -> Rotation | None:
+        start = 0 if self.places_k is None else self.lowest
+        return self._tabulate(self.call.positions_k, self.places_k, start, self.keys, method, *of)
+
+    def _tabulate(
+        self, positions: Tensor | None, places: Tensor | None, start: int, stop: int, method: str, *of: str
+    ) -> Rotation | None:
+        """What a scheme's method returns for `positions`; without them `places`, all from start to below stop; or all.
+
+        It has a batch dimension in front.
+        """
+        make: Callable[..., Rotation | None] = getattr(self.call.position, method)
+        device = self.device
+        if positions is not None:
+            return make(positions.long(), self.head_dim, *of)
+        if self.known_by is None:
+            every = torch.arange(start, stop, device=device)[None] if places is None else places.long()
+            return make(every, self.head_dim, *of)
+        # One table serves every length up to the next power of two, in both directions.
+        low = 0 if start >= 0 else -_power_of_two(-start)
+        high = _power_of_two(stop)
+        table = _remember(
+            (method, *of, self.head_dim, low, high),
+            self.call.position,
+            self.known_by,
+            device,
+            lambda: make(torch.arange(low, high, device=device)[None], self.head_dim, *of),
+        )
+        if table is None:
+            return None
+        cos, sin = table.cos, table.sin
+        if places is None:
+            cos, sin = cos[:, start - low : stop - low], sin[:, start - low : stop - low]
+        else:
+            rows = (places if low == 0 else places - low).clamp(0, high - low - 1)  # whatever the device holds
+            cos, sin = F.embedding(rows, cos[0]), F.embedding(rows, sin[0])
+        return Rotation(cos, sin, table.interleaved, table.weights, table.offset)
 
 
 def _places(queries: int, keys: int, call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -197,46 +303,6 @@ def _unpack(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return tokens - bounds[sequences], sequences
 
 
-def _rotation(
-    scheme: PositionScheme,
-    positions: Tensor | None,
-    places: Tensor | None,
-    start: int,
-    stop: int,
-    head_dim: int,
-    device: torch.device,
-    known_by: Identity | None,
-) -> Rotation | None:
-    """The map of features at `positions`; without them at `places`, all from start to below stop; or at all of those.
-
-    It has a batch dimension in front.
-    """
-    if positions is not None:
-        return scheme.rotation(positions.long(), head_dim)
-    if known_by is None:
-        every = torch.arange(start, stop, device=device)[None] if places is None else places.long()
-        return scheme.rotation(every, head_dim)
-    # One table serves every length up to the next power of two, in both directions.
-    low = 0 if start >= 0 else -_power_of_two(-start)
-    high = _power_of_two(stop)
-    table = _remember(
-        ("rotation", head_dim, low, high),
-        scheme,
-        known_by,
-        device,
-        lambda: scheme.rotation(torch.arange(low, high, device=device)[None], head_dim),
-    )
-    if table is None:
-        return None
-    cos, sin = table.cos, table.sin
-    if places is None:
-        cos, sin = cos[:, start - low : stop - low], sin[:, start - low : stop - low]
-    else:
-        rows = (places if low == 0 else places - low).clamp(0, high - low - 1)  # whatever the device holds
-        cos, sin = F.embedding(rows, cos[0]), F.embedding(rows, sin[0])
-    return Rotation(cos, sin, table.interleaved, table.weights, table.offset)
-
-
 def _power_of_two(count: int) -> int:
     return max(256, 1 << max(0, count - 1).bit_length())
 
@@ -260,6 +326,11 @@ def _identity(scheme: PositionScheme) -> Identity | None:
         identity.append(name)
         if type(value) in _PLAIN_TYPES:
             identity.append(value)
+        elif isinstance(value, PositionScheme):
+            within = _identity(value)
+            if within is None:
+                return None
+            identity.append(within)
         elif isinstance(value, Tensor):
             if isinstance(value, FakeTensor) or value.requires_grad or value.is_inference():
                 return None

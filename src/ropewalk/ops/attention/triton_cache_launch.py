@@ -73,6 +73,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> bool:
     """
     if prepared.mask is not None or prepared.dropout_p > 0 or prepared.cu_seqlens_q is not None:
         return False
+    if prepared.far_window is not None:
+        return False
     if q.dtype.itemsize > 4 or max(q.shape[3], v.shape[3]) > 256:
         return False
     if prepared.block_table is not None:

@@ -17,9 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import triton_cache_launch
 from ropewalk.ops.attention.philox import dropped_steps, rescale
-from ropewalk.ops.attention.prepare import Prepared, empty_aligned, map_features
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared, empty_aligned, map_far_features, map_features
 from ropewalk.ops.attention.triton_arguments import LOG2_E, broadcast_strides, place_table, score_functions
-from ropewalk.ops.attention.triton_backward import keys_kernel, queries_kernel
+from ropewalk.ops.attention.triton_backward_keys import keys_kernel
+from ropewalk.ops.attention.triton_backward_queries import queries_kernel
 from ropewalk.ops.attention.triton_configuration import (
     Features,
     choose_tiles,
@@ -42,6 +43,9 @@ class Saved(NamedTuple):
     q: Tensor  # its features mapped
     k: Tensor  # likewise
     lse: Tensor  # (B, H, Tq), base 2
+    past: Tensor | None = None  # `FarFeatures`, where there are some
+    future: Tensor | None = None
+    far_keys: Tensor | None = None
 
 
 def on_its_device(launch: Launch) -> Launch:
@@ -65,6 +69,9 @@ class Gradients(NamedTuple):
     v: Tensor
     parameters: Tensor | None  # (H, anything), like the parameters
     sinks: Tensor | None  # (H,)
+    past: Tensor | None = None  # of `FarFeatures` that the forward was given
+    future: Tensor | None = None
+    far_keys: Tensor | None = None
 
 
 class Learned(NamedTuple):
@@ -78,38 +85,60 @@ NOTHING_LEARNED = Learned()
 
 
 @on_its_device
-def forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, keep: bool = True) -> tuple[Tensor, Saved]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, keep: bool = True, far: FarFeatures | None = None
+) -> tuple[Tensor, Saved]:
     """Attend: q (B, H, Tq, D), k (B, K, Tk, D) and v (B, K, Tk, Dv), of any strides; the output is (B, H, Tq, Dv).
 
     A packed batch is one row of all sequences' tokens; k and v may be pages, (pages, K, page_size, D or Dv). Unless it
-    must `keep` them, for a backward, what is saved of q and k is of no account.
+    must `keep` them, for a backward, what is saved of q and k is of no account. What pairs that are far apart meet with
+    is given as `far`, or else made by the scheme.
     """
     if not keep and triton_cache_launch.serves(q, k, v, prepared):
         out, lse = triton_cache_launch.forward(q, k, v, prepared)
         return out, Saved(q, k, lse)
     out = empty_output(q, v.shape[3])
     batch, heads, queries, head_dim = q.shape
+    far = map_far_features(q, k, prepared) if far is None else far
     q, k = (aligned(x) for x in map_features(q, k, prepared))
     v = aligned(v)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or _NOTHING_FAR))
     if lse.numel() == 0:
-        return out, Saved(q, k, lse)
+        return out, saved
     if k.shape[2] == 0:
         lse.fill_(-math.inf) if prepared.sinks is None else lse.copy_(prepared.sinks[:, None] * LOG2_E)
-        return out.zero_(), Saved(q, k, lse)
+        return out.zero_(), saved
     functions = score_functions(prepared)
     features = cut_features(head_dim, v.shape[3])
     tiles = choose_tiles("forward", features, q.dtype, functions, prepared)
     sequences, n_tiles = _schedule(prepared, "q", batch, queries, tiles.block_m)
     forward_kernel[(n_tiles * heads,)](
-        _tiled(q, tiles.block_m, features.block_d), _tiled(k, tiles.block_n, features.block_d),
-        _tiled(v, tiles.block_n, features.block_v), _place(out, tiles.block_m, features.block_v, sequences), lse,
+        *_tiled_all(saved, v, tiles.block_m, tiles.block_n, features),
+        _place(out, tiles.block_m, features.block_v, sequences), lse,
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
         **_conditions(prepared, functions), n_heads=heads, heads_per_key=heads // k.shape[1], n_queries=queries,
         n_keys=k.shape[2], BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **_constants(prepared, functions, features, q),
         **tiles.options,
     )  # fmt: skip
-    return out, Saved(q, k, lse)
+    return out, saved
+
+
+_NOTHING_FAR = (None, None, None)
+
+
+def _tiled_all(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Features) -> tuple[Any, ...]:
+    """Descriptors of q, k, v and what far pairs meet with, for tiles of some queries and keys."""
+    past, future, far_keys = saved[3:]
+    of_queries, of_keys = (rows_q, features.block_d), (rows_k, features.block_d)
+    return (
+        _tiled(saved.q, *of_queries),
+        _tiled(saved.k, *of_keys),
+        _tiled(v, rows_k, features.block_v),
+        None if past is None else _tiled(past, *of_queries),
+        None if future is None else _tiled(future, *of_queries),
+        None if far_keys is None else _tiled(far_keys, *of_keys),
+    )
 
 
 @on_its_device
@@ -122,9 +151,15 @@ def backward(
     prepared: Prepared,
     learned: Learned = NOTHING_LEARNED,
 ) -> Gradients:
-    """The gradients of q, k and v, and what else is learned; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""
+    """The gradients of q, k and v, and what else is learned; grad_lse (B, H, Tq) is that of the natural log-sum-exp.
+
+    Those of what far pairs meet with are apart only if it was given to the forward: the scheme's have no tables then.
+    """
     lse = saved.lse
-    q, k, v, out, grad_out = (aligned(x) for x in (saved.q, saved.k, v, out, grad_out))
+    given = prepared.far_window is not None and prepared.cos_past is None
+    saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
+    v, out, grad_out = aligned(v), aligned(out), aligned(grad_out)
+    q, k = saved.q, saved.k
     grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
     batch, heads, queries, head_dim = q.shape
     key_heads, keys = k.shape[1:3]
@@ -133,7 +168,8 @@ def backward(
         grad_sinks = torch.zeros_like(prepared.sinks) if prepared.sinks is not None else None
         if grad_sinks is not None and grad_lse is not None:
             grad_sinks = grad_sinks + grad_lse.sum((0, 2))
-        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_parameters, grad_sinks)
+        far = (None if x is None or not given else torch.zeros_like(x) for x in saved[3:])
+        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_parameters, grad_sinks, *far)
     functions = score_functions(prepared)
     features = cut_features(head_dim, v.shape[3])
     block_d, _, block_v = features
@@ -146,6 +182,17 @@ def backward(
     turns = turns_in_registers(prepared, head_dim, features)
     table_q, width_q = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
     table_k, width_k = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    # Far pairs' gradients share sums with near ones where the kernels can turn what they have from one to the other.
+    apart = given or not turns
+    tables_of_far = [
+        None if apart else place_table(cos, sin)[0]
+        for cos, sin in (
+            (prepared.cos_past, prepared.sin_past),
+            (prepared.cos_future, prepared.sin_future),
+            (prepared.cos_far, prepared.sin_far),
+        )
+    ]
+    grads_of_far = [None if x is None or not apart else empty_aligned(x) for x in saved[3:]]
     weights = None if prepared.weights is None else prepared.weights.contiguous()
     delta = torch.empty_like(lse)
     tiles = choose_tiles("queries", features, q.dtype, functions, prepared)
@@ -156,11 +203,12 @@ def backward(
         n_learned = triton.next_power_of_2(prepared.learned or prepared.parameters.shape[1])
         sums = torch.empty(n_tiles * heads, n_learned, dtype=torch.float32, device=q.device)
     queries_kernel[(n_tiles * heads,)](
-        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
-        _tiled(out, rows_q, block_v), _tiled(grad_out, rows_q, block_v), _place(grad_q, rows_q, block_d, sequences),
-        lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, sequences=sequences,
-        **conditions, n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys,
-        BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_q, LEARNED=n_learned,
+        *_tiled_all(saved, v, rows_q, rows_k, features), _tiled(out, rows_q, block_v),
+        _tiled(grad_out, rows_q, block_v),
+        *(None if x is None else _place(x, rows_q, block_d, sequences) for x in (grad_q, *grads_of_far[:2])),
+        lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, *tables_of_far[:2],
+        sequences=sequences, **conditions, n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries,
+        n_keys=keys, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_q, LEARNED=n_learned,
         LEARN=None if sums is None or functions is None else functions.parameter_gradient, **constants, **tiles.options,
     )  # fmt: skip
 
@@ -168,15 +216,22 @@ def backward(
     rows_q, rows_k = tiles.block_m, tiles.block_n
     sequences, n_tiles = _schedule(prepared, "k", batch, keys, rows_k)
     keys_kernel[(n_tiles * key_heads,)](
-        _tiled(q, rows_q, block_d), _tiled(k, rows_k, block_d), _tiled(v, rows_k, block_v),
-        _tiled(grad_out, rows_q, block_v), _place(grad_k, rows_k, block_d, sequences),
-        _place(grad_v, rows_k, block_v, sequences), lse, delta, table_k, weights, sequences=sequences, **conditions,
-        n_key_heads=key_heads, heads_per_key=heads // key_heads, n_queries=queries, n_keys=keys, D=head_dim,
-        BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_k, **constants, **tiles.options,
+        *_tiled_all(saved, v, rows_q, rows_k, features), _tiled(grad_out, rows_q, block_v),
+        *(None if x is None else _place(x, rows_k, block_d, sequences) for x in (grad_k, grads_of_far[2])),
+        _place(grad_v, rows_k, block_v, sequences), lse, delta, table_k, tables_of_far[2], weights,
+        sequences=sequences, **conditions, n_key_heads=key_heads, heads_per_key=heads // key_heads, n_queries=queries,
+        n_keys=keys, D=head_dim, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_k, **constants, **tiles.options,
     )  # fmt: skip
     if not turns:
         grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared)
         grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
+        past, future, far_keys = grads_of_far
+        if past is not None and not given:
+            grad_q = grad_q.add_(turn_back(past, prepared.cos_past, prepared.sin_past, prepared))
+        if future is not None and not given:
+            grad_q = grad_q.add_(turn_back(future, prepared.cos_future, prepared.sin_future, prepared))
+        if far_keys is not None and not given:
+            grad_k = grad_k.add_(turn_back(far_keys, prepared.cos_far, prepared.sin_far, prepared))
 
     grad_parameters = grad_sinks = None
     if sums is not None and prepared.parameters is not None:
@@ -191,7 +246,7 @@ def backward(
         # A sink of −inf takes no part, not even where there is nothing else.
         of_sinks = torch.exp2(prepared.sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
         grad_sinks = -(of_sinks * delta).sum((0, 2))
-    return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks)
+    return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks, *(grads_of_far if given else _NOTHING_FAR))
 
 
 def empty_output(q: Tensor, v_head_dim: int) -> Tensor:
@@ -293,6 +348,7 @@ def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[st
         "softcap": 1.0 if softcap is None else softcap,
         "factor": factor if functions is None else LOG2_E,
         "window": 0 if prepared.window is None else min(prepared.window, 2**30),
+        "far_window": None if prepared.far_window is None else min(prepared.far_window, 2**29),
     }
 
 

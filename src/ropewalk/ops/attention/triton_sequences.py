@@ -122,9 +122,50 @@ def schedule_kernel(
             tl.store(schedule_ptr + index * 2 + 1, tl.zeros((BLOCK_S,), tl.int32), index < n_entries)
 
 
+# Which keys a query attends, by their index: all; those up to where it stands; those from there on.
+EITHER_SIDE = tl.constexpr(0)
+PAST = tl.constexpr(1)
+FUTURE = tl.constexpr(2)
+# Which pairs a walk is for, by their positions: all; those near each other; the far ones on one side.
+EVERY_PAIR = tl.constexpr(0)
+NEAR = tl.constexpr(1)
+FAR_PAST = tl.constexpr(2)
+FAR_FUTURE = tl.constexpr(3)
+
+
+@triton.constexpr_function
+def side_of_pairs(pairs, side, by_index):
+    """The side on which a walk over pairs of one kind goes, in a call that attends `side`."""
+    if not by_index:
+        return side
+    return {FAR_PAST.value: PAST.value, FAR_FUTURE.value: FUTURE.value}.get(pairs, side)
+
+
+@triton.jit
+def lengths_of_pairs(lengths, far_window, PAIRS: tl.constexpr, WINDOWED: tl.constexpr):
+    """The lengths for a walk over pairs of one kind alone, where positions are indices.
+
+    Near pairs are those within a window, on the side that the call attends; far ones those of one side, for a query
+    that stands far_window places away.
+    """
+    n_queries, first_key, n_keys, tokens_apart, window = lengths
+    if PAIRS == FAR_PAST:
+        tokens_apart -= far_window
+        window -= far_window
+    elif PAIRS == FAR_FUTURE:
+        tokens_apart += far_window
+        window -= far_window
+    elif PAIRS == NEAR:
+        if WINDOWED:  # noqa: SIM108
+            window = tl.minimum(window, far_window)
+        else:
+            window = far_window
+    return n_queries, first_key, n_keys, tokens_apart, window
+
+
 @triton.jit
 def key_ranges(
-    m_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    m_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys that a tile of queries may attend: [start, full), [full, full_stop), [full_stop, stop).
@@ -139,13 +180,17 @@ def key_ranges(
     full = first_key
     stop = n_keys
     full_stop = n_keys
-    if CAUSAL:
+    if SIDE == PAST:
         stop = tl.minimum(stop, last + 1)
         full_stop = tl.minimum(full_stop, first + 1)
+    if SIDE == FUTURE:
+        start = tl.maximum(start, first)
+        full = tl.maximum(full, last)
     if WINDOWED:
-        start = tl.maximum(first - window + 1, first_key)
-        full = tl.maximum(last - window + 1, first_key)
-        if not CAUSAL:
+        if SIDE != FUTURE:
+            start = tl.maximum(first - window + 1, first_key)
+            full = tl.maximum(last - window + 1, first_key)
+        if SIDE != PAST:
             stop = tl.minimum(stop, last + window)
             full_stop = tl.minimum(full_stop, first + window)
     start = start // BLOCK_N * BLOCK_N
@@ -160,7 +205,7 @@ def key_ranges(
 
 @triton.jit
 def query_ranges(
-    n_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    n_start, lengths, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Cut the queries that may attend a tile of keys, as `key_ranges` does; all begin at a multiple of BLOCK_M."""
@@ -171,13 +216,17 @@ def query_ranges(
     full = 0
     stop = n_queries
     full_stop = n_queries
-    if CAUSAL:
+    if SIDE == PAST:
         start = tl.maximum(first, 0)
         full = tl.maximum(last, 0)
+    if SIDE == FUTURE:
+        stop = tl.minimum(stop, last + 1)
+        full_stop = tl.minimum(full_stop, first + 1)
     if WINDOWED:
-        stop = tl.minimum(stop, last + window)
-        full_stop = tl.minimum(full_stop, first + window)
-        if not CAUSAL:
+        if SIDE != FUTURE:
+            stop = tl.minimum(stop, last + window)
+            full_stop = tl.minimum(full_stop, first + window)
+        if SIDE != PAST:
             start = tl.maximum(first - window + 1, 0)
             full = tl.maximum(last - window + 1, 0)
     start = start // BLOCK_M * BLOCK_M
@@ -217,7 +266,7 @@ def after_steps(step, ranges, MASKED: tl.constexpr):
 
 @triton.jit
 def may_attend(
-    m, n, lengths, mask, mask_stride_query, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, CAUSAL: tl.constexpr,
+    m, n, lengths, mask, mask_stride_query, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, SIDE: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Which of a tile's queries m attend which of its keys n, of shapes that broadcast against each other.
@@ -226,17 +275,20 @@ def may_attend(
     """
     n_queries, first_key, n_keys, tokens_apart, window = lengths
     ahead = n - (m + tokens_apart)
-    if CAUSAL:
+    if SIDE == PAST:
         may = ahead <= 0  # and so it exists, unless lengths say otherwise
         if HAS_LENGTHS:
             may = may & (n < n_keys)
     else:
         may = n < n_keys
+    if SIDE == FUTURE:
+        may = may & (ahead >= 0)
     if HAS_STARTS:
         may = may & (n >= first_key)
     if WINDOWED:
-        may = may & (ahead > -window)
-        if not CAUSAL:
+        if SIDE != FUTURE:
+            may = may & (ahead > -window)
+        if SIDE != PAST:
             may = may & (ahead < window)
     if mask is not None:
         mask_ptr, mask_stride_key = mask
@@ -247,3 +299,16 @@ def may_attend(
             mask_ptrs = mask_ptrs + wide(m) * mask_stride_query
             may = may & (tl.load(mask_ptrs, may & (m < n_queries), other=0) != 0)
     return may
+
+
+@triton.jit
+def are_pairs(positions_m, positions_n, far_window, PAIRS: tl.constexpr):
+    """Which pairs of positions, int64, are near or far, of shapes that broadcast against each other."""
+    distance = positions_m - positions_n
+    if PAIRS == FAR_PAST:
+        are = distance >= far_window
+    elif PAIRS == FAR_FUTURE:
+        are = distance <= -far_window
+    else:
+        are = (distance < far_window) & (distance > -far_window)
+    return are

@@ -20,6 +20,7 @@ UNSPECIALISED = (
     "n_queries",
     "n_keys",
     "window",
+    "far_window",
 )
 
 
@@ -121,21 +122,21 @@ def store_tile(
 
 
 @triton.jit
-def turn_back(
-    tile, table, batch, rows, n_rows, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Rotate a gradient back, [BLOCK, BLOCK_D] of float32: the transpose of the features' map.
-
-    Half-split pairs must be those of the whole tile: R = BLOCK_D.
-    """
+def load_table(table, batch, rows, n_rows, PAIRS: tl.constexpr, R: tl.constexpr):
+    """cos and sin of rows, [BLOCK, PAIRS]; 1 and 0 past the last row, and for pairs that are not turned."""
     cos_ptr, sin_ptr, table_stride_batch, table_stride_token = table
-    PAIRS: tl.constexpr = BLOCK_D // 2
     pair = tl.arange(0, PAIRS)[None, :]
     mask = (rows < n_rows)[:, None] & (pair < R // 2)
     table_offsets = wide(batch) * table_stride_batch + wide(rows)[:, None] * table_stride_token + pair
     cos = tl.load(cos_ptr + table_offsets, mask, other=1.0)
     sin = tl.load(sin_ptr + table_offsets, mask, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def turn_by(tile, cos, sin, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotate pairs of features back, [BLOCK, BLOCK_D] of float32."""
+    PAIRS: tl.constexpr = BLOCK_D // 2
     if INTERLEAVED:
         a, b = tl.split(tl.reshape(tile, (BLOCK, PAIRS, 2)))
         tile = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (BLOCK, BLOCK_D))
@@ -144,6 +145,40 @@ def turn_back(
         turned = tl.permute(tl.join(a * cos + b * sin, b * cos - a * sin), (0, 2, 1))
         tile = tl.reshape(turned, (BLOCK, BLOCK_D))
     return tile
+
+
+@triton.jit
+def turn_back(
+    tile, table, batch, rows, n_rows, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate a gradient back, [BLOCK, BLOCK_D] of float32: the transpose of the features' map.
+
+    Half-split pairs must be those of the whole tile: R = BLOCK_D.
+    """
+    cos, sin = load_table(table, batch, rows, n_rows, BLOCK_D // 2, R)
+    return turn_by(tile, cos, sin, BLOCK, BLOCK_D, INTERLEAVED)
+
+
+@triton.jit
+def change_table(
+    tile, of_tile, table, batch, rows, n_rows, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """What `turn_back` by `table` makes the same of as of `tile` by its own table, or as `tile` if it has none."""
+    cos, sin = load_table(table, batch, rows, n_rows, BLOCK_D // 2, R)
+    square = cos * cos + sin * sin
+    inverse = tl.where(square > 0, 1 / square, 0.0)
+    cos *= inverse
+    sin *= inverse
+    if of_tile is None:
+        by_cos = cos
+        by_sin = -sin
+    else:
+        cos_of_tile, sin_of_tile = load_table(of_tile, batch, rows, n_rows, BLOCK_D // 2, R)
+        by_cos = cos_of_tile * cos + sin_of_tile * sin
+        by_sin = sin_of_tile * cos - cos_of_tile * sin
+    return turn_by(tile, by_cos, by_sin, BLOCK, BLOCK_D, INTERLEAVED)
 
 
 @triton.jit
@@ -184,6 +219,14 @@ def load_positions(positions, batch, offset, start, default, origin, BLOCK: tl.c
         # One conversion for each tile: they are as slow as exponentials.
         position = (default - origin).to(tl.float32) + token.to(tl.float32)
     return position
+
+
+@triton.jit
+def load_whole_positions(positions, batch, offset, start, BLOCK: tl.constexpr):
+    """The positions of a tile's tokens, int64; 0 where there is none."""
+    ptr, stride_batch, stride_token, n_tokens = positions
+    index = offset + start + tl.arange(0, BLOCK)
+    return wide(tl.load(ptr + wide(batch) * stride_batch + wide(index) * stride_token, index < n_tokens, other=0))
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Attention with two scores, as Ropewalk's source document 001 has it: of ready pairs of queries and keys.
+
+Shape letters: Z batch, H query heads, K key heads, N tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention.api import serve
+from ropewalk.ops.attention.checks import DTYPES, check_call
+from ropewalk.ops.attention.choice import choose
+from ropewalk.ops.attention.cores import Request
+from ropewalk.ops.attention.prepare import FarFeatures, prepare
+from ropewalk.positions import PositionScheme
+
+
+@dataclass(frozen=True)
+class GivenPairs(PositionScheme):
+    """Near and far features that were mapped before the call."""
+
+    window: int
+
+    def far_window(self) -> int:
+        """The window."""
+        return self.window
+
+
+def rerope_attention(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    causal: bool,
+    sm_scale: float,
+    window: int,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Attend by the scores of one pair of queries and keys within a window, and of another pair beyond it.
+
+    The same in PyTorch: `torch_attention`, which holds whole (N, N) matrices; this holds none. The window selects which
+    pair a score is of, and masks nothing. It is strict: |m − n| < window is near. Differentiable in all five tensors.
+
+    Args:
+        q1: (Z, H, N, D), queries as they meet near keys; float16 or bfloat16 (float32 and, by the reference, float64
+            too), any strides.
+        q2: like q1, queries as they meet far keys; the same for those behind and those ahead.
+        k1: (Z, K, N, D), where H is a multiple of K, keys as they meet near queries.
+        k2: like k1, keys as they meet far queries.
+        v: like k1, but for its head dim.
+        causal: let no query attend a later key.
+        sm_scale: of the scores, such as 1/√D.
+        window: from how many places apart on a pair is far.
+        impl: None for the fastest that fits; "triton"; "flash", two calls of flash-attn 4 that are merged by their
+            log-sum-exp, causal alone; or "reference". A named one that cannot serve the call raises.
+
+    Returns:
+        (Z, H, N, Dv), like q1.
+
+    Raises:
+        TypeError: an argument of another type or dtype than said here.
+        ValueError: shapes, devices or values that do not fit; an `impl` that cannot serve the call.
+
+    Source: Ropewalk's document 001.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import rerope_attention
+        >>> q1, q2, k1, k2, v = (torch.randn(1, 4, 256, 64) for _ in range(5))
+        >>> rerope_attention(q1, q2, k1, k2, v, True, 0.125, 100).shape
+        torch.Size([1, 4, 256, 64])
+    """
+    _check(q1, q2, k1, k2, v, window)
+    call = check_call(q1, k1, v, position=GivenPairs(window), causal=causal, scale=sm_scale, layout="bhtd")
+    prepared = prepare(q1, k1, call)._replace(far_window=window)
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    far = FarFeatures(q2, None if causal else q2, k2)
+    request = Request(q1, k1, v, call, prepared, False, deterministic, backward, far)
+    return serve(request, choose(request, impl))[0]
+
+
+def torch_attention(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, causal: bool, sm_scale: float, window: int
+) -> Tensor:
+    """`rerope_attention` in plain PyTorch, with whole matrices of scores: what it is to compute.
+
+    The same in PyTorch, for as many key heads as query heads::
+
+        m, n = torch.arange(N)[:, None], torch.arange(N)
+        scores = torch.where((m - n).abs() < window, q1 @ k1.mT, q2 @ k2.mT) * sm_scale
+        if causal:
+            scores = scores.masked_fill(n > m, -torch.inf)
+        out = scores.softmax(-1) @ v
+
+    The arithmetic is in float32, or in float64 for float64 tensors, rounded once. Arguments, result and errors are
+    those of `rerope_attention`.
+
+    Source: Ropewalk's document 001.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import torch_attention
+        >>> q1, q2, k1, k2, v = (torch.randn(1, 4, 256, 64) for _ in range(5))
+        >>> torch_attention(q1, q2, k1, k2, v, True, 0.125, 100).shape
+        torch.Size([1, 4, 256, 64])
+    """
+    _check(q1, q2, k1, k2, v, window)
+    dtype = torch.promote_types(q1.dtype, torch.float32)
+    group = q1.shape[1] // k1.shape[1]
+    near_q, far_q = q1.to(dtype), q2.to(dtype)
+    near_k, far_k, values = (x.to(dtype).repeat_interleave(group, 1) for x in (k1, k2, v))
+    m = torch.arange(q1.shape[2], device=q1.device)[:, None]
+    n = torch.arange(k1.shape[2], device=q1.device)
+    scores = torch.where((m - n).abs() < window, near_q @ near_k.mT, far_q @ far_k.mT) * sm_scale
+    if causal:
+        scores = scores.masked_fill(n > m, -math.inf)
+    return (scores.softmax(-1) @ values).to(q1.dtype)
+
+
+def _check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, window: int) -> None:
+    """Raise unless the tensors fit each other, and the window is one."""
+    tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+        if x.dtype not in DTYPES or x.dtype != q1.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, but all tensors must share float16, bfloat16, or a wider one")
+        if x.device != q1.device:
+            raise ValueError(f"{name} is on {x.device}, but must be on q1's device, {q1.device}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (Z, H, N, D)")
+    batch, heads, tokens, head_dim = q1.shape
+    if q2.shape != q1.shape:
+        raise ValueError(f"q2 has shape {tuple(q2.shape)}, but must have q1's, {tuple(q1.shape)}")
+    key_heads = k1.shape[1]
+    if k1.shape != (batch, key_heads, tokens, head_dim) or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"k1 has shape {tuple(k1.shape)}, but must be (Z, K, N, D) with Z = {batch}, N = {tokens}, D = {head_dim} "
+            f"and a K that divides {heads}"
+        )
+    if k2.shape != k1.shape:
+        raise ValueError(f"k2 has shape {tuple(k2.shape)}, but must have k1's, {tuple(k1.shape)}")
+    if v.shape[:3] != k1.shape[:3]:
+        raise ValueError(f"v has shape {tuple(v.shape)}, but must have k1's, {tuple(k1.shape)}, all but the head dim")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window is {window!r}, but must be an int of at least 1")
