@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from ropewalk.ops.attention import flash_far
 from ropewalk.ops.attention.checks import Call
-from ropewalk.ops.attention.prepare import FarFeatures, Prepared, map_features
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared, map_far_features, map_features
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -57,8 +58,6 @@ def _why_no_core(request: Request) -> str | None:
         return reason
     if call.position.changes_scores():
         return f"{type(call.position).__name__} changes scores"
-    if prepared.far_window is not None:
-        return f"{type(call.position).__name__} encodes far pairs of tokens in another way than near ones"
     if call.mask is not None or call.key_lengths is not None:
         return f"it takes no {'mask that leaves' if call.mask is not None else 'key_lengths that leave'} rows empty"
     if return_lse:
@@ -99,6 +98,8 @@ def why_not_sdpa(request: Request) -> str | None:
     q, k, v, call, *_ = request
     if call.window is not None:
         return "it knows no window"
+    if request.prepared.far_window is not None:
+        return "it has no log-sum-exp to merge near and far pairs of tokens by"
     reason = _why_no_core(request)
     if reason is not None:
         return reason
@@ -158,6 +159,9 @@ def why_not_flash(request: Request) -> str | None:
         return reason
     if (call.causal or call.window is not None) and q.shape[2] > k.shape[2]:
         return "there are more queries than keys, hence rows that attend nothing"
+    reason = None if request.prepared.far_window is None else _why_no_far(request, version)
+    if reason is not None:
+        return reason
     if v.shape[3] != q.shape[3]:
         return _other_values(v, q)
     if q.dtype not in HALF:
@@ -168,14 +172,36 @@ def why_not_flash(request: Request) -> str | None:
     return _why_misaligned(q, k, v) or load_flash(version)[1]
 
 
+def _why_no_far(request: Request, version: int) -> str | None:
+    """Why flash-attn's calls for near and for far pairs cannot be merged; None if they can."""
+    q, k, _, call, prepared, *_ = request
+    if version != 4:
+        return f"near and far pairs of tokens are merged with flash-attn 4 alone, not with {version}"
+    if not call.causal:
+        return "near and far pairs of tokens are two calls of its only if both are causal"
+    if call.window is not None:
+        return "it is not asked for a window beside near and far pairs of tokens"
+    if prepared.positions_q is not None:
+        return "near and far pairs of tokens go by positions_q and positions_k, and its windows by index"
+    if q.shape[2] != k.shape[2]:
+        return "near and far pairs of tokens are two calls of its only for as many queries as keys"
+    if prepared.far_window is not None and prepared.far_window >= q.shape[2]:
+        return "no pair of tokens is far, and it is not asked for gradients that are zero"
+    return flash_far.load_functions()[1]
+
+
 def flash(request: Request) -> Tensor:
     """Attend by flash-attn; (B, H, Tq, D)."""
     version = flash_version(request.q.device)
     function, reason = load_flash(version or 0)
     if function is None:
         raise RuntimeError(reason)
-    q, k = map_features(request.q, request.k, request.prepared)
-    call = request.call
+    call, prepared = request.call, request.prepared
+    far = request.far or map_far_features(request.q, request.k, prepared)
+    q, k = map_features(request.q, request.k, prepared)
+    if far is not None and prepared.far_window is not None:
+        q, k, past, far_keys, v = (x.transpose(1, 2) for x in (q, k, far.past, far.keys, request.v))
+        return flash_far.attend(q, k, past, far_keys, v, call.scale, prepared.far_window).transpose(1, 2)
     keywords: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
     if call.window is not None:
         keywords["window_size"] = (call.window - 1, 0 if call.causal else call.window - 1)
