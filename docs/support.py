@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias
-from ropewalk.ops.attention import choice, cores
+from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias
+from ropewalk.ops.attention import choice, cores, flash_far
 from ropewalk.ops.attention.api import _ask
 from ropewalk.ops.rope import triton_launch
 from ropewalk.positions import Rotation
@@ -129,6 +129,19 @@ SECTIONS: dict[str, list[Case]] = {
             "`ExpoSB(band_weights=…)`, learned",
             lambda device: {"position": ExpoSB(band_weights=_learned(H, device=device))},
         ),
+        Case("`ReRope(window)`, causal", lambda device: {"position": ReRope(16), "causal": True}),
+        Case("`ReRope(window)`, not causal", lambda device: {"position": ReRope(16)}),
+        Case("`ReRope(window, leak=…)`, causal", lambda device: {"position": ReRope(16, leak=4.0), "causal": True}),
+        Case("`SelfExtend(window, group)`, causal", lambda device: {"position": SelfExtend(16, 4), "causal": True}),
+        Case(
+            "`ReRope(window)`, causal, fewer queries than keys",
+            lambda device: {"position": ReRope(16), "causal": True},
+            queries=5,
+        ),
+        Case(
+            "`ReRope(window)`, causal, positions per token",
+            lambda device: {"position": ReRope(16), "causal": True, "positions_q": _positions(device)},
+        ),
         Case("your own: `change_scores` alone", lambda device: {"position": OwnInPyTorch()}),
         Case(
             "your own: `score_functions`",
@@ -171,6 +184,12 @@ SECTIONS: dict[str, list[Case]] = {
             queries=1,
             page_size=16,
         ),
+        Case(
+            "`block_table`, `ReRope(window)`",
+            lambda device: _pages(device, position=ReRope(16)),
+            queries=1,
+            page_size=16,
+        ),
     ],
     "Everything else": [
         Case("`softcap`", lambda device: {"softcap": 30.0}),
@@ -205,6 +224,7 @@ def imagined_gpu() -> Iterator[None]:
         (cores, "may_use_cudnn", lambda: True),
         (cores, "flash_version", lambda device: 4),
         (cores, "load_flash", lambda version: (object, None)),
+        (flash_far, "load_functions", lambda: ((object, object), None)),
         # To flash-attn a fake tensor means a tracer, which it cannot serve; and a fake tensor has no address.
         (cores, "FakeTensor", type(None)),
         (cores, "_why_misaligned", lambda *tensors: None),

@@ -19,7 +19,10 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "rope"], ["build"], ["demo"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["bench"], ["bench", "rope"], ["build"], ["demo"], ["doctor"], ["experiment", "length-extrapolation"]],
+)
 def test_help_does_not_import_torch(command: list[str]) -> None:
     program = (
         "import sys\n"

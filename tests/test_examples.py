@@ -63,6 +63,28 @@ def test_profile_rotary(capsys, tmp_path):
         assert not any(row["kernels"] for row in rows.values())
 
 
+def test_rerope_benchmark(capsys):
+    small = ("--tokens", "200", "--heads", "3", "--window", "60", "--heads-at-once", "2")
+    printed = run("rerope_benchmark.py", capsys, *small)
+    checks = re.findall(r"rerope_attention.*, (b?float16), ((?:not )?causal): (.*)", printed)
+    assert {check[:2] for check in checks} == {
+        (dtype, order) for dtype in ("float16", "bfloat16") for order in ("causal", "not causal")
+    }
+    for *_, shares in checks:
+        errors = [float(share) for share in shares.split(", ")]
+        assert len(errors) == 6
+        assert max(errors) <= 1
+    rows = re.findall(r"│ (eager PyTorch|rerope_attention.*?) +│ +(b?float16) │ +([\d.]+) │ .* │ +([\d.]+) │", printed)
+    names = {"eager PyTorch", "rerope_attention"}
+    if torch.cuda.is_available():
+        names.add("rerope_attention, triton")
+    assert {row[:2] for row in rows} == {(name, dtype) for name in names for dtype in ("float16", "bfloat16")}
+    assert all(float(time) > 0 and float(ratio) > 0 for *_, time, ratio in rows)
+    assert all(ratio == "1.00" for name, *_, ratio in rows if name == "eager PyTorch")
+    assert "2 heads at a time" in printed
+    assert ("triton: not run" in printed) == ("No GPU here" in printed) == (not torch.cuda.is_available())
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_tested(path):
     assert f'"{path.name}"' in Path(__file__).read_text()

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ropewalk.ops.rope.documents import rope_pytorch as rope_pytorch
     from ropewalk.ops.rope.documents import rope_triton as rope_triton
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
+    from ropewalk.position_scheme import PositionScheme as PositionScheme
     from ropewalk.positions import Alibi as Alibi
     from ropewalk.positions import ExpoSB as ExpoSB
     from ropewalk.positions import NoPosition as NoPosition
-    from ropewalk.positions import PositionScheme as PositionScheme
     from ropewalk.positions import Rope as Rope
     from ropewalk.positions import T5Bias as T5Bias
 
@@ -47,7 +47,7 @@ _MODULE_OF = {
     "ExpoSB": "ropewalk.positions",
     "FREQUENCIES": "ropewalk.frequencies",
     "NoPosition": "ropewalk.positions",
-    "PositionScheme": "ropewalk.positions",
+    "PositionScheme": "ropewalk.position_scheme",
     "ReRope": "ropewalk.far_positions",
     "RoPEAttention": "ropewalk.modules.attention",
     "Rope": "ropewalk.positions",

@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+experiment_app = typer.Typer(help="Train small models, and measure what they do.", no_args_is_help=True)
+app.add_typer(experiment_app, name="experiment")
 
 
 @contextmanager
@@ -202,6 +204,52 @@ def demo(
         run_demo(text, steps, device, figure, seed)
 
 
+@experiment_app.command("length-extrapolation")
+def experiment_length_extrapolation(
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The text to learn; by default PyTorch's Python sources."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; by default what suits the device.")] = None,
+    train_length: Annotated[
+        int | None, typer.Option(help="The length it learns at; by default 512 on a GPU, 128 on a CPU.")
+    ] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="Where it is evaluated, with commas between; by default 1, 2, 4, 8 and 16 times the training length, "
+            "on a CPU to 4 times."
+        ),
+    ] = "",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Where the figure goes; by default beside the record.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+) -> None:
+    """Train a small transformer with RoPE, then read longer texts by RoPE, NTK, ReRoPE, leaky ReRoPE and SelfExtend.
+
+    The loss at a length is that of the last bytes of held-out windows, the same bytes at each length.
+    """
+    from ropewalk.experiments.length_extrapolation import run_length_extrapolation
+
+    with _user_errors():
+        run_length_extrapolation(
+            text=text,
+            steps=steps,
+            train_length=train_length,
+            lengths=_whole_numbers("lengths", lengths),
+            device=device,
+            output=output,
+            figure=figure,
+            seed=seed,
+        )
+
+
 @bench_app.command("rope")
 def bench_rope(
     case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
@@ -300,6 +348,14 @@ def bench_attention(
 def _split(text: str) -> list[str]:
     """Names with commas between."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    names = _split(text)
+    if not all(name.isdecimal() for name in names):
+        raise ValueError(f"{option} is {text!r}, but must be whole numbers with commas between, as in 512,1024")
+    return [int(name) for name in names]
 
 
 def _list_cases(cases: Sequence[Case]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from ropewalk.positions import PositionScheme, Rope, Rotation
+from ropewalk.position_scheme import PositionScheme, Rotation
+from ropewalk.positions import Rope
 
 _ROPE = Rope()
 

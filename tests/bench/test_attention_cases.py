@@ -1,16 +1,17 @@
 """Attention's cases as data, and the tensors made of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention_cases import CASES, MODES, REROPE, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.checks import check_call
 
-CASE = AttentionCase("small", 3, 16, 4, 2, 8)
+CASE = AttentionCase("small", 3, 16, 4, 2, 8, far_window=5)
 PACKED = replace(CASE, batch=200, form="packed", shortest=2, causal=True)
 CACHE = replace(CASE, batch=200, form="cache", shortest=4)
 
@@ -59,12 +60,33 @@ def test_packed_sequences_and_caches_count_what_is_there() -> None:
 def test_every_mode_has_a_direction() -> None:
     assert {direction_of(mode) for mode in MODES} == {"fwd", "bwd", "train"}
     assert (direction_of("decode"), direction_of("memory")) == ("fwd", "train")
+    assert [direction_of(mode) for mode in REROPE] == ["fwd", "train"]
 
 
 def test_forms_that_do_not_exist_are_refused() -> None:
     for changes in ({"form": "sparse"}, {"form": "packed", "padded": True}):
         with pytest.raises(ValueError, match="small: there is no form"):
             replace(CASE, **changes)
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_a_far_window_leaves_near_pairs_and_far_ones(window: int) -> None:
+    with pytest.raises(ValueError, match=rf"small: far_window is {window}, but must be from 1 to below 16 tokens"):
+        replace(CASE, far_window=window)
+
+
+@pytest.mark.parametrize("changes", [{"far_window": None}, {"causal": False}, {"padded": True}, {"form": "packed"}])
+def test_rerope_is_measured_where_all_ways_to_it_serve(changes: dict[str, Any]) -> None:
+    right = replace(CASE, causal=True, modes=REROPE)
+    with pytest.raises(ValueError, match="small: ReRoPE is measured of dense causal cases that have a far_window"):
+        replace(right, **changes)
+
+
+def test_a_far_window_is_told_and_costs_no_operations() -> None:
+    without = replace(CASE, far_window=None)
+    assert CASE.description == f"{without.description}, far from 5 tokens on"
+    assert CASE.flops("rerope-fwd") == without.flops("fwd")
+    assert CASE.flops("rerope-train") == without.flops("train")
 
 
 def test_what_training_cannot_do_without() -> None:
@@ -122,10 +144,12 @@ def test_a_caches_query_stands_at_the_last_key(device: torch.device) -> None:
 
 
 def test_settings_are_what_attention_takes(device: torch.device) -> None:
-    assert {*SCHEMES, *LEARNED, *VARIANTS, "none", "rope"} == set(SETTINGS)
+    assert {*SCHEMES, *LEARNED, *VARIANTS, "none", "rope", "rerope"} == set(SETTINGS)
     inputs = make_attention_inputs(CASE, device)
     for setting in SETTINGS.values():
-        keywords, parameters = setting.make(4, device)
+        keywords, parameters = setting.make(CASE, device)
         check_call(inputs.q, inputs.k, inputs.v, **keywords)
         assert bool(parameters) == setting.learned
         assert all(x.is_leaf and x.requires_grad and x.shape[-1] == 4 for x in parameters)
+    with pytest.raises(ValueError, match="window is None"):
+        SETTINGS["rerope"].make(replace(CASE, far_window=None), device)

@@ -15,7 +15,7 @@ from ropewalk.bench.attention_settings import SETTINGS
 from ropewalk.bench.gate import Verdict
 from ropewalk.ops.attention.api import attention
 
-CASE = AttentionCase("small", 2, 19, 4, 2, 16)
+CASE = AttentionCase("small", 2, 19, 4, 2, 16, far_window=6)
 PACKED = replace(CASE, batch=4, causal=True, form="packed", shortest=3)
 CACHE = replace(CASE, batch=3, form="cache", shortest=5)
 FORMS = [CASE, replace(CASE, causal=True), replace(CASE, padded=True), replace(CASE, batch=1, q_heads=1, k_heads=1)]
@@ -23,7 +23,7 @@ FORMS = [CASE, replace(CASE, causal=True), replace(CASE, padded=True), replace(C
 
 def ours(case: AttentionCase, inputs: AttentionInputs, setting: str, **changes: Any) -> Callable[..., Tensor]:
     keywords = {
-        **SETTINGS[setting].make(case.q_heads, inputs.q.device)[0],
+        **SETTINGS[setting].make(case, inputs.q.device)[0],
         "causal": case.causal,
         "key_lengths": inputs.key_lengths,
         "impl": "reference",
@@ -93,7 +93,7 @@ def test_caches_that_are_read_otherwise_are_wrong(changes: dict[str, Any], devic
 @pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.learned])
 def test_gradients_of_parameters_count(name: str, device: torch.device) -> None:
     inputs = make_attention_inputs(CASE, device)
-    keywords, parameters = SETTINGS[name].make(CASE.q_heads, device)
+    keywords, parameters = SETTINGS[name].make(CASE, device)
     right = ours(CASE, inputs, name, **keywords)
     gate = AttentionGate(CASE, inputs)
     assert gate.check(right, name, backward=True, parameters=parameters).complaint is None
@@ -132,6 +132,15 @@ def test_another_setting_is_wrong(setting: str, device: torch.device) -> None:
 def test_another_attention_is_wrong(changes: dict[str, Any], device: torch.device) -> None:
     inputs = make_attention_inputs(CASE, device)
     assert check(ours(CASE, inputs, "none", **changes), CASE, device).complaint is not None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_another_far_window_and_rope_throughout_are_wrong(causal: bool, device: torch.device) -> None:
+    case = replace(CASE, causal=causal)
+    inputs = make_attention_inputs(case, device)
+    gate = AttentionGate(case, inputs)
+    for other, setting in ((replace(case, far_window=12), "rerope"), (case, "rope")):
+        assert gate.check(ours(other, inputs, setting), "rerope", backward=False).complaint is not None
 
 
 def test_lengths_that_are_not_obeyed_are_wrong(device: torch.device) -> None:

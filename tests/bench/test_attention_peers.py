@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from ropewalk.bench import attention_peers
 from ropewalk.bench.attention_candidates import PAGE_SIZES, Candidate, _paged, candidates_of, yardsticks_of
-from ropewalk.bench.attention_cases import CASES, AttentionCase, make_attention_inputs
+from ropewalk.bench.attention_cases import CASES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention_gate import AttentionGate
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, compile_rope
 from ropewalk.bench.attention_settings import LEARNED
@@ -23,13 +23,18 @@ from ropewalk.ops.attention.api import attention
 from ropewalk.ops.rope.api import apply_rope
 
 SMALL = AttentionCase("small", 2, 136, 4, 4, 64)
+FAR = replace(SMALL, name="far", causal=True, modes=REROPE, far_window=40)
+PACKED = replace(SMALL, name="packed", batch=3, k_heads=2, causal=True, form="packed", shortest=20)
+CACHE = replace(SMALL, name="cache", batch=3, k_heads=2, causal=True, form="cache", shortest=20)
 FORMS = [
     SMALL,
     replace(SMALL, name="causal", causal=True),
     replace(SMALL, name="grouped", k_heads=2, causal=True),
     replace(SMALL, name="padded", padded=True),
-    replace(SMALL, name="packed", batch=3, k_heads=2, causal=True, form="packed", shortest=20),
-    replace(SMALL, name="cache", batch=3, k_heads=2, causal=True, form="cache", shortest=20),
+    PACKED,
+    CACHE,
+    FAR,
+    replace(FAR, name="far, grouped", k_heads=2),
 ]
 
 
@@ -41,7 +46,7 @@ def nothing_compiled(device: torch.device) -> Iterator[None]:
 
 
 def complaints(name: str, device: torch.device, *, backward: bool = True) -> list[str]:
-    """Of a cache there is no backward, and its queries are not rotated here."""
+    """Of a cache there is no backward, and its queries are not rotated here: no peer knows positions but ReRoPE's."""
     peer = ATTENTION_PEERS[name]
     found = []
     with nothing_compiled(device):
@@ -50,8 +55,9 @@ def complaints(name: str, device: torch.device, *, backward: bool = True) -> lis
                 torch.compiler.reset()
                 inputs = make_attention_inputs(case, device)
                 attend, both = peer.build(case, inputs), backward and case.form != "cache"
+                setting = "rerope" if peer.rerope else "none"
                 try:
-                    verdict = AttentionGate(case, inputs).check(attend, "none", backward=both)
+                    verdict = AttentionGate(case, inputs).check(attend, setting, backward=both)
                 except RuntimeError as error:
                     if case.form == "dense" or "No available kernel" not in str(error):
                         raise
@@ -125,8 +131,16 @@ def test_flash_attention_4_is_called_as_documented(monkeypatch: pytest.MonkeyPat
     assert complaints("flash_attn_4", torch.device("cpu")) == []
 
 
+def test_whole_matrices_of_scores_must_fit() -> None:
+    by_name = {case.name: ATTENTION_PEERS["eager"].why_not(case) for case in CASES}
+    assert by_name["rerope-8k-d64"] is None
+    assert by_name["rerope-8k-d64-fp16"] is None
+    assert by_name["rerope-16k-d128"] == "its whole matrices do not fit: 80 GiB, of 64 that it may take"
+    assert by_name["causal-8k-d64"] == "ReRoPE of dense causal tensors alone"
+
+
 def test_a_copy_in_pages_is_the_same_cache(device: torch.device) -> None:
-    case = FORMS[-1]
+    case = CACHE
     inputs = make_attention_inputs(case, device)
     for size in PAGE_SIZES:
         before, keywords = _paged(inputs, size)
@@ -151,12 +165,13 @@ def test_the_peers_rotation_is_ours(device: torch.device) -> None:
 def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
     inputs = make_attention_inputs(SMALL, device)
     gate = AttentionGate(SMALL, inputs)
-    found = candidates_of(SMALL, inputs, ("reference",), [ATTENTION_PEERS["sdpa_flash"]])
+    found = candidates_of(SMALL, inputs, ("reference",), [ATTENTION_PEERS[name] for name in ("sdpa_flash", "eager")])
     labels = {mode: [candidate.label for candidate in found[mode]] for mode in found}
     inside, outside = ["auto + rope", "reference + rope"], ["reference + apply_rope", "reference"]
     assert labels["fwd"] == labels["bwd"] == ["reference", "sdpa_flash"]
     assert labels["train"] == [*inside, *outside, "sdpa_flash + compiled rope"]
     assert labels["memory"] == inside
+    assert labels["rerope-fwd"] == labels["rerope-train"] == []
     schemes = ["reference + alibi", "reference + exposb", "reference + exposb-decay"]
     assert labels["schemes-fwd"] == labels["schemes-bwd"] == ["reference", *schemes]
     variants = ["reference + dropout", "reference + softcap", "reference + sinks"]
@@ -167,8 +182,55 @@ def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
             check_candidates(gate, candidates, backward=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_way_to_rerope_is_right(dtype: str, device: torch.device) -> None:
+    case = replace(FAR, dtype=dtype)
+    inputs = make_attention_inputs(case, device)
+    found = candidates_of(case, inputs, ("reference",), [ATTENTION_PEERS[name] for name in ("sdpa_flash", "eager")])
+    ours = [candidate for candidate in found["rerope-train"] if candidate.impl != "flash"]
+    one_call = ["auto + rerope", "reference + rerope"]
+    others = ["reference + rope", "reference + two calls", "reference + ready pairs", "eager + rerope"]
+    assert [candidate.label for candidate in ours] == [*one_call, *others]
+    assert found["rerope-fwd"] == found["rerope-train"]
+    memory = [candidate.label for candidate in found["memory"]]
+    assert memory == ["auto + rope", "reference + rope", "reference + rerope"]
+    with nothing_compiled(device):
+        check_candidates(AttentionGate(case, inputs), ours, backward=True)
+
+
+def test_ready_pairs_are_made_before_what_is_timed(device: torch.device) -> None:
+    inputs = make_attention_inputs(FAR, device)
+    found = candidates_of(FAR, inputs, ("reference",), [])["rerope-train"]
+    by_position = {candidate.position: candidate for candidate in found if candidate.impl == "reference"}
+    plain, ready = by_position["rerope"], by_position["ready pairs"]
+    assert plain.tensors() == (inputs.q, inputs.k, inputs.v)
+    pairs = [x.requires_grad_() for x in ready.tensors()]
+    near_q, far_q, near_k, far_k, v = pairs
+    rotated = apply_rope(inputs.q, inputs.k, inputs.cos, inputs.sin, impl="reference")
+    torch.testing.assert_close(near_q, rotated[0].transpose(1, 2))
+    torch.testing.assert_close(near_k, rotated[1].transpose(1, 2))
+    torch.testing.assert_close(far_q[:, :, 40], near_q[:, :, 40])
+    assert torch.equal(far_k, inputs.k.transpose(1, 2))
+    assert torch.equal(v, inputs.v.transpose(1, 2))
+    out = ready.build()(*pairs)
+    assert out.shape == inputs.grad.shape
+    grads = torch.autograd.grad(out, pairs, inputs.grad)
+    assert all(grad.any() for grad in grads)
+
+
+def test_ways_that_cannot_serve_say_so() -> None:
+    device = torch.device("cpu")
+    inputs = make_attention_inputs(FAR, device)
+    found = candidates_of(FAR, inputs, ("sdpa",), [])["rerope-train"]
+    reasons = {candidate.label: candidate.serves(True)[1] for candidate in found}
+    assert "cannot serve this call" in (reasons["sdpa + rerope"] or "")
+    assert reasons["sdpa + ready pairs"] == reasons["sdpa + rerope"]
+    assert "it knows no window" in (reasons["sdpa + two calls"] or "")
+    assert reasons["sdpa + rope"] is reasons["auto + rerope"] is None
+
+
 def test_every_candidate_of_packed_sequences_and_of_caches_is_right(device: torch.device) -> None:
-    for case, mode in ((FORMS[-2], "train"), (FORMS[-1], "decode")):
+    for case, mode in ((PACKED, "train"), (CACHE, "decode")):
         inputs = make_attention_inputs(case, device)
         found = candidates_of(case, inputs, ("reference",), [ATTENTION_PEERS["sdpa_default"]])[mode]
         usable = [candidate for candidate in found if candidate.serves(mode == "train")[1] is None]
@@ -187,7 +249,8 @@ def check_candidates(gate: AttentionGate, candidates: Sequence[Candidate], *, ba
         served_by, reason = candidate.serves(backward)
         assert reason is None
         assert (served_by is None) == (candidate.kind == "peer")
-        verdict = gate.check(candidate.build(), candidate.setting, backward=backward, parameters=candidate.parameters)
+        attend = candidate.from_inputs(candidate.build())
+        verdict = gate.check(attend, candidate.setting, backward=backward, parameters=candidate.parameters)
         assert verdict.complaint is None, candidate.label
 
 

@@ -27,7 +27,7 @@ def timed(
     anchors: dict[str, float] | None = None,
 ) -> list[AttentionRow]:
     """Rows of a group in which each implementation took so long, and so long its yardstick or a copy."""
-    ours = ("auto", "triton")
+    ours = ("auto", "triton", "flash")
     rows = [
         AttentionRow(
             case,
@@ -95,8 +95,29 @@ VARIANTS = timed(
     "variants-bwd",
     {("triton", "none"): 10.0, ("triton", "dropout"): 11.2, ("triton", "softcap"): 11.2, ("triton", "sinks"): 10.2},
 )
+REROPE = [
+    replace(row, served_by="flash") if row.impl == "auto" else row
+    for row in timed(
+        BY_NAME["rerope-8k-d64"],
+        "rerope-train",
+        {
+            ("auto", "rerope"): 10.1,
+            ("triton", "rerope"): 12.0,
+            ("flash", "rerope"): 10.0,
+            ("triton", "rope"): 10.0,
+            ("triton", "two calls"): 15.0,
+            ("eager", "rerope"): 320.0,
+        },
+    )
+]
+REROPE_FORWARD = timed(
+    BY_NAME["rerope-16k-d128"],
+    "rerope-fwd",
+    {("auto", "rerope"): 10.5, ("triton", "rerope"): 10.5, ("triton", "rope"): 10.0, ("triton", "two calls"): 9.0},
+)
 MLA = timed(MLA_CASE, "bwd", {("triton", "none"): 14.5}, anchors={"triton": 10.0})
 NEWER = [*PACKED, *DECODING, *VARIANTS, *MLA]
+NEWEST = [*REROPE, *REROPE_FORWARD]
 MEMORY = [
     AttentionRow(
         BY_NAME["memory-64k"], "memory", "auto", "rope", "ours", "ok", peak_bytes=140 << 20, floor_bytes=100 << 20
@@ -112,7 +133,7 @@ RECORD = AttentionRecord({"format": 1, **RUN}, [*KERNELS, *TRAINING, *SCHEMES, *
 
 def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     first = replace(KERNELS[0], host=HostTime(1.0, 2.0), rounds=5, served_by="triton")
-    rows = [first, *TRAINING, *MEMORY, *NEWER, *OTHERS]
+    rows = [first, *TRAINING, *MEMORY, *NEWER, *NEWEST, *OTHERS]
     path = tmp_path / "record.jsonl"
     with RecordWriter(path, RUN) as writer:
         for row in rows:
@@ -129,7 +150,7 @@ def test_a_record_without_the_later_fields_reads_as_before(tmp_path: Path) -> No
             writer.append(row)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines[1:]:
-        for name in ("v_head_dim", "form", "shortest", "yardstick"):
+        for name in ("v_head_dim", "form", "shortest", "yardstick", "far_window"):
             del line["case"][name]
         for name in ("yardstick", "gb_per_s"):
             del line[name]
@@ -188,6 +209,27 @@ def test_targets_of_packed_sequences_caches_variants_and_head_dims() -> None:
     }
 
 
+def test_targets_of_rerope() -> None:
+    found = {(target.case, target.what): target for target in targets(AttentionRecord(RUN, NEWEST))}
+    said = {key: (round(target.value, 3), target.bound, target.met) for key, target in found.items()}
+    train, forward = "rerope-8k-d64", "rerope-16k-d128"
+    assert said == {
+        (train, "rerope-train: triton + rerope over triton + rope"): (1.2, 1.15, False),
+        (train, "rerope-train: triton + rerope over triton + two calls"): (0.8, 1.0, True),
+        (train, "rerope-train: triton + rerope, times as fast as eager PyTorch"): (26.667, 25.0, True),
+        (train, "rerope-train: auto + rerope, times as fast as eager PyTorch"): (31.683, 33.0, False),
+        (train, "rerope-train: auto + rerope over the best named one, flash + rerope"): (1.01, 1.02, True),
+        (forward, "rerope-fwd: triton + rerope over triton + rope"): (1.05, 1.1, True),
+        (forward, "rerope-fwd: auto + rerope over the best named one, triton + rerope"): (1.0, 1.02, True),
+    }
+
+
+def test_auto_ought_to_be_faster_where_flash_serves_it() -> None:
+    rows = [replace(row, served_by="triton") for row in REROPE]
+    said = [target.what for target in targets(AttentionRecord(RUN, rows)) if "eager" in target.what]
+    assert said == ["rerope-train: triton + rerope, times as fast as eager PyTorch"]
+
+
 def test_what_rope_costs_is_a_target_of_long_sequences() -> None:
     times = {("triton", "rope"): 10.5, ("triton", "none"): 10.0}
     costs = {}
@@ -204,11 +246,12 @@ def test_targets_are_of_cases_that_exist() -> None:
     assert named <= set(BY_NAME)
     assert all(BY_NAME[name].yardstick is not None for name in attention_targets._YARDSTICKS)
     assert set(attention_targets._VARIANTS) == set(attention_settings.VARIANTS)
+    assert all(mode in BY_NAME[name].modes for name, mode in attention_targets._REROPE_COST)
 
 
 def test_the_summary_says_it_all() -> None:
     text = io.StringIO()
-    print_attention_summary(AttentionRecord(RUN, [*RECORD.rows, *NEWER]), Console(file=text, width=300))
+    print_attention_summary(AttentionRecord(RUN, [*RECORD.rows, *NEWER, *NEWEST]), Console(file=text, width=300))
     for words in (
         "1.100×",
         "train: auto + rope over the best peer, cudnn",
@@ -217,6 +260,7 @@ def test_the_summary_says_it_all() -> None:
         "error 0.7",
         "4000 GB/s",
         "triton + rope on gqa-4k-d128",
+        "rerope-train, ReRoPE, attention and both their backwards",
     ):
         assert words in text.getvalue()
 
@@ -229,7 +273,7 @@ def test_the_figure_is_drawn_of_times(tmp_path: Path) -> None:
     assert draw_attention_record(RECORD, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_attention_record(AttentionRecord(RUN, NEWER), path)
-    for rows in (MEMORY, SCHEMES, DECODING, OTHERS):
+    for rows in (MEMORY, SCHEMES, DECODING, NEWEST, OTHERS):
         assert not draw_attention_record(AttentionRecord(RUN, rows), tmp_path / "none.png")
     assert not draw_attention_record(RECORD, tmp_path / "none.png", protocol="cool")
     assert not (tmp_path / "none.png").exists()

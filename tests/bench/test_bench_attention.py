@@ -13,13 +13,16 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ropewalk.bench import attention, attention_candidates
-from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase
+from ropewalk.bench import attention, attention_candidates, attention_two_scores
+from ropewalk.bench.attention_cases import CASES, MODES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention_records import AttentionRow, read_attention_record
 from ropewalk.cli import app
 
-CASE = AttentionCase("small", 2, 19, 4, 2, 16, causal=True, modes=tuple(mode for mode in MODES if mode != "decode"))
+CASE = AttentionCase(
+    "small", 2, 19, 4, 2, 16, causal=True, modes=tuple(mode for mode in MODES if mode not in ("decode", *REROPE))
+)
+FAR = AttentionCase("far", 1, 136, 4, 2, 64, causal=True, modes=(*REROPE, "memory"), far_window=40)
 PACKED = AttentionCase(
     "packed", 4, 21, 4, 2, 16, causal=True, modes=("train",), form="packed", shortest=3, yardstick="small"
 )
@@ -123,6 +126,50 @@ def test_a_decoding_step_is_held_against_a_copy(tmp_path: Path, device: torch.de
         assert name == "copy_" or (row.ratios is not None and "copy_" in row.ratios)
     assert rows["copy_"].kind == "anchor"
     assert "GB/s" in text
+
+
+def test_rerope_is_held_against_other_ways_to_it(tmp_path: Path, device: torch.device) -> None:
+    result, text = run(tmp_path, device, cases=(FAR,), peers="eager,sdpa_flash")
+    rows = [row for row in result.record.rows if row.impl != "flash"]
+    one_call = ["auto + rerope", "reference + rerope"]
+    others = ["reference + rope", "reference + two calls", "reference + ready pairs", "eager + rerope"]
+    for mode in REROPE:
+        of_mode = [row for row in rows if row.mode == mode]
+        assert [row.label for row in of_mode] == [*one_call, *others]
+        for row in of_mode:
+            assert (row.status, row.protocol) == ("ok", "hot"), row
+            assert row.time is not None
+            assert row.tflops == pytest.approx(FAR.flops(mode) / row.time.p50 / 1e6)
+            assert row.ratios is not None
+            assert {other.label for other in of_mode} - {row.label} <= set(row.ratios)
+            assert (row.served_by is None) == (row.label == "eager + rerope")
+    memory = [row for row in rows if row.mode == "memory"]
+    expected = ["auto + rope", "reference + rope", "reference + rerope"] if device.type == "cuda" else []
+    assert [row.label for row in memory] == expected
+    assert all(row.peak_bytes is not None for row in memory)
+    assert "rerope-train, ReRoPE, attention and both their backwards" in text
+
+
+@pytest.mark.parametrize("mode", REROPE)
+def test_ready_pairs_are_not_rotated_while_the_clock_runs(
+    mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_attention_inputs(FAR, device)
+    found = attention_candidates.candidates_of(FAR, inputs, ("reference",), [])[mode]
+    calls = {
+        candidate.position: attention._call(mode, candidate, candidate.build())
+        for candidate in found
+        if candidate.impl == "reference"
+    }
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise AssertionError("rotated")
+
+    monkeypatch.setattr(attention_two_scores, "apply_rope", fail)
+    result: Any = calls["ready pairs"]()
+    assert len(result) == (5 if mode == "rerope-train" else FAR.batch)  # gradients, or the output
+    with pytest.raises(AssertionError, match="rotated"):
+        calls["two calls"]()
 
 
 def test_modes_cases_and_protocols_can_be_chosen(tmp_path: Path, device: torch.device) -> None:

@@ -30,7 +30,7 @@ def tiny(monkeypatch, device):
 
 def make_model(device):
     torch.manual_seed(0)
-    return demo.ByteTransformer(TINY).to(device)
+    return demo.make_model(TINY).to(device)
 
 
 def test_the_whole_demo(tmp_path, capsys, device):

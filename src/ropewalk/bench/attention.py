@@ -12,7 +12,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ropewalk.bench.attention_candidates import Candidate, candidates_of, yardsticks_of
 from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, direction_of, make_attention_inputs
-from ropewalk.bench.attention_gate import Attend, AttentionGate
+from ropewalk.bench.attention_gate import AttentionGate
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, read_attention_record
 from ropewalk.bench.attention_summary import print_attention_summary
@@ -222,8 +223,8 @@ def _measure_mode(
             continue
         try:
             attend = candidate.build()
-            gate = gates[candidate.case.name]
-            verdict = gate.check(attend, candidate.setting, backward=backward, parameters=candidate.parameters)
+            gate, whole = gates[candidate.case.name], candidate.from_inputs(attend)
+            verdict = gate.check(whole, candidate.setting, backward=backward, parameters=candidate.parameters)
         except torch.AcceleratorError:
             raise  # nothing that runs on the GPU after it can be trusted
         except Exception as error:
@@ -252,7 +253,7 @@ class _Right(NamedTuple):
     """A candidate whose results are right, and what is known of it so far."""
 
     candidate: Candidate
-    attend: Attend
+    attend: Callable[..., Tensor]
     row: AttentionRow
 
 
@@ -295,14 +296,14 @@ def _copy(moved: int, device: torch.device) -> Call:
     return lambda: copied.copy_(source)
 
 
-def _call(mode: str, candidate: Candidate, attend: Attend) -> Call:
+def _call(mode: str, candidate: Candidate, attend: Callable[..., Tensor]) -> Call:
     """What is timed, or measured in bytes, of one candidate."""
-    inputs, direction = candidate.inputs, direction_of(mode)
+    grad, direction = candidate.inputs.grad, direction_of(mode)
     if direction == "fwd":
-        return functools.partial(attend, inputs.q, inputs.k, inputs.v)
-    q, k, v = inputs.leaves()
-    wanted = (q, k, v, *candidate.parameters)
+        return functools.partial(attend, *candidate.tensors())
+    leaves = [x.detach().requires_grad_() for x in candidate.tensors()]
+    wanted = (*leaves, *candidate.parameters)
     if direction == "bwd":
-        out = attend(q, k, v)
-        return functools.partial(torch.autograd.grad, out, wanted, inputs.grad, retain_graph=True)
-    return lambda: torch.autograd.grad(attend(q, k, v), wanted, inputs.grad)
+        out = attend(*leaves)
+        return functools.partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
+    return lambda: torch.autograd.grad(attend(*leaves), wanted, grad)

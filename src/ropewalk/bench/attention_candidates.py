@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention_cases import AttentionCase, AttentionInputs
+from ropewalk.bench.attention_cases import REROPE, AttentionCase, AttentionInputs
 from ropewalk.bench.attention_gate import Attend
 from ropewalk.bench.attention_peers import AttentionPeer, Rotate, compile_rope
 from ropewalk.bench.attention_records import label
 from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention_two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
 from ropewalk.ops.attention.api import attention, explain_choice
+from ropewalk.ops.attention.cores import flash_version
 from ropewalk.ops.rope.api import apply_rope
 
 AUTO = "auto"  # impl=None
 OUTSIDE = "apply_rope"  # our rotation, then attention without positions
 COMPILED = "compiled rope"  # PyTorch's, for the peers
 PAGE_SIZES = (64, 16)  # of paged caches
+TWO_CALLS = "two calls"  # ReRoPE by attention to near keys and to far ones, merged
+READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
 
 # Whether there is a backward -> which implementation serves the case (ours alone can say), and why none does.
 Serves = Callable[[bool], tuple[str | None, str | None]]
@@ -43,8 +47,9 @@ class Candidate:
     setting: str  # of `SETTINGS`, by which the result is judged
     kind: str  # "ours", "peer", or "anchor" for a yardstick
     serves: Serves
-    build: Callable[[], Attend]
+    build: Callable[[], Callable[..., Tensor]]
     parameters: tuple[Tensor, ...] = ()  # that get gradients too
+    pairs: Pairs | None = None  # makes what the timed call takes, before it; None: it takes q, k and v
 
     @property
     def yardstick(self) -> str | None:
@@ -56,16 +61,32 @@ class Candidate:
         """What records call it."""
         return label(self.impl, self.position, self.yardstick)
 
+    def from_inputs(self, attend: Callable[..., Tensor]) -> Attend:
+        """The timed call together with what comes before it, as the gate takes it."""
+        make = self.pairs
+        return attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the timed call takes."""
+        tensors = (self.inputs.q, self.inputs.k, self.inputs.v)
+        if self.pairs is None:
+            return tensors
+        with torch.no_grad():
+            return self.pairs(*tensors)
+
 
 def candidates_of(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
 ) -> dict[str, list[Candidate]]:
     """By mode, what is measured of a case. A peer is built once for all modes: what it compiles, it compiles once."""
     rotate = functools.cache(functools.partial(compile_rope, case, inputs))
-    peers_alone, peers_with_rope = [], []
+    peers_alone, peers_with_rope, peers_with_rerope = [], [], []
     for peer in peers:
         serves = _peer_serves(peer, case)
         build = functools.cache(functools.partial(peer.build, case, inputs))
+        if peer.rerope:
+            peers_with_rerope.append(Candidate(case, inputs, peer.name, "rerope", "rerope", "peer", serves, build))
+            continue
         peers_alone.append(Candidate(case, inputs, peer.name, "none", "none", "peer", serves, build))
         with_rope = functools.partial(_rotate_first, rotate, build)
         peers_with_rope.append(Candidate(case, inputs, peer.name, COMPILED, "rope", "peer", serves, with_rope))
@@ -84,6 +105,9 @@ def candidates_of(
     outside = ours("none", changes=(OUTSIDE, _rotation(case, inputs), {}))
     kernels, in_kernel = ours("none"), ours("rope", auto=True)
     schemes, variants = [*kernels, *ours(*SCHEMES)], [*kernels, *ours(*VARIANTS)]
+    rerope: list[Candidate] = []
+    if not set(case.modes).isdisjoint(REROPE):
+        rerope = [*_two_scores(case, inputs, impls), *peers_with_rerope]
     return {
         "fwd": [*kernels, *peers_alone],
         "bwd": [*kernels, *peers_alone],
@@ -93,7 +117,9 @@ def candidates_of(
         "variants-fwd": variants,
         "variants-bwd": variants,
         "learned-bwd": [*kernels, *ours(*LEARNED)],
-        "memory": in_kernel,
+        "rerope-fwd": rerope,
+        "rerope-train": rerope,
+        "memory": in_kernel if case.far_window is None else [*in_kernel, *ours("rerope")],
     }
 
 
@@ -114,7 +140,7 @@ def _ours(
     kind: str = "ours",
 ) -> Candidate:
     """One of our implementations, asked by a setting, in the case's form."""
-    asked, parameters = SETTINGS[setting].make(case.q_heads, inputs.q.device)
+    asked, parameters = SETTINGS[setting].make(case, inputs.q.device)
     name, before, more = changes or (setting, _as_they_are, {})
     keywords = {**asked, **_form_keywords(case, inputs), **more, "impl": None if impl == AUTO else impl}
 
@@ -122,6 +148,12 @@ def _ours(
         out: Tensor = attention(*before(q, k, v), **keywords)
         return out
 
+    judged = "rope" if name == OUTSIDE else setting
+    serves = _ours_serves(inputs, before, keywords)
+    return Candidate(case, inputs, impl, name, judged, kind, serves, lambda: attend, parameters)
+
+
+def _ours_serves(inputs: AttentionInputs, before: Before, keywords: dict[str, Any]) -> Serves:
     def serves(backward: bool) -> tuple[str | None, str | None]:
         tensors = inputs.leaves() if backward else (inputs.q, inputs.k, inputs.v)
         try:
@@ -130,8 +162,25 @@ def _ours(
         except ValueError as error:
             return None, str(error)
 
-    judged = "rope" if name == OUTSIDE else setting
-    return Candidate(case, inputs, impl, name, judged, kind, serves, lambda: attend, parameters)
+    return serves
+
+
+def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[Candidate]:
+    """ReRoPE by one call, by two, and of ready pairs; and what RoPE costs the same kernels."""
+    device = inputs.q.device
+    has_flash = device.type == "cuda" and flash_version(device) is not None
+    named = dict.fromkeys((*impls, *(("flash",) if has_flash else ())))
+    one_call = [_ours(case, inputs, impl, "rerope") for impl in (AUTO, *named)]
+    with_rope = [_ours(case, inputs, impl, "rope") for impl in named]
+    otherwise = []
+    for impl in impls:
+        serves = _ours_serves(inputs, _as_they_are, near_keywords(case, impl))
+        build = functools.cache(functools.partial(build_two_calls, case, inputs, impl))
+        otherwise.append(Candidate(case, inputs, impl, TWO_CALLS, "rerope", "ours", serves, build))
+        of_pairs = functools.partial(build_of_pairs, case, impl)
+        one = next(candidate for candidate in one_call if candidate.impl == impl)
+        otherwise.append(replace(one, position=READY_PAIRS, build=of_pairs, pairs=make_pairs(case, inputs)))
+    return [*one_call, *with_rope, *otherwise]
 
 
 def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:

@@ -21,11 +21,14 @@ MODES = {
     "variants-fwd": "dropout, softcap and sinks in the kernel, forward",
     "variants-bwd": "dropout, softcap and sinks in the kernel, backward",
     "learned-bwd": "position schemes with and without learned parameters, backward",
+    "rerope-fwd": "ReRoPE, forward",
+    "rerope-train": "ReRoPE, attention and both their backwards",
     "decode": "one query for each row of a cache of rotated keys, RoPE of the query included",
     "memory": "bytes held at the peak of RoPE, attention and both their backwards",
 }
 _DIRECTIONS = {"decode": "fwd", "memory": "train"}  # of the modes whose names do not end with it
 _KERNELS = ("fwd", "bwd", "train")
+REROPE = ("rerope-fwd", "rerope-train")
 _FORMS = ("dense", "packed", "cache")
 BASE = 10000.0
 
@@ -60,10 +63,17 @@ class AttentionCase:
     form: str = "dense"
     shortest: int = 1  # packed and cache: the least length that is drawn
     yardstick: str | None = None  # by name, the case with which our kernels are timed beside, for its TFLOP/s
+    far_window: int | None = None  # where ReRoPE is asked for: from how many tokens apart on a pair is far
 
     def __post_init__(self) -> None:
         if self.form not in _FORMS or (self.padded and self.form != "dense"):
             raise ValueError(f"{self.name}: there is no form {self.form!r} with padded={self.padded}")
+        window = self.far_window
+        if window is not None and not 1 <= window < self.tokens:
+            raise ValueError(f"{self.name}: far_window is {window}, but must be from 1 to below {self.tokens} tokens")
+        plain = self.form == "dense" and self.causal and not self.padded
+        if not set(self.modes).isdisjoint(REROPE) and (window is None or not plain):
+            raise ValueError(f"{self.name}: ReRoPE is measured of dense causal cases that have a far_window")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -94,7 +104,8 @@ class AttentionCase:
         if self.form == "cache":
             return f"{self.batch} caches of {self.tokens}, {self.shortest} to {self.tokens} keys there, {rest}"
         padding = ", key lengths from T/2 to T" if self.padded else ""
-        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}"
+        far = "" if self.far_window is None else f", far from {self.far_window} tokens on"
+        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}{far}"
 
     def draw_lengths(self, seed: int = 0) -> Tensor | None:
         """How many keys each row or sequence has, (B,), int32, on the CPU: the same on every device. None: T each."""
@@ -192,7 +203,12 @@ CASES: tuple[AttentionCase, ...] = (
         v_head_dim=128,
         yardstick="causal-8k-h16",
     ),
-    AttentionCase("memory-64k", 1, 65536, 8, 8, 128, causal=True, modes=("memory",)),
+    AttentionCase("rerope-8k-d64", 1, 8192, 32, 32, 64, causal=True, modes=REROPE, far_window=2048),  # document 001's
+    AttentionCase(
+        "rerope-8k-d64-fp16", 1, 8192, 32, 32, 64, causal=True, dtype="float16", modes=REROPE, far_window=2048
+    ),
+    AttentionCase("rerope-16k-d128", 1, 16384, 32, 32, 128, causal=True, modes=REROPE, far_window=4096),
+    AttentionCase("memory-64k", 1, 65536, 8, 8, 128, causal=True, modes=("memory",), far_window=16384),
     AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, causal=True, modes=()),  # yardsticks alone
     AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, causal=True, modes=()),
 )

@@ -149,7 +149,7 @@ class AttentionGate:
         ]
         drawn = [x[..., at.heads(case.group)].to(q.device) for x in setting.draw(case.q_heads)]
         parameters = [x.requires_grad_(setting.learned) for x in drawn]
-        keywords = setting.keywords(*parameters)
+        keywords = setting.ask(case, *parameters)
         if case.form == "cache":  # the query stands at the last key, and keys are taken as they are
             if "position" in keywords:
                 q = rotate_plainly(q, inputs.cos[at.rows, :, None], inputs.sin[at.rows, :, None], False)

@@ -6,6 +6,7 @@ all layers (masks, tables) is made outside the timed call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,15 +24,17 @@ from ropewalk.bench.peers import Library
 
 # The rotation of q and k, both as `AttentionInputs` has them.
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+MOST_BYTES = 64 << 30  # of whole matrices of scores that an implementation may hold
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True)
 class AttentionPeer(Library):
-    """One other implementation of attention; it knows no positions."""
+    """One other implementation of attention; it knows no positions, or ReRoPE alone."""
 
     why_not: Callable[[AttentionCase], str | None]
     build: Callable[[AttentionCase, AttentionInputs], Attend]
+    rerope: bool = False  # whether it knows ReRoPE
 
 
 def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Rotate:
@@ -69,6 +72,16 @@ def _flash_attn_4_why_not(case: AttentionCase) -> str | None:
     if case.dtype not in ("float16", "bfloat16"):
         return "float16 and bfloat16 alone"
     return "no key lengths for dense tensors" if case.padded else None
+
+
+def _eager_why_not(case: AttentionCase) -> str | None:
+    if case.far_window is None or not case.causal or case.padded or case.form != "dense":
+        return "ReRoPE of dense causal tensors alone"
+    # At its peak, in the backward: probabilities and their gradient in float32, and that gradient in the dtype.
+    needed = case.batch * case.q_heads * case.tokens**2 * (2 * 4 + case.torch_dtype.itemsize)
+    if needed > MOST_BYTES:
+        return f"its whole matrices do not fit: {needed / 2**30:.0f} GiB, of {MOST_BYTES >> 30} that it may take"
+    return None
 
 
 def _build_flex(case: AttentionCase, inputs: AttentionInputs) -> Attend:
@@ -150,6 +163,29 @@ def _build_flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     return call
 
 
+def _build_eager(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """ReRoPE as models' own code has it: two whole matrices of scores, and one of them where pairs are far."""
+    window = case.far_window
+    assert window is not None
+    places = torch.arange(case.tokens, device=inputs.q.device)
+    distance = places[:, None] - places
+    is_near, is_ahead = distance < window, distance < 0
+    cos, sin = inputs.cos[:, None], inputs.sin[:, None]  # over heads
+    scale = case.head_dim**-0.5
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(case.group, 2), v.repeat_interleave(case.group, 2)
+        near_q, near_k = rotate_plainly(q, cos, sin, False), rotate_plainly(k, cos, sin, False)
+        far_q = rotate_plainly(q, cos[window], sin[window], False)
+        near_q, far_q, near_k, k, v = (x.transpose(1, 2) for x in (near_q, far_q, near_k, k, v))
+        scores = torch.where(is_near, near_q @ near_k.mT, far_q @ k.mT) * scale
+        scores = scores.masked_fill(is_ahead, -math.inf)
+        probabilities = F.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
+        return (probabilities @ v).transpose(1, 2)
+
+    return call
+
+
 ATTENTION_PEERS: dict[str, AttentionPeer] = {
     peer.name: peer
     for peer in (
@@ -160,5 +196,6 @@ ATTENTION_PEERS: dict[str, AttentionPeer] = {
         ),
         AttentionPeer("sdpa_flash", "torch", "torch", False, _dense_why_not, _build_sdpa("sdpa_flash")),
         AttentionPeer("sdpa_default", "torch", "torch", False, _default_why_not, _build_sdpa("sdpa_default")),
+        AttentionPeer("eager", "torch", "torch", False, _eager_why_not, _build_eager, rerope=True),
     )
 }

@@ -25,7 +25,7 @@ class AttentionRow:
     case: AttentionCase
     mode: str
     impl: str
-    position: str  # "none", what the kernel is asked for, or a rotation in front of it: "apply_rope", "compiled rope"
+    position: str  # "none", what the kernel is asked for, or how else it comes in: "apply_rope", "two calls", …
     kind: str  # "ours", "peer", or "anchor": what others are held against
     status: str  # "ok", "wrong", "failed" or "unsupported": anything but "ok" was not timed
     reason: str | None = None

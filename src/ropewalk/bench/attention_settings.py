@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.bench.attention_cases import BASE
+from ropewalk.bench.attention_cases import BASE, AttentionCase
+from ropewalk.far_positions import ReRope
 from ropewalk.positions import Alibi, ExpoSB, Rope, T5Bias, alibi_slopes
 
 
@@ -19,11 +20,16 @@ class Setting(NamedTuple):
     draw: Callable[[int], tuple[Tensor, ...]] = lambda heads: ()  # the parameters for so many query heads
     learned: bool = False  # whether the parameters get gradients
     by_index: bool = False  # whether it matters which row and head of the whole tensors it is that is computed
+    far: bool = False  # whether the keywords are made of a case's far window, and then of parameters
 
-    def make(self, heads: int, device: torch.device) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """The keywords, and those parameters in them that get gradients."""
-        parameters = tuple(x.to(device).requires_grad_(self.learned) for x in self.draw(heads))
-        return self.keywords(*parameters), parameters if self.learned else ()
+    def ask(self, case: AttentionCase, *parameters: Tensor) -> dict[str, Any]:
+        """The keywords for a case, of given parameters."""
+        return self.keywords(case.far_window, *parameters) if self.far else self.keywords(*parameters)
+
+    def make(self, case: AttentionCase, device: torch.device) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """The keywords for a case, and those parameters in them that get gradients."""
+        parameters = tuple(x.to(device).requires_grad_(self.learned) for x in self.draw(case.q_heads))
+        return self.ask(case, *parameters), parameters if self.learned else ()
 
 
 def _normal(*shape: int) -> Tensor:
@@ -50,6 +56,7 @@ def _t5(table: Tensor) -> dict[str, Any]:
 SETTINGS: dict[str, Setting] = {
     "none": Setting(dict),
     "rope": Setting(lambda: {"position": Rope(BASE)}),
+    "rerope": Setting(lambda window: {"position": ReRope(window, rope=Rope(BASE))}, far=True),
     "alibi": Setting(lambda slopes: {"position": Alibi(slopes)}, _slopes),
     "exposb": Setting(lambda: {"position": ExpoSB()}),
     "exposb-decay": Setting(lambda: {"position": ExpoSB(distance_decay=True)}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ropewalk.bench.attention_candidates import AUTO, COMPILED, OUTSIDE, PAGE_SIZES
+from ropewalk.bench.attention_candidates import AUTO, COMPILED, OUTSIDE, PAGE_SIZES, TWO_CALLS
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, attention_groups, label
 from ropewalk.bench.attention_settings import SCHEMES
 from ropewalk.bench.rope import COPY
@@ -33,6 +33,13 @@ _PACKED = "packed-4k-d128"
 _YARDSTICKS = {_PACKED: 0.95, "mla-8k-d192": 0.9}
 # what the kernel is asked for -> at most so many times the time without
 _VARIANTS = {"dropout": 1.15, "softcap": 1.10, "sinks": 1.10}
+# case and mode -> ReRoPE takes at most so many times the time of RoPE in the same kernels
+_REROPE_COST = {
+    ("rerope-8k-d64", "rerope-train"): 1.15,
+    ("rerope-8k-d64-fp16", "rerope-train"): 1.15,
+    ("rerope-16k-d128", "rerope-fwd"): 1.10,
+    ("rerope-16k-d128", "rerope-train"): 1.15,
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ def _of_group(row: AttentionRow, rows: dict[str, AttentionRow]) -> Iterator[tupl
         yield from _of_decoding(rows)
     if case in _YARDSTICKS:
         yield from _of_yardstick(case, mode, rows)
+    if mode.startswith("rerope"):
+        yield from _of_rerope(case, mode, rows)
     if mode.startswith("schemes"):
         for name in SCHEMES:
             cost = _times_as_fast(rows, _KERNEL, label(_KERNEL, name))
@@ -112,6 +121,28 @@ def _of_training(case: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str
     if case == _BERT and all(name in compared for name in _BERT_PEERS):
         best = max(_BERT_PEERS, key=lambda name: compared[name])
         yield f"train: {auto}, times as fast as the better of cuDNN and FlexAttention", 1 / compared[best], 1.15, True
+
+
+def _of_rerope(case: str, mode: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
+    auto, own, rope = label(AUTO, "rerope"), label(_KERNEL, "rerope"), label(_KERNEL, "rope")
+    cost = _times_as_fast(rows, rope, own)
+    if cost is not None and (case, mode) in _REROPE_COST:
+        yield f"{mode}: {own} over {rope}", cost, _REROPE_COST[case, mode], False
+    if mode == "rerope-train":
+        two_calls, served = label(_KERNEL, TWO_CALLS), rows.get(auto)
+        against = _times_as_fast(rows, two_calls, own)
+        if against is not None:
+            yield f"{mode}: {own} over {two_calls}", against, 1.0, False
+        by_flash = served is not None and served.served_by == "flash"
+        for name, bound in ((own, 25.0), (auto, 33.0)):
+            faster = _times_as_fast(rows, name, label("eager", "rerope"))
+            if faster is not None and (name == own or by_flash):
+                yield f"{mode}: {name}, times as fast as eager PyTorch", faster, bound, True
+    named = {name: _times_as_fast(rows, name, auto) for name in (own, label("flash", "rerope"))}
+    compared = {name: value for name, value in named.items() if value is not None}
+    if compared:
+        best = max(compared, key=lambda name: compared[name])
+        yield f"{mode}: {auto} over the best named one, {best}", compared[best], 1.02, False
 
 
 def _of_decoding(rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:

@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 from ropewalk.bench.timing import check_device, time_rounds
+from ropewalk.experiments.byte_model import N_BYTES, ByteTransformer, ModelSize, next_byte_loss, train
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.modules.attention import RoPEAttention
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.eager import IMPLEMENTATIONS, why_not
 
-N_BYTES = 256
 HELD_OUT = 0.1  # of the text, its end
 THETA = 10000.0
 EAGER = "eager PyTorch, complex"
@@ -35,16 +32,9 @@ QK = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(ModelSize):
     """How large the model is, how long it trains, and the shape in which its q and k are rotated."""
 
-    n_layers: int
-    d_model: int
-    n_heads: int
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float
     rotated_tokens: int
     rotated_q_heads: int = 32
     rotated_k_heads: int = 8
@@ -68,41 +58,9 @@ class Rotation:
     gigabytes_per_second: float  # of q and k, read and written
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block on `RoPEAttention`."""
-
-    def __init__(self, d_model: int, n_heads: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(d_model)
-        self.attention = RoPEAttention(d_model, n_heads, dropout=0.0, theta=THETA)
-        self.mlp_norm = nn.LayerNorm(d_model)
-        self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), causal=True)
-        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
-        return mixed
-
-
-class ByteTransformer(nn.Module):
-    """A causal language model over bytes: (B, T) int64 to logits (B, T, 256)."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(N_BYTES, size.d_model)
-        self.blocks = nn.ModuleList([Block(size.d_model, size.n_heads) for _ in range(size.n_layers)])
-        self.norm = nn.LayerNorm(size.d_model)
-        self.head = nn.Linear(size.d_model, N_BYTES)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        # On a GPU in bfloat16, as models are trained there.
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-            for block in self.blocks:
-                x = block(x)
-            logits: Tensor = self.head(self.norm(x))
-        return logits.float()
+def make_model(size: Size) -> ByteTransformer:
+    """The demo's model: its attention is `RoPEAttention`."""
+    return ByteTransformer(size, lambda d_model, n_heads: RoPEAttention(d_model, n_heads, dropout=0.0, theta=THETA))
 
 
 def run_demo(text: Path | None, steps: int | None, device: str | None, figure: Path, seed: int = 0) -> None:
@@ -138,7 +96,7 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
 
     console = Console(highlight=False)
     torch.manual_seed(seed)
-    model = ByteTransformer(size).to(place)
+    model = make_model(size).to(place)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"Training {n_parameters:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
@@ -196,58 +154,6 @@ def byte_entropy(tokens: Tensor) -> float:
     """The entropy of the bytes' frequencies, in nats per byte."""
     p = tokens.bincount(minlength=N_BYTES).double() / tokens.numel()
     return float(torch.special.entr(p).sum())
-
-
-def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean loss, in nats per byte, of predicting each byte of (B, T + 1) windows from those before it."""
-    windows = windows.to(next(model.parameters()).device)
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-def train(
-    model: nn.Module, tokens: Tensor, size: Size, steps: int, console: Console, max_seconds: float = math.inf
-) -> list[float]:
-    """Train by AdamW on random windows of the text, showing the loss; returns it for each step.
-
-    The learning rate rises, then falls to zero where the steps or the seconds end, whichever comes first.
-    """
-    optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
-    warmup = max(1, steps // 20)
-    window = torch.arange(size.context + 1)
-    report_every = max(1, steps // 8)
-    losses: list[float] = []
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f} nats/byte"),
-        TimeRemainingColumn(),
-    )
-    model.train()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=steps, loss=math.log(N_BYTES))
-        start = time.monotonic()
-        for step in range(steps):
-            done = max(step / steps, (time.monotonic() - start) / max_seconds)
-            if done >= 1:
-                console.print(f"  {max_seconds:.0f} seconds are over after {step} steps")
-                break
-            for group in optimiser.param_groups:
-                group["lr"] = size.learning_rate * min(1.0, (step + 1) / warmup) * (1 - done)
-            starts = torch.randint(tokens.numel() - size.context, (size.batch, 1))
-            loss = next_byte_loss(model, tokens[starts + window])
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            losses.append(loss.item())
-            if step == 0:
-                start = time.monotonic()  # the first step is slow: were it counted, it would tilt the learning rate
-            recent = losses[-report_every:]
-            progress.update(task, advance=1, loss=sum(recent) / len(recent))
-            if (step + 1) % report_every == 0:
-                console.print(f"  step {step + 1:5}  loss {sum(recent) / len(recent):.3f} nats/byte")
-    return losses
 
 
 @torch.no_grad()

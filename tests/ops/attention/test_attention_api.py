@@ -315,11 +315,11 @@ def test_libraries_are_not_asked_for_packed_sequences_or_pages(device):
     call["block_table"] = torch.tensor([[0, 1], [2, 1]], device=device)
     paged = explain_choice(q, pages, pages, **call)
     assert paged.others["sdpa"] == "it is not asked for keys in pages, by block_table"
-    reason = "Rope maps features, and its kernels read pages of mapped keys: keys_rotated=True"
-    assert explain_choice(q, pages, pages, position=Rope(), **call).others["triton"] == reason
+    reason = "ExpoSB weighs features, and its kernels read pages as they are: keys_rotated=True"
+    assert explain_choice(q, pages, pages, position=ExpoSB(), **call).others["triton"] == reason
     with pytest.raises(ValueError, match=r"impl is 'triton', but .* keys_rotated=True"):
-        attention(q, pages, pages, position=Rope(), impl="triton", **call)
-    for position, rotated in ((Rope(), True), (Alibi(), False)):
+        attention(q, pages, pages, position=ExpoSB(), impl="triton", **call)
+    for position, rotated in ((ExpoSB(), True), (Rope(), False), (Alibi(), False)):
         explained = explain_choice(q, pages, pages, position=position, keys_rotated=rotated, **call)
         assert explained.others.get("triton") != reason
 

@@ -10,6 +10,7 @@ from targets import SHARED_MEMORY, TARGETS, resources
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ropewalk.far_positions import ReRope
 from ropewalk.ops.attention import triton_configuration, triton_launch
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.prepare import prepare
@@ -36,6 +37,9 @@ CALLS = {
     "learned": {"position": Alibi(torch.ones(H).requires_grad_()), "causal": True},
     "learned-bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_()), "causal": True},
     "learned-t5": {"position": T5Bias(torch.ones(32, H).requires_grad_()), "causal": True},
+    # The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
+    "rerope": {"position": ReRope(48), "causal": True},
+    "leaky-full": {"position": ReRope(48, leak=4.0)},
 }
 POINTERS = {
     torch.float16: "*fp16",
@@ -134,7 +138,7 @@ def configurations(target):
             yield target, head_dim, head_dim, torch.float16, "rope-causal"
         yield target, 192, 128, torch.bfloat16, "packed"
     else:
-        for name in ("packed", "softcap", "dropout"):
+        for name in ("packed", "softcap", "dropout", "rerope"):
             yield target, 128, 128, torch.bfloat16, name
 
 

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk import Alibi, ExpoSB, NoPosition, Rope, T5Bias, attention
+from ropewalk import Alibi, ExpoSB, NoPosition, ReRope, Rope, SelfExtend, T5Bias, attention
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.cores import may_use_cudnn
 from ropewalk.ops.attention.eager import join, split
@@ -74,6 +74,14 @@ CALLS = {
         "block_table": torch.tensor([[2, 0], [1, 3]], device=device),
         "key_lengths": torch.tensor([30, 9], device=device),
         "sizes": {"batch": 4, "keys": 16},
+    },
+    # Two encodings.
+    "rerope": lambda device: {"position": ReRope(5), "causal": True},
+    "leaky": lambda device: {"position": ReRope(4, leak=2.5)},
+    "extend": lambda device: {
+        "position": SelfExtend(6, 3, log_n=9),
+        "positions_q": torch.randint(0, 30, (1, TQ), device=device),
+        "positions_k": torch.randint(0, 30, (B, TK), device=device),
     },
 }
 PLAIN_CALLS = list(CALLS)[:7]

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from ropewalk.far_positions import ReRope, SelfExtend
 from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.checks import check_call
 from ropewalk.ops.attention.prepare import prepare
@@ -115,6 +116,22 @@ def test_every_scheme_under_every_mask(kernels, device, cut, scheme, mask):
     check(kernels, draw(device, queries=3), position=SCHEMES[scheme], **made(MASKS[mask], device))
 
 
+FAR_SCHEMES = {
+    "rerope": ReRope(40),
+    "rerope-partial": ReRope(1, log_n=8, rope=Rope(rotary_dim=8, rotary_offset=4, attention_factor=1.1)),
+    "leaky": ReRope(17, leak=3.5, rope=Rope(interleaved=True)),
+    "self-extend": SelfExtend(30, 4),
+    "never-far": ReRope(KEYS),
+}
+
+
+@pytest.mark.parametrize("mask", [name for name, keywords in MASKS.items() if "causal" in keywords])
+@pytest.mark.parametrize("scheme", FAR_SCHEMES)
+def test_near_and_far_keys_that_are_not_mapped_yet(kernels, device, cut, scheme, mask):
+    for queries in (1, 3):
+        check(kernels, draw(device, queries=queries), position=FAR_SCHEMES[scheme], **made(MASKS[mask], device))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_walks_with_and_without_masks_agree(kernels, device, cut, monkeypatch, mask):
     monkeypatch.setitem(kernels.OVERRIDES, "apart", True)
@@ -214,18 +231,25 @@ def test_pages_hold_what_a_contiguous_cache_holds(kernels, device, cut, monkeypa
     if token_major:
         pages_k, pages_v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (pages_k, pages_v))
     key_lengths = torch.tensor(lengths, device=device)
+    starts = {"causal": True, "query_starts": key_lengths - 2}
     for scheme, keywords in (
-        ("rope", {"causal": True, "query_starts": key_lengths - 2}),
-        ("alibi", {"window": 30, "key_starts": torch.tensor([3, 0, 15], device=device)}),
+        (SCHEMES["rope"], {**starts, "keys_rotated": True}),
+        (SCHEMES["alibi"], {"window": 30, "key_starts": torch.tensor([3, 0, 15], device=device)}),
+        (SCHEMES["rope"], starts),
+        (FAR_SCHEMES["rerope"], starts),
+        (FAR_SCHEMES["leaky"], {**starts, "window": 60}),
     ):
-        keywords = {"position": SCHEMES[scheme], "key_lengths": key_lengths, "keys_rotated": True, **keywords}
+        keywords = {"position": scheme, "key_lengths": key_lengths, **keywords}
         expected = check(kernels, (q, k, v), **keywords)
         call = check_call(q, pages_k, pages_v, block_table=table, layout="bhtd", **keywords)
         with unchanged([q, pages_k, pages_v, table]), poisoned_memory():
             prepared = prepare(q, pages_k, call)
             assert kernels.serves(q, pages_k, pages_v, prepared)
             out, _ = kernels.forward(q, pages_k, pages_v, prepared)
-        assert torch.equal(out, expected)
+        if prepared.cos_k is not None and prepared.far_window is None:  # a dense cache is rotated before, and rounded
+            torch.testing.assert_close(out, expected)
+        else:
+            assert torch.equal(out, expected)
 
 
 def test_a_table_may_lie_anyhow_and_its_numbers_are_never_trusted(kernels, device, cut):
@@ -309,7 +333,12 @@ def test_serves_what_it_is_made_for(kernels, device):
     pages = [x.unflatten(2, (-1, 16)).transpose(1, 2).flatten(0, 1) for x in decode[1:]]
     table = torch.zeros(B, 4, dtype=torch.int32, device=device)
     lengths = torch.ones(B, dtype=torch.int64, device=device)
-    assert serves((decode[0], *pages), position=Rope(), keys_rotated=True, block_table=table, key_lengths=lengths)
+    for keys_rotated in (True, False):
+        keywords = {"keys_rotated": keys_rotated, "block_table": table, "key_lengths": lengths}
+        assert serves((decode[0], *pages), position=Rope(), **keywords)
+    assert serves(decode, position=ReRope(20), causal=True)
+    assert not serves(decode, position=ReRope(20))
+    assert not serves(decode, position=ReRope(20), causal=True, positions_q=torch.zeros(1, 1, device=device).long())
 
 
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="takes tiles of full size, which Triton's interpreter does not")
@@ -326,6 +355,8 @@ def test_every_configuration(kernels, device, dtype, head_dim, rows):
         {"position": Rope(), "key_lengths": lengths},
         {"position": Rope(interleaved=True), "causal": True, "softcap": 20.0},
         {"position": Alibi(), "window": 300, "causal": True, "sinks": torch.randn(H, device=device)},
+        {"position": ReRope(600), "causal": True, "key_lengths": lengths},
+        {"position": SelfExtend(64, 8, rope=Rope(interleaved=True)), "causal": True},
     ):
         check(kernels, tensors, **keywords)
 

@@ -126,13 +126,13 @@ def _why_not_triton(request: Request) -> str | None:
     learned = (prepared.cos_q, prepared.cos_k, prepared.weights)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return "the scheme's tables are to be learned, and its kernels do not differentiate them"
-    if prepared.far_window is not None:
-        if prepared.score is not None:
-            return f"{type(scheme).__name__} changes scores and has another encoding of far pairs"
-        if request.call.block_table is not None:
-            return f"{type(scheme).__name__} maps a key in two ways, and its kernels read pages of mapped keys"
-    elif request.call.block_table is not None and prepared.cos_q is not None and not request.call.keys_rotated:
-        return f"{type(scheme).__name__} maps features, and its kernels read pages of mapped keys: keys_rotated=True"
+    if prepared.far_window is not None and prepared.score is not None:
+        return f"{type(scheme).__name__} changes scores and has another encoding of far pairs"
+    if request.call.block_table is not None:
+        if prepared.weights is not None and not request.call.keys_rotated:
+            return f"{type(scheme).__name__} weighs features, and its kernels read pages as they are: keys_rotated=True"
+        if prepared.far_window is not None and not (prepared.causal and prepared.positions_q is None):
+            return "near and far keys in pages go by index, and are causal alone"
     reason = why_not_triton_on(q.device)
     if reason is not None or prepared.score is None or prepared.parameters is None:
         return reason

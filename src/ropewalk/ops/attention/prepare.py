@@ -129,7 +129,7 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
 def map_features(q: Tensor, k: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
     """Do to q and k what the scheme does to features; what weighs them, to k alone. Differentiable.
 
-    k comes back as it is where it was mapped before, or lies in pages.
+    k comes back as it is where it was mapped before. It does not lie in pages.
     """
     cos_q, sin_q, cos_k, sin_k, weights, interleaved, offset, *_ = prepared
     if cos_q is None or sin_q is None:
@@ -212,7 +212,7 @@ class _Rotations:
         call, places_q, places_k = self.call, self.places_q, self.places_k
         of_queries = self._of_queries("query_rotation")
         rotation_k = None
-        if not (call.keys_rotated or call.block_table is not None):
+        if not call.keys_rotated:
             rotation_k = self._of_keys("rotation")
             same = call.positions_q is call.positions_k and (
                 call.positions_q is not None
@@ -228,7 +228,7 @@ class _Rotations:
         by_index = self.call.positions_q is None and self.call.positions_k is None
         if not (self.call.causal and by_index):
             future = self._of_queries("far_rotation", "future")
-        keys = None if self.call.block_table is not None else self._of_keys("far_rotation", "keys")
+        keys = self._of_keys("far_rotation", "keys")
         return tuple(x for table in (past, future, keys) for x in (table or _NO_ROTATION)[:2])
 
     def _of_queries(self, method: str, *of: str) -> Rotation | None:

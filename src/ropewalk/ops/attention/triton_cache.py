@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ropewalk.ops.attention.triton_cache_parts import (
     cap,
-    load_queries,
+    load_rotated,
     origin_of,
     positions_from,
     row_offsets,
@@ -34,10 +34,14 @@ VARYING = (
     "query_starts_ptr",
     "block_table",
     "rotation",
+    "past_rotation",
+    "key_rotation",
+    "far_key_rotation",
     "positions_q",
     "positions_k",
     "parameters",
     "window",
+    "far_window",
     "n_queries",
     "n_keys",
     "n_pages",
@@ -67,10 +71,11 @@ def _load_page(block_table, n_start, past_key, PAGE: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def _attend_keys(
     state, queries, place, query_position, steps, start, jump_at, jump, bounds, keys, values, block_table, n_pages,
-    batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    UNIT: tl.constexpr, FAR: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr,
-    CLOSE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D:
+    tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, R:
+    tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
+    SPREAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr, CLOSE: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add keys to a tile's running output, maximum (in base 2) and sum, `steps` of them from `start` on.
 
@@ -87,7 +92,9 @@ def _attend_keys(
     page = batch
     if block_table is not None:
         page = _load_page(block_table, _after(start, jump_at, jump, MASKED), past_key, PAGE, BLOCK_N)
-    for step in tl.range(0, steps, BLOCK_N):
+    # Loads ahead would keep tiles of cos, sin and pairs' other halves in shared memory, which has no room for them.
+    STAGES: tl.constexpr = None if key_rotation is None else 1
+    for step in tl.range(0, steps, BLOCK_N, num_stages=STAGES):
         n_start = _after(start + step, jump_at, jump, MASKED)
         n = n_start + offset
         exists = n < past_key
@@ -107,7 +114,7 @@ def _attend_keys(
             token = offset % PAGE
         k_start = (wide(page_of_tile) * wide(k_strides[0]) + token_start * wide(k_strides[2])) * UNIT
         v_start = (wide(page_of_tile) * wide(v_strides[0]) + token_start * wide(v_strides[2])) * UNIT
-        if FAR:
+        if SPREAD:
             k_step = wide(k_strides[2])
             v_step = wide(v_strides[2])
         else:
@@ -119,7 +126,12 @@ def _attend_keys(
             n_next = _after(start + step + BLOCK_N, jump_at, jump, MASKED)
             page = _load_page(block_table, n_next, past_key, PAGE, BLOCK_N)
         # Zeros in place of what does not exist: zero times NaN is NaN.
-        if MASKED:
+        if key_rotation is not None:
+            k_tile = load_rotated(
+                k_ptr, k_start + token * k_step * UNIT, key_rotation, batch, n, exists, D, BLOCK_D, R, ROTARY_OFFSET,
+                INTERLEAVED,
+            )  # fmt: skip
+        elif MASKED:
             k_tile = tl.load(k_ptrs, exists[:, None] & (feature < D), other=0.0)
         elif D == BLOCK_D:
             k_tile = tl.load(k_ptrs)
@@ -168,6 +180,39 @@ def _attend_keys(
     return out, row_max, row_sum
 
 
+@triton.jit
+def _attend_split(
+    state, q_ptr, q_offsets, rotation, row_exists, token, place, query_position, ranges, keys, values, block_table,
+    n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D:
+    tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, R:
+    tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
+    SPREAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr, CLOSE: tl.constexpr,
+    SCORE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a split's keys, with the queries rotated by one table and the keys by another."""
+    start, stop, split_start, full, full_stop, split_stop = ranges
+    queries = load_rotated(
+        q_ptr, q_offsets, rotation, batch, token, row_exists, D, BLOCK_D, R, ROTARY_OFFSET, INTERLEAVED
+    )  # fmt: skip
+    bounds = (start, stop)
+    if APART:
+        state = _attend_keys(
+            state, queries, place, query_position, full_stop - full, full, 0, 0, bounds, keys, values, block_table,
+            n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window,
+            key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL,
+            WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, False,
+        )  # fmt: skip
+    else:
+        full = split_start
+        full_stop = split_start
+    return _attend_keys(
+        state, queries, place, query_position, (full - split_start) + tl.maximum(split_stop - full_stop, 0),
+        split_start, full, full_stop - full, bounds, keys, values, block_table, n_pages, batch, positions_k, origin,
+        key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R,
+        ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, True,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=VARYING)
 def cache_kernel(
     q_ptr,  # (B, H, Tq, D)
@@ -184,6 +229,9 @@ def cache_kernel(
     query_starts_ptr,  # or None: Tk − Tq
     block_table,  # a pointer, and the strides of batch and page; or None
     rotation,  # of q: pointers to cos and sin, and their strides of batch and token; or None
+    past_rotation,  # likewise, of q as it meets far keys
+    key_rotation,  # likewise, of k
+    far_key_rotation,  # likewise, of far keys
     positions_q,  # a pointer, and the strides of batch and token; None: their index
     positions_k,
     parameters,  # a pointer, and the stride of head; or None
@@ -192,6 +240,7 @@ def cache_kernel(
     factor,  # what turns scores, as the softmax sees them, into exponents of 2
     softcap,  # or None
     window,
+    far_window,  # from how many places behind on a key is far; None: none is
     n_key_heads,
     group,
     n_queries,
@@ -210,7 +259,7 @@ def cache_kernel(
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
-    FAR: tl.constexpr,  # whether keys of one tile may lie 2³¹ elements apart
+    SPREAD: tl.constexpr,  # whether keys of one tile may lie 2³¹ elements apart
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SCORE: tl.constexpr,
@@ -251,19 +300,29 @@ def cache_kernel(
         key_start = tl.maximum(tl.load(key_starts_ptr + batch).to(tl.int32), 0)
     first = tile * BLOCK_M // group + query_start
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_queries - 1) + query_start
-    start, stop, split_start, full, full_stop, split_stop = split_of_keys(
-        first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N, CAUSAL, WINDOWED
+    HAS_FAR: tl.constexpr = far_window is not None
+    NEAR_WINDOWED: tl.constexpr = WINDOWED or HAS_FAR
+    near_window = window
+    if HAS_FAR:  # far keys are those of causal attention, of queries that stand as far back as the window is long
+        far_ranges = split_of_keys(
+            first - far_window, last - far_window, key_start, n_keys, window - far_window, split, n_splits,
+            smallest_split, BLOCK_N, CAUSAL, WINDOWED,
+        )  # fmt: skip
+        near_window = far_window
+        if WINDOWED:
+            near_window = tl.minimum(window, far_window)
+    ranges = split_of_keys(
+        first, last, key_start, n_keys, near_window, split, n_splits, smallest_split, BLOCK_N, CAUSAL, NEAR_WINDOWED
     )  # fmt: skip
     if SPLIT:
-        is_empty = split_start >= split_stop
+        is_empty = ranges[2] >= ranges[5]
+        if HAS_FAR:
+            is_empty = is_empty & (far_ranges[2] >= far_ranges[5])
         if is_empty:
             tl.store(lse_ptr + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
             return
 
     q_offsets = row_offsets(q_strides, batch, head, token, UNIT)
-    queries = load_queries(
-        q_ptr, q_offsets, rotation, batch, token, row_exists, D, BLOCK_D, R, ROTARY_OFFSET, INTERLEAVED
-    )  # fmt: skip
     place = token + query_start
     CLOSE: tl.constexpr = positions_q is None and positions_k is None
     origin = origin_of(positions_k, batch)
@@ -284,21 +343,18 @@ def cache_kernel(
         row_max = tl.load(sinks_ptr + head, row_exists, other=0.0) * 1.4426950408889634
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     state = (tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
-    bounds = (start, stop)
-    if APART:
-        state = _attend_keys(
-            state, queries, place, query_position, full_stop - full, full, 0, 0, bounds, keys, values, block_table,
-            n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, D, DV,
-            BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, UNIT, FAR, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, False,
+    if HAS_FAR:
+        state = _attend_split(
+            state, q_ptr, q_offsets, past_rotation, row_exists, token, place - far_window, query_position, far_ranges,
+            keys, values, block_table, n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor,
+            softcap, window - far_window, far_key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET,
+            INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
         )  # fmt: skip
-    else:
-        full = split_start
-        full_stop = split_start
-    sums, row_max, row_sum = _attend_keys(
-        state, queries, place, query_position, (full - split_start) + tl.maximum(split_stop - full_stop, 0),
-        split_start, full, full_stop - full, bounds, keys, values, block_table, n_pages, batch, positions_k, origin,
-        key_start, parameters_ptr, scale, factor, softcap, window, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, UNIT,
-        FAR, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, True,
+    sums, row_max, row_sum = _attend_split(
+        state, q_ptr, q_offsets, rotation, row_exists, token, place, query_position, ranges, keys, values, block_table,
+        n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, near_window,
+        key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL,
+        NEAR_WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
     )  # fmt: skip
 
     attends = row_sum > 0

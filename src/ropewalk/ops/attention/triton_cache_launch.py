@@ -73,12 +73,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> bool:
     """
     if prepared.mask is not None or prepared.dropout_p > 0 or prepared.cu_seqlens_q is not None:
         return False
-    if prepared.far_window is not None:
+    if prepared.far_window is not None and (not prepared.causal or prepared.positions_q is not None):
         return False
     if q.dtype.itemsize > 4 or max(q.shape[3], v.shape[3]) > 256:
         return False
     if prepared.block_table is not None:
-        return prepared.cos_k is None and k.shape[2] in PAGE_SIZES
+        return k.shape[2] in PAGE_SIZES
     return q.shape[2] * (q.shape[1] // k.shape[1]) <= MOST_ROWS and k.shape[2] >= FEWEST_KEYS
 
 
@@ -107,16 +107,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
     if keys == 0 or pages == 0:
         lse.copy_((torch.full((heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
         return out.zero_(), lse
-    if prepared.cos_k is not None:  # then both, in one launch; otherwise the kernel turns q itself
-        q, k = map_features(q, k, prepared)
-        prepared = prepared._replace(cos_q=None, sin_q=None)
+    if prepared.cos_k is not None and table is None and prepared.far_window is None:
+        q, k = map_features(q, k, prepared)  # both in one launch; otherwise the kernel turns q, and k where it must
+        prepared = prepared._replace(cos_q=None, sin_q=None, cos_k=None, sin_k=None)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
 
     functions = score_functions(prepared)
     group = heads // key_heads
     block_d, block_dv = _block_of(head_dim), _block_of(value_dim)
     block_m = _rows_of_a_tile(queries * group, max(block_d, block_dv), q.element_size())
-    tiles = _choose_tiles(block_m, max(block_d, block_dv), q.element_size())
+    tiles = _choose_tiles(block_m, max(block_d, block_dv), q.element_size(), prepared.cos_k is not None)
     programs = triton.cdiv(queries * group, block_m) * key_heads * batch
     smallest = triton.cdiv(OVERRIDES.get("smallest_split", SMALLEST_SPLIT), tiles.block_n) * tiles.block_n
     n_splits = _count_splits(programs, _most_attended(keys, queries, prepared), block_m, _processors(q.device))
@@ -127,19 +127,28 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
     options = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     unit = _unit(q, k, v)
     rotation, width = place_table(prepared.cos_q, prepared.sin_q)
+    past_rotation, key_rotation, far_key_rotation = (
+        place_table(cos, sin)[0]
+        for cos, sin in (
+            (prepared.cos_past, prepared.sin_past),
+            (prepared.cos_k, prepared.sin_k),
+            (prepared.cos_far, prepared.sin_far),
+        )
+    )
     cache_kernel[(programs * n_splits,)](
         q, k, v, partial, partial_lse, _strides(q, unit), _strides(k, unit), _strides(v, unit), _strides(out, 1),
         *(None if x is None else x.contiguous() for x in (prepared.key_lengths, prepared.key_starts)),
         None if prepared.query_starts is None else prepared.query_starts.contiguous(),
-        None if table is None else (table, *table.stride()), rotation,
+        None if table is None else (table, *table.stride()), rotation, past_rotation, key_rotation, far_key_rotation,
         *(None if x is None else (x, *broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
         None if prepared.parameters is None else (prepared.parameters.contiguous(), prepared.parameters[0].numel()),
         sinks if n_splits == 1 else None, prepared.scale,
         prepared.scale * LOG2_E if functions is None and prepared.softcap is None else LOG2_E, prepared.softcap,
-        0 if prepared.window is None else min(prepared.window, 2**30), key_heads, group, queries, keys, pages, n_splits,
-        smallest, D=head_dim, DV=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=tiles.block_n,
-        R=width, ROTARY_OFFSET=prepared.rotary_offset if width else 0, INTERLEAVED=prepared.interleaved if width else 0,
-        PAGE=0 if table is None else page_size, UNIT=unit, FAR=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
+        0 if prepared.window is None else min(prepared.window, 2**30), None if prepared.far_window is None else
+        min(prepared.far_window, 2**29), key_heads, group, queries, keys, pages, n_splits, smallest, D=head_dim,
+        DV=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=tiles.block_n, R=width,
+        ROTARY_OFFSET=prepared.rotary_offset if width else 0, INTERLEAVED=prepared.interleaved if width else 0,
+        PAGE=0 if table is None else page_size, UNIT=unit, SPREAD=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
         CAUSAL=prepared.causal, WINDOWED=prepared.window is not None,
         SCORE=None if functions is None else functions.score, SPLIT=n_splits > 1, APART=tiles.apart,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee", num_warps=tiles.num_warps,
@@ -159,11 +168,13 @@ def _rows_of_a_tile(rows: int, block_d: int, size: int) -> int:
     return int(OVERRIDES.get("block_m", min(max(16, triton.next_power_of_2(rows)), most)))
 
 
-def _choose_tiles(block_m: int, block_d: int, size: int) -> CacheTiles:
+def _choose_tiles(block_m: int, block_d: int, size: int, turns_keys: bool) -> CacheTiles:
     if interpreted():
         tiles = _TILES_TO_INTERPRET
     else:
         tiles = _TILES[block_m, max(block_d, 64), size]
+        if turns_keys:  # a tile of keys, their pairs' other halves, cos and sin, in registers
+            tiles = tiles._replace(block_n=max(16, tiles.block_n // 2), apart=False)
         if on_amd():  # 64 KiB of shared memory
             block_n = min(tiles.block_n, 32) if block_m * block_d > 4096 else tiles.block_n
             tiles = tiles._replace(block_n=block_n, num_stages=1, max_registers=None)

@@ -1,4 +1,4 @@
-"""What the kernels for few queries and many keys are made of: which keys a split walks, rows of q, positions.
+"""What the kernels for few queries and many keys are made of: which keys a split walks, rotated rows, positions.
 
 Shape letters: T tokens, D head dim, R rotary dim.
 """
@@ -22,14 +22,14 @@ def row_offsets(strides, batch, head, token, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    q_ptr, offsets, rotation, batch, token, row_exists, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+def load_rotated(
+    ptr, offsets, rotation, batch, token, row_exists, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
     ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of q, [BLOCK_M, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
+    """Load rows of q or k, [rows, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
     feature = tl.arange(0, BLOCK_D)[None, :]
     exists = row_exists[:, None] & (feature < D)
-    queries = tl.load(q_ptr + (offsets[:, None] + feature), exists, other=0.0)
+    rows = tl.load(ptr + (offsets[:, None] + feature), exists, other=0.0)
     if rotation is not None:
         cos_ptr, sin_ptr, table_stride_batch, table_stride_token = rotation
         turning = feature - ROTARY_OFFSET
@@ -46,10 +46,10 @@ def load_queries(
         table_offsets = (wide(batch) * table_stride_batch + wide(token) * table_stride_token)[:, None] + pair
         cos = tl.load(cos_ptr + table_offsets, turns, other=1.0)
         sin = tl.load(sin_ptr + table_offsets, turns, other=0.0)
-        others = tl.load(q_ptr + (offsets[:, None] + partner), turns, other=0.0).to(tl.float32)
-        turned = queries.to(tl.float32) * cos + others * tl.where(is_second, sin, -sin)
-        queries = tl.where(turns, turned.to(queries.dtype), queries)
-    return queries
+        others = tl.load(ptr + (offsets[:, None] + partner), turns, other=0.0).to(tl.float32)
+        turned = rows.to(tl.float32) * cos + others * tl.where(is_second, sin, -sin)
+        rows = tl.where(turns, turned.to(rows.dtype), rows)
+    return rows
 
 
 @triton.jit
