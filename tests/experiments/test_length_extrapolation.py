@@ -35,7 +35,7 @@ TINY = Size(
     tokens_at_once=100,
 )
 TEXT = b"All that a rope maker makes is rope, and rope again.\n" * 60
-SCHEMES = ["RoPE", "RoPE, NTK", "ReRoPE", "leaky ReRoPE", "SelfExtend"]
+SCHEMES = ["RoPE", "RoPE, NTK", "ReRoPE", "ReRoPE, log n", "leaky ReRoPE", "SelfExtend"]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_what_is_trained_and_where_it_is_evaluated_may_be_said(tmp_path, text, d
     assert result.exit_code == 0, result.output
     record = read_length_record(path)
     assert record.run["train_length"] == 8
-    assert [row.length for row in record.rows] == [12] * 5 + [24] * 5
+    assert [row.length for row in record.rows] == [12] * len(SCHEMES) + [24] * len(SCHEMES)
     assert figure.exists()
     assert not path.with_suffix(".png").exists()
 
@@ -141,7 +141,7 @@ def test_without_matplotlib_there_is_a_record(tmp_path, text, monkeypatch):
     result = invoke("--text", text, "--device", "cpu", "-o", path)
     assert result.exit_code == 0, result.output
     assert "no figure: matplotlib is not installed" in result.stdout
-    assert len(read_length_record(path).rows) == 15
+    assert len(read_length_record(path).rows) == 3 * len(SCHEMES)
     refused = invoke("--text", text, "--device", "cpu", "-o", tmp_path / "b.jsonl", "--figure", tmp_path / "b.png")
     assert refused.exit_code == 2
     assert "pip install 'ropewalk[bench]'" in refused.stderr

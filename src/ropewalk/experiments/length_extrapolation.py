@@ -269,7 +269,7 @@ def schemes_at(
     The base of NTK goes with the length, and is RoPE's up to the training length. The others are the same at all
     lengths, chosen for the `longest`: the window is half of the training length, which leaves the other half to what is
     farther away, and leak and group are the least whole number by which no relative position is larger than in
-    training, window + (longest − 1 − window)/leak ≤ train_length − 1. Queries do not grow (log_n).
+    training, window + (longest − 1 − window)/leak ≤ train_length − 1. Queries grow (log_n) in one of them alone.
     """
     window = train_length // 2
     squeeze = max(1, math.ceil((longest - 1 - window) / (train_length - 1 - window)))
@@ -279,6 +279,10 @@ def schemes_at(
         "RoPE": (Rope(BASE), {"base": BASE}),
         "RoPE, NTK": (Rope(inv_freq=inv_freq), {"factor": factor}),
         "ReRoPE": (ReRope(window, rope=Rope(BASE)), {"window": window}),
+        "ReRoPE, log n": (
+            ReRope(window, log_n=train_length, rope=Rope(BASE)),
+            {"window": window, "log_n": train_length},
+        ),
         "leaky ReRoPE": (ReRope(window, leak=squeeze, rope=Rope(BASE)), {"window": window, "leak": squeeze}),
         "SelfExtend": (SelfExtend(window, squeeze, rope=Rope(BASE)), {"window": window, "group": squeeze}),
     }
@@ -358,8 +362,9 @@ def draw_length_record(record: LengthRecord, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)
     for axes in panels:
-        for rows in _by_scheme(record).values():
-            axes.plot([row.length for row in rows], [row.loss for row in rows], "o-", markersize=4, label=_label(rows))
+        for number, rows in enumerate(_by_scheme(record).values()):
+            style = "o-" if number % 2 == 0 else "s--"  # lines may lie on each other
+            axes.plot([row.length for row in rows], [row.loss for row in rows], style, markersize=4, label=_label(rows))
         axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=0, label="training length")
         axes.set_xscale("log", base=2)
         axes.set_xticks(run["lengths"], [str(length) for length in run["lengths"]])

@@ -26,15 +26,19 @@ class Row(NamedTuple):
     order: tuple[str, ...]
     tokens: int = 0  # where there are at least so many, of queries and of keys
     backward: bool = False  # where a backward will come
+    far: bool = False  # where pairs of tokens that are far apart have another encoding
 
     def fits(self, request: Request) -> bool:
         """Whether the row is for such a call."""
         tokens = min(request.q.shape[2], request.k.shape[2])
+        if self.far is (request.prepared.far_window is None):
+            return False
         return tokens >= self.tokens and (request.backward or not self.backward)
 
 
 FLASH_FIRST = ("flash", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "reference")
+TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
 
 # By compute capability, from docs/log.md and results/. The first row that fits counts, and of its implementations the
 # first that can serve the call: windows leave cuDNN out; masks, lengths, changed scores and what else a model may ask
@@ -44,6 +48,8 @@ MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
         Row(FLASH_FIRST, tokens=1024),
         Row(FLASH_FIRST, tokens=512, backward=True),
         Row(CUDNN_FIRST),
+        Row(FLASH_FIRST, tokens=4096, far=True),  # two calls of it, and of the host's time
+        Row(TRITON_FIRST, far=True),
     ),
 }
 
