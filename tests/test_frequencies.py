@@ -361,6 +361,15 @@ def test_table_is_not_differentiated():
     assert not sin.requires_grad
 
 
+def test_positions_may_lie_between_whole_ones():
+    inv_freq, _ = inverse_frequencies("default", 16, 10000.0)
+    positions = torch.tensor([0.5, 1e6 + 0.25, -3.75], dtype=torch.float64)
+    cos, sin = rope_table(positions, inv_freq)
+    angles = positions[:, None] * inv_freq
+    assert torch.equal(cos, angles.cos().float())
+    assert torch.equal(sin, angles.sin().float())
+
+
 @pytest.mark.parametrize(
     ("positions", "inv_freq", "error", "message"),
     [
@@ -368,10 +377,10 @@ def test_table_is_not_differentiated():
         (4.0, torch.ones(4), TypeError, "the length is float, but must be an int or a tensor of positions"),
         (torch.ones(4), torch.ones(4), TypeError, "positions is a tensor of torch.float32, but must be .* integers"),
         (
-            torch.ones(4).double(),
+            torch.ones(4).half(),
             torch.ones(4),
             TypeError,
-            "positions is a tensor of torch.float64, but must be .* int",
+            "positions is a tensor of torch.float16, but must be .* float64",
         ),
         (
             torch.ones(4).bool(),

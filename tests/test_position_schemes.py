@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import inverse_frequencies, rope_table
+from ropewalk.far_positions import ReRope, SelfExtend
 from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, T5Bias, alibi_slopes
 
 EPS = torch.finfo(torch.float32).eps
@@ -46,6 +47,11 @@ SCHEMES = {
     "exposb-bands": ExpoSB(band_weights=torch.tensor([0.5, 1.5, 2.0])),
     "t5": T5Bias(torch.randn(32, 3, generator=torch.Generator().manual_seed(0))),
     "t5-decoder": T5Bias(torch.ones(8, 3), bidirectional=False, max_distance=20),
+    "rerope": ReRope(4),
+    "rerope-leak": ReRope(4, leak=2),
+    "rerope-log": ReRope(4, log_n=8, rope=Rope(500000.0)),
+    "extend": SelfExtend(4, 2),
+    "extend-log": SelfExtend(4, 2, log_n=8),
 }
 POSITIONS = {
     "in order": torch.arange(9),
@@ -237,6 +243,75 @@ def test_exposb_weighs_heads_by_the_square(device):
     assert ExpoSB(distance_decay=True).score_parameters(3, device) is None
 
 
+# Two encodings
+
+
+BAD_FAR_SCHEMES = {
+    "no window": (ValueError, lambda: ReRope(0), "window is 0, but must be an int of at least 1"),
+    "negative": (ValueError, lambda: SelfExtend(-3, 2), "window is -3, but must be an int of at least 1"),
+    "fraction": (ValueError, lambda: ReRope(4.0), r"window is 4\.0, but must be an int of at least 1"),
+    "window or not": (ValueError, lambda: SelfExtend(True, 2), "window is True, but must be an int of at least 1"),
+    "none": (ValueError, lambda: ReRope(None), "window is None, but must be an int of at least 1"),
+    "leak below 1": (ValueError, lambda: ReRope(4, leak=0.5), r"leak is 0\.5, but must be None or a finite number of"),
+    "infinite leak": (ValueError, lambda: ReRope(4, leak=math.inf), "leak is inf, but must be None or a finite number"),
+    "leak of nan": (ValueError, lambda: ReRope(4, leak=math.nan), "leak is nan, but must be None or a finite number"),
+    "leak or not": (ValueError, lambda: ReRope(4, leak=True), "leak is True, but must be None or a finite number"),
+    "leak in words": (ValueError, lambda: ReRope(4, leak="2"), "leak is '2', but must be None or a finite number"),
+    "no group": (ValueError, lambda: SelfExtend(4, 0), "group is 0, but must be an int of at least 1"),
+    "part of a group": (ValueError, lambda: SelfExtend(4, 1.5), r"group is 1\.5, but must be an int of at least 1"),
+    "group or not": (ValueError, lambda: SelfExtend(4, True), "group is True, but must be an int of at least 1"),
+    "log_n of 1": (ValueError, lambda: ReRope(4, log_n=1), "log_n is 1, but must be None or an int of at least 2"),
+    "fraction of log_n": (
+        ValueError,
+        lambda: SelfExtend(4, 2, log_n=512.0),
+        r"log_n is 512\.0, but must be None or an int of at least 2",
+    ),
+    "rope of none": (TypeError, lambda: ReRope(4, rope=None), "rope is None, but must be a Rope"),
+    "another scheme": (TypeError, lambda: SelfExtend(4, 2, rope=Alibi()), "rope is Alibi.*, but must be a Rope"),
+    "leak by place": (TypeError, lambda: ReRope(4, 2.0), "positional argument"),
+    "log_n by place": (TypeError, lambda: SelfExtend(4, 2, 512), "positional argument"),
+    "nothing": (TypeError, ReRope, "window"),
+    "no word of the group": (TypeError, lambda: SelfExtend(4), "group"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FAR_SCHEMES)
+def test_a_far_scheme_that_contradicts_itself_is_refused(case):
+    error, make, pattern = BAD_FAR_SCHEMES[case]
+    with pytest.raises(error, match=pattern):
+        make()
+
+
+def test_what_far_schemes_take_at_the_least_is_not_refused():
+    for scheme in (ReRope(1, leak=1, log_n=2), SelfExtend(1, 1, log_n=2), ReRope(2**40, leak=1e9), SelfExtend(4, 9)):
+        assert scheme.far_window() == scheme.window
+
+
+def test_far_schemes_turn_near_pairs_as_rope_does(device):
+    rope = Rope(500.0, rotary_dim=8, interleaved=True, attention_factor=1.1, rotary_offset=2)
+    positions = torch.tensor([[0, 5, 10**6, -2]], device=device)
+    expected = rope.rotation(positions, 16)
+    for scheme in (ReRope(3, rope=rope), ReRope(3, leak=2, rope=rope), SelfExtend(3, 2, rope=rope)):
+        assert scheme.query_rotation(positions, 16) is None
+        near = scheme.rotation(positions, 16)
+        assert torch.equal(near.cos, expected.cos)
+        assert torch.equal(near.sin, expected.sin)
+        for of in ("past", "future", "keys"):
+            far = scheme.far_rotation(positions, 16, of)
+            for table in (near,) if far is None else (near, far):
+                assert table[2:] == expected[2:]
+                assert table.cos.shape == expected.cos.shape
+    for scheme in (Rope(), Alibi(), ExpoSB()):
+        assert scheme.far_window() is None
+
+
+@pytest.mark.parametrize("scheme", [ReRope(3, rope=Rope(rotary_dim=10)), SelfExtend(3, 2, rope=Rope(rotary_dim=10))])
+def test_a_rope_that_does_not_fit_the_head_is_refused_within_another_scheme(scheme):
+    for make in (lambda: scheme.rotation(torch.arange(3), 8), lambda: scheme.far_rotation(torch.arange(3), 8, "past")):
+        with pytest.raises(ValueError, match="Rope turns 10 features, but the head dim is 8"):
+            make()
+
+
 # T5's buckets
 
 
@@ -413,7 +488,7 @@ def test_schemes_that_leave_scores_alone_say_so(name, device):
     distance = torch.arange(20, device=device).reshape(1, 1, 4, 5)
     stays = torch.equal(scheme.change_scores(scores, distance), scores)
     assert stays is (scheme.score_functions() is None) is not scheme.changes_scores()
-    assert stays is (name == "none" or name.startswith("rope") or name == "exposb")
+    assert stays is (name == "none" or name.startswith(("rope", "rerope", "extend")) or name == "exposb")
 
 
 def test_a_rotation_unpacks_in_the_order_of_apply_rope():
@@ -432,7 +507,7 @@ def test_a_scheme_is_found_again_in_a_dictionary(name):
     assert {SCHEMES[name]: name}[SCHEMES[name]] == name
 
 
-@pytest.mark.parametrize("kind", [Rope, Alibi, ExpoSB, T5Bias])
+@pytest.mark.parametrize("kind", [Rope, Alibi, ExpoSB, T5Bias, ReRope, SelfExtend])
 def test_schemes_that_differ_are_not_equal(kind):
     schemes = [scheme for scheme in SCHEMES.values() if type(scheme) is kind]
     assert len(schemes) > 1
@@ -442,7 +517,7 @@ def test_schemes_that_differ_are_not_equal(kind):
 
 def test_schemes_of_different_kinds_are_not_equal():
     kinds = {type(scheme): scheme for scheme in SCHEMES.values()}.values()
-    assert len(kinds) == 5
+    assert len(kinds) == 7
     assert not any(a == b for a, b in itertools.combinations(kinds, 2))
 
 

@@ -918,23 +918,24 @@ def test_explaining_computes_nothing(device):
         explain_choice(*tensors, position=Rope(), return_lse=True, layout="bthd")
 
 
-def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, device="cuda"):
+def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, device="cuda", far_window=None):
     """A request from a GPU that this machine may lack."""
     monkeypatch.setattr(choice, "capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
-    return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), backward=True)
+    prepared = SimpleNamespace(far_window=far_window)
+    return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), backward=True, prepared=prepared)
 
 
 def test_orders_name_every_implementation_that_a_device_may_have(monkeypatch):
     for rows in choice.MEASURED.values():
-        assert rows[-1] == choice.Row(rows[-1].order)  # it fits every call
+        assert rows[-1] == choice.Row(rows[-1].order)  # it fits every call with one encoding
         for row in rows:
             assert set(row.order) == set(choice.IMPLEMENTATIONS)
             assert row.order[-1] == "reference"
     for capability in ((8, 0), (9, 0), (12, 0)):
-        for tokens in (1, 512, 4096):
-            order = choice.preference(imagined(monkeypatch, capability, queries=tokens))
+        for tokens, far_window in ((1, None), (512, None), (512, 100), (4096, None), (4096, 100)):
+            order = choice.preference(imagined(monkeypatch, capability, queries=tokens, far_window=far_window))
             assert set(order) == set(choice.IMPLEMENTATIONS)
     assert choice.preference(imagined(monkeypatch, (8, 6))) == choice.FLASH_FIRST
     assert choice.preference(imagined(monkeypatch, hip="7.0")) == choice.FLASH_FIRST
@@ -950,6 +951,17 @@ def test_rows_of_the_table_fit_what_they_say(monkeypatch):
     request.backward = False
     assert choice.Row(order, tokens=100).fits(request)
     assert not choice.Row(order, backward=True).fits(request)
+    assert not choice.Row(order, far=True).fits(request)
+    request = imagined(monkeypatch, far_window=100)
+    assert choice.Row(order, far=True).fits(request)
+    assert not choice.Row(order).fits(request)
+
+
+def test_two_encodings_are_two_calls_of_flash_attn_where_they_are_long(monkeypatch):
+    order = choice.preference(imagined(monkeypatch, queries=4095, far_window=100))
+    assert order.index("triton") < order.index("flash")
+    order = choice.preference(imagined(monkeypatch, queries=4096, far_window=100))
+    assert order.index("flash") < order.index("triton")
 
 
 def test_determinism_excludes_what_is_not(device):

@@ -77,9 +77,9 @@ def attention(
         k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head serves H/K query
             heads in a row. Pages of keys with a `block_table`.
         v: like k, but for its head dim Dv, up to 256, which the output has.
-        position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What it
-            has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme is
-            to be made of them in each forward.
+        position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What
+            it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
+            is to be made of them in each forward.
         causal: let no query attend a later key, by index, aligned at the bottom right.
         window: let a query attend keys less than so many places away alone; together with `causal`, those behind it.
         scale: of the scores; 1/√D by default.
