@@ -248,7 +248,8 @@ def test_keys_that_were_mapped_are_left_alone(device, scheme):
         assert mapped_k is keys
 
 
-def test_pages_are_mapped_never(device):
+@pytest.mark.parametrize("keys_rotated", [False, True])
+def test_pages_have_a_row_of_tables_for_each_key_that_is_not_rotated_yet(device, keys_rotated):
     q, pages = torch.randn(B, H, 3, D, device=device), torch.randn(5, H, 16, D, device=device)
     call = check_call(
         q,
@@ -258,13 +259,17 @@ def test_pages_are_mapped_never(device):
         layout="bhtd",
         block_table=torch.zeros(B, 4, dtype=torch.int32, device=device),
         key_lengths=torch.tensor([64, 40], device=device),
+        keys_rotated=keys_rotated,
     )
     for more in ({}, {"query_starts": torch.tensor([61, 37], device=device)}):
         result = prepare(q, pages, call._replace(**more))
-        positions_q, _ = token_positions(q, pages, call._replace(**more))
+        positions_q, positions_k = token_positions(q, pages, call._replace(**more))
         assert torch.equal(result.cos_q, Rope().rotation(positions_q, D).cos.expand_as(result.cos_q))
-        assert result.cos_k is None
-        assert map_features(q, pages, result)[1] is pages
+        if keys_rotated:
+            assert result.cos_k is None
+            assert map_features(q, pages, result)[1] is pages
+        else:
+            assert torch.equal(result.cos_k, Rope().rotation(positions_k, D).cos)
     assert positions_q.tolist() == [[61, 62, 63], [37, 38, 39]]
 
 
