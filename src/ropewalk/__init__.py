@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from ropewalk.frequencies import inverse_frequencies as inverse_frequencies
     from ropewalk.frequencies import rope_table as rope_table
     from ropewalk.modules.attention import RoPEAttention as RoPEAttention
+    from ropewalk.modules.bert import AbsoluteBERTAttention as AbsoluteBERTAttention
+    from ropewalk.modules.bert import ALiBiBERTAttention as ALiBiBERTAttention
+    from ropewalk.modules.bert import ExpoSBBERTAttention as ExpoSBBERTAttention
+    from ropewalk.modules.bert import ReRoPEBERTAttention as ReRoPEBERTAttention
+    from ropewalk.modules.bert import RoPEBERTAttention as RoPEBERTAttention
+    from ropewalk.modules.bert import StandardBERTAttention as StandardBERTAttention
+    from ropewalk.modules.bert import get_attention_class as get_attention_class
     from ropewalk.modules.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.modules.rotary import TritonRotary as TritonRotary
     from ropewalk.ops.attention.api import attention as attention
@@ -43,16 +50,22 @@ if TYPE_CHECKING:
     from ropewalk.positions import T5Bias as T5Bias
 
 _MODULE_OF = {
+    "ALiBiBERTAttention": "ropewalk.modules.bert",
+    "AbsoluteBERTAttention": "ropewalk.modules.bert",
     "Alibi": "ropewalk.positions",
     "ExpoSB": "ropewalk.positions",
+    "ExpoSBBERTAttention": "ropewalk.modules.bert",
     "FREQUENCIES": "ropewalk.frequencies",
     "NoPosition": "ropewalk.positions",
     "PositionScheme": "ropewalk.position_scheme",
+    "ReRoPEBERTAttention": "ropewalk.modules.bert",
     "ReRope": "ropewalk.far_positions",
     "RoPEAttention": "ropewalk.modules.attention",
+    "RoPEBERTAttention": "ropewalk.modules.bert",
     "Rope": "ropewalk.positions",
     "RotaryEmbedding": "ropewalk.modules.rotary",
     "SelfExtend": "ropewalk.far_positions",
+    "StandardBERTAttention": "ropewalk.modules.bert",
     "T5Bias": "ropewalk.positions",
     "TritonRotary": "ropewalk.modules.rotary",
     "absolute_attention": "ropewalk.ops.attention.documents",
@@ -62,6 +75,7 @@ _MODULE_OF = {
     "benchmark_rope": "ropewalk.bench.documents",
     "explain_choice": "ropewalk.ops.attention.api",
     "exposb_attention": "ropewalk.ops.attention.documents",
+    "get_attention_class": "ropewalk.modules.bert",
     "inverse_frequencies": "ropewalk.frequencies",
     "precompute_freqs_cis": "ropewalk.ops.rope.documents",
     "rerope_attention": "ropewalk.ops.attention.rerope",

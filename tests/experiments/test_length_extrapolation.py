@@ -39,8 +39,9 @@ SCHEMES = ["RoPE", "RoPE, NTK", "ReRoPE", "ReRoPE, log n", "leaky ReRoPE", "Self
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch, device):
-    monkeypatch.setitem(length_extrapolation.SIZES, device.type, TINY)
+def tiny(monkeypatch):
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setitem(length_extrapolation.SIZES, kind, TINY)
 
 
 @pytest.fixture

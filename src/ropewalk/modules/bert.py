@@ -1,0 +1,450 @@
+"""Self-attention for BERT, one class for each position scheme, with the calls, masks and results of transformers.
+
+Shape letters: B batch, T tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ropewalk.far_positions import ReRope
+from ropewalk.modules.rotary import RotaryEmbedding
+from ropewalk.ops.attention.api import attention
+from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope
+
+# What transformers hands down to every layer, and what asks nothing of attention.
+_OF_NO_CONCERN = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
+
+
+class BERTAttention(nn.Module):
+    """Bidirectional self-attention in the place of transformers' `BertSelfAttention`; here without positions.
+
+    The same in PyTorch, for a bool mask (B, 1 or H, 1 or T, T) that lets every query attend something::
+
+        q, k, v = (f(x).unflatten(-1, (num_heads, -1)).transpose(1, 2) for f in (query, key, value))  # (B, H, T, D)
+        p = (q @ k.mT / D**0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+        y = (F.dropout(p, dropout, training) @ v).transpose(1, 2).flatten(2), None
+
+    A query that may attend nothing gives zeros, before `out`, and passes back no gradient. The attention is
+    `ropewalk.attention`. `get_attention_class` knows the classes below, one for each scheme, by name.
+
+    Args:
+        hidden_size: width of the model, num_heads·D.
+        num_heads: H.
+        max_position_embeddings: the length that the model is made for; no limit, but where there is a learned table.
+        dropout: probability, in [0, 1), that an attention probability is dropped in training.
+        output_projection: put a linear layer `out` behind, as document 002 does. transformers' BERT has one of its own.
+
+    Attributes:
+        query, key, value: `nn.Linear(hidden_size, hidden_size)`.
+        out: the same, or None.
+        position: the scheme that it attends by.
+        hidden_size, num_heads, head_dim, max_position_embeddings, dropout: as given, and D.
+
+    Raises:
+        ValueError: "hidden_size must be divisible by num_heads", a dropout outside [0, 1), a max_position_embeddings
+            below 1, a head dim that the scheme cannot have; in a call what `forward` says.
+
+    Source: BERT (https://arxiv.org/abs/1810.04805), §3, by transformers' `BertSelfAttention`; Ropewalk's document 002.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk.modules.bert import BERTAttention
+        >>> context, probabilities = BERTAttention(64, 4)(torch.randn(2, 10, 64))
+        >>> context.shape, probabilities
+        (torch.Size([2, 10, 64]), None)
+    """
+
+    _position: PositionScheme = NoPosition()
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        max_position_embeddings: int = 512,
+        dropout: float = 0.1,
+        *,
+        output_projection: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or hidden_size < 1 or hidden_size % num_heads:
+            sizes = f"{hidden_size} and {num_heads}"
+            raise ValueError(f"hidden_size must be divisible by num_heads, and both positive, but they are {sizes}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}, but must be in [0, 1)")
+        if max_position_embeddings < 1:
+            raise ValueError(f"max_position_embeddings is {max_position_embeddings}, but must be at least 1")
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.dropout = dropout
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+        self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
+        self._shown = {"max_position_embeddings": max_position_embeddings, "dropout": dropout, **options}
+        self._make_positions(**options)
+
+    def _make_positions(self) -> None:
+        """Set up what a scheme needs; keywords with a default are more of the class's arguments."""
+
+    @property
+    def position(self) -> PositionScheme:
+        """The scheme that it attends by."""
+        return self._position
+
+    def _attend_by(self, position: PositionScheme) -> None:
+        position.rotation(torch.arange(1, device="cpu"), self.head_dim)  # raises if it cannot have this head dim
+        self._position = position
+
+    def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of query and key, and the input of value: here the same, as it is."""
+        return hidden_states, hidden_states
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: None = None,
+        *,
+        position_ids: Tensor | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from every token to every token that the mask lets it.
+
+        Args:
+            hidden_states: (B, T, hidden_size).
+            attention_mask: one of transformers'. (B, T), of any dtype: 1 for tokens, 0 for padding. (B or 1, H or 1, T
+                or 1, T or 1), whose rows are queries: bool, True to attend; or floating point, for adding to the
+                scores: 0 to attend, −inf or at most half of the dtype's lowest number not to. Other values are an error
+                on CPU tensors. On a device, whose values are not waited for, all but 0 counts as 1 in (B, T), and as
+                masked in 4 dimensions.
+            past_key_values: None: there is no cache.
+            position_ids: (B, T) or (1, T), int32 or int64; by default the index.
+            keywords: what else transformers hands down, if it asks for nothing.
+
+        Returns:
+            The context, (B, T, hidden_size), and None in the place of probabilities, which are never held.
+
+        Keys past the last that the mask shows are never read: padding on the right may hold anything, NaN too. Masked
+        keys before it count for nothing, but must be finite.
+
+        Raises:
+            TypeError: a mask or position_ids of another type or dtype.
+            ValueError: other shapes; a mask with other values, or one to be learned; a keyword, neither None nor False,
+                that asks for more: past_key_values, output_attentions, encoder_hidden_states, head_mask and so on.
+        """
+        keywords["past_key_values"] = past_key_values
+        asked = {name for name, value in keywords.items() if value is not None and value is not False} - _OF_NO_CONCERN
+        if asked:
+            raise ValueError(f"{type(self).__name__} does not serve {', '.join(sorted(asked))}: pass None, or nothing")
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states has shape {shape}, but must be (B, T, hidden_size = {self.hidden_size})")
+        batch, tokens, _ = hidden_states.shape
+        if position_ids is not None:
+            _check_position_ids(position_ids, batch, tokens)
+        mask = key_lengths = None
+        if attention_mask is not None:
+            mask = _as_allowed(attention_mask, batch, self.num_heads, tokens)
+            key_lengths = _find_key_lengths(mask, batch, tokens)
+        for_scores, for_values = self.add_positions(hidden_states, position_ids)
+        heads = (batch, tokens, self.num_heads, self.head_dim)
+        context = attention(
+            self.query(for_scores).view(heads),
+            self.key(for_scores).view(heads),
+            self.value(for_values).view(heads),
+            position=self.position,
+            mask=mask,
+            key_lengths=key_lengths,
+            positions_q=position_ids,
+            positions_k=position_ids,
+            dropout_p=self.dropout if self.training else 0.0,
+        ).reshape(batch, tokens, self.hidden_size)
+        return (context if self.out is None else self.out(context)), None
+
+    def extra_repr(self) -> str:
+        shown = "".join(f", {name}={value!r}" for name, value in self._shown.items())
+        return f"{self.hidden_size}, {self.num_heads}{shown}"
+
+
+class StandardBERTAttention(BERTAttention):
+    """`BERTAttention` with a learned table of positions, added to the input of query, key and value in every layer.
+
+    The same in PyTorch: `BERTAttention` of ``x + position_embeddings.weight[:T]``. Arguments, results and errors are
+    its own, but that an input longer than max_position_embeddings raises ValueError. So do position_ids past it on CPU
+    tensors; on a device, whose values are not waited for, their tokens become NaN.
+
+    Attributes:
+        position_embeddings: `nn.Embedding(max_position_embeddings, hidden_size)`, from N(0, 0.02).
+
+    Source: Ropewalk's document 002.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import StandardBERTAttention
+        >>> padding = torch.arange(10) < torch.tensor([[10], [7]])  # (B, T), True where there is a token
+        >>> StandardBERTAttention(64, 4, max_position_embeddings=128)(torch.randn(2, 10, 64), padding)[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(self) -> None:
+        self.position_embeddings = nn.Embedding(self.max_position_embeddings, self.hidden_size)
+        nn.init.normal_(self.position_embeddings.weight, std=0.02)
+
+    def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of all three, with the table's rows added."""
+        table, rows, tokens = self.position_embeddings.weight, self.max_position_embeddings, hidden_states.shape[1]
+        if position_ids is None:
+            if tokens > rows:
+                raise ValueError(f"hidden_states has {tokens} tokens, but max_position_embeddings is {rows}")
+            x = hidden_states + table[:tokens]
+            return x, x
+        inside = position_ids.clamp(0, rows - 1)
+        outside = position_ids != inside
+        if _is_readable(position_ids) and bool(outside.any()):
+            first = int(position_ids[outside][0])
+            raise ValueError(f"position_ids holds {first}, but must be from 0 to below max_position_embeddings, {rows}")
+        x = hidden_states + F.embedding(inside, table).masked_fill(outside[..., None], torch.nan)
+        return x, x
+
+
+class AbsoluteBERTAttention(BERTAttention):
+    """`BERTAttention` with fixed sinusoids, added to the input of query and key in every layer.
+
+    The same in PyTorch: `BERTAttention` whose query and key are of ``x + pe``, for positions p (T,)::
+
+        angles = p[:, None] * base ** (-torch.arange(0, hidden_size, 2) / hidden_size)
+        pe = torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)  # (T, hidden_size)
+
+    Arguments, results and errors are its own, but that hidden_size must be even, and beside them:
+
+    Args:
+        base: of the frequencies.
+        add_to_values: add them to the input of value too, as where they are added to a model's input.
+
+    Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.5; Ropewalk's document 002.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import AbsoluteBERTAttention
+        >>> AbsoluteBERTAttention(64, 4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(self, *, base: float = 10000.0, add_to_values: bool = False) -> None:
+        if self.hidden_size % 2:
+            raise ValueError(f"hidden_size is {self.hidden_size}, but must be even: sines and cosines")
+        # The sines and cosines of a rotation of all features: in float32, grown when needed, not in the state_dict.
+        self.sinusoids = RotaryEmbedding(self.hidden_size, max_positions=self.max_position_embeddings, base=base)
+        self.add_to_values = add_to_values
+
+    def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of query and key with the sinusoids added; that of value without, unless `add_to_values`."""
+        if position_ids is None:
+            tokens = hidden_states.shape[1]
+            self.sinusoids.reserve(tokens)
+            cos, sin = self.sinusoids.cos[:tokens], self.sinusoids.sin[:tokens]
+        else:
+            cos, sin, *_ = Rope(self.sinusoids.base).rotation(position_ids, self.hidden_size)
+        x = hidden_states + torch.stack((sin, cos), dim=-1).flatten(-2).to(hidden_states.dtype)
+        return x, (x if self.add_to_values else hidden_states)
+
+
+class RoPEBERTAttention(BERTAttention):
+    """`BERTAttention` whose queries and keys are rotated by their positions.
+
+    The same in PyTorch: `BERTAttention` with the scores of ``Rope(base, interleaved=interleaved)``. Arguments, results
+    and errors are its own, but that the head dim must be even, and beside them:
+
+    Args:
+        base: of the frequencies.
+        interleaved: pair features (2i, 2i + 1), as document 002 does, rather than (i, i + D/2).
+
+    Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2; Ropewalk's document 002.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import RoPEBERTAttention
+        >>> RoPEBERTAttention(64, 4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(self, *, base: float = 10000.0, interleaved: bool = True) -> None:
+        self._attend_by(Rope(base, interleaved=interleaved))
+
+
+class ExpoSBBERTAttention(BERTAttention):
+    """`BERTAttention` by “exponential stick breaking”, with a learned weight for each head.
+
+    The same in PyTorch: `BERTAttention` with the scores of ``ExpoSB(distance_decay=…, band_weights=band_weights)``.
+    Arguments, results and errors are its own, but that the head dim must be even and at least 8, and beside them:
+
+    Args:
+        distance_decay: whether scores fall with the distance of their positions.
+
+    Attributes:
+        band_weights: (H,), what q and k of each head are multiplied by; 1 at first.
+
+    Source: Ropewalk's document 002.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import ExpoSBBERTAttention
+        >>> ExpoSBBERTAttention(64, 4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(self, *, distance_decay: bool = False) -> None:
+        self._attend_by(ExpoSB(distance_decay=distance_decay))
+        self.distance_decay = distance_decay
+        self.band_weights = nn.Parameter(torch.ones(self.num_heads))
+
+    @property
+    def position(self) -> ExpoSB:
+        """The scheme, of the weights that the module has now: a copy of it, or what shards it, has others."""
+        return ExpoSB(distance_decay=self.distance_decay, band_weights=self.band_weights)
+
+
+class ALiBiBERTAttention(BERTAttention):
+    """`BERTAttention` whose scores fall with the distance, in both directions, each head's at its published slope.
+
+    The same in PyTorch: `BERTAttention` with the scores of ``Alibi()``. Arguments, results and errors are its own.
+
+    Source: ALiBi (https://arxiv.org/abs/2108.12409), §3.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import ALiBiBERTAttention
+        >>> ALiBiBERTAttention(64, 4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    _position = Alibi()
+
+
+class ReRoPEBERTAttention(BERTAttention):
+    """`BERTAttention` by RoPE whose relative positions stop, or leak, a window away, in both directions.
+
+    The same in PyTorch: `BERTAttention` with the scores of ``ReRope(window, leak=…, log_n=…, rope=Rope(base, …))``.
+    Arguments, results and errors are its own and `ReRope`'s, and beside them it has those of `RoPEBERTAttention`, whose
+    state_dict is the same: what that one has learned, this one can extend.
+
+    Args:
+        window: from how many positions apart on a pair is far; by default half of max_position_embeddings.
+        leak, log_n: as for `ReRope`.
+
+    Source: Su Jianlin, “Rectified Rotary Position Embeddings” (https://github.com/bojone/rerope).
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import ReRoPEBERTAttention
+        >>> ReRoPEBERTAttention(64, 4, window=4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(
+        self,
+        *,
+        window: int | None = None,
+        leak: float | None = None,
+        log_n: int | None = None,
+        base: float = 10000.0,
+        interleaved: bool = True,
+    ) -> None:
+        window = max(1, self.max_position_embeddings // 2) if window is None else window
+        self._shown["window"] = window
+        self._attend_by(ReRope(window, leak=leak, log_n=log_n, rope=Rope(base, interleaved=interleaved)))
+
+
+_CLASSES: dict[str, type[BERTAttention]] = {
+    "standard": StandardBERTAttention,
+    "absolute": AbsoluteBERTAttention,
+    "rope": RoPEBERTAttention,
+    "exposb": ExpoSBBERTAttention,
+    "alibi": ALiBiBERTAttention,
+    "rerope": ReRoPEBERTAttention,
+}
+
+
+def get_attention_class(name: str) -> type[BERTAttention]:
+    """The class of BERT's self-attention for "standard", "absolute", "rope", "exposb", "alibi" or "rerope" positions.
+
+    An unknown name raises ValueError, “Unknown attention type: …”, with the known ones.
+
+    Source: Ropewalk's document 002.
+
+    Example:
+        >>> from ropewalk import get_attention_class
+        >>> get_attention_class("alibi")(64, 4, dropout=0.0)
+        ALiBiBERTAttention(
+          64, 4, max_position_embeddings=512, dropout=0.0
+          (query): Linear(in_features=64, out_features=64, bias=True)
+          (key): Linear(in_features=64, out_features=64, bias=True)
+          (value): Linear(in_features=64, out_features=64, bias=True)
+        )
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"Unknown attention type: {name!r}, but must be one of {', '.join(map(repr, _CLASSES))}")
+    return _CLASSES[name]
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether x's values can be looked at: those on a device would have to be waited for."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_position_ids(ids: Tensor, batch: int, tokens: int) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"position_ids is {_kind(ids)}, but must be a tensor of int32 or int64")
+    if ids.shape not in ((batch, tokens), (1, tokens)):
+        sizes = f"B = {batch} and T = {tokens}"
+        raise ValueError(f"position_ids has shape {tuple(ids.shape)}, but must be (B, T) or (1, T) with {sizes}")
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _as_allowed(mask: Tensor, batch: int, n_heads: int, tokens: int) -> Tensor:
+    """One of transformers' masks as bool, (B or 1, H or 1, T or 1, T or 1), True where a query may attend."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is {_kind(mask)}, but must be a tensor")
+    shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
+    full = (batch, n_heads, tokens, tokens)
+    if not is_padding and not (mask.ndim == 4 and all(n in (1, size) for n, size in zip(shape, full, strict=True))):
+        raise ValueError(
+            f"attention_mask has shape {shape}, but must be (B, T) or (B or 1, H or 1, T or 1, T or 1) with "
+            f"B = {batch}, H = {n_heads} and T = {tokens}"
+        )
+    if is_padding:
+        if mask.dtype != torch.bool:
+            if _is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+                raise ValueError("attention_mask, of shape (B, T), holds values other than 1 (token) and 0 (padding)")
+            mask = mask != 0
+        return mask[:, None, None]
+    if mask.stride(2) == 0:
+        mask = mask[:, :, :1]  # one row for all queries, as transformers expands padding: a T-th of the work
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"attention_mask is {_kind(mask)}, but with 4 dimensions must be bool or floating point")
+    lowest = torch.finfo(mask.dtype).min
+    if mask.requires_grad or (_is_readable(mask) and not bool(((mask == 0) | (mask <= lowest / 2)).all())):
+        raise ValueError(
+            "attention_mask is a bias of the scores, but of floating point may hold nothing but 0 (attend) and "
+            f"{lowest:.4g} or -inf (mask out), and learn nothing; a bias can be a position scheme, such as T5Bias"
+        )
+    return mask == 0
+
+
+def _find_key_lengths(allowed: Tensor, batch: int, tokens: int) -> Tensor:
+    """One past the last key that any query of a batch row may attend, (B,), made on the device."""
+    if tokens == 0:
+        return torch.zeros(batch, dtype=torch.int32, device=allowed.device)
+    counted = torch.arange(1, tokens + 1, dtype=torch.int32, device=allowed.device)
+    return (allowed.any(dim=2).any(dim=1) * counted).amax(dim=1).expand(batch)
