@@ -17,8 +17,6 @@ from torch import Tensor
 from ropewalk.position_scheme import PositionScheme, Rotation
 from ropewalk.positions import Rope
 
-_ROPE = Rope()
-
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -31,15 +29,15 @@ class FarScheme(PositionScheme):
     window: int
     _: KW_ONLY
     log_n: int | None = None
-    rope: Rope = _ROPE
+    rope: Rope | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.window, 1):
             raise ValueError(f"window is {self.window!r}, but must be an int of at least 1")
         if self.log_n is not None and not _is_count(self.log_n, 2):
             raise ValueError(f"log_n is {self.log_n!r}, but must be None or an int of at least 2")
-        if not isinstance(self.rope, Rope):
-            raise TypeError(f"rope is {self.rope!r}, but must be a Rope")
+        if not (self.rope is None or isinstance(self.rope, Rope)):
+            raise TypeError(f"rope is {self.rope!r}, but must be None or a Rope")
 
     def far_window(self) -> int:
         """The window."""
@@ -47,7 +45,11 @@ class FarScheme(PositionScheme):
 
     def rotation(self, positions: Tensor, head_dim: int) -> Rotation:
         """RoPE's."""
-        return self.rope.rotation(positions, head_dim)
+        return self._rope.rotation(positions, head_dim)
+
+    @property
+    def _rope(self) -> Rope:
+        return Rope() if self.rope is None else self.rope
 
     def query_rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
         """RoPE's with log_n's factor, if there is one."""
@@ -87,7 +89,7 @@ class ReRope(FarScheme):
         window: w, from how many positions apart on a pair is far; strictly: |m − n| < w is near.
         leak: c of Leaky ReRoPE, at least 1, so that relative positions are w + (|m − n| − w)/c; None: they are w.
         log_n: the length that the model was trained on: queries are multiplied by max(1, ln(m + 1) / ln(log_n)).
-        rope: the rotation.
+        rope: the rotation; None for `Rope()`.
 
     Raises:
         TypeError: a rope that is no Rope.
@@ -122,10 +124,10 @@ class ReRope(FarScheme):
             if of == "keys":
                 return None
             at = torch.full_like(positions, self.window if of == "past" else -self.window)
-            table = _multiply(self.rope.rotation(at, head_dim), self.rope.attention_factor)
+            table = _multiply(self._rope.rotation(at, head_dim), self._rope.attention_factor)
             return self._grow(table, positions)
         jump = {"keys": 0.0, "past": 1.0, "future": -1.0}[of] * self.window * (self.leak - 1)
-        table = self.rope.rotation((positions.double() + jump) / self.leak, head_dim)
+        table = self._rope.rotation((positions.double() + jump) / self.leak, head_dim)
         return table if of == "keys" else self._grow(table, positions)
 
 
@@ -147,7 +149,7 @@ class SelfExtend(FarScheme):
         window: w, from how many positions apart on a pair is far; strictly: |m − n| < w is near.
         group: so many tokens in a row share a position for far pairs.
         log_n: the length that the model was trained on: queries are multiplied by max(1, ln(m + 1) / ln(log_n)).
-        rope: the rotation.
+        rope: the rotation; None for `Rope()`.
 
     Raises:
         TypeError: a rope that is no Rope.
@@ -173,5 +175,5 @@ class SelfExtend(FarScheme):
     def far_rotation(self, positions: Tensor, head_dim: int, of: str) -> Rotation:
         """By the groups' positions."""
         jump = {"keys": 0, "past": 1, "future": -1}[of] * (self.window - self.window // self.group)
-        table = self.rope.rotation(positions // self.group + jump, head_dim)
+        table = self._rope.rotation(positions // self.group + jump, head_dim)
         return table if of == "keys" else self._grow(table, positions)

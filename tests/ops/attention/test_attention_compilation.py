@@ -144,6 +144,8 @@ def configurations(target):
 
 # Bytes of registers that kernels of halves may spill on sm_90: larger tiles were measured to be worth it.
 SPILLS = {"forward_kernel": 64, "queries_kernel": 520, "keys_kernel": 520}
+# Turning the sums of a gradient from far pairs to near ones, once a tile, takes registers for them twice.
+SPILLS_OF_FAR = {"forward_kernel": 64, "queries_kernel": 1500, "keys_kernel": 780}
 SPILLS_OF_T5 = 2300  # in tiles with distances that have buckets of their own: near the diagonal
 
 
@@ -165,8 +167,8 @@ def test_kernels_compile_within_shared_memory_and_registers(
         assert compiled.metadata.shared <= SHARED_MEMORY[target], kernel.__name__
         if target == "sm_90" and dtype.itemsize == 2:
             used = resources(compiled, tmp_path)
-            assert used["stack"] + used["local"] <= (
-                SPILLS_OF_T5 if name == "learned-t5" else SPILLS[kernel.__name__]
-            ), kernel.__name__
+            bounds = SPILLS_OF_FAR if name in ("rerope", "leaky-full") else SPILLS
+            allowed = SPILLS_OF_T5 if name == "learned-t5" else bounds[kernel.__name__]
+            assert used["stack"] + used["local"] <= allowed, kernel.__name__
             assert "wgmma.mma_async" in compiled.asm["ptx"], kernel.__name__
             assert "mma.sync" not in compiled.asm["ptx"], kernel.__name__

@@ -106,8 +106,11 @@ def pack(device, lengths_q, lengths_k, dtype=torch.float32, head_dim=D, rest=3):
     return [torch.randn(*shape, head_dim, device=device).to(dtype) for shape in shapes], starts
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+# What causal attention leaves out, full attention has too, but for gradients that turn from past to near at once.
+CAUSAL = ["rerope", "leaky-log", "extend", "leaky-interleaved", "rerope-partial", "extend-offset-interleaved"]
+
+
+@pytest.mark.parametrize(("scheme", "causal"), [*((name, False) for name in SCHEMES), *((x, True) for x in CAUSAL)])
 def test_every_scheme(kernels, device, scheme, causal):
     check(kernels, draw(device), position=SCHEMES[scheme], causal=causal)
 
@@ -123,8 +126,7 @@ def test_windows_around_the_edges_of_tiles_and_of_the_sequence(kernels, device, 
     ("queries", "keys"), [(2, 2), (1, 50), (50, 3), (16, 16), (17, 31), (33, 15), (20, 64), (5, 0), (0, 5)]
 )
 def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, causal):
-    for window in (1, 17):
-        check(kernels, draw(device, queries=queries, keys=keys), position=Jump(window), causal=causal)
+    check(kernels, draw(device, queries=queries, keys=keys), position=Jump(7), causal=causal)
 
 
 MASKS = {

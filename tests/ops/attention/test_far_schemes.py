@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from attention_calls import HAS_KERNELS, INTERPRETED, ROUNDINGS, draw, needs_kernels, plainly, value_and_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ropewalk import ReRope, Rope, SelfExtend, attention, explain_choice
+from ropewalk import PositionScheme, ReRope, Rope, SelfExtend, attention, explain_choice
 from ropewalk.ops.attention import prepare as memory
 from ropewalk.ops.attention.checks import check_call
 from ropewalk.testing import assert_close_to_truth
@@ -53,6 +54,7 @@ def relative_positions(scheme, m, n):
 
 def naive(scheme, q, k, v, *, causal=False, positions=None):
     """Attention by the formula, every step but the angles in the tensors' dtype; q, k and v are (B, T, H, D)."""
+    rope = scheme.rope or Rope()
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     tokens_q, tokens_k = q.shape[2], k.shape[2]
@@ -61,17 +63,17 @@ def naive(scheme, q, k, v, *, causal=False, positions=None):
     if positions is not None:
         m, n = positions
     half = q.shape[3] // 2
-    omega = scheme.rope.base ** (-torch.arange(half, device=q.device).double() / half)
+    omega = rope.base ** (-torch.arange(half, device=q.device).double() / half)
     angles = relative_positions(scheme, m[:, None], n)[..., None] * omega
     turned = torch.polar(torch.ones_like(angles), angles).to(q.dtype.to_complex())
 
     def pairs(x):
-        if scheme.rope.interleaved:
+        if rope.interleaved:
             return torch.complex(x[..., 0::2], x[..., 1::2])
         return torch.complex(x[..., :half], x[..., half:])
 
     scores = torch.einsum("bhmi,bhni,mni->bhmn", pairs(q), pairs(k).conj(), turned).real / math.sqrt(2 * half)
-    scores = scores * scheme.rope.attention_factor**2
+    scores = scores * rope.attention_factor**2
     if scheme.log_n is not None:
         scores = scores * ((m + 1).double().log() / math.log(scheme.log_n)).clamp(min=1).to(q.dtype)[:, None]
     if causal:
@@ -342,9 +344,8 @@ def _forget_what_was_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scheme", ["rerope", "leaky-log", "extend"])
-@pytest.mark.parametrize("impl", [*IMPLS, *[None] * (not INTERPRETED)], ids=str)
+@pytest.mark.parametrize(("scheme", "causal"), [("rerope", True), ("leaky-log", False), ("extend", True)])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_one_graph_serves_many_lengths(device, impl, scheme, causal):
     call = {"position": SCHEMES[scheme], "causal": causal, "impl": impl}
     counter = CompileCounterWithBackend("aot_eager")
@@ -382,3 +383,98 @@ def test_kernels_and_reference_are_one(device):
         results.append((out, lse, *grads))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+# Schemes of one's own
+
+
+@dataclass(frozen=True, eq=False)
+class FarAlone(PositionScheme):
+    """Near pairs turn, far ones do not."""
+
+    def rotation(self, positions, head_dim):
+        return Rope().rotation(positions, head_dim)
+
+    def far_window(self):
+        return W
+
+
+@dataclass(frozen=True, eq=False)
+class NearAlone(PositionScheme):
+    """Far pairs turn, near ones do not."""
+
+    def far_window(self):
+        return W
+
+    def far_rotation(self, positions, head_dim, of):
+        return Rope().rotation(positions, head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned(NearAlone):
+    """What stretches far pairs is to be learned."""
+
+    stretch: torch.Tensor
+
+    def rotation(self, positions, head_dim):
+        return Rope().rotation(positions, head_dim)
+
+    def far_rotation(self, positions, head_dim, of):
+        table = self.rotation(positions, head_dim)
+        return table._replace(cos=table.cos * self.stretch, sin=table.sin * self.stretch)
+
+
+def test_what_kernels_cannot_turn_is_refused_with_a_reason(device):
+    tensors = draw_one(device)
+    stretch = torch.ones((), device=device, requires_grad=True)
+    for scheme, reason in (
+        (FarAlone(), "FarAlone leaves queries alone"),
+        (NearAlone(), "NearAlone leaves queries alone"),
+        (Learned(stretch), "the scheme's tables are to be learned"),
+    ):
+        explained = explain_choice(*tensors, position=scheme, causal=True)
+        assert explained.name == "reference"
+        if HAS_KERNELS:
+            assert reason in explained.others["triton"]
+        out = attention(*tensors, position=scheme, causal=True)
+        assert out.isfinite().all()
+    (grad,) = torch.autograd.grad(out.sum(), stretch)
+    assert grad.abs() > 0
+
+
+def test_schemes_may_be_made_in_what_is_compiled(device):
+    tensors = draw_one(device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        return attention(q, k, v, position=ReRope(W, leak=2.0), causal=True)
+
+    torch.testing.assert_close(attend(*tensors), attention(*tensors, position=ReRope(W, leak=2.0), causal=True))
+
+
+@needs_kernels
+def test_windows_are_no_constants_of_what_is_compiled(device):
+    tensors = draw_one(device)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, window):
+        return attention(q, k, v, position=ReRope(window), causal=True, impl="triton")
+
+    for window in (5, 7, 11, 19):
+        expected = attention(*tensors, position=ReRope(window), causal=True, impl="triton")
+        torch.testing.assert_close(attend(*tensors, window), expected)
+    assert counter.frame_count <= 2
+
+
+@needs_kernels
+def test_far_windows_past_what_int32_holds(device):
+    q, k, v = (torch.randn(1, tokens, 1, D, device=device) for tokens in (1, 2, 2))
+    positions = {
+        "positions_q": torch.tensor([[2**31 + 5]], device=device),
+        "positions_k": torch.tensor([[0, 2**31 + 5]], device=device),
+    }
+    for window in (2**30, 2**31 + 5, 2**31 + 6):
+        scheme = SelfExtend(window, 7)
+        expected = attention(q, k, v, position=scheme, impl="reference", **positions)
+        torch.testing.assert_close(attention(q, k, v, position=scheme, impl="triton", **positions), expected)

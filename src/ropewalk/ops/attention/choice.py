@@ -13,7 +13,7 @@ import torch
 
 from ropewalk.ops.attention.checks import check_call
 from ropewalk.ops.attention.cores import HALF, Request, capability, constant, why_not_flash, why_not_sdpa
-from ropewalk.ops.attention.prepare import prepare
+from ropewalk.ops.attention.prepare import prepare, tables_of
 from ropewalk.ops.rope import eager as rotation
 from ropewalk.ops.rope.operator import is_transformed
 
@@ -129,11 +129,12 @@ def _why_not_triton(request: Request) -> str | None:
         return f"its kernels take float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
     if prepared.score is None and scheme.changes_scores():
         return f"{type(scheme).__name__} changes scores, and names no score functions for Triton"
-    learned = (prepared.cos_q, prepared.cos_k, prepared.weights)
+    learned = tables_of(prepared)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return "the scheme's tables are to be learned, and its kernels do not differentiate them"
-    if prepared.far_window is not None and prepared.score is not None:
-        return f"{type(scheme).__name__} changes scores and has another encoding of far pairs"
+    reason = _why_not_far(request)
+    if reason is not None:
+        return reason
     if request.call.block_table is not None:
         if prepared.weights is not None and not request.call.keys_rotated:
             return f"{type(scheme).__name__} weighs features, and its kernels read pages as they are: keys_rotated=True"
@@ -144,6 +145,20 @@ def _why_not_triton(request: Request) -> str | None:
         return reason
     if torch.is_grad_enabled() and prepared.parameters.requires_grad and not _learns_parameters(prepared.score):
         return f"{type(scheme).__name__}'s parameters are to be learned, and {prepared.score} has no parameter_gradient"
+    return None
+
+
+def _why_not_far(request: Request) -> str | None:
+    """Say why the Triton kernels do not know a scheme's encoding of far pairs; None if they do, or there is none."""
+    prepared, name = request.prepared, type(request.call.position).__name__
+    if prepared.far_window is None:
+        return None
+    if prepared.score is not None:
+        return f"{name} changes scores and has another encoding of far pairs"
+    if request.far is None and (prepared.cos_past is None or prepared.cos_q is None):
+        return (
+            f"{name} leaves queries alone in near pairs or in far ones, and its kernels turn them from one to the other"
+        )
     return None
 
 

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 
 from ropewalk.ops.attention import flash_far
 from ropewalk.ops.attention.checks import Call
-from ropewalk.ops.attention.prepare import FarFeatures, Prepared, map_far_features, map_features
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared, map_far_features, map_features, tables_of
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -66,7 +66,7 @@ def _why_no_core(request: Request) -> str | None:
         return "there is nothing to attend"
     if not call.scale > 0:
         return f"the scale is {call.scale}, and it needs one above 0"
-    learned = (prepared.cos_q, prepared.cos_k, prepared.weights)
+    learned = tables_of(prepared)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return "the scheme's tables are to be learned, and the rotation does not differentiate them"
     if q.device.type == "cuda" and deterministic and backward:
@@ -179,6 +179,8 @@ def _why_no_far(request: Request, version: int) -> str | None:
         return f"near and far pairs of tokens are merged with flash-attn 4 alone, not with {version}"
     if not call.causal:
         return "near and far pairs of tokens are two calls of its only if both are causal"
+    if request.far is None and prepared.cos_past is None:
+        return f"{type(call.position).__name__} leaves far queries alone, and it is not asked for that"
     if call.window is not None:
         return "it is not asked for a window beside near and far pairs of tokens"
     if prepared.positions_q is not None:

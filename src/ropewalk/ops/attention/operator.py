@@ -23,7 +23,7 @@ _PREPARED = (
     "str? score, Tensor? parameters, Tensor? positions_q, Tensor? positions_k, Tensor? mask, Tensor? key_lengths, "
     "bool causal, SymInt? window, float scale, Tensor? key_starts, Tensor? query_starts, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? block_table, float? softcap, Tensor? sinks, float dropout_p, Tensor? seed, "
-    "int learned, int? far_window, Tensor? cos_past, Tensor? sin_past, Tensor? cos_future, Tensor? sin_future, "
+    "int learned, SymInt? far_window, Tensor? cos_past, Tensor? sin_past, Tensor? cos_future, Tensor? sin_future, "
     "Tensor? cos_far, Tensor? sin_far"
 )
 # What pairs that are far apart meet with: given, or made by the scheme, whose tables then are there.

@@ -59,6 +59,13 @@ class Prepared(NamedTuple):
     sin_far: Tensor | None = None
 
 
+def tables_of(prepared: Prepared) -> tuple[Tensor | None, ...]:
+    """What maps features: all tables and weights."""
+    near = (prepared.cos_q, prepared.sin_q, prepared.cos_k, prepared.sin_k, prepared.weights)
+    queries = (prepared.cos_past, prepared.sin_past, prepared.cos_future, prepared.sin_future)
+    return *near, *queries, prepared.cos_far, prepared.sin_far
+
+
 class FarFeatures(NamedTuple):
     """What pairs that are far apart meet with, mapped: queries (B, H, Tq, D) and keys (B, K, Tk, D)."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention.api import serve
-from ropewalk.ops.attention.checks import DTYPES, check_call
+from ropewalk.ops.attention.checks import DTYPES, MAX_HEAD_DIM, check_call
 from ropewalk.ops.attention.choice import choose
 from ropewalk.ops.attention.cores import Request
 from ropewalk.ops.attention.prepare import FarFeatures, prepare
@@ -76,14 +76,16 @@ def rerope_attention(
         >>> rerope_attention(q1, q2, k1, k2, v, True, 0.125, 100).shape
         torch.Size([1, 4, 256, 64])
     """
-    _check(q1, q2, k1, k2, v, window)
+    _check(q1, q2, k1, k2, v, sm_scale, window)
     call = check_call(q1, k1, v, position=GivenPairs(window), causal=causal, scale=sm_scale, layout="bhtd")
     prepared = prepare(q1, k1, call)._replace(far_window=window)
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q1, q2, k1, k2, v))
     deterministic = torch.are_deterministic_algorithms_enabled()
     far = FarFeatures(q2, None if causal else q2, k2)
     request = Request(q1, k1, v, call, prepared, False, deterministic, backward, far)
-    return serve(request, choose(request, impl))[0]
+    name = choose(request, impl)
+    with torch.autocast(q1.device.type, enabled=False):  # what is computed in float32 must stay there
+        return serve(request, name)[0]
 
 
 def torch_attention(
@@ -111,21 +113,22 @@ def torch_attention(
         >>> torch_attention(q1, q2, k1, k2, v, True, 0.125, 100).shape
         torch.Size([1, 4, 256, 64])
     """
-    _check(q1, q2, k1, k2, v, window)
+    _check(q1, q2, k1, k2, v, sm_scale, window)
     dtype = torch.promote_types(q1.dtype, torch.float32)
     group = q1.shape[1] // k1.shape[1]
     near_q, far_q = q1.to(dtype), q2.to(dtype)
     near_k, far_k, values = (x.to(dtype).repeat_interleave(group, 1) for x in (k1, k2, v))
     m = torch.arange(q1.shape[2], device=q1.device)[:, None]
     n = torch.arange(k1.shape[2], device=q1.device)
-    scores = torch.where((m - n).abs() < window, near_q @ near_k.mT, far_q @ far_k.mT) * sm_scale
-    if causal:
-        scores = scores.masked_fill(n > m, -math.inf)
-    return (scores.softmax(-1) @ values).to(q1.dtype)
+    with torch.autocast(q1.device.type, enabled=False):
+        scores = torch.where((m - n).abs() < window, near_q @ near_k.mT, far_q @ far_k.mT) * sm_scale
+        if causal:
+            scores = scores.masked_fill(n > m, -math.inf)
+        return (scores.softmax(-1) @ values).to(q1.dtype)
 
 
-def _check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, window: int) -> None:
-    """Raise unless the tensors fit each other, and the window is one."""
+def _check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, sm_scale: float, window: int) -> None:
+    """Raise unless the tensors fit each other, and the scale and the window are such."""
     tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -149,5 +152,10 @@ def _check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, window: in
         raise ValueError(f"k2 has shape {tuple(k2.shape)}, but must have k1's, {tuple(k1.shape)}")
     if v.shape[:3] != k1.shape[:3]:
         raise ValueError(f"v has shape {tuple(v.shape)}, but must have k1's, {tuple(k1.shape)}, all but the head dim")
+    for name, width in (("q1", head_dim), ("v", v.shape[3])):
+        if not 1 <= width <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has a head dim of {width}, but must have one from 1 to {MAX_HEAD_DIM}")
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not abs(sm_scale) < math.inf:
+        raise ValueError(f"sm_scale is {sm_scale!r}, but must be a finite number")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"window is {window!r}, but must be an int of at least 1")

@@ -348,8 +348,15 @@ def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[st
         "softcap": 1.0 if softcap is None else softcap,
         "factor": factor if functions is None else LOG2_E,
         "window": 0 if prepared.window is None else min(prepared.window, 2**30),
-        "far_window": None if prepared.far_window is None else min(prepared.far_window, 2**29),
+        "far_window": _far_window(prepared),
     }
+
+
+def _far_window(prepared: Prepared) -> int | None:
+    """The window, as far as what it is compared with goes: indices, or positions in int64."""
+    if prepared.far_window is None:
+        return None
+    return min(prepared.far_window, 2**29 if prepared.positions_q is None else 2**62)
 
 
 def _positions(positions: Tensor | None) -> tuple[Any, ...] | None:
