@@ -217,7 +217,8 @@ class _Rotations:
     def near(self) -> tuple[Rotation | None, Rotation | None]:
         """Those of q's and of k's features; one for both where their tokens stand at the same positions."""
         call, places_q, places_k = self.call, self.places_q, self.places_k
-        of_queries = self._of_queries("query_rotation")
+        has_its_own = type(call.position).query_rotation is not PositionScheme.query_rotation
+        of_queries = self._of_queries("query_rotation") if has_its_own else None
         rotation_k = None
         if not call.keys_rotated:
             rotation_k = self._of_keys("rotation")
