@@ -25,6 +25,8 @@ CALLS = {
     "rope": {"position": Rope(), "key_lengths": LENGTHS},
     "rope-causal": {"position": Rope(interleaved=True), "causal": True, "query_starts": LENGTHS - 9},
     "alibi-window": {"position": Alibi(), "causal": True, "window": 500, "softcap": 10.0},
+    "rope-mask": {"position": Rope(), "causal": True, "mask": torch.ones(B, 1, 1, KEYS, dtype=torch.bool)},
+    "rope-pairs": {"position": Rope(), "mask": torch.ones(B, H, 1, KEYS, dtype=torch.bool)},
     "decay-padding": {"position": ExpoSB(distance_decay=True), "key_starts": LENGTHS, "sinks": torch.zeros(H)},
     "rerope": {"position": ReRope(1000), "causal": True, "query_starts": LENGTHS - 9},
     "leaky-interleaved": {
@@ -85,7 +87,8 @@ SPILLS_OF_TURNING = {2: 1300, 4: 5300}  # by the bytes of an element, where keys
 )
 def test_kernels_compile_within_shared_memory_and_registers(launches_of, tmp_path, target, head_dim, dtype, queries):
     for name in CALLS if target == "sm_90" and head_dim == 128 else ("rope", "alibi-window", "leaky-interleaved"):
-        page_size = None if name == "decay-padding" or (queries == 1 and name == "alibi-window") else 16
+        unpaged = name in ("decay-padding", "rope-mask", "rope-pairs") or (queries == 1 and name == "alibi-window")
+        page_size = None if unpaged else 16
         for kernel, arguments, keywords in launches_of(target, head_dim, dtype, queries, page_size, **CALLS[name]):
             compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
             assert compiled.metadata.shared <= SHARED_MEMORY[target], (kernel.__name__, name)

@@ -70,6 +70,13 @@ def integers(*numbers):
     return lambda device: torch.tensor(numbers, device=device)
 
 
+def holes(shape, device):
+    """A mask that leaves two keys of three, others for each of its rows; and to the very last row no key."""
+    number = torch.arange(math.prod(shape), device=device).view(shape)
+    rows = number // shape[-1]
+    return ((number + rows) % 3 != 1) & ((rows < rows.max()) | (rows.max() == 0))
+
+
 LENGTHS = {"key_lengths": integers(KEYS, 37, 1)}
 STARTS = {"query_starts": integers(KEYS - 3, 33, 0)}
 SCHEMES = {
@@ -93,6 +100,9 @@ MASKS = {
     "starts-of-window": {"window": 20, **STARTS},
     "padding": {"key_starts": integers(0, 33, 108)},
     "causal-padding": {"causal": True, "key_starts": integers(0, 33, KEYS)},
+    "causal-mask-of-keys": {"causal": True, "mask": lambda device: holes((B, 1, 1, KEYS), device)},
+    "mask-of-pairs": {"mask": lambda device: holes((1, H, 3, KEYS), device) & holes((B, 1, 1, KEYS), device)},
+    "mask-and-lengths": {**LENGTHS, "mask": lambda device: holes((1, 1, 1, KEYS), device)},
     "everything": {
         "causal": True,
         "window": 30,
@@ -329,7 +339,7 @@ def test_serves_what_it_is_made_for(kernels, device):
     assert serves(draw(device, keys=256, queries=32))
     assert not serves(draw(device, keys=256, queries=33))
     assert not serves(draw(device, keys=255))
-    assert not serves(decode, mask=torch.ones(1, 256, dtype=torch.bool, device=device))
+    assert serves(decode, mask=torch.ones(1, 256, dtype=torch.bool, device=device))
     pages = [x.unflatten(2, (-1, 16)).transpose(1, 2).flatten(0, 1) for x in decode[1:]]
     table = torch.zeros(B, 4, dtype=torch.int32, device=device)
     lengths = torch.ones(B, dtype=torch.int64, device=device)

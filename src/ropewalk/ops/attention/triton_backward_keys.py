@@ -248,7 +248,7 @@ def keys_kernel(
     # Full tiles do not ask which keys exist.
     attended = ((n >= first_key) & (n < n_keys))[:, None]
     rows = k_offset + n
-    past_rows = k_offset + places
+    rows_end = k_offset + places
 
     sums = (zero_parts(BLOCK_N, BLOCK_D, PARTS), tl.zeros((BLOCK_N, BLOCK_V), tl.float32))
     makes_up = 1.0
@@ -277,7 +277,7 @@ def keys_kernel(
             sums = (zero_parts(BLOCK_N, BLOCK_D, PARTS), sums[1])
         else:
             changed = change_table(
-                sums[0][0], table_far, table, batch, rows, past_rows, BLOCK_N, BLOCK_D, R, INTERLEAVED,
+                sums[0][0], table_far, table, batch, rows, rows_end, BLOCK_N, BLOCK_D, R, INTERLEAVED,
             )  # fmt: skip
             sums = ((changed,), sums[1])
     sums = _add_pairs(
@@ -296,6 +296,6 @@ def keys_kernel(
             grad_keys *= tl.load(weights_ptr + feature, feature < D, other=0.0)[None, :]
         if table is not None:
             grad_keys = turn_back(
-                grad_keys, table, batch, rows, past_rows, BLOCK_N, BLOCK_D, R, INTERLEAVED,
+                grad_keys, table, batch, rows, rows_end, BLOCK_N, BLOCK_D, R, INTERLEAVED,
             )  # fmt: skip
         store_tile(grad_k, grad_keys, batch, key_head, k_offset, n_start, places, part, BLOCK_N, BLOCK_D, PACKED)

@@ -247,7 +247,7 @@ def queries_kernel(
     factors = (scale, softcap, factor)
     SIDE: tl.constexpr = PAST if CAUSAL else EITHER_SIDE
     rows = q_offset + m
-    past_rows = q_offset + n_queries
+    rows_end = q_offset + n_queries
     state = (zero_parts(BLOCK_M, BLOCK_D, PARTS), tl.zeros((BLOCK_M, LEARNED), tl.float32))
     if far_window is not None:
         state = _add_pairs(
@@ -266,7 +266,7 @@ def queries_kernel(
         else:
             next_table = table if future is None else table_future
             changed = change_table(
-                state[0][0], table_past, next_table, batch, rows, past_rows, BLOCK_M, BLOCK_D, R, INTERLEAVED,
+                state[0][0], table_past, next_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED,
             )  # fmt: skip
             state = ((changed,), state[1])
         if future is not None:
@@ -286,7 +286,7 @@ def queries_kernel(
                 state = (zero_parts(BLOCK_M, BLOCK_D, PARTS), state[1])
             else:
                 changed = change_table(
-                    state[0][0], table_future, table, batch, rows, past_rows, BLOCK_M, BLOCK_D, R, INTERLEAVED,
+                    state[0][0], table_future, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED,
                 )  # fmt: skip
                 state = ((changed,), state[1])
     sums, learned = _add_pairs(
@@ -303,6 +303,6 @@ def queries_kernel(
         grad_queries = sums[part] * grad_factor
         if table is not None:
             grad_queries = turn_back(
-                grad_queries, table, batch, rows, past_rows, BLOCK_M, BLOCK_D, R, INTERLEAVED,
+                grad_queries, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED,
             )  # fmt: skip
         store_tile(grad_q, grad_queries, batch, head, q_offset, m_start, n_queries, part, BLOCK_M, BLOCK_D, PACKED)

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.triton_cache_parts import (
-    cap,
     load_rotated,
     origin_of,
     positions_from,
     row_offsets,
     split_of_keys,
 )
+from ropewalk.ops.attention.triton_softmax import saturate
 from ropewalk.ops.attention.triton_tiles import wide
 
 # What differs from call to call, and must not make another binary.
@@ -37,6 +37,8 @@ VARYING = (
     "past_rotation",
     "key_rotation",
     "far_key_rotation",
+    "mask",
+    "mask_rows",
     "positions_q",
     "positions_k",
     "parameters",
@@ -71,7 +73,7 @@ def _load_page(block_table, n_start, past_key, PAGE: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def _attend_keys(
     state, queries, place, query_position, steps, start, jump_at, jump, bounds, keys, values, block_table, n_pages,
-    batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D:
+    batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, mask, D:
     tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, R:
     tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
     SPREAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr, CLOSE: tl.constexpr,
@@ -142,7 +144,7 @@ def _attend_keys(
         if SCORE is not None or softcap is not None:
             scores = scores * scale
         if softcap is not None:
-            scores = cap(scores, softcap)
+            scores = softcap * saturate(scores / softcap, False)
         if SCORE is not None:
             if CLOSE:  # all positions are indices, and the origin is the tile's first key
                 ours = (query_position - n_start).to(tl.float32)
@@ -160,6 +162,8 @@ def _attend_keys(
                 may = may & (ahead > -window)
                 if not CAUSAL:
                     may = may & (ahead < window)
+            if mask is not None:  # pointers to a key, the same for all rows or one for each; and from key to key
+                may = may & (tl.load(mask[0] + (wide(n) * mask[1])[None, :], exists[None, :], other=0) != 0)
             scores = tl.where(may, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         shift = new_max
@@ -183,8 +187,8 @@ def _attend_keys(
 @triton.jit
 def _attend_split(
     state, q_ptr, q_offsets, rotation, row_exists, token, place, query_position, ranges, keys, values, block_table,
-    n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D:
-    tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, R:
+    n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, mask,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, R:
     tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
     SPREAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HAS_STARTS: tl.constexpr, CLOSE: tl.constexpr,
     SCORE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
@@ -199,8 +203,8 @@ def _attend_split(
         state = _attend_keys(
             state, queries, place, query_position, full_stop - full, full, 0, 0, bounds, keys, values, block_table,
             n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, window,
-            key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL,
-            WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, False,
+            key_rotation, mask, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD,
+            CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, False,
         )  # fmt: skip
     else:
         full = split_start
@@ -208,8 +212,9 @@ def _attend_split(
     return _attend_keys(
         state, queries, place, query_position, (full - split_start) + tl.maximum(split_stop - full_stop, 0),
         split_start, full, full_stop - full, bounds, keys, values, block_table, n_pages, batch, positions_k, origin,
-        key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R,
-        ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, PRECISION, True,
+        key_start, parameters_ptr, scale, factor, softcap, window, key_rotation, mask, D, DV, BLOCK_D, BLOCK_DV,
+        BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE,
+        PRECISION, True,
     )  # fmt: skip
 
 
@@ -232,6 +237,8 @@ def cache_kernel(
     past_rotation,  # likewise, of q as it meets far keys
     key_rotation,  # likewise, of k
     far_key_rotation,  # likewise, of far keys
+    mask,  # which keys are attended: a pointer, and the strides of batch and key; or None
+    mask_rows,  # its strides of head and query; None: all rows attend the same
     positions_q,  # a pointer, and the strides of batch and token; None: their index
     positions_k,
     parameters,  # a pointer, and the stride of head; or None
@@ -269,7 +276,7 @@ def cache_kernel(
 ):
     """Attend with BLOCK_M rows, which share a key head, to one split of the keys.
 
-    If APART, keys that every row attends are walked without masks, and the others after them.
+    If APART, and there is no mask, keys that every row attends are walked unmasked, and the others after them.
     """
     # Neighbours share keys, then pages.
     n_tiles = tl.cdiv(n_queries * group, BLOCK_M)
@@ -332,6 +339,12 @@ def cache_kernel(
     parameters_ptr = None
     if parameters is not None:
         parameters_ptr = (parameters[0] + wide(tl.where(row_exists, head, 0)) * parameters[1])[:, None]
+    if mask is not None:
+        mask_ptr = mask[0] + wide(batch) * mask[1]
+        if mask_rows is not None:
+            of_row = wide(head) * mask_rows[0] + wide(token) * mask_rows[1]
+            mask_ptr += tl.where(row_exists, of_row, 0)[:, None]
+        mask = (mask_ptr, mask[2])
     if block_table is not None:
         block_table = (block_table[0] + wide(batch) * block_table[1], block_table[2])
     keys = (k_ptr + wide(key_head) * wide(k_strides[1]) * UNIT, k_strides)
@@ -347,14 +360,14 @@ def cache_kernel(
         state = _attend_split(
             state, q_ptr, q_offsets, past_rotation, row_exists, token, place - far_window, query_position, far_ranges,
             keys, values, block_table, n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor,
-            softcap, window - far_window, far_key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET,
+            softcap, window - far_window, far_key_rotation, mask, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET,
             INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL, WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
         )  # fmt: skip
     sums, row_max, row_sum = _attend_split(
         state, q_ptr, q_offsets, rotation, row_exists, token, place, query_position, ranges, keys, values, block_table,
         n_pages, batch, positions_k, origin, key_start, parameters_ptr, scale, factor, softcap, near_window,
-        key_rotation, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD, CAUSAL,
-        NEAR_WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
+        key_rotation, mask, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, R, ROTARY_OFFSET, INTERLEAVED, PAGE, UNIT, SPREAD,
+        CAUSAL, NEAR_WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
     )  # fmt: skip
 
     attends = row_sum > 0

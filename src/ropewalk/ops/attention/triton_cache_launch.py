@@ -71,7 +71,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> bool:
 
     q is (B, H, Tq, D), k (B, K, Tk, D) or (pages, K, page_size, D).
     """
-    if prepared.mask is not None or prepared.dropout_p > 0 or prepared.cu_seqlens_q is not None:
+    if prepared.dropout_p > 0 or prepared.cu_seqlens_q is not None:
         return False
     if prepared.far_window is not None and (not prepared.causal or prepared.positions_q is not None):
         return False
@@ -116,7 +116,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
     group = heads // key_heads
     block_d, block_dv = _block_of(head_dim), _block_of(value_dim)
     block_m = _rows_of_a_tile(queries * group, max(block_d, block_dv), q.element_size())
-    tiles = _choose_tiles(block_m, max(block_d, block_dv), q.element_size(), prepared.cos_k is not None)
+    mask, mask_rows = _place_mask(prepared.mask)
+    is_crowded = prepared.cos_k is not None or mask_rows is not None
+    tiles = _choose_tiles(block_m, max(block_d, block_dv), q.element_size(), is_crowded)
+    if mask is not None:
+        tiles = tiles._replace(apart=False)
     programs = triton.cdiv(queries * group, block_m) * key_heads * batch
     smallest = triton.cdiv(OVERRIDES.get("smallest_split", SMALLEST_SPLIT), tiles.block_n) * tiles.block_n
     n_splits = _count_splits(programs, _most_attended(keys, queries, prepared), block_m, _processors(q.device))
@@ -140,6 +144,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tenso
         *(None if x is None else x.contiguous() for x in (prepared.key_lengths, prepared.key_starts)),
         None if prepared.query_starts is None else prepared.query_starts.contiguous(),
         None if table is None else (table, *table.stride()), rotation, past_rotation, key_rotation, far_key_rotation,
+        mask, mask_rows,
         *(None if x is None else (x, *broadcast_strides(x, 2)) for x in (prepared.positions_q, prepared.positions_k)),
         None if prepared.parameters is None else (prepared.parameters.contiguous(), prepared.parameters[0].numel()),
         sinks if n_splits == 1 else None, prepared.scale,
@@ -168,12 +173,20 @@ def _rows_of_a_tile(rows: int, block_d: int, size: int) -> int:
     return int(OVERRIDES.get("block_m", min(max(16, triton.next_power_of_2(rows)), most)))
 
 
-def _choose_tiles(block_m: int, block_d: int, size: int, turns_keys: bool) -> CacheTiles:
+def _place_mask(mask: Tensor | None) -> tuple[tuple[Any, ...] | None, tuple[int, int] | None]:
+    """A mask with its strides of batch and key, and those of head and query unless all rows attend the same."""
+    if mask is None:
+        return None, None
+    batch, head, query, key = broadcast_strides(mask, 4)
+    return (mask.view(torch.uint8), batch, key), ((head, query) if head or query else None)
+
+
+def _choose_tiles(block_m: int, block_d: int, size: int, is_crowded: bool) -> CacheTiles:
     if interpreted():
         tiles = _TILES_TO_INTERPRET
     else:
         tiles = _TILES[block_m, max(block_d, 64), size]
-        if turns_keys:  # a tile of keys, their pairs' other halves, cos and sin, in registers
+        if is_crowded:  # in registers: keys, their pairs' other halves, cos and sin; or where a mask has each pair
             tiles = tiles._replace(block_n=max(16, tiles.block_n // 2), apart=False)
         if on_amd():  # 64 KiB of shared memory
             block_n = min(tiles.block_n, 32) if block_m * block_d > 4096 else tiles.block_n

@@ -72,17 +72,6 @@ def positions_from(positions, batch, index, exists, default, origin):
 
 
 @triton.jit
-def cap(scores, softcap):
-    """softcap · tanh(scores / softcap), to float32's relative precision for small scores too."""
-    x = scores / softcap
-    square = x * x
-    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    shrunk = tl.exp2(tl.abs(x) * (-2 * 1.4426950408889634))
-    far = (1 - shrunk) / (1 + shrunk)
-    return softcap * tl.where(square < 0.0625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
 def split_of_keys(first, last, key_start, n_keys, window, split, n_splits, smallest_split, BLOCK_N: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
     """Cut what queries standing at keys `first` to `last` attend into splits: where the keys begin and end, and of one
