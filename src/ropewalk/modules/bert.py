@@ -12,12 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropewalk.far_positions import ReRope
+from ropewalk.modules.masks import is_readable, read_mask
 from ropewalk.modules.rotary import RotaryEmbedding
 from ropewalk.ops.attention.api import attention
 from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope
 
 # What transformers hands down to every layer, and what asks nothing of attention.
-_OF_NO_CONCERN = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
+_OF_NO_CONCERN = {
+    *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
+    "cache_position",  # of queries among the keys of a cache, and there is none
+}
+
+# Schemes by which keys may start anywhere at no cost; the tables of others would be gathered anew for each batch row,
+# and ExpoSB's amplitude counts from the start.
+_WITHOUT_ORIGIN = (NoPosition, Alibi)
 
 
 class BERTAttention(nn.Module):
@@ -148,18 +156,20 @@ class BERTAttention(nn.Module):
         batch, tokens, _ = hidden_states.shape
         if position_ids is not None:
             _check_position_ids(position_ids, batch, tokens)
-        mask = key_lengths = None
+        position, mask, key_starts, key_lengths = self.position, None, None, None
         if attention_mask is not None:
-            mask = _as_allowed(attention_mask, batch, self.num_heads, tokens)
-            key_lengths = _find_key_lengths(mask, batch, tokens)
+            mask, starts, key_lengths = read_mask(attention_mask, batch, self.num_heads, tokens)
+            if mask.shape[1:] == (1, 1, tokens) and isinstance(position, _WITHOUT_ORIGIN):
+                key_starts = starts
         for_scores, for_values = self.add_positions(hidden_states, position_ids)
         heads = (batch, tokens, self.num_heads, self.head_dim)
         context = attention(
             self.query(for_scores).view(heads),
             self.key(for_scores).view(heads),
             self.value(for_values).view(heads),
-            position=self.position,
+            position=position,
             mask=mask,
+            key_starts=key_starts,
             key_lengths=key_lengths,
             positions_q=position_ids,
             positions_k=position_ids,
@@ -206,7 +216,7 @@ class StandardBERTAttention(BERTAttention):
             return x, x
         inside = position_ids.clamp(0, rows - 1)
         outside = position_ids != inside
-        if _is_readable(position_ids) and bool(outside.any()):
+        if is_readable(position_ids) and bool(outside.any()):
             first = int(position_ids[outside][0])
             raise ValueError(f"position_ids holds {first}, but must be from 0 to below max_position_embeddings, {rows}")
         x = hidden_states + F.embedding(inside, table).masked_fill(outside[..., None], torch.nan)
@@ -393,11 +403,6 @@ def get_attention_class(name: str) -> type[BERTAttention]:
     return _CLASSES[name]
 
 
-def _is_readable(x: Tensor) -> bool:
-    """Whether x's values can be looked at: those on a device would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _check_position_ids(ids: Tensor, batch: int, tokens: int) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"position_ids is {_kind(ids)}, but must be a tensor of int32 or int64")
@@ -408,43 +413,3 @@ def _check_position_ids(ids: Tensor, batch: int, tokens: int) -> None:
 
 def _kind(x: object) -> str:
     return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _as_allowed(mask: Tensor, batch: int, n_heads: int, tokens: int) -> Tensor:
-    """One of transformers' masks as bool, (B or 1, H or 1, T or 1, T or 1), True where a query may attend."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask is {_kind(mask)}, but must be a tensor")
-    shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
-    full = (batch, n_heads, tokens, tokens)
-    if not is_padding and not (mask.ndim == 4 and all(n in (1, size) for n, size in zip(shape, full, strict=True))):
-        raise ValueError(
-            f"attention_mask has shape {shape}, but must be (B, T) or (B or 1, H or 1, T or 1, T or 1) with "
-            f"B = {batch}, H = {n_heads} and T = {tokens}"
-        )
-    if is_padding:
-        if mask.dtype != torch.bool:
-            if _is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-                raise ValueError("attention_mask, of shape (B, T), holds values other than 1 (token) and 0 (padding)")
-            mask = mask != 0
-        return mask[:, None, None]
-    if mask.stride(2) == 0:
-        mask = mask[:, :, :1]  # one row for all queries, as transformers expands padding: a T-th of the work
-    if mask.dtype == torch.bool:
-        return mask
-    if not mask.is_floating_point():
-        raise TypeError(f"attention_mask is {_kind(mask)}, but with 4 dimensions must be bool or floating point")
-    lowest = torch.finfo(mask.dtype).min
-    if mask.requires_grad or (_is_readable(mask) and not bool(((mask == 0) | (mask <= lowest / 2)).all())):
-        raise ValueError(
-            "attention_mask is a bias of the scores, but of floating point may hold nothing but 0 (attend) and "
-            f"{lowest:.4g} or -inf (mask out), and learn nothing; a bias can be a position scheme, such as T5Bias"
-        )
-    return mask == 0
-
-
-def _find_key_lengths(allowed: Tensor, batch: int, tokens: int) -> Tensor:
-    """One past the last key that any query of a batch row may attend, (B,), made on the device."""
-    if tokens == 0:
-        return torch.zeros(batch, dtype=torch.int32, device=allowed.device)
-    counted = torch.arange(1, tokens + 1, dtype=torch.int32, device=allowed.device)
-    return (allowed.any(dim=2).any(dim=1) * counted).amax(dim=1).expand(batch)

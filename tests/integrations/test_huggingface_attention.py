@@ -1,144 +1,41 @@
-"""transformers' models by our attention and our rotation: against transformers' own "eager", and that in float64."""
+"""transformers' models by our attention: against transformers' own "eager", and that in float64."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_models import (
+    CAUSAL,
+    NAMES,
+    ROUNDINGS,
+    WINDOW,
+    B,
+    T,
+    assert_agrees,
+    build,
+    heads,
+    logits_and_grads,
+    padding,
+    tokens,
+    transformers,
+    truth_and_baseline,
+)
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ropewalk import attention
 from ropewalk.integrations import huggingface
+from ropewalk.modules import masks
 from ropewalk.testing import assert_close_to_truth
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-B, T, WINDOW, VOCABULARY, LAYERS = 3, 13, 5, 50, 2
-# In each layer: two norms, the projections, rotation, scores, probabilities, their product with the values, the output
-# projection, two sums, and three steps of the MLP; and as many again on the way back.
-ROUNDINGS = 2 * 13 * LAYERS
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # so that attention is no mean
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,  # or a model may say for ever what it heard last
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}  # all of them: no choice that rounding may turn
-CAUSAL = {
-    "Llama": GROUPED,
-    "Qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "Mistral": {**GROUPED, "sliding_window": WINDOW},
-    "Gemma": GROUPED,
-    "Gemma2": {**GROUPED, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
-    "GPTNeoX": {**SIZES, "rotary_pct": 0.25},
-    "GptOss": {**GROUPED, "sliding_window": WINDOW, **EXPERTS},
-}
-OTHER_ROTATIONS = {"Cohere": GROUPED, "Glm": {**GROUPED, "attention_bias": False}, "NanoChat": GROUPED}
-NAMES = [*CAUSAL, "Bert", "BertDecoder"]
-
-
-class InDouble(TorchFunctionMode):
-    """What transformers computes in float32 whatever the model's dtype, in float64: norms, softmax and tables."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
 def _registered():
     huggingface.register()
-
-
-def build(name, device, **changes):
-    """A model with random weights of its own, the same each time, in float32 and for evaluation."""
-    torch.manual_seed(0)
-    if name.startswith("Bert"):
-        config = transformers.BertConfig(**{**SIZES, "is_decoder": name == "BertDecoder", **changes})
-        model_class = transformers.BertLMHeadModel if config.is_decoder else transformers.BertForMaskedLM
-    else:
-        sizes = {**CAUSAL, **OTHER_ROTATIONS}[name]
-        config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
-        model_class = getattr(transformers, f"{name}ForCausalLM")
-    config._experts_implementation = "eager"  # others know no float64
-    model = model_class._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases, and sinks: nothing may be zero
-                parameter.add_(torch.randn(parameter.shape) * 0.3)
-    return model.to(device).eval()
-
-
-def tokens(device, batch=B, length=T):
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
-
-
-def padding(kind, device, batch=B, length=T):
-    """An attention_mask; its second row is never padded."""
-    mask = torch.ones(batch, length, dtype=torch.long)
-    if kind == "right":
-        mask[0, -4:], mask[2, -1:] = 0, 0
-    elif kind == "left":
-        mask[0, :4], mask[2, :1] = 0, 0
-    elif kind == "holes":
-        mask[0, 2:5], mask[0, -2:], mask[2, :6] = 0, 0, 0
-    return None if kind == "none" else mask.to(device)
-
-
-def logits_and_grads(model, implementation, ids, mask, **keywords):
-    """The logits of all tokens that are none of padding, and the gradients for one random cotangent.
-
-    Those of a layer's projections come as one: a bias of keys has a gradient of exactly zero, in truth.
-    """
-    model.set_attn_implementation(implementation)
-    model.zero_grad()
-    logits = model(ids, attention_mask=mask, use_cache=False, **keywords).logits
-    logits = logits if mask is None else logits[mask.bool()]
-    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(logits))
-    groups = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            groups.setdefault(name.rsplit(".", 2)[0], []).append(parameter.grad.flatten())
-    return {"logits": logits.detach(), **{name: torch.cat(grads) for name, grads in groups.items()}}
-
-
-def assert_agrees(name, device, run, ids=None, mask=None, changes=None, **keywords):
-    """Compare what `run(model)` gives with transformers' own, whose truth is the same in float64."""
-    ids = tokens(device) if ids is None else ids
-    model = build(name, device, **(changes or {}))
-    actual = run(model)
-    baseline = logits_and_grads(model, "eager", ids, mask, **keywords)
-    with InDouble():
-        truth = logits_and_grads(model.double(), "eager", ids, mask, **keywords)
-    assert actual.keys() == baseline.keys() == truth.keys()
-    for part in truth:
-        assert_close_to_truth(actual[part], truth[part], baseline[part], ROUNDINGS)
-
-
-@torch.no_grad()
-def truth_and_baseline(name, device, ids, mask):
-    """The logits by transformers' own attention, in float64 and in float32."""
-    model = build(name, device)
-    baseline = model(ids, attention_mask=mask).logits
-    with InDouble():
-        return model.double()(ids, attention_mask=mask).logits, baseline
 
 
 @pytest.fixture
@@ -150,7 +47,7 @@ def calls(monkeypatch):
         asked.append(keywords)
         return attention(*tensors, **keywords)
 
-    monkeypatch.setattr(huggingface, "attention", record)
+    monkeypatch.setattr("ropewalk.integrations.huggingface.attention.attention", record)
     return asked
 
 
@@ -294,12 +191,6 @@ def layer(device="cpu", training=False, **attributes):
     return module
 
 
-def heads(device="cpu", batch=2, queries=6, keys=6, n_heads=4, n_key_heads=2):
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((n_heads, queries), (n_key_heads, keys), (n_key_heads, keys))
-    return [torch.randn(batch, *shape, 16, generator=generator).to(device) for shape in shapes]
-
-
 def attend(q, k, v, mask=None, module=None, **keywords):
     function = transformers.AttentionInterface()["ropewalk"]
     return function(layer() if module is None else module, q, k, v, mask, **keywords)
@@ -411,13 +302,6 @@ def test_every_mask_means_what_transformers_own_says(pattern, places, kind, devi
     torch.testing.assert_close(actual, bhtd(q, k, v, mask=whole_mask(**arguments)))
 
 
-def test_the_bounds_of_a_mask_of_keys():
-    rows = [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1]]
-    starts, ends = huggingface._bounds(torch.tensor(rows, dtype=torch.uint8)[:, None, None])
-    assert starts.tolist() == [0, 0, 1, 1, 3]
-    assert ends.tolist() == [0, 4, 4, 2, 4]
-
-
 @pytest.mark.parametrize("pattern", ["causal", "window", "both ways"])
 def test_a_mask_that_must_be_whole_is(pattern, device):
     """What a model will cut or join."""
@@ -497,14 +381,31 @@ def test_a_mask_that_was_written_to_is_read_again(device):
     torch.testing.assert_close(attend(q, k, v, mask)[0], expected)
 
 
-def test_masks_are_not_kept_alive(device):
+def test_a_mask_that_comes_to_be_learned_is_refused(device):
     q, k, v = heads(device)
-    before = len(huggingface._MADE)
     mask = torch.zeros(2, 1, 1, 6, device=device)
     attend(q, k, v, mask)
-    assert len(huggingface._MADE) == before + 1
+    with pytest.raises(ValueError, match="attention_mask requires grad"):
+        attend(q, k, v, mask.requires_grad_())
+
+
+def test_masks_of_equal_rows_are_masks_of_keys(calls, device):
+    q, k, v = heads(device)
+    of_keys = (torch.arange(6, device=device) < torch.tensor([[6], [4]], device=device))[:, None, None]
+    for mask in (of_keys, torch.where(of_keys, 0.0, -torch.inf)):
+        attend(q, k, v, mask.expand(2, 4, 6, 6))
+        assert calls[-1]["mask"].shape == (2, 1, 1, 6)
+        assert calls[-1]["key_lengths"].tolist() == [6, 4]
+
+
+def test_masks_are_not_kept_alive(device):
+    q, k, v = heads(device)
+    before = len(masks._MADE)
+    mask = torch.zeros(2, 1, 1, 6, device=device)
+    attend(q, k, v, mask)
+    assert len(masks._MADE) > before
     del mask
-    assert len(huggingface._MADE) == before
+    assert len(masks._MADE) == before
 
 
 def test_a_mask_seen_in_inference_serves_training(calls, device):
@@ -574,15 +475,16 @@ def test_models_train_with_dropout(name, calls, device):
 
 
 @pytest.mark.parametrize("kind", ["none", "left"])
-def test_a_compiled_model_equals_an_eager_one(kind, device):
+def test_a_compiled_model_agrees_with_eager(kind, device):
     model, mask = build("Gemma2", device), padding(kind, device)
     model.set_attn_implementation("ropewalk")
     torch._dynamo.reset()
     with huggingface.use_ropewalk_rope(model):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        expected = model(tokens(device), attention_mask=mask, use_cache=False).logits
         logits = compiled(tokens(device), attention_mask=mask, use_cache=False).logits
-    assert torch.equal(logits, expected)
+    truth, baseline = truth_and_baseline("Gemma2", device, tokens(device), mask)
+    kept = torch.ones_like(logits[..., 0]).bool() if mask is None else mask.bool()
+    assert_close_to_truth(logits[kept], truth[kept], baseline[kept], ROUNDINGS)
 
 
 def test_from_pretrained_takes_it_by_name(tmp_path, device):
@@ -650,200 +552,3 @@ def test_another_interface_is_refused(missing, monkeypatch):
         RuntimeError, match=rf"transformers 9\.9 is not what it must be: \w+ has no {missing}; .*5\.0 to"
     ):
         huggingface.register()
-
-
-def modeling(model):
-    return sys.modules[type(model).__module__]
-
-
-@pytest.mark.parametrize("name", [*CAUSAL, *OTHER_ROTATIONS])
-def test_our_rotation_agrees_in_logits_and_gradients(name, monkeypatch, device):
-    rotations = []
-    monkeypatch.setattr(
-        huggingface, "apply_rope", lambda *xs, **flags: rotations.append(flags) or apply_rope(*xs, **flags)
-    )
-    apply_rope = importlib.import_module("ropewalk").apply_rope
-    mask = padding("left", device)
-
-    def run(model):
-        original = modeling(model).apply_rotary_pos_emb
-        with huggingface.use_ropewalk_rope(model) as handle:
-            assert handle.modules == (type(model).__module__,)
-            assert modeling(model).apply_rotary_pos_emb is not original
-            rotations.clear()
-            result = logits_and_grads(model, "ropewalk", tokens(device), mask)
-        assert modeling(model).apply_rotary_pos_emb is original
-        assert len(rotations) == LAYERS
-        assert rotations[0]["interleaved"] is (name in ("Cohere", "Glm"))
-        assert rotations[0]["inverse"] is (name == "NanoChat")
-        return result
-
-    assert_agrees(name, device, run, mask=mask)
-    assert len(rotations) == LAYERS
-
-
-def test_handles_count(device):
-    one, two = build("Llama", device), build("Llama", device)
-    original = modeling(one).apply_rotary_pos_emb
-    first, second = huggingface.use_ropewalk_rope(one), huggingface.use_ropewalk_rope(two)
-    first.remove()
-    first.remove()
-    assert modeling(one).apply_rotary_pos_emb is not original
-    second.remove()
-    assert modeling(one).apply_rotary_pos_emb is original
-    assert not huggingface._ROTATIONS
-
-
-def test_another_replacement_is_left_alone(monkeypatch, device):
-    model = build("Llama", device)
-    monkeypatch.setattr(modeling(model), "apply_rotary_pos_emb", modeling(model).apply_rotary_pos_emb)
-    handle = huggingface.use_ropewalk_rope(model)
-    modeling(model).apply_rotary_pos_emb = print
-    with pytest.raises(RuntimeError, match=r"was replaced by someone else since, .*modeling_llama"):
-        handle.remove()
-    assert modeling(model).apply_rotary_pos_emb is print
-
-
-def test_models_without_such_a_function_are_refused(device):
-    with pytest.raises(ValueError, match="BertForMaskedLM has no apply_rotary_pos_emb"):
-        huggingface.use_ropewalk_rope(build("Bert", device))
-
-
-def rotate_half(x):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
-def plainly(x, cos, sin, unsqueeze_dim=1):
-    return x * cos.unsqueeze(unsqueeze_dim) + rotate_half(x) * sin.unsqueeze(unsqueeze_dim)
-
-
-def like_llama(q, k, cos, sin, unsqueeze_dim=1):
-    return plainly(q, cos, sin, unsqueeze_dim), plainly(k, cos, sin, unsqueeze_dim)
-
-
-def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    return like_llama(q, k, cos, sin, unsqueeze_dim)
-
-
-def keys_the_other_way(q, k, cos, sin, unsqueeze_dim=1):
-    return plainly(q, cos, sin, unsqueeze_dim), plainly(k, cos, -sin, unsqueeze_dim)
-
-
-def slightly_scaled(q, k, cos, sin, unsqueeze_dim=1):
-    return tuple(x * 1.0001 for x in like_llama(q, k, cos, sin, unsqueeze_dim))
-
-
-def last_features(q, k, cos, sin, unsqueeze_dim=1):
-    def rotate(x):
-        rest = x.shape[-1] - cos.shape[-1]
-        return torch.cat((x[..., :rest], plainly(x[..., rest:], cos, sin, unsqueeze_dim)), dim=-1)
-
-    return rotate(q), rotate(k)
-
-
-def interleaved_to_halves(q, k, cos, sin, unsqueeze_dim=1):
-    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return like_llama(q, k, cos, sin, unsqueeze_dim)
-
-
-def heads_first_alone(q, k, cos, sin, unsqueeze_dim=1):
-    return like_llama(q, k, cos, sin, 1)
-
-
-def three(q, k, cos, sin, unsqueeze_dim=1):
-    return *like_llama(q, k, cos, sin, unsqueeze_dim), None
-
-
-def of_one(x, cos, sin, unsqueeze_dim=1):
-    return plainly(x, cos, sin, unsqueeze_dim)
-
-
-class LikeAHubKernel(nn.Module):
-    def forward(self, *args, **kwargs):
-        return like_llama(*args, **kwargs)
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    """A model of a modeling module with a rotation of its own, whose forward calls it."""
-
-    def make(function, name="modeling_stub"):
-        module = ModuleType(name)
-        module.apply_rotary_pos_emb = function
-        monkeypatch.setitem(sys.modules, name, module)
-        body = {
-            "__module__": name,
-            "forward": lambda self, *args, **kwargs: module.apply_rotary_pos_emb(*args, **kwargs),
-        }
-        return type("Stub", (nn.Module,), body)()
-
-    return make
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        keys_the_other_way,
-        slightly_scaled,
-        last_features,
-        interleaved_to_halves,
-        heads_first_alone,
-        three,
-        of_one,
-        lambda q, k, cos, sin, unsqueeze_dim=1: None,
-    ],
-)
-def test_other_rotations_are_refused_and_nothing_is_replaced(function, stub):
-    good, bad = stub(like_llama, "modeling_good"), stub(function, "modeling_bad")
-    with pytest.raises(ValueError, match=r"modeling_bad\.apply_rotary_pos_emb\(.*\) rotates in no way"):
-        huggingface.use_ropewalk_rope(nn.ModuleList([good, bad]))
-    assert sys.modules["modeling_good"].apply_rotary_pos_emb is like_llama
-    assert sys.modules["modeling_bad"].apply_rotary_pos_emb is function
-    assert not huggingface._ROTATIONS
-
-
-def angles(*shape, twice="halves"):
-    half = torch.rand(*shape, generator=torch.Generator().manual_seed(6)) * 6
-    half = torch.cat((half, half), -1) if twice == "halves" else half
-    return half.cos(), half.sin()
-
-
-@pytest.mark.parametrize("function", [like_llama, with_positions, LikeAHubKernel()])
-def test_every_layout_that_the_function_has(function, stub):
-    model = stub(function)
-    q, k, _ = heads(n_heads=3)
-    cos, sin = angles(2, 6, 8)
-    with huggingface.use_ropewalk_rope(model):
-        for x, y, tables, flags in (
-            (q, k, (cos, sin), {}),
-            (q, k, (cos[:1], sin[:1]), {}),
-            (q, k, (cos, sin), {"unsqueeze_dim": -3}),
-            (q.transpose(1, 2), k.transpose(1, 2), (cos, sin), {"unsqueeze_dim": 2}),
-            (q, k, (cos[0], sin[0]), {"unsqueeze_dim": 0}),
-            (q.transpose(1, 2), k.transpose(1, 2), (cos[0], sin[0]), {"unsqueeze_dim": 1}),
-        ):
-            expected = like_llama(x.double(), y.double(), *(table.double() for table in tables), **flags)
-            baseline = like_llama(x, y, *tables, **flags)
-            for actual, truth, theirs in zip(model(x, y, *tables, **flags), expected, baseline, strict=True):
-                assert_close_to_truth(actual, truth, theirs)
-
-
-def test_what_the_function_has_no_use_for_raises(stub):
-    q, k, _ = heads()
-    cos, sin = angles(2, 6, 8)
-    with huggingface.use_ropewalk_rope(stub(with_positions)) as handle:
-        rotate = sys.modules[handle.modules[0]].apply_rotary_pos_emb
-        once = angles(2, 6, 16, twice="once")
-        for tables in (once, (once[0], sin), (cos, once[1])):
-            with pytest.raises(
-                ValueError, match=r"does not hold every angle twice, but must for modeling_stub\.apply_"
-            ):
-                rotate(q, k, *tables)
-        rotate(q, k, cos, sin)
-        with pytest.raises(ValueError, match="unsqueeze_dim is 3"):
-            rotate(q, k, cos, sin, unsqueeze_dim=3)
-        with pytest.raises(ValueError, match=r"position_ids were passed to modeling_stub\.apply_rotary_pos_emb"):
-            rotate(q, k, cos, sin, position_ids=torch.arange(6))
-        with pytest.raises(ValueError, match="per token it must be"):
-            rotate(q, k, cos[:, :5], sin[:, :5])

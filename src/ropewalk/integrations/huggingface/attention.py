@@ -1,8 +1,6 @@
-"""Hugging Face models by Ropewalk's kernels, through transformers' own doors: nothing changes unless it is asked for.
+"""transformers' models by `ropewalk.attention`: an attention implementation, with its mask function.
 
-`register` adds an attention implementation, with its mask function: BERT, Llama, Qwen, Gemma, GPT-NeoX and whatever
-else goes by transformers' `AttentionInterface` then attend by `ropewalk.attention`. `use_ropewalk_rope` lets
-`ropewalk.apply_rope` rotate in the models that rotate by an `apply_rotary_pos_emb` of their own.
+BERT, Llama, Qwen, Gemma, GPT-NeoX and whatever else goes by transformers' `AttentionInterface` can take it.
 
 What the mask function hands to the layers, without waiting for any value on a device:
 
@@ -30,21 +28,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, remember
 from ropewalk.ops.attention.api import attention
-from ropewalk.ops.rope.api import apply_rope
 
 # Keywords of models that reach the attention, and change nothing there.
 _WITHOUT_EFFECT = frozenset(
@@ -56,8 +48,6 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 _MEANT_OTHERWISE = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
-_ROTATE = "apply_rotary_pos_emb"
-_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # and position_ids, as long as nobody passes them
 
 
 def register(name: str = "ropewalk") -> None:
@@ -87,7 +77,7 @@ def register(name: str = "ropewalk") -> None:
         ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, attn_implementation="ropewalk", **sizes))
         ...     logits = model(torch.tensor([[1, 2, 3]])).logits
     """
-    transformers, masking = _find_transformers()
+    transformers, masking = find_transformers()
     for word in _MEANT_OTHERWISE:
         if word in name:
             raise ValueError(f"name is {name!r}, but {word!r} in it means something else to transformers")
@@ -203,13 +193,9 @@ def _attend(
         asked.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, layout="thd")
         return attention(q[0], k[0], v[0], **asked)[None].contiguous(), None
     if mask is not None and attention_mask is not None:
-        if mask.dtype != torch.bool:
-            mask = _remembered(attention_mask, _as_bool)
-        if mask.shape[1:] == (1, 1, keys):
-            starts, ends = _remembered(attention_mask, _bounds)
-            asked.update(key_starts=starts.expand(batch), key_lengths=ends.expand(batch))
+        asked.update(_describe_mask(attention_mask, mask, batch, keys))
     asked["causal"] = causal and queries > 1  # one query stands at the last key
-    return attention(q, k, v, mask=mask, **asked).contiguous(), None
+    return attention(q, k, v, **asked).contiguous(), None
 
 
 def _read_mask(
@@ -226,213 +212,43 @@ def _read_mask(
     return None if given.shape[3] == 0 else given[:, :1].view(torch.bool), True, window
 
 
+def _describe_mask(given: Tensor, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
+    """A mask as bool, and where its keys start and end if it is one of keys; `given` is what all layers get."""
+    if mask.dtype != torch.bool:
+        if mask.requires_grad:
+            raise ValueError("attention_mask requires grad: pass a bool mask, True where a query attends")
+        given = mask = remember(given, _as_bool)
+    mask = drop_equal_rows(mask)
+    if mask.shape[1:] != (1, 1, keys):
+        return {"mask": mask}
+    starts, ends = remember(given, find_key_bounds)
+    return {"mask": mask, "key_starts": starts.expand(batch), "key_lengths": ends.expand(batch)}
+
+
 def _as_bool(mask: Tensor) -> Tensor:
     """Which keys an additive mask leaves; it must be one."""
     if not mask.is_floating_point():
         raise TypeError(f"attention_mask has dtype {mask.dtype}, but with 4 dimensions must be bool, or additive")
-    if mask.requires_grad or torch.compiler.is_compiling():
-        why = "requires grad" if mask.requires_grad else "is additive, and torch.compile cannot look at its values"
-        raise ValueError(f"attention_mask {why}: pass a bool mask, True where a query attends")
-    masked = mask <= torch.finfo(mask.dtype).min / 2
-    if not bool((masked | (mask == 0)).all()):
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask is additive, and torch.compile cannot look at its values: pass a bool mask, True where a "
+            "query attends"
+        )
+    if not bool(masks_only(mask)):
         raise ValueError(
             "attention_mask holds other numbers than 0 and the lowest: a bias, which Ropewalk's attention cannot take "
             "from transformers; use 'eager' attention"
         )
-    return ~masked
+    return drop_equal_rows(mask) == 0
 
 
-def _bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the keys that a mask of keys leaves start and end; each (B or 1,), int32, and 0 where it leaves none."""
-    kept = mask[:, 0, 0]
-    kept = kept == 0 if kept.is_floating_point() else kept.view(torch.bool)
-    index = torch.arange(kept.shape[1], dtype=torch.int32, device=kept.device)
-    ends = torch.where(kept, index + 1, 0).amax(dim=1)
-    return torch.where(kept, index, kept.shape[1]).amin(dim=1).minimum(ends), ends
-
-
-_MADE: Any = WeakTensorKeyDictionary()
-
-
-def _remembered(mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """What `make` makes of a mask, once for all the layers that get it; anew where it was, or may be, written to."""
-    is_traced = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
-    if is_traced or mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return make(mask)
-    made = _MADE.setdefault(mask, {})
-    if make not in made or made[make][0] != mask._version:
-        with torch.inference_mode(False):  # the next call may be one with a backward
-            made[make] = mask._version, make(mask)
-    return made[make][1]
-
-
-@dataclass
-class _Rotation:
-    """Our rotation in a modeling module, the model's own, and how many handles hold ours there."""
-
-    original: Any
-    ours: Any
-    handles: int = 0
-
-
-_ROTATIONS: dict[str, _Rotation] = {}  # by the name of the modeling module
-
-
-class RopeHandle:
-    """What `use_ropewalk_rope` did: `modules` names the modules, `remove` undoes it, as leaving a `with` block does."""
-
-    def __init__(self, modules: tuple[str, ...]) -> None:
-        self.modules = modules
-        self._is_removed = False
-
-    def remove(self) -> None:
-        """Put the models' own functions back, where no other handle holds ours. A second call does nothing.
-
-        Raises:
-            RuntimeError: someone else has replaced a function since, and it was left as it is.
-        """
-        held = () if self._is_removed else self.modules
-        self._is_removed = True
-        lost = []
-        for name in held:
-            rotation, module = _ROTATIONS[name], sys.modules[name]
-            rotation.handles -= 1
-            if rotation.handles > 0:
-                continue
-            del _ROTATIONS[name]
-            if getattr(module, _ROTATE) is rotation.ours:
-                setattr(module, _ROTATE, rotation.original)
-            else:
-                lost.append(name)
-        if lost:
-            raise RuntimeError(f"{_ROTATE} was replaced by someone else since, and left as it is, in {', '.join(lost)}")
-
-    def __enter__(self) -> RopeHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
-def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
-    """Let `ropewalk.apply_rope` rotate queries and keys in a transformers model, both in one launch.
-
-    It replaces `apply_rotary_pos_emb` in the modules that the model's classes come from, and so for every model of
-    those classes in this process. First it calls that function with random numbers, to find out what it does:
-    half-split pairs (Llama, Qwen, Gemma), of a part of the head (GPT-NeoX, Phi), by tables that hold every angle once
-    (gpt-oss), interleaved pairs (Cohere, GLM, ERNIE 4.5), the other direction (NanoChat); anything else is refused.
-    Whether the model's cos and sin are as the function wants them is looked at once, in the first call that
-    torch.compile does not trace. Rotations by functions of other names, as in some vision towers and in DeepSeek's
-    interleaved models, stay the model's own.
-
-    The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step.
-
-    Args:
-        model: a model of transformers, or one that has such models inside.
-
-    Returns:
-        A `RopeHandle`: `.modules`, the names of the modules; `.remove()`; and a context manager.
+def find_transformers() -> tuple[Any, Any]:
+    """Import transformers and its module of masks, once they prove to be what we think they are.
 
     Raises:
-        ValueError: no module of the model has such a function, or one does something else: then nothing is replaced.
-            In the forward: cos and sin that the function has no use for.
-
-    Example:
-        >>> import importlib.util
-        >>> from ropewalk.integrations import huggingface
-        >>> if importlib.util.find_spec("transformers") is not None:
-        ...     from transformers import LlamaConfig, LlamaForCausalLM
-        ...     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
-        ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
-        ...     with huggingface.use_ropewalk_rope(model):
-        ...         logits = model(torch.tensor([[1, 2, 3]])).logits
+        ModuleNotFoundError: transformers is not installed.
+        RuntimeError: it is not what this package is written for.
     """
-    names = sorted({base.__module__ for part in model.modules() for base in type(part).__mro__})
-    found = {name: getattr(sys.modules[name], _ROTATE) for name in names if hasattr(sys.modules[name], _ROTATE)}
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no {_ROTATE} in the modules that its classes come from")
-    rotations = {name: _ROTATIONS.get(name) or _replace(name, original) for name, original in found.items()}
-    for name, rotation in rotations.items():
-        _ROTATIONS[name] = rotation
-        rotation.handles += 1
-        setattr(sys.modules[name], _ROTATE, rotation.ours)
-    return RopeHandle(tuple(rotations))
-
-
-# How cos and sin may hold the angles: in two parts that are equal, of which apply_rope wants one.
-_PARTS: dict[str, Callable[[Tensor], Any]] = {
-    "halves": lambda x: x.chunk(2, dim=-1),
-    "pairs": lambda x: (x[..., ::2], x[..., 1::2]),
-    "once": lambda x: (x, x),
-}
-
-
-def _replace(name: str, original: Any) -> _Rotation:
-    """Of all rotations, the one that agrees with a modeling module's own."""
-    parameters = inspect.signature(original).parameters
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())  # of a Hub kernel
-    if variadic or [name for name in parameters if name != "position_ids"] == _PARAMETERS:
-        for kind in product(_PARTS, (False, True), (False, True)):
-            if _agree(original, _rotation(name, *kind), kind[0]):
-                return _Rotation(original, _rotation(name, *kind))  # a new one, which has not looked at tables yet
-    raise ValueError(f"{name}.{_ROTATE}({', '.join(parameters)}) rotates in no way that apply_rope knows: it must stay")
-
-
-def _rotation(name: str, table: str, interleaved: bool, inverse: bool) -> Callable[..., Any]:
-    """`apply_rotary_pos_emb` by `apply_rope`, for a kind of table, of pairs, and a direction."""
-    parts, looked_at = _PARTS[table], False
-
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, position_ids: None = None
-    ) -> Any:
-        nonlocal looked_at
-        if position_ids is not None:
-            raise ValueError(f"position_ids were passed to {name}.{_ROTATE}, which Ropewalk's does not know")
-        heads = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - cos.ndim - 1
-        if heads not in (-2, -3):
-            raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, but cos has shape {tuple(cos.shape)}: no known layout")
-        cos, same_cos = parts(cos if cos.ndim > 2 else cos[None])
-        sin, same_sin = parts(sin if sin.ndim > 2 else sin[None])
-        if not (looked_at or torch.compiler.is_compiling() or cos.is_meta or isinstance(cos, FakeTensor)):
-            if not (torch.equal(cos, same_cos) and torch.equal(sin, same_sin)):
-                raise ValueError(f"cos or sin does not hold every angle twice, but must for {name}.{_ROTATE}")
-            looked_at = True
-        layout = "bthd" if heads == -2 else "bhtd"
-        return apply_rope(q, k, cos, sin, layout=layout, interleaved=interleaved, inverse=inverse)
-
-    return rotate
-
-
-@torch.no_grad()
-def _agree(original: Any, ours: Any, table: str) -> bool:
-    """Whether two functions rotate alike: in both layouts, and a half of the features if the model's own can.
-
-    A feature is a·cos ± b·sin: three roundings, of numbers up to |a| + |b|.
-    """
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, heads, 5, 16, generator=generator, device="cpu") for heads in (3, 2))
-    budget = 3 * torch.finfo(torch.float32).eps * 2 * float(max(q.abs().max(), k.abs().max()))
-    for rotary_dim, axis in product((16, 8), (1, 2)):
-        angles = 6 * torch.rand(2, 5, rotary_dim // 2, generator=generator, device="cpu")
-        if table != "once":
-            angles = angles.repeat(1, 1, 2) if table == "halves" else angles.repeat_interleave(2, dim=-1)
-        given = [*((q, k) if axis == 1 else (q.transpose(1, 2), k.transpose(1, 2))), angles.cos(), angles.sin()]
-        try:
-            theirs = original(*given, unsqueeze_dim=axis)
-        except Exception:  # it takes no such table
-            if rotary_dim == 16:
-                return False
-            continue
-        if not isinstance(theirs, tuple) or len(theirs) != 2:
-            return False
-        for a, b in zip(ours(*(x.double() for x in given), axis), theirs, strict=True):
-            if not isinstance(b, Tensor) or a.shape != b.shape or not float((a - b).abs().max()) <= budget:
-                return False
-    return True
-
-
-def _find_transformers() -> tuple[Any, Any]:
-    """transformers and its module of masks, once they prove to be what we think they are."""
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("transformers is not installed, but must be for this", name="transformers")
     transformers: Any = importlib.import_module("transformers")

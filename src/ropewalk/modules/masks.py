@@ -1,0 +1,130 @@
+"""Masks as transformers hands them down to every layer: what they say, worked out once for all that get the same one.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ropewalk.ops.rope.operator import is_transformed
+
+
+class ReadMask(NamedTuple):
+    """What `ropewalk.attention` is to know of a mask."""
+
+    allowed: Tensor  # bool, (B or 1, H or 1, T or 1, T or 1), True where a query may attend
+    key_starts: Tensor  # (B,), int32: the first key that any query of a batch row may attend
+    key_lengths: Tensor  # (B,), int32: one past the last
+
+
+def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
+    """Read one of transformers' masks for self-attention; `BERTAttention` says which there are, and what raises."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is {type(mask).__name__}, but must be a tensor")
+    shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
+    full = (batch, n_heads, tokens, tokens)
+    if not is_padding and not (mask.ndim == 4 and all(n in (1, size) for n, size in zip(shape, full, strict=True))):
+        raise ValueError(
+            f"attention_mask has shape {shape}, but must be (B, T) or (B or 1, H or 1, T or 1, T or 1) with "
+            f"B = {batch}, H = {n_heads} and T = {tokens}"
+        )
+    if mask.requires_grad:
+        raise _bias_error(mask)
+    if mask.dtype != torch.bool:
+        mask = remember(mask, _padding_as_bool if is_padding else _additive_as_bool)
+    if not is_padding and mask.shape[3] != tokens:
+        mask = mask.expand(-1, -1, -1, tokens)
+    starts, ends = remember(mask, find_key_bounds)
+    allowed = mask[:, None, None] if is_padding else drop_equal_rows(mask)
+    return ReadMask(allowed, starts.expand(batch), ends.expand(batch))
+
+
+def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the keys that any query may attend start and end: (B or 1,) each, int32, and 0 where there are none.
+
+    mask is bool, or uint8 of 0 and 1, and (B or 1, Tk) or (B or 1, H or 1, Tq or 1, Tk). No value is waited for.
+    """
+    kept = mask.view(torch.bool)
+    if kept.ndim == 4:
+        kept = drop_equal_rows(kept)
+        kept = kept[:, 0, 0] if kept.shape[1:3] == (1, 1) else kept.any(dim=2).any(dim=1)
+    batch, keys = kept.shape
+    if keys == 0:
+        none = torch.zeros(batch, dtype=torch.int32, device=mask.device)
+        return none, none
+    # In int64 to the end: a length that torch.compile does not know is an int64 in the kernels that Inductor writes,
+    # and reductions of int32 that it meets do not compile with torch 2.11 (“initial type int32 but is re-assigned to
+    # int64”).
+    index = torch.arange(keys, device=mask.device)
+    ends = torch.where(kept, index + 1, 0).amax(dim=1)
+    starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
+    return starts.to(torch.int32), ends.to(torch.int32)
+
+
+def drop_equal_rows(mask: Tensor) -> Tensor:
+    """A mask with one row for all heads, or queries, that it is expanded for, as transformers expands padding.
+
+    Masks of other than 4 dimensions come back as they are.
+    """
+    for dim in (1, 2) if mask.ndim == 4 else ():
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def masks_only(mask: Tensor) -> Tensor:
+    """Whether an additive mask holds nothing but 0 and the lowest numbers, −inf among them: a bool tensor, ()."""
+    return ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether x's values can be looked at: those on a device would have to be waited for."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
+
+
+def _padding_as_bool(mask: Tensor) -> Tensor:
+    if is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask, of shape (B, T), holds values other than 1 (token) and 0 (padding)")
+    return mask != 0
+
+
+def _additive_as_bool(mask: Tensor) -> Tensor:
+    if not mask.is_floating_point():
+        kind = f"a tensor of {mask.dtype}"
+        raise TypeError(f"attention_mask is {kind}, but with 4 dimensions must be bool or floating point")
+    if is_readable(mask) and not bool(masks_only(mask)):
+        raise _bias_error(mask)
+    return drop_equal_rows(mask) == 0
+
+
+def _bias_error(mask: Tensor) -> ValueError:
+    return ValueError(
+        "attention_mask is a bias of the scores, but of floating point may hold nothing but 0 (attend) and "
+        f"{torch.finfo(mask.dtype).min:.4g} or -inf (mask out), and learn nothing; a bias can be a position scheme, "
+        "such as T5Bias"
+    )
+
+
+_MADE: Any = WeakTensorKeyDictionary()  # by mask: {make: (the mask's version, what it made)}
+
+
+def remember(mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    """What `make` makes of a mask, once for all the layers that get it; anew where it was, or may be, written to.
+
+    `make` is a function of a module, and gives new tensors: a view of the mask would keep it alive.
+    """
+    is_traced = torch.compiler.is_compiling() or isinstance(mask, FakeTensor) or is_transformed()
+    if is_traced or mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make(mask)
+    made = _MADE.setdefault(mask, {})
+    if make not in made or made[make][0] != mask._version:
+        with torch.inference_mode(False):  # the next call may be one with a backward
+            made[make] = mask._version, make(mask)
+    return made[make][1]

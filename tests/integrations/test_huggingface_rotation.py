@@ -1,0 +1,228 @@
+"""transformers' models by our rotation: against transformers' own, and that in float64."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from huggingface_models import (
+    CAUSAL,
+    LAYERS,
+    OTHER_ROTATIONS,
+    assert_agrees,
+    build,
+    heads,
+    logits_and_grads,
+    padding,
+    tokens,
+)
+from torch import nn
+
+from ropewalk.integrations import huggingface
+from ropewalk.integrations.huggingface import rotation
+from ropewalk.testing import assert_close_to_truth
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    huggingface.register()
+
+
+def modeling(model):
+    return sys.modules[type(model).__module__]
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *OTHER_ROTATIONS])
+def test_our_rotation_agrees_in_logits_and_gradients(name, monkeypatch, device):
+    rotations = []
+    monkeypatch.setattr(
+        rotation, "apply_rope", lambda *xs, **flags: rotations.append(flags) or apply_rope(*xs, **flags)
+    )
+    apply_rope = importlib.import_module("ropewalk").apply_rope
+    mask = padding("left", device)
+
+    def run(model):
+        original = modeling(model).apply_rotary_pos_emb
+        with huggingface.use_ropewalk_rope(model) as handle:
+            assert handle.modules == (type(model).__module__,)
+            assert modeling(model).apply_rotary_pos_emb is not original
+            rotations.clear()
+            result = logits_and_grads(model, "ropewalk", tokens(device), mask)
+        assert modeling(model).apply_rotary_pos_emb is original
+        assert len(rotations) == LAYERS
+        assert rotations[0]["interleaved"] is (name in ("Cohere", "Glm"))
+        assert rotations[0]["inverse"] is (name == "NanoChat")
+        return result
+
+    assert_agrees(name, device, run, mask=mask)
+    assert len(rotations) == LAYERS
+
+
+def test_handles_count(device):
+    one, two = build("Llama", device), build("Llama", device)
+    original = modeling(one).apply_rotary_pos_emb
+    first, second = huggingface.use_ropewalk_rope(one), huggingface.use_ropewalk_rope(two)
+    first.remove()
+    first.remove()
+    assert modeling(one).apply_rotary_pos_emb is not original
+    second.remove()
+    assert modeling(one).apply_rotary_pos_emb is original
+    assert not rotation._ROTATIONS
+
+
+def test_another_replacement_is_left_alone(monkeypatch, device):
+    model = build("Llama", device)
+    monkeypatch.setattr(modeling(model), "apply_rotary_pos_emb", modeling(model).apply_rotary_pos_emb)
+    handle = huggingface.use_ropewalk_rope(model)
+    modeling(model).apply_rotary_pos_emb = print
+    with pytest.raises(RuntimeError, match=r"was replaced by someone else since, .*modeling_llama"):
+        handle.remove()
+    assert modeling(model).apply_rotary_pos_emb is print
+
+
+def test_models_without_such_a_function_are_refused(device):
+    with pytest.raises(ValueError, match="BertForMaskedLM has no apply_rotary_pos_emb"):
+        huggingface.use_ropewalk_rope(build("Bert", device))
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def plainly(x, cos, sin, unsqueeze_dim=1):
+    return x * cos.unsqueeze(unsqueeze_dim) + rotate_half(x) * sin.unsqueeze(unsqueeze_dim)
+
+
+def like_llama(q, k, cos, sin, unsqueeze_dim=1):
+    return plainly(q, cos, sin, unsqueeze_dim), plainly(k, cos, sin, unsqueeze_dim)
+
+
+def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    return like_llama(q, k, cos, sin, unsqueeze_dim)
+
+
+def keys_the_other_way(q, k, cos, sin, unsqueeze_dim=1):
+    return plainly(q, cos, sin, unsqueeze_dim), plainly(k, cos, -sin, unsqueeze_dim)
+
+
+def slightly_scaled(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(x * 1.0001 for x in like_llama(q, k, cos, sin, unsqueeze_dim))
+
+
+def last_features(q, k, cos, sin, unsqueeze_dim=1):
+    def rotate(x):
+        rest = x.shape[-1] - cos.shape[-1]
+        return torch.cat((x[..., :rest], plainly(x[..., rest:], cos, sin, unsqueeze_dim)), dim=-1)
+
+    return rotate(q), rotate(k)
+
+
+def interleaved_to_halves(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return like_llama(q, k, cos, sin, unsqueeze_dim)
+
+
+def heads_first_alone(q, k, cos, sin, unsqueeze_dim=1):
+    return like_llama(q, k, cos, sin, 1)
+
+
+def three(q, k, cos, sin, unsqueeze_dim=1):
+    return *like_llama(q, k, cos, sin, unsqueeze_dim), None
+
+
+def of_one(x, cos, sin, unsqueeze_dim=1):
+    return plainly(x, cos, sin, unsqueeze_dim)
+
+
+class LikeAHubKernel(nn.Module):
+    def forward(self, *args, **kwargs):
+        return like_llama(*args, **kwargs)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A model of a modeling module with a rotation of its own, whose forward calls it."""
+
+    def make(function, name="modeling_stub"):
+        module = ModuleType(name)
+        module.apply_rotary_pos_emb = function
+        monkeypatch.setitem(sys.modules, name, module)
+        body = {
+            "__module__": name,
+            "forward": lambda self, *args, **kwargs: module.apply_rotary_pos_emb(*args, **kwargs),
+        }
+        return type("Stub", (nn.Module,), body)()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        keys_the_other_way,
+        slightly_scaled,
+        last_features,
+        interleaved_to_halves,
+        heads_first_alone,
+        three,
+        of_one,
+        lambda q, k, cos, sin, unsqueeze_dim=1: None,
+    ],
+)
+def test_other_rotations_are_refused_and_nothing_is_replaced(function, stub):
+    good, bad = stub(like_llama, "modeling_good"), stub(function, "modeling_bad")
+    with pytest.raises(ValueError, match=r"modeling_bad\.apply_rotary_pos_emb\(.*\) rotates in no way"):
+        huggingface.use_ropewalk_rope(nn.ModuleList([good, bad]))
+    assert sys.modules["modeling_good"].apply_rotary_pos_emb is like_llama
+    assert sys.modules["modeling_bad"].apply_rotary_pos_emb is function
+    assert not rotation._ROTATIONS
+
+
+def angles(*shape, twice="halves"):
+    half = torch.rand(*shape, generator=torch.Generator().manual_seed(6)) * 6
+    half = torch.cat((half, half), -1) if twice == "halves" else half
+    return half.cos(), half.sin()
+
+
+@pytest.mark.parametrize("function", [like_llama, with_positions, LikeAHubKernel()])
+def test_every_layout_that_the_function_has(function, stub):
+    model = stub(function)
+    q, k, _ = heads(n_heads=3)
+    cos, sin = angles(2, 6, 8)
+    with huggingface.use_ropewalk_rope(model):
+        for x, y, tables, flags in (
+            (q, k, (cos, sin), {}),
+            (q, k, (cos[:1], sin[:1]), {}),
+            (q, k, (cos, sin), {"unsqueeze_dim": -3}),
+            (q.transpose(1, 2), k.transpose(1, 2), (cos, sin), {"unsqueeze_dim": 2}),
+            (q, k, (cos[0], sin[0]), {"unsqueeze_dim": 0}),
+            (q.transpose(1, 2), k.transpose(1, 2), (cos[0], sin[0]), {"unsqueeze_dim": 1}),
+        ):
+            expected = like_llama(x.double(), y.double(), *(table.double() for table in tables), **flags)
+            baseline = like_llama(x, y, *tables, **flags)
+            for actual, truth, theirs in zip(model(x, y, *tables, **flags), expected, baseline, strict=True):
+                assert_close_to_truth(actual, truth, theirs)
+
+
+def test_what_the_function_has_no_use_for_raises(stub):
+    q, k, _ = heads()
+    cos, sin = angles(2, 6, 8)
+    with huggingface.use_ropewalk_rope(stub(with_positions)) as handle:
+        rotate = sys.modules[handle.modules[0]].apply_rotary_pos_emb
+        once = angles(2, 6, 16, twice="once")
+        for tables in (once, (once[0], sin), (cos, once[1])):
+            with pytest.raises(
+                ValueError, match=r"does not hold every angle twice, but must for modeling_stub\.apply_"
+            ):
+                rotate(q, k, *tables)
+        rotate(q, k, cos, sin)
+        with pytest.raises(ValueError, match="unsqueeze_dim is 3"):
+            rotate(q, k, cos, sin, unsqueeze_dim=3)
+        with pytest.raises(ValueError, match=r"position_ids were passed to modeling_stub\.apply_rotary_pos_emb"):
+            rotate(q, k, cos, sin, position_ids=torch.arange(6))
+        with pytest.raises(ValueError, match="per token it must be"):
+            rotate(q, k, cos[:, :5], sin[:, :5])
