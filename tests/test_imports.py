@@ -41,10 +41,17 @@ LAYERS = (
     ("ropewalk.ops.attention.api",),
     ("ropewalk.ops.attention.documents", "ropewalk.ops.attention.rerope"),
     ("ropewalk.modules.*",),
-    ("ropewalk.integrations.*", "ropewalk.bench.*", "ropewalk.experiments.*"),
-    ("ropewalk.cli", "ropewalk.__main__"),
+    ("ropewalk.integrations.*",),
+    ("ropewalk.bench.*", "ropewalk.experiments.*"),
+    ("ropewalk.cli",),
+    ("ropewalk.__main__",),
 )
-FAMILIES = (("ropewalk.ops.*.triton_*",), ("ropewalk.modules.*",), ("ropewalk.bench.*", "ropewalk.experiments.*"))
+FAMILIES = (
+    ("ropewalk.ops.*.triton_*",),
+    ("ropewalk.modules.*",),
+    ("ropewalk.integrations.huggingface*",),
+    ("ropewalk.bench.*", "ropewalk.experiments.*"),
+)
 # Packages that a user may lack may be missed by these alone, and only once they are called.
 MAY_USE_OPTIONAL = ("ropewalk.bench.*", "ropewalk.experiments.*", "ropewalk.integrations.*")
 REQUIRED = {"torch", "typer", "rich", *sys.stdlib_module_names}

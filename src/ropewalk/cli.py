@@ -250,6 +250,45 @@ def experiment_length_extrapolation(
         )
 
 
+@experiment_app.command("bert-positions")
+def experiment_bert_positions(
+    preset: Annotated[
+        str | None, typer.Option(help="smoke (a CPU), small (one GPU) or base; by default smoke.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings, in YAML or TOML, that change the preset's.")] = None,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(help="A text, or a folder of texts; repeat for more. By default what ships with Python."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="A Hugging Face dataset, NAME or NAME:CONFIGURATION.")] = None,
+    schemes: Annotated[str, typer.Option(help="Position schemes, with commas between; by default all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between: each trains all schemes.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Training steps of each model.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of all results, new or empty.")] = Path(
+        "bert-positions"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the output folder.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, on one device.")] = 1,
+    record: Annotated[Path | None, typer.Option(help="Where the record goes too, a new file.")] = None,
+) -> None:
+    """Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.
+
+    What was stopped or killed goes on with --resume where it was, by the settings in its output folder if no others are
+    given. On several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …
+    """
+    from ropewalk.experiments.bert_positions.config import load_config
+    from ropewalk.experiments.bert_positions.run import CONFIG, run_bert_positions
+
+    if resume and preset is None and config is None:
+        config = output / CONFIG
+    with _user_errors():
+        seed_numbers = _whole_numbers("seeds", seeds) or None
+        names = {"corpus": corpus or None, "dataset": dataset, "schemes": _split(schemes) or None}
+        settings = load_config(preset or "smoke", config, seeds=seed_numbers, steps=steps, **names)
+        run_bert_positions(settings, output=output, resume=resume, device=device, jobs=jobs, record=record)
+
+
 @bench_app.command("rope")
 def bench_rope(
     case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
@@ -343,6 +382,33 @@ def bench_attention(
         )
     if result.interrupted:
         raise typer.Exit(130)
+
+
+@bench_app.command("training")
+def bench_training(
+    case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
+    precision: Annotated[str, typer.Option(help="Of autocast and bf16, with commas between.")] = "autocast,bf16",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each candidate is timed.")] = 8,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+) -> None:
+    """Measure training steps of BERT and Llama models with attention by Ropewalk, by SDPA and by eager PyTorch."""
+    with _user_errors():
+        from ropewalk.bench.training import run_training_bench
+        from ropewalk.bench.training_models import CASES
+
+        if list_cases:
+            for known in CASES:
+                size = f"batch {known.batch} of {known.tokens} tokens"
+                typer.echo(f"{known.name}\n    {known.description}, {size}; {', '.join(known.precisions)}")
+            return
+        run_training_bench(
+            case_names=case or (), precisions=_split(precision), output=output, device=device, rounds=rounds
+        )
 
 
 def _split(text: str) -> list[str]:

@@ -1,0 +1,336 @@
+"""What a record of the comparison says: figures, tables for the terminal, and the same tables as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ropewalk.experiments.bert_positions.record import HUGGING_FACE, BertRecord, EvaluationRow, SpeedRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How a scheme is named and drawn; colours are Okabe and Ito's, which the colour-blind tell apart."""
+
+    name: str
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[int, ...]]
+
+
+_STYLES = {
+    "standard": _Style("Standard (learned)", "#000000", "o", (0, (1, 1))),
+    "absolute": _Style("Absolute (sinusoids)", "#E69F00", "s", (0, (5, 1))),
+    "rope": _Style("RoPE", "#0072B2", "^", "solid"),
+    "exposb": _Style("ExpoSB", "#D55E00", "D", (0, (3, 1, 1, 1))),
+    "alibi": _Style("ALiBi", "#009E73", "v", (0, (4, 2))),
+    "rerope": _Style("ReRoPE", "#CC79A7", "P", "solid"),
+}
+_GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
+_SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
+_FIRST = 0.03  # of the training, in which the loss falls from where nothing else is
+_LAST = 0.6  # of the training is over where its end begins
+_NONE = "–"
+
+
+def draw_learning(record: BertRecord, path: Path) -> None:
+    """Draw loss against steps, all of them and the last ones large, and loss and accuracy against length, as PNG."""
+    figure = _make_figure(record, 9.5)
+    (training, end), (loss, accuracy) = figure.subplots(2, 2)
+    _draw_training(training, record, _FIRST, "training")
+    _draw_training(end, record, _LAST, "the end of the training")
+    _draw_lengths(loss, record, lambda row: row.loss, "loss, nats per masked token")
+    _draw_lengths(accuracy, record, lambda row: row.accuracy * 100, "masked tokens guessed right, %")
+    handles, labels = loss.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
+    _save(figure, path)
+
+
+def draw_speed(record: BertRecord, path: Path) -> None:
+    """Draw tokens/s and, where it was measured, the peak of memory of a training step, as PNG."""
+    measured_memory = any(row.peak_bytes is not None for row in record.speed)
+    figure = _make_figure(record, 5.5)
+    panels = figure.subplots(1, 1 + measured_memory, sharey=True, squeeze=False)[0]
+    _draw_bars(panels[0], record.speed, lambda row: row.tokens_per_second, "tokens/s of a training step")
+    if measured_memory:
+        _draw_bars(panels[1], record.speed, _gib, "GiB at its peak, beyond weights, optimiser and batch")
+    _save(figure, path)
+
+
+def _make_figure(record: BertRecord, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, facecolor="white", format="png")
+
+
+def _title(record: BertRecord) -> str:
+    config, corpus, seeds = record.run["config"], record.run["corpus"], len(record.run["config"]["seeds"])
+    return (
+        f"BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length {config['train_length']} "
+        f"on {corpus['name']}, {config['steps']} steps of {config['batch_size']} windows, {seeds} "
+        f"seed{'s' * (seeds > 1)}, {record.run['device']}"
+    )
+
+
+def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> None:
+    """The training loss of each scheme: the mean over seeds, and the band from the least to the greatest.
+
+    since: what part of the training is left out of the view's height, and of its width where it is a large one.
+    """
+    shown: list[float] = []
+    for scheme, rows in _by_scheme(record.training).items():
+        style, steps = _STYLES[scheme], rows[0].steps
+        over_seeds = list(zip(*(_smooth(row.losses) for row in rows), strict=True))
+        mean = [statistics.mean(values) for values in over_seeds]
+        axes.plot(steps, mean, color=style.colour, linestyle=style.line, linewidth=1.6)
+        least, greatest = [min(values) for values in over_seeds], [max(values) for values in over_seeds]
+        axes.fill_between(steps, least, greatest, color=style.colour, alpha=0.18, linewidth=0)
+        inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
+        marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
+        axes.plot([steps[i] for i in marked], [mean[i] for i in marked], style.marker, color=style.colour, markersize=6)
+        shown += [value for index in inside for value in (least[index], greatest[index])]
+        if since > _FIRST:
+            axes.set_xlim(since * steps[-1], steps[-1] * (1 + (1 - since) * 0.03))
+    room = (max(shown) - min(shown)) * 0.04 or 0.1
+    axes.set_ylim(min(shown) - room, max(shown) + room)
+    _label(axes, title, "steps", "loss, nats per masked token")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Means over as many entries as `_SMOOTH` of all, centred, of fewer at both ends."""
+    reach = round(len(values) * _SMOOTH / 2)
+    return [statistics.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+
+
+def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow], float], label: str) -> None:
+    """A value against the length, with the standard deviation over seeds as bars."""
+    lengths = _lengths(record)
+    for scheme in _by_scheme(record.evaluation):
+        style = _STYLES[scheme]
+        at = [_mean_and_spread([value(row) for row in _evaluated(record, scheme, length)]) for length in lengths]
+        means, spreads = [mean for mean, _ in at], [spread or 0.0 for _, spread in at]
+        look: dict[str, Any] = {
+            "color": style.colour,
+            "marker": style.marker,
+            "linestyle": style.line,
+            "linewidth": 1.6,
+        }
+        axes.errorbar(lengths, means, spreads, capsize=3, markersize=6, label=style.name, **look)
+    axes.axvline(record.run["config"]["train_length"], color="#888888", linestyle=":", linewidth=1, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    _label(axes, "held-out text", "length read at once, tokens (dotted: the training length)", label)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow], float | None], title: str) -> None:
+    """A group of bars for each model, a bar for each length."""
+    lengths, models = sorted({row.length for row in rows}), list(dict.fromkeys(map(_model, rows)))
+    height = 0.8 / len(lengths)
+    for row in rows:
+        number, length = value(row), lengths.index(row.length)
+        place = models.index(_model(row)) + (length - (len(lengths) - 1) / 2) * height
+        if number is not None:
+            colour = _GREYS[row.attention] if row.model == HUGGING_FACE else _STYLES[row.model].colour
+            look: dict[str, Any] = {
+                "color": colour,
+                "alpha": 0.55 if length else 1.0,
+                "hatch": "//" if length else None,
+            }
+            axes.barh(place, number, height=height * 0.94, edgecolor="white", **look)
+        text = "out of memory" if number is None else f"{_short(number)} at {row.length}"
+        axes.annotate(text, (number or 0, place), (3, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(models)), models, fontsize=10)
+    axes.set_ylim(len(models) - 0.4, -0.6)
+    axes.margins(x=0.25)
+    axes.xaxis.set_major_formatter(lambda number, _: _short(number))
+    _label(axes, title, "", "")
+
+
+def _gib(row: SpeedRow) -> float | None:
+    return None if row.peak_bytes is None else row.peak_bytes / (1 << 30)
+
+
+def _label(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=12)
+    axes.set_xlabel(x, fontsize=10)
+    axes.set_ylabel(y, fontsize=10)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A table before it is for the terminal or Markdown: cells are text, and so many columns are words."""
+
+    title: str
+    note: str
+    headings: list[str]
+    rows: list[list[str]]
+    words: int = 1
+
+
+def bert_tables(record: BertRecord) -> list[Table]:
+    """The tables, for the console."""
+    tables = []
+    for sheet in _sheets(record):
+        table = Table(title=sheet.title, caption=sheet.note, show_lines=sheet.words == len(sheet.headings))
+        for index, heading in enumerate(sheet.headings):
+            is_word = index < sheet.words
+            table.add_column(heading, justify="left" if is_word else "right", overflow="fold", no_wrap=not is_word)
+        for row in sheet.rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def markdown_tables(record: BertRecord) -> str:
+    """The tables as Markdown, below what was measured and where."""
+    run = record.run
+    lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}"]
+    lines[-1] += "".join(f", {name} {version}" for name, version in run["peers"].items()) + f"; {run['date']}."
+    for sheet in _sheets(record):
+        words = [":---"] * sheet.words + ["---:"] * (len(sheet.headings) - sheet.words)
+        lines += ["", f"## {sheet.title}", "", f"{sheet.note}.", ""]
+        lines += ["| " + " | ".join(cells) + " |" for cells in (sheet.headings, words)]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in sheet.rows]
+    return "\n".join(lines) + "\n"
+
+
+def _sheets(record: BertRecord) -> list[_Sheet]:
+    several = len(record.run["config"]["seeds"]) > 1
+    over_seeds = "; mean ± standard deviation over seeds" if several else "; of one seed"
+    sheets = [
+        _length_sheet(record, lambda row: row.loss, "Loss", f"Nats per masked token of held-out text{over_seeds}", 3),
+        _length_sheet(
+            record, lambda row: row.accuracy * 100, "Accuracy", f"Masked tokens guessed right, in %{over_seeds}", 2
+        ),
+        _training_sheet(record, over_seeds),
+    ]
+    if record.speed:
+        sheets.append(_speed_sheet(record))
+    if record.exposb:
+        rows = [[row.claim, row.verdict, row.finding] for row in record.exposb]
+        sheets.append(_Sheet("ExpoSB", "Its claims, checked", ["claim", "verdict", "what was measured"], rows, words=3))
+    return sheets
+
+
+def _length_sheet(
+    record: BertRecord, value: Callable[[EvaluationRow], float], title: str, note: str, digits: int
+) -> _Sheet:
+    lengths, trained = _lengths(record), record.run["config"]["train_length"]
+    headings = ["scheme", *(f"{length} ({length // trained}×)" for length in lengths)]
+    rows = [
+        [_STYLES[scheme].name]
+        + [_with_spread([value(row) for row in _evaluated(record, scheme, length)], digits) for length in lengths]
+        for scheme in _by_scheme(record.evaluation)
+    ]
+    return _Sheet(title, note, headings, rows)
+
+
+def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
+    """The last loss, and what training took."""
+    rows = []
+    for scheme, of_scheme in _by_scheme(record.training).items():
+        last = [_smooth(row.losses)[-1] for row in of_scheme]
+        rows.append(
+            [
+                _STYLES[scheme].name,
+                _with_spread(last, 3),
+                _with_spread([row.tokens_per_second / 1e3 for row in of_scheme], 1),
+                _with_spread([row.seconds for row in of_scheme], 1),
+                f"{of_scheme[0].parameters:,}",
+            ]
+        )
+    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
+    return _Sheet("Training", f"As it was run, tokens without padding{over_seeds}", headings, rows)
+
+
+def _speed_sheet(record: BertRecord) -> _Sheet:
+    """Tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
+    lengths = sorted({row.length for row in record.speed})
+    at = {(row.model, row.attention, row.length): row for row in record.speed}
+    headings, note = ["model", "attention"], "Of a training step; tokens without padding, the 20 % to 80 % quantiles"
+    for length in lengths:
+        headings += [f"tokens/s at {length}", "× sdpa", "× eager", f"peak at {length}"]
+    rows = []
+    for model, attention in dict.fromkeys((row.model, row.attention) for row in record.speed):
+        cells = [model if model == HUGGING_FACE else _STYLES[model].name, attention]
+        for length in lengths:
+            row = at[model, attention, length]
+            cells.append(_tokens_per_second(row))
+            cells += [_ratio(row, at.get((HUGGING_FACE, name, length))) for name in ("sdpa", "eager")]
+            cells.append(_NONE if row.peak_bytes is None else f"{row.peak_bytes / (1 << 20):,.0f} MiB")
+        rows.append(cells)
+    note += "; peak: the most that a step allocates beyond weights, optimiser and batch"
+    return _Sheet("Speed", note, headings, rows, words=2)
+
+
+def _tokens_per_second(row: SpeedRow) -> str:
+    if row.tokens_per_second is None or row.step_ms is None:
+        return "out of memory"
+    fastest, median, slowest = row.step_ms
+    low, high = (_short(row.tokens_per_second * median / step) for step in (slowest, fastest))
+    return f"{_short(row.tokens_per_second)} ({low}–{high})"
+
+
+def _ratio(row: SpeedRow, against: SpeedRow | None) -> str:
+    if row.tokens_per_second is None or against is None or against.tokens_per_second is None:
+        return _NONE
+    return f"{row.tokens_per_second / against.tokens_per_second:.2f}"
+
+
+def _short(value: float) -> str:
+    """1.23, 12.3k, 4.56M: three digits."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f}{unit}"
+    return f"{value:.3g}"
+
+
+def _model(row: SpeedRow) -> str:
+    return f"Hugging Face, {row.attention}" if row.model == HUGGING_FACE else _STYLES[row.model].name
+
+
+def _by_scheme(rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Rows by scheme, in the order of `_STYLES`."""
+    return {scheme: found for scheme in _STYLES if (found := [row for row in rows if row.scheme == scheme])}
+
+
+def _lengths(record: BertRecord) -> list[int]:
+    return sorted({row.length for row in record.evaluation})
+
+
+def _evaluated(record: BertRecord, scheme: str, length: int) -> list[EvaluationRow]:
+    return [row for row in record.evaluation if row.scheme == scheme and row.length == length]
+
+
+def _mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and the standard deviation where there are several."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def _with_spread(values: Sequence[float], digits: int) -> str:
+    mean, spread = _mean_and_spread(values)
+    return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")

@@ -1,0 +1,80 @@
+"""BERT with one of the position schemes, and its masked-language-modelling loss.
+
+Shape letters: B batch, T tokens, M masked positions of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ropewalk.experiments.bert_positions.batches import Batch
+    from ropewalk.experiments.bert_positions.config import Config
+
+
+def derive_seed(*what: object) -> int:
+    """A seed for one purpose: of other words or numbers, another, unrelated one."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
+
+
+def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> Any:
+    """A `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
+
+    Of one seed, all that schemes have in common starts equal: it is drawn before the model is converted. What is the
+    scheme's own is drawn afterwards, from a seed of its own.
+    """
+    from transformers import BertConfig, BertForMaskedLM
+
+    from ropewalk.integrations.huggingface import convert_bert
+
+    bert_config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        max_position_embeddings=config.longest,
+        pad_token_id=pad_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed("weights", seed))
+        model = BertForMaskedLM(bert_config)
+        torch.default_generator.manual_seed(derive_seed("positions", scheme, seed))
+        return convert_bert(model, scheme, **config.options_of(scheme))
+
+
+def masked_logits(model: Any, batch: Batch) -> Tensor:
+    """The logits of the masked positions alone, (B, M, vocab): they are one in seven, and the head is wide."""
+    hidden = model.bert(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    index = batch.masked[..., None].expand(-1, -1, hidden.shape[-1])
+    logits: Tensor = model.cls(hidden.gather(1, index))
+    return logits
+
+
+def mlm_loss(model: Any, batch: Batch) -> Tensor:
+    """The sum of this part's cross-entropies over the number of labels of the whole batch.
+
+    Added up over the parts of a batch, that is the mean loss of its masked tokens, whatever the parts are.
+    """
+    logits = masked_logits(model, batch)
+    total = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / batch.n_labels
+
+
+class TrainingLoss(nn.Module):
+    """`mlm_loss` of a model as a module, for accelerate to wrap; times a number, for what averages over processes."""
+
+    def __init__(self, model: nn.Module, times: int) -> None:
+        super().__init__()
+        self.model, self.times = model, times
+
+    def forward(self, batch: Batch) -> Tensor:
+        loss = mlm_loss(self.model, batch)
+        return loss if self.times == 1 else loss * self.times
