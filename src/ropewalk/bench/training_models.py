@@ -49,7 +49,6 @@ CASES = (
     ),
     TrainingCase("bert-base", "unmodified BERT-base, masked-language modelling", "bert", _BASE, 64, 512, 256, _BOTH),
     TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, 1, 4096, None, ("bf16",)),
-    TrainingCase("llama-8-layers-b4", "the same, four rows", "llama", _LLAMA, 4, 4096, None, ("bf16",)),
 )
 
 

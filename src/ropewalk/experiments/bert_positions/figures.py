@@ -263,7 +263,9 @@ def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
             ]
         )
     headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
-    return _Sheet("Training", f"As it was run, tokens without padding{over_seeds}", headings, rows)
+    jobs = record.run.get("jobs", 1)
+    how = "As it was run" if jobs == 1 else f"{jobs} at a time on one device, which they shared"
+    return _Sheet("Training", f"{how}; tokens without padding{over_seeds}", headings, rows)
 
 
 def _speed_sheet(record: BertRecord) -> _Sheet:

@@ -36,7 +36,9 @@ def train_side_by_side(config: Config, output: Path, device: torch.device, jobs:
     """
     runs = list_runs(config)
     context = multiprocessing.get_context("spawn")  # a GPU cannot be used after a fork
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context, initializer=_end_with_parent) as pool:
+    # Of processes with as many threads as there are cores each would wait for the others' threads.
+    threads = 1 if device.type == "cuda" else max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (threads,)) as pool:
         futures = {pool.submit(_train, config, output, device, *run): run for run in runs}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
@@ -59,8 +61,9 @@ def _train(config: Config, output: Path, device: torch.device, scheme: str, seed
     return last["loss"], last["seconds"]
 
 
-def _end_with_parent() -> None:
+def _begin(threads: int) -> None:
     """Let this process end when its parent does, however that ends: nothing must go on to write to the folder."""
+    torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
