@@ -264,8 +264,8 @@ def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
         )
     headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
     jobs = record.run.get("jobs", 1)
-    how = "As it was run" if jobs == 1 else f"{jobs} at a time on one device, which they shared"
-    return _Sheet("Training", f"{how}; tokens without padding{over_seeds}", headings, rows)
+    how = "As it was run" if jobs == 1 else f"{jobs} models at a time on one device"
+    return _Sheet("Training", f"{how}, tokens without padding{over_seeds}", headings, rows)
 
 
 def _speed_sheet(record: BertRecord) -> _Sheet:

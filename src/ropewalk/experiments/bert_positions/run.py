@@ -71,8 +71,8 @@ def run_bert_positions(
         resume: go on with what is in `output`, which must be of the same configuration.
         device: "cpu" or "cuda"; None for the GPU, if there is one. In several processes, started by torchrun, each has
             its own GPU.
-        jobs: how many models are trained at a time, each in a process of its own on the same device: a small model alone
-            does not fill a GPU. What each learns there is the same.
+        jobs: how many models are trained at a time, each in a process of its own on the same device: a small model
+            alone does not fill a GPU. What each learns there is the same.
         record: where the record goes too, a new file.
         console: where to print.
 
