@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from ropewalk.bench import training, training_models
 from ropewalk.bench.training_models import CANDIDATES, CASES, OURS, TARGETS, TrainingCase, make_inputs
+from ropewalk.cli import app
 
 BERT = {
     "vocab_size": 50,
@@ -103,3 +105,21 @@ def test_bad_arguments(tmp_path: Path) -> None:
     there.touch()
     with pytest.raises(ValueError, match="exists already"):
         training.run_training_bench(output=there, device="cpu")
+
+
+def test_the_command_lists_cases_and_says_what_does_not_exist() -> None:
+    listed = CliRunner().invoke(app, ["bench", "training", "--list"])
+    assert listed.exit_code == 0
+    for case in CASES:
+        assert f"{case.name}\n    {case.description}, batch {case.batch} of {case.tokens} tokens" in listed.stdout
+    wrong = CliRunner().invoke(app, ["bench", "training", "--case", "gpt"])
+    assert wrong.exit_code == 2
+    assert "case 'gpt' does not exist; there are: bert-base-rope, bert-base, llama-8-layers" in wrong.output
+
+
+def test_the_record_in_results_reads_back() -> None:
+    path = Path(__file__).parents[2] / "results" / "training-h200.jsonl"
+    record = training.read_training_record(path)
+    measured = {(row.case, row.precision): row.speed_over for row in record.rows if row.candidate == OURS}
+    assert set(measured) == {(case.name, precision) for case in CASES for precision in case.precisions}
+    assert all(row.status == "ok" for row in record.rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def run_training_bench(
 
     Each step is forward, backward and AdamW. Before it is timed, each candidate's hidden states and gradients are
     compared, without dropout, with those of the same weights in float32: their error may be at most twice that of the
-    same model by PyTorch's eager attention.
+    same model by PyTorch's eager attention, or by SDPA for Llama.
 
     Args:
         case_names: which of `cases`; none for all.
@@ -240,11 +239,13 @@ def _with_times(
     row: TrainingRow, samples: dict[str, list[float]], trainee: _Trainee, device: torch.device
 ) -> TrainingRow:
     times = quantiles(samples[row.candidate])
-    with trainee.model.context() if device.type == "cuda" else nullcontext():
-        peak = peak_memory(trainee.step, device) if device.type == "cuda" else None
+    peak = None
+    if device.type == "cuda":
+        with trainee.model.context():
+            peak = peak_memory(trainee.step, device)
     return TrainingRow(
         **{
-            **row.__dict__,
+            **vars(row),
             "time": times,
             "tokens_per_second": row.n_tokens * 1e6 / times.p50,
             "peak_bytes": peak,
