@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+
+# Workers side by side have a core each: with as many threads as there are cores they would wait for each other's.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 
