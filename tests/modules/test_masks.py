@@ -125,6 +125,7 @@ def test_made_anew_when_written_to(made, device, part):
 
 
 def test_nothing_is_kept_alive(rows, device):
+    gc.collect()  # of what other tests left
     before = len(masks._MADE)
     kept = [rows.clone(), rows.long(), rows[:, None, None].expand(-1, 2, 4, -1), torch.zeros(5, 1, 4, 4, device=device)]
     for mask in kept:
@@ -148,6 +149,7 @@ def test_made_in_inference_for_training(made, device):
 
 
 def test_made_anew_where_it_is_traced(made, device):
+    gc.collect()  # of what other tests left
     before = len(masks._MADE)
     mask = torch.zeros(3, device=device)
     torch._dynamo.reset()
