@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from ropewalk import ReRope
 from ropewalk.experiments.bert_positions.batches import Batch
 from ropewalk.experiments.bert_positions.config import SCHEMES, Config
-from ropewalk.experiments.bert_positions.model import TrainingLoss, derive_seed, make_model, masked_logits, mlm_loss
+from ropewalk.experiments.bert_positions.model import TrainingLoss, make_model, masked_logits, mlm_loss
+from ropewalk.experiments.bert_positions.seeds import derive_seed
 
 pytest.importorskip("transformers")
 

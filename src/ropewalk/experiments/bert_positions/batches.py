@@ -6,7 +6,6 @@ Shape letters: B rows, T tokens of a row, M masked tokens of a row.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.corpus import Corpus
+from ropewalk.experiments.bert_positions.seeds import derive_seed
 
 NO_LABEL = -100
 MASKED, REPLACED = 0.8, 0.1  # of the masked tokens: shown as [MASK], as any other; the rest as they are
@@ -61,7 +61,7 @@ def training_batch(
     packed = host.to(device, non_blocking=True)
 
     ids = packed[:, :-2].long()
-    generator = torch.Generator(device).manual_seed(_mix(seed, step))
+    generator = torch.Generator(device).manual_seed(derive_seed(seed, step))
     draws = _Draws.of(config.batch_size, config, corpus, generator)
     inside = torch.arange(config.train_length, device=device) < packed[:, -2:-1]
     input_ids, masked, labels = _mask(ids, inside, packed[:, -1:], draws.part(rows), corpus.mask_id)
@@ -107,12 +107,7 @@ def _window_numbers(n_windows: int, batch_size: int, seed: int, step: int) -> Te
 
 @functools.lru_cache(maxsize=4)
 def _epoch_order(n_windows: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(n_windows, generator=torch.Generator().manual_seed(_mix(seed, epoch, "order")))
-
-
-def _mix(*values: int | str) -> int:
-    """A seed of several values. Generators on the CPU look at 32 bits of it alone, so all bits depend on all values."""
-    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1
+    return torch.randperm(n_windows, generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")))
 
 
 def _pack(corpus: Corpus, windows: Tensor, n_masked: Tensor, length: int, *, pin: bool) -> Tensor:

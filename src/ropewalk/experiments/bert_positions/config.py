@@ -204,6 +204,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """The precision itself, of `PRECISIONS`; for "auto", that of the device."""
+    return ("bf16" if device.type == "cuda" else "no") if precision == "auto" else precision
+
+
 def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Config:
     """A preset, changed by what the file says, and that by what the command line gave.
 

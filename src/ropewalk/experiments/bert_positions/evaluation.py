@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.experiments.bert_positions.batches import Batch, evaluation_batches
+from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch, evaluation_batches
+from ropewalk.experiments.bert_positions.config import resolve_precision
 from ropewalk.experiments.bert_positions.model import masked_logits
 from ropewalk.experiments.bert_positions.record import EvaluationRow
 
@@ -23,8 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def autocast_of(precision: str, device: torch.device) -> torch.autocast:
     """The autocast in which a model of this precision trains, and is read: "auto", "no", "bf16" or "fp16"."""
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "no"
+    precision = resolve_precision(precision, device)
     return torch.autocast(device.type, _DTYPES.get(precision, torch.bfloat16), enabled=precision in _DTYPES)
 
 
@@ -74,6 +74,6 @@ def _score(model: Any, corpus: Corpus, config: Config, length: int, device: torc
 def _count(logits: Tensor, batch: Batch) -> Tensor:
     """The sum of losses, how many first guesses are right, and the number of labels."""
     flat = batch.labels.flatten()
-    losses = F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-100, reduction="none").double()
-    right = (logits.argmax(-1).flatten() == flat).double()  # never where there is no label: -100 is no token
-    return torch.stack((losses.sum(), right.sum(), (flat != -100).double().sum()))
+    losses = F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=NO_LABEL, reduction="none").double()
+    right = (logits.argmax(-1).flatten() == flat).double()  # never where there is no label, which is no token
+    return torch.stack((losses.sum(), right.sum(), (flat != NO_LABEL).double().sum()))

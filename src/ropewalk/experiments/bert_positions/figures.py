@@ -231,7 +231,15 @@ def _sheets(record: BertRecord) -> list[_Sheet]:
         sheets.append(_speed_sheet(record))
     if record.exposb:
         rows = [[row.claim, row.verdict, row.finding] for row in record.exposb]
-        sheets.append(_Sheet("ExpoSB", "Its claims, checked", ["claim", "verdict", "what was measured"], rows, words=3))
+        sheets.append(
+            _Sheet(
+                "ExpoSB",
+                "What its name and its parts claim or suggest, checked",
+                ["claim", "verdict", "what was measured"],
+                rows,
+                words=3,
+            )
+        )
     return sheets
 
 

@@ -5,21 +5,17 @@ Shape letters: B batch, T tokens, M masked positions of a row.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch
+from ropewalk.experiments.bert_positions.seeds import derive_seed
+
 if TYPE_CHECKING:
-    from ropewalk.experiments.bert_positions.batches import Batch
     from ropewalk.experiments.bert_positions.config import Config
-
-
-def derive_seed(*what: object) -> int:
-    """A seed for one purpose: of other words or numbers, another, unrelated one."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
 
 
 def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> Any:
@@ -71,7 +67,9 @@ def mlm_loss(model: Any, batch: Batch) -> Tensor:
     Added up over the parts of a batch, that is the mean loss of its masked tokens, whatever the parts are.
     """
     logits = masked_logits(model, batch)
-    total = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
+    )
     return total / batch.n_labels
 
 

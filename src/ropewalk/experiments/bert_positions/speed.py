@@ -24,7 +24,7 @@ from torch import nn
 
 from ropewalk.bench.running import progress_bar
 from ropewalk.bench.timing import peak_memory
-from ropewalk.experiments.bert_positions.batches import Batch, n_masked_of
+from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch, n_masked_of
 from ropewalk.experiments.bert_positions.evaluation import autocast_of
 from ropewalk.experiments.bert_positions.model import bert_config, make_model, mlm_loss
 from ropewalk.experiments.bert_positions.record import HUGGING_FACE, SpeedRow
@@ -116,7 +116,7 @@ def make_batch(config: Config, multiple: int, vocab_size: int, device: torch.dev
         input_ids=tokens.masked_fill(~mask, _PAD_ID).to(device),
         attention_mask=mask.long().to(device),
         masked=masked.to(device),
-        labels=tokens.gather(1, masked).masked_fill(~scored, -100).to(device),
+        labels=tokens.gather(1, masked).masked_fill(~scored, NO_LABEL).to(device),
         n_labels=int(scored.sum()),
         n_tokens=int(mask.sum()),
     )

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from ropewalk.experiments.bert_positions.batches import training_batch
 from ropewalk.experiments.bert_positions.checkpoint import load_checkpoint, save_checkpoint
-from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.config import Config, resolve_precision
 from ropewalk.experiments.bert_positions.corpus import Corpus
-from ropewalk.experiments.bert_positions.model import TrainingLoss, derive_seed, make_model
+from ropewalk.experiments.bert_positions.model import TrainingLoss, make_model
+from ropewalk.experiments.bert_positions.seeds import derive_seed
 from ropewalk.experiments.bert_positions.training_log import TrainingLog
 
 PATIENCE = datetime.timedelta(days=1)  # of processes that wait while the main one reads a corpus, or evaluates
@@ -105,9 +106,7 @@ def make_accelerator(config: Config, device: torch.device) -> Iterator[Any]:
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState, is_initialized
 
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "no"
+    precision = resolve_precision(config.precision, device)
     if precision == "fp16" and device.type == "cpu":
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
     was_there = is_initialized()
