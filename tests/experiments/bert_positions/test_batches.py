@@ -104,7 +104,8 @@ def test_masked_tokens_are_shown_as_in_bert_and_lie_anywhere(device):
     assert abs(kinds["kept"] - 0.1 * n) < 6 * (0.09 * n) ** 0.5
     assert min(replaced) >= N_SPECIAL
     assert max(replaced) < corpus.vocab_size
-    assert len(replaced) > 0.8 * (corpus.vocab_size - N_SPECIAL)
+    # 2048 draws meet 0.798 of 1280 tokens on average; 0.75 is five standard deviations less
+    assert len(replaced) > 0.75 * (corpus.vocab_size - N_SPECIAL)
     assert float((places - n / 16).abs().max()) < 6 * (n / 16) ** 0.5
 
 

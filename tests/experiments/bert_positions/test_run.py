@@ -280,12 +280,14 @@ def test_two_processes_do_it_together(tmp_path, corpus, settings):
     one, two = tmp_path / "one", tmp_path / "two"
     succeed(*options, "-o", one)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ropewalk"]
+    path = os.pathsep.join(sys.path)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # Accelerate's barrier names a GPU of each process, on the CPU too
     process = subprocess.Popen(
         [sys.executable, *launcher, *arguments(*options, "-o", two)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **hidden},
     )
     try:
         said, _ = process.communicate(timeout=200)
