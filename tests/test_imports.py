@@ -43,7 +43,7 @@ LAYERS = (
     ("ropewalk.modules.*",),
     ("ropewalk.integrations.*",),
     ("ropewalk.bench.*", "ropewalk.experiments.*"),
-    ("ropewalk.cli",),
+    ("ropewalk.cli*",),
     ("ropewalk.__main__",),
 )
 FAMILIES = (
@@ -51,6 +51,7 @@ FAMILIES = (
     ("ropewalk.modules.*",),
     ("ropewalk.integrations.huggingface*",),
     ("ropewalk.bench.*", "ropewalk.experiments.*"),
+    ("ropewalk.cli*",),
 )
 # Packages that a user may lack may be missed by these alone, and only once they are called.
 MAY_USE_OPTIONAL = ("ropewalk.bench.*", "ropewalk.experiments.*", "ropewalk.integrations.*")

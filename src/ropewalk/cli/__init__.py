@@ -1,0 +1,88 @@
+"""The `ropewalk` command. Nothing here imports torch until a command needs it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import ropewalk
+from ropewalk.cli import bench, experiment
+from ropewalk.cli.doctor import doctor
+from ropewalk.cli.options import user_errors
+
+app = typer.Typer(
+    help="Position encodings for transformers as fast, differentiable GPU kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(bench.app, name="bench")
+app.add_typer(experiment.app, name="experiment")
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ropewalk {ropewalk.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Position encodings for transformers as fast, differentiable GPU kernels."""
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compile in any case.")] = False,
+) -> None:
+    """Compile the native extension ahead of its first use."""
+    from ropewalk.ops.rope import native_build
+
+    with user_errors(native_build.BuildError):
+        chosen = {native_build.parse_architecture(text) for text in arch or native_build.visible_architectures()}
+        architectures = sorted(chosen, key=int)
+        if not architectures:
+            raise ValueError(
+                "PyTorch sees no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
+                "as in --arch 90"
+            )
+        library = None if force else native_build.find_library(architectures)
+        if library is None:
+            names = ", ".join(f"sm_{architecture}" for architecture in architectures)
+            typer.echo(f"compiling the native extension for {names} ...")
+            start = time.perf_counter()
+            library = native_build.build(architectures, force=force)
+            typer.echo(f"done in {time.perf_counter() - start:.1f} s")
+        else:
+            typer.echo("the native extension is there already; --force compiles it again")
+        typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The text to learn; by default documentation of Python."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; by default what suits the device.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
+    figure: Annotated[Path, typer.Option(dir_okay=False, help="Where the figure goes.")] = Path("ropewalk-demo.png"),
+    seed: Annotated[int, typer.Option(help="Of weights, batches and the generated line.")] = 0,
+) -> None:
+    """Train a small transformer on real text, let it write, and time the rotation of its own q and k."""
+    from ropewalk.experiments.demo import run_demo
+
+    with user_errors():
+        run_demo(text, steps, device, figure, seed)

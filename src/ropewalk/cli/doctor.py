@@ -1,0 +1,107 @@
+"""`ropewalk doctor`."""
+
+from __future__ import annotations
+
+import platform
+
+import ropewalk
+
+
+def doctor() -> None:
+    """Print versions, devices, and which implementations and peers exist here and why the others don't."""
+    import torch
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ropewalk.bench.peers import PEERS, find_peer
+    from ropewalk.bench.records import version_of
+    from ropewalk.ops.attention import choice
+    from ropewalk.ops.rope.eager import IMPLEMENTATIONS, choose, why_not
+
+    console = Console()
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [*gpus, torch.device("cpu")]
+
+    versions = Table(title="versions")
+    versions.add_column("package")
+    versions.add_column("version")
+    for package, version in (
+        ("ropewalk", ropewalk.__version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", str(torch.__version__)),
+        ("CUDA", torch.version.cuda or "torch is built without it"),
+        ("ROCm", torch.version.hip or "torch is built without it"),
+        ("triton", version_of("triton") or "not installed"),
+    ):
+        versions.add_row(package, version)
+    console.print(versions)
+
+    rotation = Table(title="implementations of the rotation")
+    rotation.add_column("device")
+    rotation.add_column("implementation")
+    rotation.add_column("here")
+    for device in devices:
+        name = str(device)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name = f"{device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
+        for impl in IMPLEMENTATIONS:
+            reason = why_not(impl, device)
+            verdict = "yes, and used by default" if choose(None, device) == impl else "yes"
+            rotation.add_row(name, impl, verdict if reason is None else escape(f"no: {reason}"))
+    console.print(rotation)
+    if not gpus:
+        console.print("PyTorch sees no GPU.")
+
+    attention = Table(title="implementations of attention")
+    attention.add_column("device")
+    attention.add_column("implementation")
+    attention.add_column("here")
+    for device in devices:
+        for impl in choice.IMPLEMENTATIONS:
+            reason = choice.why_missing(impl, device)
+            attention.add_row(str(device), impl, "yes" if reason is None else escape(f"no: {reason}"))
+    console.print(attention)
+    console.print("Which of them serves a call, `ropewalk.explain_choice` tells.")
+
+    native = Table(title="native extension")
+    native.add_column("what")
+    native.add_column("here")
+    for what, here in _native_extension().items():
+        native.add_row(what, escape(here))
+    console.print(native)
+
+    peers = Table(title=f"peers that `ropewalk bench` can measure on {devices[0]}")
+    peers.add_column("peer")
+    peers.add_column("here")
+    for peer in PEERS.values():
+        version_found, reason = find_peer(peer, devices[0])
+        peers.add_row(peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
+    console.print(peers)
+
+
+def _native_extension() -> dict[str, str]:
+    """What there is of the compiled extension, and of what compiles it. Nothing is compiled here."""
+    from ropewalk.ops.rope import native_build
+
+    compilers = native_build.find_compilers()
+    rows = {"nvcc": compilers.nvcc or "no", "host compiler": compilers.cxx or "no"}
+    if compilers.missing is not None:
+        rows["missing"] = compilers.missing
+    architectures = native_build.visible_architectures()
+    try:
+        rows["cache"] = str(native_build.cache_dir())
+        if not architectures:
+            rows["library"] = "no: PyTorch sees no NVIDIA GPU of compute capability 8.0 or more"
+        elif (library := native_build.find_library(architectures)) is not None:
+            rows["library"] = f"yes, {library}"
+        elif (reason := native_build.failed_before(architectures)) is not None:
+            rows["library"] = f"no: {reason}\n`ropewalk build` tries again"
+        elif (reason := native_build.may_build_on_first_use()) is not None:
+            rows["library"] = f"no: `ropewalk build` compiles it; {reason}"
+        else:
+            rows["library"] = "no: it is compiled when it is first used, or by `ropewalk build`"
+    except native_build.BuildError as error:
+        rows["library"] = f"no: {error}"
+    return rows

@@ -1,0 +1,32 @@
+"""What the commands share: errors without tracebacks, and lists in one option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+@contextmanager
+def user_errors(*more: type[Exception]) -> Iterator[None]:
+    """Show what a user can put right, and errors of the classes `more`, by their message, not as a traceback."""
+    expected: tuple[type[Exception], ...] = (ValueError, ModuleNotFoundError, *more)
+    try:
+        yield
+    except expected as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+
+
+def split_names(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    names = split_names(text)
+    if not all(name.isdecimal() for name in names):
+        raise ValueError(f"{option} is {text!r}, but must be whole numbers with commas between, as in 512,1024")
+    return [int(name) for name in names]
