@@ -60,10 +60,11 @@ class AttentionRecord:
 def read_attention_record(path: Path) -> AttentionRecord:
     """Read back what a `RecordWriter` wrote of attention."""
     run, lines = read_lines(path, "attention")
-    return AttentionRecord(run, [_row(line) for line in lines])
+    return AttentionRecord(run, [attention_row(line) for line in lines])
 
 
-def _row(line: dict[str, Any]) -> AttentionRow:
+def attention_row(line: dict[str, Any]) -> AttentionRow:
+    """A line of a record as a row."""
     case = line.pop("case")
     for name, kind in (("time", Quantiles), ("host", HostTime)):
         if line[name] is not None:

@@ -93,18 +93,20 @@ class RecordWriter:
 def read_record(path: Path) -> Record:
     """Read back what a `RecordWriter` wrote of the rotation."""
     run, lines = read_lines(path, "rope")
-    return Record(run, [_row(line) for line in lines])
+    return Record(run, [rope_row(line) for line in lines])
 
 
-def read_lines(path: Path, benchmark: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The line about the run and the lines of the rows, of a record of this benchmark."""
+def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The line about the run and the lines of the rows, of a record of one of these benchmarks."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not lines or lines[0].get("format") != FORMAT or lines[0].get("benchmark") != benchmark:
-        raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {benchmark!r}")
+    if not lines or lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
+        names = " or ".join(map(repr, benchmarks))
+        raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {names}")
     return lines[0], lines[1:]
 
 
-def _row(line: dict[str, Any]) -> Row:
+def rope_row(line: dict[str, Any]) -> Row:
+    """A line of a record as a row."""
     case = line.pop("case")
     tuples = {name: tuple(case[name]) for name in ("sequences", "directions")}
     for name, kind in (("time", Quantiles), ("graph", Quantiles), ("host", HostTime), ("host_forward", HostTime)):
