@@ -21,7 +21,16 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["bench"], ["bench", "rope"], ["build"], ["demo"], ["doctor"], ["experiment", "length-extrapolation"]],
+    [
+        [],
+        ["bench"],
+        ["bench", "all"],
+        ["bench", "compare"],
+        ["build"],
+        ["demo"],
+        ["doctor"],
+        ["experiment", "length-extrapolation"],
+    ],
 )
 def test_help_does_not_import_torch(command: list[str]) -> None:
     program = (

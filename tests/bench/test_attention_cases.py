@@ -6,8 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.bench.attention_cases import CASES, MODES, REROPE, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention_cases import (
+    ALIASES,
+    CASES,
+    MODES,
+    REROPE,
+    AttentionCase,
+    direction_of,
+    make_attention_inputs,
+)
 from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.checks import check_call
 
@@ -24,6 +33,32 @@ def test_the_cases_are_distinct_and_consistent() -> None:
         assert case.torch_dtype.is_floating_point
         assert case.yardstick is None or case.yardstick in {other.name for other in CASES}
     assert {mode for case in CASES for mode in case.modes} == set(MODES)
+
+
+def test_models_are_other_names_of_cases() -> None:
+    names = {case.name for case in CASES}
+    assert set(ALIASES.values()) <= names
+    assert not set(ALIASES) & names
+    models = {case.name for case in ROTATIONS}
+    assert {name for name in {*ALIASES, *names} if name in models} == {
+        "bert-base",
+        "llama3-8b",
+        "llama3-70b",
+        "qwen3-8b",
+        "gemma3-27b",
+        "deepseek-mla",
+        "rerope-8k",
+        "decode-1",
+        "decode-64",
+    }
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "bert-base", "rerope-8k"])
+def test_a_models_rotation_and_attention_have_one_shape(name: str) -> None:
+    rotation = next(case for case in ROTATIONS if case.name == name)
+    attention = next(case for case in CASES if case.name == ALIASES[name])
+    for field in ("batch", "tokens", "q_heads", "k_heads", "head_dim", "dtype"):
+        assert getattr(rotation, field) == getattr(attention, field)
 
 
 def test_operations_are_counted_as_in_the_field() -> None:
@@ -45,6 +80,15 @@ def test_head_dims_of_keys_and_of_values_count_as_they_are() -> None:
     assert wide.flops("bwd") == 2 * scores * (3 * 12 + 2 * 8)
     assert wide.flops("train") == wide.flops("fwd") + wide.flops("bwd")
     assert wide.training_bytes() == 2 * 3 * 16 * (4 + 2) * (3 * 12 + 2 * 8)
+
+
+def test_a_window_counts_what_it_lets_through() -> None:
+    case = replace(CASE, far_window=None, causal=True, window=6)
+    assert case.flops("fwd") == 4 * 3 * 4 * 8 * (6 * 16 - 6 * 6 / 2)
+    assert case.description.endswith("causal, a window of 6")
+    for changes in ({"causal": False}, {"window": 0}, {"window": 16}, {"padded": True}, {"far_window": 5}):
+        with pytest.raises(ValueError, match="small: a window is of dense causal cases, from 1 to below 16 tokens"):
+            replace(case, **changes)
 
 
 def test_packed_sequences_and_caches_count_what_is_there() -> None:

@@ -31,6 +31,7 @@ FORMS = [
     replace(SMALL, name="causal", causal=True),
     replace(SMALL, name="grouped", k_heads=2, causal=True),
     replace(SMALL, name="padded", padded=True),
+    replace(SMALL, name="windowed", causal=True, window=30),
     PACKED,
     CACHE,
     FAR,
@@ -92,10 +93,20 @@ def test_flex_attention_gets_the_right_masks() -> None:
     assert complaints("flex", torch.device("cpu"), backward=False) == []
 
 
+def behind(window_size: tuple[int, int]) -> int | None:
+    """A window as FlashAttention takes it, as ours."""
+    left, right = window_size
+    assert (left < 0) == (right < 0)
+    assert right <= 0
+    return None if left < 0 else left + 1
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_flash_attention_4_is_called_as_documented(monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Any:
-        out = attention(q, k, v, causal=causal, impl="reference")
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+    ) -> Any:
+        out = attention(q, k, v, causal=causal, window=behind(window_size), impl="reference")
         return (out, None) if with_lse else out
 
     def flash_attn_varlen_func(
@@ -129,6 +140,167 @@ def test_flash_attention_4_is_called_as_documented(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     assert complaints("flash_attn_4", torch.device("cpu")) == []
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A module of this name, and its packages."""
+    packages = name.split(".")
+    for end in range(1, len(packages) + 1):
+        module = ModuleType(".".join(packages[:end]))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if end > 1:
+            monkeypatch.setattr(sys.modules[".".join(packages[: end - 1])], packages[end - 1], module, raising=False)
+    vars(sys.modules[name]).update(contents)
+
+
+def with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, causal: bool = False) -> Tensor:
+    assert causal
+    starts = cache_seqlens - q.shape[1]
+    out: Tensor = attention(
+        q, k_cache, v_cache, causal=True, key_lengths=cache_seqlens, query_starts=starts, impl="reference"
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("flash_attn_2", "flash_attn.flash_attn_interface"), ("flash_attn_3", "flash_attn_interface")]
+)
+def test_flash_attention_2_and_3_are_called_as_documented(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = set()
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+    ) -> Tensor:
+        forms.add("dense")
+        out: Tensor = attention(q, k, v, causal=causal, window=behind(window_size), impl="reference")
+        return out
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        causal: bool = False,
+    ) -> Tensor:
+        forms.add("packed")
+        assert cu_seqlens_q is cu_seqlens_k
+        assert int(cu_seqlens_q.diff().max()) <= min(max_seqlen_q, max_seqlen_k)
+        out: Tensor = attention(q, k, v, layout="thd", cu_seqlens_q=cu_seqlens_q, causal=causal, impl="reference")
+        return out
+
+    def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> Tensor:
+        forms.add("cache")
+        return with_kvcache(*arguments, **keywords)
+
+    functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+    stand_in(monkeypatch, module, **{function.__name__: function for function in functions})
+    assert complaints(name, torch.device("cpu")) == []
+    assert forms == {"dense", "packed", "cache"}
+    wide = replace(SMALL, v_head_dim=32)
+    assert (ATTENTION_PEERS[name].why_not(wide) is None) == (name == "flash_attn_3")
+
+
+def test_xformers_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LowerTriangularMask:
+        pass
+
+    def memory_efficient_attention(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any = None) -> Tensor:
+        assert q.shape == k.shape == v.shape
+        out: Tensor = attention(q, k, v, causal=isinstance(attn_bias, LowerTriangularMask), impl="reference")
+        return out
+
+    contents = {"LowerTriangularMask": LowerTriangularMask, "memory_efficient_attention": memory_efficient_attention}
+    stand_in(monkeypatch, "xformers.ops", **contents)
+    assert complaints("xformers", torch.device("cpu")) == []
+    assert ATTENTION_PEERS["xformers"].why_not(replace(SMALL, k_heads=2)) is not None
+
+
+def test_transformer_engine_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DotProductAttention:
+        """What it takes if it is not told otherwise: (T, B, H, D), causal."""
+
+        def __init__(
+            self,
+            num_attention_heads: int,
+            kv_channels: int | tuple[int, int],
+            num_gqa_groups: int | None = None,
+            attention_dropout: float = 0.0,
+            qkv_format: str = "sbhd",
+            attn_mask_type: str = "causal",
+            window_size: tuple[int, int] = (-1, -1),
+        ) -> None:
+            assert qkv_format == "bshd"
+            self.window = behind(window_size)
+            self.heads, self.groups = num_attention_heads, num_gqa_groups
+            self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+            self.causal = {"causal": True, "no_mask": False}[attn_mask_type]
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert (q.shape[2], k.shape[2]) == (self.heads, self.groups)
+            assert (k.shape[3], v.shape[3]) == self.channels
+            return attention(q, k, v, causal=self.causal, window=self.window, impl="reference").flatten(2)
+
+    stand_in(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention)
+    assert complaints("transformer_engine", torch.device("cpu")) == []
+    wide = replace(SMALL, head_dim=96, v_head_dim=64)
+    inputs = make_attention_inputs(wide, torch.device("cpu"))
+    attend = ATTENTION_PEERS["transformer_engine"].build(wide, inputs)
+    assert AttentionGate(wide, inputs).check(attend, "none", backward=True).complaint is None
+
+
+def test_flashinfer_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BatchDecodeWithPagedKVCacheWrapper:
+        def __init__(self, workspace: Tensor, kv_layout: str = "HND", *, use_tensor_cores: bool = False) -> None:
+            assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
+
+        def plan(
+            self,
+            indptr: Tensor,
+            indices: Tensor,
+            last_page_len: Tensor,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim: int,
+            page_size: int,
+            *,
+            q_data_type: Any = torch.float16,
+            kv_data_type: Any = None,
+        ) -> None:
+            assert {x.dtype for x in (indptr, indices, last_page_len)} == {torch.int32}
+            assert indices.numel() == int(indptr[-1])
+            assert q_data_type == kv_data_type == torch.bfloat16
+            assert 1 <= int(last_page_len.min()) <= int(last_page_len.max()) <= page_size
+            self.page_size, self.lengths = page_size, (indptr.diff() - 1) * page_size + last_page_len
+            self.rows = torch.split(indices, indptr.diff().tolist())
+
+        def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+            assert cache[0].shape[1] == self.page_size
+            outs = []
+            for row, (pages, length) in enumerate(zip(self.rows, self.lengths.tolist(), strict=True)):
+                k, v = (x[pages.long()].flatten(0, 1)[None, :length] for x in cache)
+                outs.append(attention(q[row][None, None], k, v, impl="reference")[:, 0])
+            return torch.cat(outs)
+
+    wrapper = BatchDecodeWithPagedKVCacheWrapper
+    stand_in(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=wrapper)
+    case = replace(CACHE, tokens=144, batch=5)
+    assert ATTENTION_PEERS["flashinfer"].why_not(case) is None
+    assert ATTENTION_PEERS["flashinfer"].why_not(CACHE) == "a cache that is cut into pages of 16 tokens"
+    inputs = make_attention_inputs(case, torch.device("cpu"))
+    attend = ATTENTION_PEERS["flashinfer"].build(case, inputs)
+    assert AttentionGate(case, inputs).check(attend, "none", backward=False).complaint is None
+
+
+def test_transformers_whole_matrices_are_of_short_sequences() -> None:
+    by_name = {case.name: ATTENTION_PEERS["huggingface"].why_not(case) for case in CASES}
+    assert by_name["bert-512"] is by_name["causal-2k-d128"] is by_name["decode-8k-d128"] is None
+    assert by_name["gqa-8k-d128"] == "its whole matrices take 40 GiB, of 16 that it may take"
 
 
 def test_whole_matrices_of_scores_must_fit() -> None:

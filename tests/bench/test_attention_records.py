@@ -230,6 +230,22 @@ def test_auto_ought_to_be_faster_where_flash_serves_it() -> None:
     assert said == ["rerope-train: triton + rerope, times as fast as eager PyTorch"]
 
 
+def test_targets_are_of_gpus() -> None:
+    assert targets(RECORD)
+    assert targets(AttentionRecord({**RUN, "device": "CPU x86_64"}, RECORD.rows)) == []
+
+
+def test_one_row_of_a_cache_need_not_reach_a_copys_bandwidth() -> None:
+    times = {("auto", "rope"): 10.0, ("triton", "rope"): 10.0, ("sdpa_default", "compiled rope"): 11.0}
+    said = {}
+    for name in ("decode-8k-d128", "decode-1"):
+        rows = timed(BY_NAME[name], "decode", times, anchors={"copy_": 5.0})
+        said[name] = [target.what for target in targets(AttentionRecord(RUN, rows))]
+    against = "decode: auto + rope over the best peer, sdpa_default"
+    assert said["decode-1"] == [against]
+    assert said["decode-8k-d128"] == ["decode: triton + rope, of a copy's bandwidth", against]
+
+
 def test_what_rope_costs_is_a_target_of_long_sequences() -> None:
     times = {("triton", "rope"): 10.5, ("triton", "none"): 10.0}
     costs = {}

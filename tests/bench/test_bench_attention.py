@@ -13,10 +13,13 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ropewalk.bench import attention, attention_candidates, attention_two_scores
+import ropewalk
+from ropewalk.bench import attention, attention_candidates, attention_two_scores, rates
 from ropewalk.bench.attention_cases import CASES, MODES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention_records import AttentionRow, read_attention_record
+from ropewalk.bench.loop import BenchResult, OursError
+from ropewalk.bench.reading import read_bench_record
 from ropewalk.cli import app
 
 CASE = AttentionCase(
@@ -33,12 +36,19 @@ PADDED = replace(CASE, name="padded", causal=False, padded=True, modes=("train",
 
 
 @pytest.fixture(autouse=True)
+def _small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes, size in ((rates.SIZES, 64), (rates.COPIED_BYTES, 4096)):
+        for kind in sizes:
+            monkeypatch.setitem(sizes, kind, size)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_compiled(device: torch.device) -> Iterator[None]:
     with torch.compiler.set_stance("force_eager" if device.type == "cpu" else "default"):
         yield
 
 
-def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[attention.AttentionResult, str]:
+def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[BenchResult, str]:
     text = io.StringIO()
     given: dict[str, Any] = {
         "output": tmp_path / "record.jsonl",
@@ -84,7 +94,8 @@ def test_every_mode_is_measured_by_its_protocols(tmp_path: Path, device: torch.d
         "unsupported"
     }
     assert not result.interrupted
-    assert read_attention_record(result.path) == result.record
+    assert read_bench_record(result.path) == result.record
+    assert read_attention_record(result.path).rows == result.record.attentions
     assert result.path.with_suffix(".png").exists()
     assert "RoPE, attention and both their backwards" in text
     if device.type == "cuda":
@@ -177,6 +188,67 @@ def test_modes_cases_and_protocols_can_be_chosen(tmp_path: Path, device: torch.d
     assert [(row.case.name, row.mode, row.protocol) for row in result.record.rows] == [("small", "fwd", "cool")]
 
 
+def test_a_window_is_measured_as_one(tmp_path: Path, device: torch.device) -> None:
+    case = replace(CASE, name="windowed", modes=("fwd", "train", "schemes-bwd"), window=7)
+    result, _ = run(tmp_path, device, cases=(case,), protocols=("hot",), peers="sdpa_flash,huggingface")
+    for row in result.record.attentions:
+        assert row.status == ("unsupported" if row.impl == "sdpa_flash" else "ok"), row
+        if row.status == "ok":
+            assert row.time is not None
+            assert row.tflops == pytest.approx(case.flops(row.mode) / row.time.p50 / 1e6)
+
+
+def test_rows_are_held_against_a_matrix_product(tmp_path: Path, device: torch.device) -> None:
+    result, text = run(tmp_path, device, cases=(replace(CASE, modes=("fwd", "memory")), CACHE), protocols=("hot",))
+    rates_of_run = result.record.run["rates"]
+    assert set(rates_of_run["matmul_tflops"]) == {"bfloat16"}
+    assert f"{rates_of_run['copy_gb_per_s']:.4g} GB/s" in text
+    for row in result.record.attentions:
+        if row.mode == "fwd":
+            assert row.tflops is not None
+            assert row.matrix_ratio == pytest.approx(row.tflops / rates_of_run["matmul_tflops"]["bfloat16"])
+        else:
+            assert row.matrix_ratio is None
+    assert " of matmul" in text
+
+
+def test_cases_can_be_asked_for_in_another_dtype_and_by_their_models(tmp_path: Path, device: torch.device) -> None:
+    cases = (replace(CASE, name="bert-512"), replace(PADDED, yardstick="bert-512"))
+    result, _ = run(tmp_path, device, cases=cases, case_names=("bert-base",), modes=("fwd",), dtype="float32")
+    assert {(row.case.name, row.case.dtype) for row in result.record.attentions} == {("bert-512", "float32")}
+    assert set(result.record.run["rates"]["matmul_tflops"]) == {"float32"}
+    beside, _ = run(
+        tmp_path, device, cases=cases, case_names=("padded",), dtype="float32", output=tmp_path / "beside.jsonl"
+    )
+    assert {row.yardstick for row in beside.record.attentions} == {None, "bert-512"}
+    assert {row.case.dtype for row in beside.record.attentions} == {"float32"}
+    assert all(row.status == "ok" for row in beside.record.attentions)
+
+
+def test_a_backward_that_cannot_be_repeated_is_a_failure(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Once(torch.autograd.Function):
+        """Its backward gives its buffers away."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ctx.kept = [x.detach().requires_grad_() for x in (q, k, v)]
+            with torch.enable_grad():
+                ctx.out = ropewalk.attention(*ctx.kept, causal=True, impl="reference")
+            return ctx.out.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            kept, ctx.kept = ctx.kept, None
+            return torch.autograd.grad(ctx.out, kept, grads[0])
+
+    add_peer(monkeypatch, "once", Once.apply)
+    result, _ = run(tmp_path, device, peers="once", modes=("fwd", "bwd", "train"), cases=(CASE,))
+    found = {row.mode: row.status for row in rows_of(result.record.attentions, "once")}
+    assert found == {"fwd": "ok", "bwd": "failed", "train": "ok"}
+
+
 def test_a_wrong_peer_is_reported_and_not_timed(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +299,7 @@ def test_ours_must_be_right(
         return spoil(out) if keywords["impl"] == "reference" else out
 
     monkeypatch.setattr(attention_candidates, "attention", attend)
-    with pytest.raises(attention.OursError, match=rf"reference \+ rope on padded train is {status}"):
+    with pytest.raises(OursError, match=rf"reference \+ rope on padded train is {status}"):
         run(tmp_path, device, cases=(PADDED,))
     rows = read_attention_record(tmp_path / "record.jsonl").rows
     assert [row.status for row in rows_of(rows, "reference")] == [status] * 3
@@ -285,9 +357,15 @@ def test_what_does_not_exist_is_refused(options: dict[str, Any], message: str, t
 def test_the_command_lists_cases_and_modes() -> None:
     result = CliRunner().invoke(app, ["bench", "attention", "--list"])
     assert result.exit_code == 0
-    assert "gqa-8k-d128\n    B2 T8192 H32/8 D128, bfloat16, causal\n    modes: fwd, bwd, train\n" in result.stdout
+    assert (
+        "gqa-8k-d128 (llama3-8b, qwen3-8b)\n    B2 T8192 H32/8 D128, bfloat16, causal\n    modes: fwd, bwd, train\n"
+        in result.stdout
+    )
     assert "mode memory: " in result.stdout
-    assert "decode-8k-d128\n    64 caches of 8192, 1024 to 8192 keys there, H32/8 D128, bfloat16\n" in result.stdout
+    assert (
+        "decode-8k-d128 (decode-64)\n    64 caches of 8192, 1024 to 8192 keys there, H32/8 D128, bfloat16\n"
+        in result.stdout
+    )
     assert "modes: none of its own" in result.stdout
 
 
@@ -303,14 +381,15 @@ def test_the_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert CliRunner().invoke(app, ["bench", "attention", *options, "--peers", "flex"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "attention"]).exit_code == 130
     expected = {"case_names": ["a", "b"], "impls": ["triton"], "modes": ["fwd", "bwd"], "protocols": ["hot"]}
-    assert given[0] == {**expected, "peers": "flex", "output": None, "device": None, "rounds": None}
+    rest = {"peers": "flex", "output": None, "resume": False, "device": None, "dtype": None, "rounds": None}
+    assert given[0] == {**expected, **rest}
     assert given[1]["modes"] == tuple(MODES)
     assert given[1]["protocols"] == []
 
 
 def test_the_command_shows_what_is_wrong_as_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**options: Any) -> Any:
-        raise attention.OursError("triton on small fwd is wrong")
+        raise OursError("triton on small fwd is wrong")
 
     monkeypatch.setattr("ropewalk.bench.attention.run_attention_bench", fail)
     result = CliRunner().invoke(app, ["bench", "attention"])

@@ -16,7 +16,9 @@ from ropewalk import apply_rope
 from ropewalk.bench import rope
 from ropewalk.bench.cases import Case, Inputs
 from ropewalk.bench.gate import Rotation
+from ropewalk.bench.loop import BenchResult, OursError
 from ropewalk.bench.peers import PEERS, Peer
+from ropewalk.bench.reading import read_bench_record
 from ropewalk.bench.records import Row, read_record
 from ropewalk.bench.summary import best_peer
 
@@ -24,7 +26,7 @@ CASE = Case("small", 2, 6, 3, 1, 16)
 CASES = (CASE, replace(CASE, inplace=True), replace(CASE, name="one", tokens=1, directions=("decode",)))
 
 
-def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[rope.BenchResult, str]:
+def run(tmp_path: Path, target: torch.device, **options: Any) -> tuple[BenchResult, str]:
     text = io.StringIO()
     given: dict[str, Any] = {
         "output": tmp_path / "record.jsonl",
@@ -68,7 +70,8 @@ def test_every_case_and_direction_is_measured(tmp_path: Path, device: torch.devi
             assert row.gb_per_s > 0
     assert all(row.copy_ratio == 1 for row in rows_of(rows, "copy_"))
     assert not result.interrupted
-    assert read_record(result.path) == result.record
+    assert read_bench_record(result.path) == result.record
+    assert read_record(result.path).rows == result.record.rotations
     assert result.path.with_suffix(".png").exists()
     assert "of copy" in text
 
@@ -116,6 +119,28 @@ def test_a_failing_peer_does_not_stop_the_run(
     assert "/secret/place" in text
     assert "/secret/place" not in result.path.read_text()
     assert len(rows_of(result.record.rows, "reference")) == 2
+
+
+def test_a_backward_that_cannot_be_repeated_is_a_failure(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Once(torch.autograd.Function):
+        """Its backward gives its buffers away."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.tables = cos, sin
+            return apply_rope(q, k, cos, sin, impl="reference")
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (cos, sin), ctx.tables = ctx.tables, None
+            return *apply_rope(*grads, cos, -sin, impl="reference"), None, None
+
+    fake_peer(monkeypatch, "once", lambda q, k, inputs: Once.apply(q, k, inputs.cos, inputs.sin))
+    result, _ = run(tmp_path, device, peers="once", cases=(CASE,))
+    found = [(row.direction, row.status) for row in rows_of(result.record.rows, "once")]
+    assert found == [("fwd", "ok"), ("bwd", "failed")]
 
 
 def test_a_peer_is_asked_only_for_what_it_serves(
@@ -170,9 +195,39 @@ def test_large_cases_are_left_out_on_a_cpu_and_it_says_so(tmp_path: Path, monkey
     assert {row.case.name for row in named.record.rows} == {"small"}
 
 
+def test_ours_must_be_right(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is complete before the error is raised."""
+    monkeypatch.setattr(rope, "apply_rope", lambda q, k, *tables, **keywords: (q.clone(), k.clone()))
+    with pytest.raises(OursError, match=r"reference on small half/out of place fwd is wrong"):
+        run(tmp_path, device, cases=(CASE, CASES[2]), modes=("fwd", "decode"))
+    rows = read_record(tmp_path / "record.jsonl").rows
+    assert [(row.direction, row.status) for row in rows_of(rows, "reference")] == [("fwd", "wrong"), ("decode", "ok")]
+
+
+def test_cases_can_be_asked_for_in_another_dtype(tmp_path: Path, device: torch.device) -> None:
+    result, _ = run(tmp_path, device, dtype="float32")
+    assert {row.case.dtype for row in result.record.rotations} == {"float32"}
+    assert len(result.record.rotations) == 11
+
+
+def test_a_cpu_is_called_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda self, text, **keywords: titles.append(text))
+    result, text = run(tmp_path, torch.device("cpu"), modes=("fwd",))
+    assert result.record.run["device"].startswith("CPU ")
+    assert "driver_version" not in result.record.run
+    assert "CPU" in text
+    assert "GPU" not in text
+    assert len(titles) == 1
+    assert "on CPU " in titles[0]
+    for row in result.record.rotations:
+        assert row.graph is row.host is row.host_forward is row.peak_bytes is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"dtype": "float64"}, "dtype 'float64' does not exist; there are: float16, bfloat16, float32"),
         ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: small, one"),
         ({"modes": ("forward",)}, "mode 'forward' does not exist"),
         ({"impls": ("cuda",)}, "impl 'cuda' does not exist"),

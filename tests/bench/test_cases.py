@@ -26,6 +26,26 @@ def test_the_cases_are_distinct_and_consistent() -> None:
         assert not case.sequences or sum(case.sequences) == case.tokens
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("bert-base", (12, 12, 64, 64, 10000.0)),
+        ("llama3-8b", (32, 8, 128, 128, 500000.0)),
+        ("llama3-70b", (64, 8, 128, 128, 500000.0)),
+        ("qwen3-8b", (32, 8, 128, 128, 1e6)),
+        ("gemma3-27b", (32, 16, 128, 128, 1e6)),
+        ("deepseek-mla", (128, 1, 64, 64, 10000.0)),
+        ("glm4-9b-partial", (32, 2, 128, 64, 10000.0)),
+        ("decode-256", (32, 8, 128, 128, 500000.0)),
+    ],
+)
+def test_models_have_their_configurations_heads(name: str, shape: tuple[float, ...]) -> None:
+    cases = [case for case in CASES if case.name == name]
+    assert cases
+    for case in cases:
+        assert (case.q_heads, case.k_heads, case.head_dim, case.width, case.base) == shape
+
+
 def test_bytes_moved_count_each_element_read_and_written() -> None:
     case = next(case for case in CASES if case.name == "llama3-8b")
     assert case.bytes_moved == 2 * 2 * (2 * 8192 * (32 + 8) * 128)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ropewalk.bench.cases import CASES, Case
-from ropewalk.bench.records import RecordWriter, Row, default_path, describe_run, read_record
+from ropewalk.bench.reading import read_bench_record
+from ropewalk.bench.records import END, RecordWriter, Row, default_path, describe_run, read_record
 from ropewalk.bench.timing import HostTime, Quantiles
 
 RUN = {"benchmark": "rope", "device": "NVIDIA H200", "date": "2026-11-21T03:37:22+00:00"}
@@ -63,7 +64,42 @@ def test_a_record_is_never_overwritten(tmp_path: Path) -> None:
         RecordWriter(path, RUN)
 
 
-@pytest.mark.parametrize("text", ["", '{"rows": 3}\n'])
+def test_lines_can_be_kept_and_the_rest_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, RUN) as writer:
+        for row in ROWS:
+            writer.append(row)
+    kept = json.loads(path.read_text().splitlines()[2])
+    with RecordWriter(path, {**RUN, "resumed": ["today"]}, [kept]) as writer:
+        assert read_record(path).rows == ROWS[1:2]
+        writer.append(ROWS[0])
+        writer.end()
+    record = read_record(path)
+    assert record.rows == [ROWS[1], ROWS[0]]
+    assert record.run["resumed"] == ["today"]
+    assert list(json.loads(path.read_text().splitlines()[-1])) == [END]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.jsonl"]
+
+
+def test_a_line_that_is_cut_off_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, RUN) as writer:
+        writer.append(ROWS[0])
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match=r"record\.jsonl is not a record: line 2 is not JSON, or was cut off"):
+        read_record(path)
+
+
+@pytest.mark.parametrize("line", ['{"case": 3}', '{"case": {"name": "x"}, "mode": "fwd"}', "{}"])
+@pytest.mark.parametrize("benchmark", ["rope", "attention"])
+def test_a_line_that_is_no_row_is_told(line: str, benchmark: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    path.write_text(f'{{"format": 1, "benchmark": "{benchmark}"}}\n{line}\n')
+    with pytest.raises(ValueError, match=rf"record\.jsonl has a line that is not a row of the benchmark '{benchmark}'"):
+        read_bench_record(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", '{"rows": 3}\n'])
 def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(text)

@@ -13,7 +13,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,34 +22,19 @@ from rich.console import Console
 from torch import Tensor
 
 from ropewalk.bench.attention_candidates import Candidate, candidates_of, yardsticks_of
-from ropewalk.bench.attention_cases import CASES, MODES, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention_cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention_gate import AttentionGate
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
-from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, read_attention_record
-from ropewalk.bench.attention_summary import print_attention_summary
+from ropewalk.bench.attention_records import AttentionRow
 from ropewalk.bench.bursts import PROTOCOLS, ratios, time_bursts
-from ropewalk.bench.records import RecordWriter, describe_run
-from ropewalk.bench.rope import COPY
-from ropewalk.bench.running import check_names, choose_path, choose_peers, progress_bar
+from ropewalk.bench.loop import BenchResult, Job, Measured, Plan, Rates, run_plans
+from ropewalk.bench.running import check_names, choose_cases, choose_device, choose_dtype, choose_peers
 from ropewalk.bench.summary import default_console
-from ropewalk.bench.timing import Call, check_device, peak_memory, quantiles, time_host
+from ropewalk.bench.timing import COPY, Call, peak_memory, quantiles, time_host
 from ropewalk.ops.attention.choice import IMPLEMENTATIONS
 
 CPU_FLOPS = 1e9  # of a forward that a CPU is asked for unless a case is named
 SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: the host's time is recorded too
-
-
-class OursError(RuntimeError):
-    """One of our own implementations was wrong or failed; the record is complete, and says which."""
-
-
-@dataclass(frozen=True)
-class AttentionResult:
-    """Where the record is, what is in it, and whether the run was stopped before its end."""
-
-    path: Path
-    record: AttentionRecord
-    interrupted: bool
 
 
 @dataclass(frozen=True)
@@ -74,23 +58,28 @@ def run_attention_bench(
     peers: str = "auto",
     protocols: Sequence[str] = (),
     output: Path | None = None,
+    resume: bool = False,
     device: str | None = None,
+    dtype: str | None = None,
     rounds: int | None = None,
     seed: int = 0,
     cases: Sequence[AttentionCase] = CASES,
     console: Console | None = None,
-) -> AttentionResult:
+) -> BenchResult:
     """Measure attention, write a record and a figure beside it, and print a summary.
 
     Args:
-        case_names: which of `cases`; none for all that the device can be asked for.
+        case_names: which of `cases`, by their names or by those in `ALIASES`; none for all that the device can be asked
+            for.
         impls: which of our implementations are measured as kernels, beside what impl=None takes; none for "triton" on a
             GPU and "reference" on a CPU.
         modes: of `MODES`.
         peers: "auto" for those that import, "none", or names with commas between.
         protocols: "hot", "cool"; none for both where kernels are alone, and hot elsewhere.
-        output: the record's file, which must not exist, or None for one under ./results/.
+        output: the record's file, which must not exist unless it is resumed, or None for one under ./results/.
+        resume: whether to go on with that record.
         device: "cuda" or "cpu"; None for the GPU if there is one.
+        dtype: "float16", "bfloat16" or "float32" for all cases; None for each case's own.
         rounds: how many rounds of bursts there are at most; None for as many as the protocol asks for.
         seed: of the random inputs.
         cases: what can be chosen from.
@@ -101,71 +90,60 @@ def run_attention_bench(
 
     Ctrl-C ends the run and keeps what was measured; each row is written as soon as it is known.
     """
-    console = console or default_console()
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(target)
+    console, target = console or default_console(), choose_device(device)
+    plan = plan_attentions(
+        case_names=case_names,
+        impls=impls,
+        modes=modes,
+        peers=peers,
+        protocols=protocols,
+        dtype=dtype,
+        rounds=rounds,
+        seed=seed,
+        cases=cases,
+        device=target,
+        console=console,
+    )
+    return run_plans("attention", [plan], target, output=output, resume=resume, seed=seed, console=console)
+
+
+def plan_attentions(
+    *,
+    case_names: Sequence[str],
+    impls: Sequence[str],
+    modes: Sequence[str],
+    peers: str,
+    protocols: Sequence[str],
+    dtype: str | None,
+    rounds: int | None,
+    seed: int,
+    cases: Sequence[AttentionCase],
+    device: torch.device,
+    console: Console,
+) -> Plan:
+    """What is to be measured, of arguments as `run_attention_bench` takes them."""
     check_names("mode", modes, MODES)
     check_names("impl", impls, IMPLEMENTATIONS)
     check_names("protocol", protocols, PROTOCOLS)
-    chosen = _choose_cases(cases, case_names, target, console)
-    found, versions = choose_peers(ATTENTION_PEERS, peers, target)
-    by_name = {case.name: case for case in cases}
+    by_name = {case.name: case for case in choose_dtype(cases, dtype)}
+    case_names = [name if name in by_name else ALIASES.get(name, name) for name in case_names]
+    chosen = choose_cases(
+        [case for case in by_name.values() if case.modes or case.name in case_names],
+        case_names,
+        device,
+        lambda case: case.flops("fwd") > CPU_FLOPS,
+        console,
+    )
+    found, versions = choose_peers(ATTENTION_PEERS, peers, device)
     check_names("yardstick", [case.yardstick for case in chosen if case.yardstick is not None], by_name)
-    impls = impls or (("triton",) if target.type == "cuda" else ("reference",))
-    options = _Options(modes, impls, found, protocols, rounds, seed, target, console, by_name)
-    run = {**describe_run("attention", target, versions), "seed": seed}
-    path = choose_path(output, run)
-    for name, version in versions.items():
-        console.print(f"peer {name}: {version}", highlight=False)
-    interrupted = False
-    on_device = torch.cuda.device(target) if target.type == "cuda" else nullcontext()
-    with RecordWriter(path, run) as writer, progress_bar(console) as progress, on_device:
-        task = progress.add_task("starting", total=sum(len(_modes_of(case, options)) for case in chosen))
-        try:
-            for case in chosen:
-                start = time.perf_counter()
-                for row in _measure_case(case, options):
-                    progress.update(task, description=f"{case.name} {row.mode}")
-                    writer.append(row)
-                progress.advance(task, len(_modes_of(case, options)))
-                seconds = time.perf_counter() - start
-                console.print(f"{case.name}: {seconds:.0f} s, with what had to be compiled", highlight=False)
-        except KeyboardInterrupt:
-            interrupted = True
-    record = read_attention_record(path)
-    print_attention_summary(record, console)
-    if interrupted:
-        console.print(f"stopped: the {len(record.rows)} rows measured so far are kept", style="yellow")
-    console.print(f"record: {path}", highlight=False)
-    _draw(record, path.with_suffix(".png"), console)
-    bad = [row for row in record.rows if row.kind != "peer" and row.status in ("wrong", "failed")]
-    if bad:
-        what = ", ".join(f"{row.label} on {row.case.name} {row.mode} is {row.status}" for row in bad)
-        raise OursError(f"{what}; {path.name} has the rest")
-    return AttentionResult(path, record, interrupted)
-
-
-def _draw(record: AttentionRecord, path: Path, console: Console) -> None:
-    try:
-        from ropewalk.bench.attention_figure import draw_attention_record
-    except ModuleNotFoundError as error:
-        console.print(f"no figure: {error.name} is not installed (pip install 'ropewalk\\[bench]')")
-        return
-    if draw_attention_record(record, path):
-        console.print(f"figure: {path}", highlight=False)
-
-
-def _choose_cases(
-    cases: Sequence[AttentionCase], names: Sequence[str], device: torch.device, console: Console
-) -> list[AttentionCase]:
-    check_names("case", names, [case.name for case in cases])
-    chosen = [case for case in cases if case.modes and (case.name in names or not names)]
-    if device.type == "cpu" and not names:
-        too_large = [case.name for case in chosen if case.flops("fwd") > CPU_FLOPS]
-        if too_large:
-            console.print(f"left out on a CPU unless named with --case: {', '.join(too_large)}", highlight=False)
-        chosen = [case for case in chosen if case.name not in too_large]
-    return chosen
+    impls = list(impls or (("triton",) if device.type == "cuda" else ("reference",)))
+    options = _Options(modes, impls, found, protocols, rounds, seed, device, console, by_name)
+    jobs = [
+        Job(case, case.name, _modes_of(case, options), functools.partial(_measure_case, case, options))
+        for case in chosen
+    ]
+    asked = {"impls": impls, "protocols": list(protocols), "rounds": rounds}
+    return Plan("attention", jobs, versions, asked, list(dict.fromkeys(case.dtype for case in chosen)))
 
 
 def _modes_of(case: AttentionCase, options: _Options) -> list[str]:
@@ -173,10 +151,8 @@ def _modes_of(case: AttentionCase, options: _Options) -> list[str]:
     return [mode for mode in case.modes if mode in options.modes and (on_gpu or mode != "memory")]
 
 
-def _measure_case(case: AttentionCase, options: _Options) -> Iterator[AttentionRow]:
-    modes = _modes_of(case, options)
-    if not modes:
-        return
+def _measure_case(case: AttentionCase, options: _Options, modes: Sequence[str], rates: Rates) -> Iterator[Measured]:
+    start = time.perf_counter()
     torch.compiler.reset()  # past its limit of recompilations, Dynamo would run what is compiled eagerly
     inputs = make_attention_inputs(case, options.device, options.seed)
     gates = {case.name: AttentionGate(case, inputs)}
@@ -189,11 +165,13 @@ def _measure_case(case: AttentionCase, options: _Options) -> Iterator[AttentionR
             candidates[mode] += more
         del other_inputs
     for mode in modes:
-        yield from _measure_mode(case, mode, gates, candidates[mode], options)
+        yield mode, _measure_mode(case, mode, gates, candidates[mode], options, rates)
     del inputs, gates, candidates
     gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
+    seconds = time.perf_counter() - start
+    options.console.print(f"{case.name}: {seconds:.0f} s, with what had to be compiled", highlight=False)
 
 
 def _measure_mode(
@@ -202,6 +180,7 @@ def _measure_mode(
     gates: Mapping[str, AttentionGate],
     candidates: Sequence[Candidate],
     options: _Options,
+    rates: Rates,
 ) -> Iterator[AttentionRow]:
     """Gate all candidates, then measure those that are right against each other."""
     backward = direction_of(mode) != "fwd"
@@ -225,6 +204,10 @@ def _measure_mode(
             attend = candidate.build()
             gate, whole = gates[candidate.case.name], candidate.from_inputs(attend)
             verdict = gate.check(whole, candidate.setting, backward=backward, parameters=candidate.parameters)
+            if direction_of(mode) == "bwd" and verdict.complaint is None:
+                backward_call = _call(mode, candidate, attend)
+                for _ in range(2):  # not every backward can run again over one forward
+                    backward_call()
         except torch.AcceleratorError:
             raise  # nothing that runs on the GPU after it can be trusted
         except Exception as error:
@@ -246,7 +229,7 @@ def _measure_mode(
             peak = held + peak_memory(_call(mode, candidate, attend), options.device)
             yield replace(row, peak_bytes=peak, floor_bytes=case.training_bytes())
     elif right:
-        yield from _time_mode(case, mode, right, options)
+        yield from _time_mode(case, mode, right, options, rates)
 
 
 class _Right(NamedTuple):
@@ -257,13 +240,16 @@ class _Right(NamedTuple):
     row: AttentionRow
 
 
-def _time_mode(case: AttentionCase, mode: str, right: Sequence[_Right], options: _Options) -> list[AttentionRow]:
+def _time_mode(
+    case: AttentionCase, mode: str, right: Sequence[_Right], options: _Options, rates: Rates
+) -> list[AttentionRow]:
     """Time everything that is right against each other, by each protocol."""
     measured = []
     seed, device = options.seed, options.device
     rows = {row.label: row for _, _, row in right}
     flops = {row.label: candidate.case.flops(mode, seed) for candidate, _, row in right}
     read = case.cache_bytes(seed) if case.form == "cache" else None
+    product = rates["matmul_tflops"][case.dtype] if read is None else None
     with torch.set_grad_enabled(direction_of(mode) != "fwd"):
         calls = {row.label: _call(mode, candidate, attend) for candidate, attend, row in right}
         hosts = {}
@@ -275,15 +261,17 @@ def _time_mode(case: AttentionCase, mode: str, right: Sequence[_Right], options:
             samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=options.rounds)
             for name, times in samples.items():
                 spread = quantiles(times)
+                tflops = flops[name] / spread.p50 / 1e6 if name in flops else None
                 row = replace(
                     rows[name],
                     protocol=protocol,
                     time=spread,
                     rounds=len(times),
-                    tflops=flops[name] / spread.p50 / 1e6 if name in flops else None,
+                    tflops=tflops,
                     gb_per_s=None if read is None else read / spread.p50 / 1e3,
                     ratios=ratios(samples, name),
                     host=hosts.get(name),
+                    matrix_ratio=tflops / product if tflops is not None and product is not None else None,
                 )
                 measured.append(row)
     return measured

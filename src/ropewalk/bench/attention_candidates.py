@@ -190,7 +190,7 @@ def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, An
     if case.form == "cache":
         assert lengths is not None
         return {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
-    return {"causal": case.causal, "key_lengths": lengths}
+    return {"causal": case.causal, "key_lengths": lengths, "window": case.window}
 
 
 def _as_they_are(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

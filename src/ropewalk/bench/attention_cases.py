@@ -64,6 +64,7 @@ class AttentionCase:
     shortest: int = 1  # packed and cache: the least length that is drawn
     yardstick: str | None = None  # by name, the case with which our kernels are timed beside, for its TFLOP/s
     far_window: int | None = None  # where ReRoPE is asked for: from how many tokens apart on a pair is far
+    window: int | None = None  # a query attends so many keys, its own and those before it; None: all that it may
 
     def __post_init__(self) -> None:
         if self.form not in _FORMS or (self.padded and self.form != "dense"):
@@ -72,6 +73,8 @@ class AttentionCase:
         if window is not None and not 1 <= window < self.tokens:
             raise ValueError(f"{self.name}: far_window is {window}, but must be from 1 to below {self.tokens} tokens")
         plain = self.form == "dense" and self.causal and not self.padded
+        if self.window is not None and (not plain or not 1 <= self.window < self.tokens or window is not None):
+            raise ValueError(f"{self.name}: a window is of dense causal cases, from 1 to below {self.tokens} tokens")
         if not set(self.modes).isdisjoint(REROPE) and (window is None or not plain):
             raise ValueError(f"{self.name}: ReRoPE is measured of dense causal cases that have a far_window")
 
@@ -105,7 +108,8 @@ class AttentionCase:
             return f"{self.batch} caches of {self.tokens}, {self.shortest} to {self.tokens} keys there, {rest}"
         padding = ", key lengths from T/2 to T" if self.padded else ""
         far = "" if self.far_window is None else f", far from {self.far_window} tokens on"
-        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}{far}"
+        sliding = "" if self.window is None else f", a window of {self.window}"
+        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}{sliding}{far}"
 
     def draw_lengths(self, seed: int = 0) -> Tensor | None:
         """How many keys each row or sequence has, (B,), int32, on the CPU: the same on every device. None: T each."""
@@ -122,8 +126,11 @@ class AttentionCase:
     def scores(self, seed: int = 0) -> float:
         """How many scores a head needs: a row's key length for one T where there are lengths, half when causal.
 
-        The one query of a cache attends all keys that are there.
+        The one query of a cache attends all keys that are there. In a window of W tokens it is W for each query, less
+        half of W² for the first ones.
         """
+        if self.window is not None:
+            return self.batch * (self.window * self.tokens - self.window**2 / 2)
         lengths = self.draw_lengths(seed)
         if lengths is None:
             count = self.batch * self.tokens**2
@@ -209,9 +216,23 @@ CASES: tuple[AttentionCase, ...] = (
     ),
     AttentionCase("rerope-16k-d128", 1, 16384, 32, 32, 128, causal=True, modes=REROPE, far_window=4096),
     AttentionCase("memory-64k", 1, 65536, 8, 8, 128, causal=True, modes=("memory",), far_window=16384),
+    AttentionCase("llama3-70b", 1, 8192, 64, 8, 128, causal=True, modes=("train",)),
+    # Of every six layers five have the window, and the sixth has none.
+    AttentionCase("gemma3-27b", 1, 8192, 32, 16, 128, causal=True, modes=("train",), window=1024),
+    AttentionCase("decode-1", 1, 8192, 32, 8, 128, causal=True, modes=("decode",), form="cache", shortest=8192),
     AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, causal=True, modes=()),  # yardsticks alone
     AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, causal=True, modes=()),
 )
+
+# Models by which a case can be asked for too, beside its own name: their layers have its shape.
+ALIASES = {
+    "bert-base": "bert-512",
+    "llama3-8b": "gqa-8k-d128",
+    "qwen3-8b": "gqa-8k-d128",
+    "deepseek-mla": "mla-8k-d192",
+    "rerope-8k": "rerope-8k-d64",
+    "decode-64": "decode-8k-d128",
+}
 
 
 @dataclass(frozen=True, eq=False)

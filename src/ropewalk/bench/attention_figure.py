@@ -19,8 +19,14 @@ _COLOURS = {
     "reference": "#9dbde8",
     "cudnn": "#6b8e23",
     "flash_attn_4": "#c23b4b",
+    "flash_attn_3": "#8f2c5b",
+    "flash_attn_2": "#d07f8c",
     "flex": "#e07b39",
     "sdpa_flash": "#d8a0a8",
+    "transformer_engine": "#3a9d5d",
+    "xformers": "#8a6d54",
+    "flashinfer": "#2aa5a5",
+    "huggingface": "#c9a400",
 }
 _BAR = 0.16  # inches
 _TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, forward and backward"}

@@ -156,7 +156,7 @@ class AttentionGate:
             keywords, causal, lengths = {}, False, None
         else:
             lengths = None if inputs.key_lengths is None else inputs.key_lengths[at.rows]
-        call = check_call(q, k, v, causal=causal, key_lengths=lengths, **keywords)
+        call = check_call(q, k, v, causal=causal, key_lengths=lengths, window=case.window, **keywords)
         if call.dropout_p:
             torch.manual_seed(0)
             call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=q.device))  # as `attention` draws it

@@ -1,4 +1,4 @@
-"""Other attentions, found by import and called as their own documentation says.
+"""Other attentions, found by import: PyTorch's are here, other packages' in `attention_libraries`.
 
 All take and return tensors as `AttentionInputs` has them, as views of the same memory. What a user would make once for
 all layers (masks, tables) is made outside the timed call.
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ropewalk.bench import attention_libraries as libraries
 from ropewalk.bench.attention_cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention_gate import Attend
 from ropewalk.bench.gate import rotate_plainly
@@ -53,6 +54,8 @@ def _serves(case: AttentionCase) -> str | None:
 
 
 def _cudnn_why_not(case: AttentionCase) -> str | None:
+    if case.window is not None:
+        return "a window is a mask of its own to it"
     return "packed sequences are not dense tensors" if case.form == "packed" else None
 
 
@@ -61,6 +64,8 @@ def _dense_why_not(case: AttentionCase) -> str | None:
         return "dense tensors alone"
     if case.out_head_dim != case.head_dim:
         return "one head dim for keys and values"
+    if case.window is not None:
+        return "no window"
     return "no key lengths for dense tensors" if case.padded else None
 
 
@@ -68,17 +73,10 @@ def _default_why_not(case: AttentionCase) -> str | None:
     return None if case.form == "cache" else "caches alone: elsewhere it takes one of the others"
 
 
-def _flash_attn_4_why_not(case: AttentionCase) -> str | None:
-    if case.dtype not in ("float16", "bfloat16"):
-        return "float16 and bfloat16 alone"
-    return "no key lengths for dense tensors" if case.padded else None
-
-
 def _eager_why_not(case: AttentionCase) -> str | None:
     if case.far_window is None or not case.causal or case.padded or case.form != "dense":
         return "ReRoPE of dense causal tensors alone"
-    # At its peak, in the backward: probabilities and their gradient in float32, and that gradient in the dtype.
-    needed = case.batch * case.q_heads * case.tokens**2 * (2 * 4 + case.torch_dtype.itemsize)
+    needed = libraries.score_bytes(case)
     if needed > MOST_BYTES:
         return f"its whole matrices do not fit: {needed / 2**30:.0f} GiB, of {MOST_BYTES >> 30} that it may take"
     return None
@@ -113,6 +111,9 @@ def _block_mask(case: AttentionCase, inputs: AttentionInputs) -> Any:
     queries, keys = inputs.q.shape[-3], inputs.k.shape[-3]
     if case.causal and case.form != "cache":
         attends.append(lambda b, h, query, key: query >= key)
+    if case.window is not None:
+        window = case.window
+        attends.append(lambda b, h, query, key: query - key < window)
     if lengths is not None:
         attends.append(lambda b, h, query, key: key < lengths[b])
     if inputs.cu_seqlens is not None:
@@ -144,25 +145,6 @@ def _build_sdpa(name: str) -> Callable[[AttentionCase, AttentionInputs], Attend]
     return build
 
 
-def _build_flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Attend:
-    from flash_attn import cute
-
-    attend = cute.flash_attn_func if case.form == "dense" else cute.flash_attn_varlen_func
-    keywords: dict[str, Any] = {"causal": case.causal}
-    if case.form == "packed":
-        starts, longest = inputs.cu_seqlens, case.tokens
-        keywords |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    elif case.form == "cache":
-        keywords |= {"seqused_k": inputs.key_lengths}
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = attend(q, k, v, **keywords)
-        out: Tensor = result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
-        return out
-
-    return call
-
-
 def _build_eager(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """ReRoPE as models' own code has it: two whole matrices of scores, and one of them where pairs are far."""
     window = case.far_window
@@ -192,7 +174,55 @@ ATTENTION_PEERS: dict[str, AttentionPeer] = {
         AttentionPeer("flex", "torch.nn.attention.flex_attention", "torch", True, _serves, _build_flex),
         AttentionPeer("cudnn", "torch", "torch", True, _cudnn_why_not, _build_sdpa("cudnn")),
         AttentionPeer(
-            "flash_attn_4", "flash_attn.cute", "flash-attn-4", True, _flash_attn_4_why_not, _build_flash_attn_4
+            "flash_attn_4",
+            "flash_attn.cute",
+            "flash-attn-4",
+            True,
+            libraries.flash_attn_why_not,
+            libraries.build_flash_attn_4,
+        ),
+        AttentionPeer(
+            "flash_attn_3",
+            "flash_attn_interface",
+            "flash_attn_3",
+            True,
+            libraries.flash_attn_why_not,
+            libraries.build_flash_attn_3,
+        ),
+        AttentionPeer(
+            "flash_attn_2",
+            "flash_attn.flash_attn_interface",
+            "flash-attn",
+            True,
+            libraries.flash_attn_2_why_not,
+            libraries.build_flash_attn_2,
+        ),
+        AttentionPeer(
+            "transformer_engine",
+            "transformer_engine.pytorch",
+            "transformer-engine",
+            True,
+            libraries.transformer_engine_why_not,
+            libraries.build_transformer_engine,
+        ),
+        AttentionPeer(
+            "xformers", "xformers.ops", "xformers", True, libraries.xformers_why_not, libraries.build_xformers
+        ),
+        AttentionPeer(
+            "flashinfer",
+            "flashinfer",
+            "flashinfer-python",
+            True,
+            libraries.flashinfer_why_not,
+            libraries.build_flashinfer,
+        ),
+        AttentionPeer(
+            "huggingface",
+            "transformers.models.llama.modeling_llama",
+            "transformers",
+            False,
+            libraries.huggingface_why_not,
+            libraries.build_huggingface,
         ),
         AttentionPeer("sdpa_flash", "torch", "torch", False, _dense_why_not, _build_sdpa("sdpa_flash")),
         AttentionPeer("sdpa_default", "torch", "torch", False, _default_why_not, _build_sdpa("sdpa_default")),

@@ -42,6 +42,7 @@ class AttentionRow:
     floor_bytes: int | None = None  # memory: of q, k, v, out, their gradients, and rotated q and k
     yardstick: str | None = None  # anchors: the case that was computed, timed together with `case`; tflops are its
     gb_per_s: float | None = None  # decode: of the keys and values that are there; a copy's of all that it moves
+    matrix_ratio: float | None = None  # tflops over those of a matrix product, which the run's line has; not of decode
 
     @property
     def label(self) -> str:

@@ -9,6 +9,10 @@ from ropewalk.bench.attention_cases import MODES
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, attention_groups
 from ropewalk.bench.attention_targets import targets
 
+_CAPTION = (
+    "TFLOP/s or GB/s; median µs; ×: the first column's speed over this one's; of matmul: of a matrix product's rate"
+)
+
 
 def print_attention_summary(record: AttentionRecord, console: Console) -> None:
     """Print what was measured, which targets are met, and what was wrong or failed."""
@@ -31,7 +35,7 @@ def print_attention_summary(record: AttentionRecord, console: Console) -> None:
 def _times_table(title: str, groups: list[list[AttentionRow]]) -> Table:
     """A line for each case and protocol; the first column is ours, and the others say how ours compares to them."""
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
-    table = Table(title=title, caption="TFLOP/s or GB/s; median µs; ×: the first column's speed over this one's")
+    table = Table(title=title, caption=_CAPTION)
     table.add_column("case", overflow="fold")
     table.add_column("protocol")
     for name in labels:
@@ -46,11 +50,13 @@ def _times_table(title: str, groups: list[list[AttentionRow]]) -> Table:
 
 def _cell(row: AttentionRow, lead: AttentionRow) -> str:
     assert row.time is not None
-    rate = f"{row.tflops:.3g}" if row.gb_per_s is None else f"{row.gb_per_s:.0f} GB/s"
+    rate = f"{row.tflops:.3g}" if row.gb_per_s is None else f"{row.gb_per_s:.4g} GB/s"
     parts = [rate, f"{row.time.p50:.{1 if row.time.p50 < 1000 else 0}f} µs"]
     ratio = (lead.ratios or {}).get(row.label)
     if ratio is not None:
         parts.append(f"{ratio:.3f}×")
+    if row.matrix_ratio is not None:
+        parts.append(f"{row.matrix_ratio:.2f} of matmul")
     if row.host is not None:
         parts.append(f"host {row.host.median:.0f}")
     if row.served_by not in (None, row.impl):

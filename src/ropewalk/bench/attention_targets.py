@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ropewalk.bench.attention_candidates import AUTO, COMPILED, OUTSIDE, PAGE_SIZES, TWO_CALLS
 from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, attention_groups, label
 from ropewalk.bench.attention_settings import SCHEMES
-from ropewalk.bench.rope import COPY
+from ropewalk.bench.timing import COPY
 
 _KERNEL = "triton"
 # case -> at least so many times as fast as FlexAttention, forward and backward
@@ -29,6 +29,7 @@ _ROPE_COST = {
 _BERT = "bert-512-lengths"
 _BERT_PEERS = ("cudnn", "flex")
 _PACKED = "packed-4k-d128"
+_DECODING = "decode-8k-d128"  # its share of a copy's bandwidth; one row alone cannot keep a GPU busy
 # case -> at least so much of the yardstick's TFLOP/s
 _YARDSTICKS = {_PACKED: 0.95, "mla-8k-d192": 0.9}
 # what the kernel is asked for -> at most so many times the time without
@@ -61,8 +62,10 @@ class Target:
 
 
 def targets(record: AttentionRecord) -> list[Target]:
-    """Every target of which the record has the measurements, in the order of the record."""
+    """Every target of which the record has the measurements, in the order of the record; of a CPU there are none."""
     found: list[Target] = []
+    if record.run["device"].startswith("CPU"):
+        return found
     for group in attention_groups(record.rows):
         rows = {row.label: row for row in group}
         row = group[0]
@@ -80,7 +83,7 @@ def _of_group(row: AttentionRow, rows: dict[str, AttentionRow]) -> Iterator[tupl
     if mode == "train":
         yield from _of_training(case, rows)
     if mode == "decode":
-        yield from _of_decoding(rows)
+        yield from _of_decoding(case, rows)
     if case in _YARDSTICKS:
         yield from _of_yardstick(case, mode, rows)
     if mode.startswith("rerope"):
@@ -146,8 +149,9 @@ def _of_rerope(case: str, mode: str, rows: dict[str, AttentionRow]) -> Iterator[
         yield f"{mode}: {auto} over the best named one, {best}", compared[best], 1.02, False
 
 
-def _of_decoding(rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
-    for position in ("rope", *(f"rope, pages of {size}" for size in PAGE_SIZES)):
+def _of_decoding(case: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
+    positions = ("rope", *(f"rope, pages of {size}" for size in PAGE_SIZES)) if case == _DECODING else ()
+    for position in positions:
         name = label(_KERNEL, position)
         share = _times_as_fast(rows, name, COPY)  # a copy moves as many bytes as are read
         if share is not None:

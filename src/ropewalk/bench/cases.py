@@ -96,6 +96,11 @@ _DECODE_64 = replace(_DECODE, name="decode-64", batch=64)
 CASES: tuple[Case, ...] = (
     *_variants(_LLAMA3_8B),
     *_variants(Case("llama3-70b", 1, 16384, 64, 8, 128, base=500000.0)),
+    *_in_and_out(Case("bert-base", 32, 512, 12, 12, 64)),  # the shape; BERT itself learns its positions
+    *_in_and_out(Case("qwen3-8b", 1, 32768, 32, 8, 128, base=1e6)),
+    *_in_and_out(Case("gemma3-27b", 1, 8192, 32, 16, 128, base=1e6)),
+    # The part that turns: 64 features of each of 128 query heads, and of one key that all of them share.
+    *_in_and_out(Case("deepseek-mla", 1, 8192, 128, 1, 64, interleaved=True)),
     *_variants(Case("rerope-8k", 1, 8192, 32, 32, 64)),
     *_variants(Case("api-4x512", 4, 512, 8, 8, 64)),
     *_variants(Case("vllm-4096-fp32", 1, 4096, 32, 16, 128, "float32", layout="thd", positions="tokens")),
@@ -109,6 +114,7 @@ CASES: tuple[Case, ...] = (
     Case("glm4-9b-partial", 1, 8192, 32, 2, 128, rotary_dim=64, interleaved=True),
     *_variants(replace(_DECODE, directions=("decode", "bwd"))),  # backward for what one token costs the host
     *_variants(_DECODE_64),
+    *_in_and_out(replace(_DECODE, name="decode-256", batch=256)),
     *_in_and_out(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
 )
 

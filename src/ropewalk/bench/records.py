@@ -1,6 +1,7 @@
 """Records of benchmark runs: JSON lines, the first for the run and its machine, then one for each measured thing.
 
-A record says on what it was measured, and holds no path of that machine.
+A record says on what it was measured, and holds no path of that machine. The last line of a kernels' run that was not
+stopped says when it ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FORMAT = 1
+END = "end"  # the one key of the line that ends a record
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,30 @@ class Record:
 
 
 class RecordWriter:
-    """Writes a record row by row, so that what was measured stays when a run ends early."""
+    """Writes a record row by row, so that what was measured stays when a run ends early.
 
-    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+    The file must not exist, unless lines of it are `kept`: then it becomes the run and those lines, all at once.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any], kept: Iterable[Mapping[str, Any]] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("x", encoding="utf-8")
+        started = path if kept is None else path.with_name(f"{path.name}.new")
+        self._file = started.open("x" if kept is None else "w", encoding="utf-8")
         self._write({"format": FORMAT, **run})
+        if kept is not None:
+            for line in kept:
+                self._write(line)
+            self._file.close()
+            os.replace(started, path)
+            self._file = path.open("a", encoding="utf-8")
 
-    def append(self, row: DataclassInstance) -> None:
-        """Write one row, and see that it is on disk."""
-        self._write(asdict(row))
+    def append(self, row: DataclassInstance, benchmark: str | None = None) -> None:
+        """Write one row, and see that it is on disk; `benchmark` says of which it is where the run does not."""
+        self._write({**({} if benchmark is None else {"benchmark": benchmark}), **asdict(row)})
+
+    def end(self) -> None:
+        """Write that the run came to its end."""
+        self._write({END: _now()})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
@@ -98,11 +114,23 @@ def read_record(path: Path) -> Record:
 
 def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The line about the run and the lines of the rows, of a record of one of these benchmarks."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not lines or lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name} is not a record: line {number} is not JSON, or was cut off") from error
+    check_run_line(path, lines, *benchmarks)
+    return lines[0], [line for line in lines[1:] if line.keys() != {END}]
+
+
+def check_run_line(path: Path, lines: list[Any], *benchmarks: str) -> None:
+    """Raise unless the lines are objects, and the first is about a run of one of these benchmarks."""
+    if not lines or not all(isinstance(line, dict) for line in lines):
+        raise ValueError(f"{path.name} is not a record: it must be JSON objects, one to a line")
+    if lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
         names = " or ".join(map(repr, benchmarks))
         raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {names}")
-    return lines[0], lines[1:]
 
 
 def rope_row(line: dict[str, Any]) -> Row:
@@ -126,7 +154,7 @@ def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str])
     """Say what is measured, where and with which versions; `peers` maps each to its version or why it is missing."""
     return {
         "benchmark": benchmark,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": _now(),
         **_describe_device(device),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
@@ -139,6 +167,10 @@ def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str])
         **_describe_commit(),
         "peers": dict(peers),
     }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def version_of(distribution: str) -> str | None:

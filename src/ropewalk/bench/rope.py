@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +14,20 @@ from torch import Tensor
 
 from ropewalk.bench.cases import CASES, DIRECTIONS, Case, Inputs, make_inputs
 from ropewalk.bench.gate import Gate, Rotation, Verdict
+from ropewalk.bench.loop import BenchResult, Job, Measured, Plan, Rates, run_plans
 from ropewalk.bench.peers import PEERS
-from ropewalk.bench.records import Record, RecordWriter, Row, describe_run, read_record
-from ropewalk.bench.running import check_names, choose_path, choose_peers, progress_bar
-from ropewalk.bench.summary import default_console, print_summary
-from ropewalk.bench.timing import Call, check_device, peak_memory, time_graphs, time_host, time_rounds
+from ropewalk.bench.records import Row
+from ropewalk.bench.running import check_names, choose_cases, choose_device, choose_dtype, choose_peers
+from ropewalk.bench.summary import default_console
+from ropewalk.bench.timing import COPY as COPY
+from ropewalk.bench.timing import Call, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.eager import IMPLEMENTATIONS, why_not
 from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
-COPY = "copy_"
 MULTIPLY = "mul_"  # of one token's head by one, in place: what PyTorch's own simplest call costs the host
 SMALL_BYTES = 64 << 20  # moved by a call whose launch matters as much as its work: it is timed in a CUDA graph too
-CPU_ELEMENTS = 1 << 24  # of q and k, that a CPU is asked to rotate unless a case is named
+CPU_ELEMENTS = 1 << 25  # of q and k, that a CPU is asked to rotate unless a case is named
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class BenchResult:
-    """Where the record is, what is in it, and whether the run was stopped before its end."""
-
-    path: Path
-    record: Record
-    interrupted: bool
+class _Options:
+    candidates: Sequence[Candidate]
+    rounds: int
+    seed: int
+    device: torch.device
+    console: Console
 
 
 def run_rope_bench(
@@ -56,7 +56,9 @@ def run_rope_bench(
     modes: Sequence[str] = DIRECTIONS,
     peers: str = "auto",
     output: Path | None = None,
+    resume: bool = False,
     device: str | None = None,
+    dtype: str | None = None,
     rounds: int = 100,
     seed: int = 0,
     cases: Sequence[Case] = CASES,
@@ -69,69 +71,69 @@ def run_rope_bench(
         impls: which of our implementations; none for all that the device has.
         modes: "fwd", "bwd" and "decode" (the forward of one token for each sequence).
         peers: "auto" for those that import, "none", or names with commas between.
-        output: the record's file, which must not exist, or None for one under ./results/.
+        output: the record's file, which must not exist unless it is resumed, or None for one under ./results/.
+        resume: whether to go on with that record.
         device: "cuda" or "cpu"; None for the GPU if there is one.
+        dtype: "float16", "bfloat16" or "float32" for all cases; None for each case's own.
         rounds: how often each call is timed, at most.
         seed: of the random inputs.
         cases: what can be chosen from.
         console: where to print.
 
+    Raises:
+        OursError: at the end, if one of ours was wrong.
+
     Ctrl-C ends the run and keeps what was measured; each row is written as soon as it is known.
     """
-    console = console or default_console()
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(target)
-    units = _choose_units(cases, case_names, modes, target, console)
-    found, versions = choose_peers(PEERS, peers, target)
-    candidates = _our_candidates(impls, target)
-    candidates += [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in found]
-    run = describe_run("rope", target, versions)
-    path = choose_path(output, run)
-    for name, version in versions.items():
-        console.print(f"peer {name}: {version}", highlight=False)
-    interrupted = False
-    on_device = torch.cuda.device(target) if target.type == "cuda" else nullcontext()
-    with RecordWriter(path, run) as writer, progress_bar(console) as progress, on_device:
-        task = progress.add_task("starting", total=len(units) * (len(candidates) + 1))
-        try:
-            for case, direction in units:
-                progress.update(task, description=f"{case.name} {case.variant} {direction}")
-                advance = functools.partial(progress.advance, task)
-                for row in _measure_unit(case, direction, candidates, target, rounds, seed, advance, console):
-                    writer.append(row)
-        except KeyboardInterrupt:
-            interrupted = True
-    record = read_record(path)
-    print_summary(record, console)
-    if interrupted:
-        console.print(f"stopped: the {len(record.rows)} rows measured so far are kept", style="yellow")
-    console.print(f"record: {path}", highlight=False)
-    _draw(record, path.with_suffix(".png"), console)
-    return BenchResult(path, record, interrupted)
+    console, target = console or default_console(), choose_device(device)
+    plan = plan_rotations(
+        case_names=case_names,
+        impls=impls,
+        modes=modes,
+        peers=peers,
+        dtype=dtype,
+        rounds=rounds,
+        seed=seed,
+        cases=cases,
+        device=target,
+        console=console,
+    )
+    return run_plans("rope", [plan], target, output=output, resume=resume, seed=seed, console=console)
 
 
-def _draw(record: Record, path: Path, console: Console) -> None:
-    try:
-        from ropewalk.bench.figure import draw_record
-    except ModuleNotFoundError as error:
-        console.print(f"no figure: {error.name} is not installed (pip install 'ropewalk\\[bench]')")
-        return
-    if draw_record(record, path):
-        console.print(f"figure: {path}", highlight=False)
-
-
-def _choose_units(
-    cases: Sequence[Case], names: Sequence[str], modes: Sequence[str], device: torch.device, console: Console
-) -> list[tuple[Case, str]]:
-    check_names("case", names, dict.fromkeys(case.name for case in cases))
+def plan_rotations(
+    *,
+    case_names: Sequence[str],
+    impls: Sequence[str],
+    modes: Sequence[str],
+    peers: str,
+    dtype: str | None,
+    rounds: int,
+    seed: int,
+    cases: Sequence[Case],
+    device: torch.device,
+    console: Console,
+) -> Plan:
+    """What is to be measured, of arguments as `run_rope_bench` takes them."""
     check_names("mode", modes, DIRECTIONS)
-    chosen = [case for case in cases if case.name in names or not names]
-    if device.type == "cpu" and not names:
-        too_large = {case.name: None for case in chosen if case.elements > CPU_ELEMENTS}
-        if too_large:
-            console.print(f"left out on a CPU unless named with --case: {', '.join(too_large)}", highlight=False)
-        chosen = [case for case in chosen if case.name not in too_large]
-    return [(case, direction) for case in chosen for direction in case.directions if direction in modes]
+    chosen = choose_cases(
+        choose_dtype(cases, dtype), case_names, device, lambda case: case.elements > CPU_ELEMENTS, console
+    )
+    found, versions = choose_peers(PEERS, peers, device)
+    candidates = _our_candidates(impls, device)
+    candidates += [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in found]
+    options = _Options(candidates, rounds, seed, device, console)
+    jobs = [
+        Job(
+            case,
+            f"{case.name} {case.variant}",
+            [direction for direction in case.directions if direction in modes],
+            functools.partial(_measure_case, case, options),
+        )
+        for case in chosen
+    ]
+    ours = [candidate.name for candidate in candidates if candidate.kind == "ours"]
+    return Plan("rope", jobs, versions, {"impls": ours, "rounds": rounds}, None)
 
 
 def _our_candidates(impls: Sequence[str], device: torch.device) -> list[Candidate]:
@@ -190,18 +192,16 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
     return Rotation(rotate)
 
 
-def _measure_unit(
-    case: Case,
-    direction: str,
-    candidates: Sequence[Candidate],
-    device: torch.device,
-    rounds: int,
-    seed: int,
-    advance: Callable[[], None],
-    console: Console,
-) -> Iterator[Row]:
+def _measure_case(case: Case, options: _Options, directions: Sequence[str], rates: Rates) -> Iterator[Measured]:
+    """Measure directions one after another; rotations are held against a copy of as many bytes, not against rates."""
+    for direction in directions:
+        yield direction, _measure_unit(case, direction, options)
+
+
+def _measure_unit(case: Case, direction: str, options: _Options) -> Iterator[Row]:
     """Gate all candidates, then time those that are right against each other and against a copy."""
-    inputs = make_inputs(case, device, seed)
+    candidates = options.candidates
+    inputs = make_inputs(case, options.device, options.seed)
     gate = Gate(case, inputs, direction)
     verdicts: dict[str, Verdict] = {}
     right: dict[str, Rotation] = {}
@@ -211,18 +211,21 @@ def _measure_unit(
         reason = candidate.why_not(case, direction)
         if reason is not None:
             yield row("unsupported", reason)
-            advance()
             continue
         try:
             rotation = candidate.build(case, inputs, direction == "bwd")
             verdict = gate.check(rotation)
+            if direction == "bwd" and verdict.complaint is None:
+                backward, _ = _backward_calls(case, inputs, [grad.clone() for grad in gate.grads], rotation)
+                for _ in range(2):  # not every backward can run again over one forward
+                    backward()
         except Exception as error:
             if candidate.kind == "ours":
                 raise
             # Another library may fail in any way. Its message may hold paths: it is printed, and kept out of records.
-            console.print(f"{candidate.name} failed on {case.name} {case.variant} {direction}: {error}", markup=False)
+            what = f"{candidate.name} failed on {case.name} {case.variant} {direction}: {error}"
+            options.console.print(what, markup=False)
             yield row("failed", type(error).__name__)
-            advance()
             continue
         verdicts[candidate.name] = verdict
         if verdict.complaint is None:
@@ -230,11 +233,9 @@ def _measure_unit(
         else:
             finite = verdict.error if math.isfinite(verdict.error) else None
             yield row("wrong", verdict.complaint, finite, verdict.budget)
-        advance()
     grads = gate.grads
     del gate  # its float64 tensors are many times the inputs
-    yield from _time_unit(case, direction, inputs, grads, right, verdicts, kinds, device, rounds)
-    advance()
+    yield from _time_unit(case, direction, inputs, grads, right, verdicts, kinds, options)
 
 
 def _time_unit(
@@ -245,10 +246,10 @@ def _time_unit(
     rotations: dict[str, Rotation],
     verdicts: dict[str, Verdict],
     kinds: dict[str, str],
-    device: torch.device,
-    rounds: int,
+    options: _Options,
 ) -> list[Row]:
     """Time everything that is right, and a copy of the same bytes, against each other."""
+    device, rounds = options.device, options.rounds
     on_gpu = device.type == "cuda"
     source = torch.randn(case.elements, device=device).to(case.torch_dtype)
     copied = torch.empty_like(source)

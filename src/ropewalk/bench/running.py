@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,10 +11,23 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ropewalk.bench.attention_cases import AttentionCase
+from ropewalk.bench.cases import Case
 from ropewalk.bench.peers import Library, find_peer
 from ropewalk.bench.records import default_path
+from ropewalk.bench.timing import check_device
 
 AnyPeer = TypeVar("AnyPeer", bound=Library)
+AnyCase = TypeVar("AnyCase", Case, AttentionCase)
+MISSING = "missing"  # begins what records say of a peer that cannot be measured
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of a name, or the GPU if there is one; raise unless calls can be timed there."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(device)
+    return device
 
 
 def check_names(what: str, names: Sequence[str], known: Iterable[str]) -> None:
@@ -22,6 +36,31 @@ def check_names(what: str, names: Sequence[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"{what} {name!r} does not exist; there are: {', '.join(known)}")
+
+
+def choose_dtype(cases: Sequence[AnyCase], dtype: str | None) -> list[AnyCase]:
+    """The cases in another dtype, or as they are where there is none."""
+    if dtype is None:
+        return list(cases)
+    check_names("dtype", [dtype], DTYPES)
+    return [replace(case, dtype=dtype) for case in cases]
+
+
+def choose_cases(
+    cases: Sequence[AnyCase],
+    names: Sequence[str],
+    device: torch.device,
+    too_large: Callable[[AnyCase], bool],
+    console: Console,
+) -> list[AnyCase]:
+    """The cases of these names, or where none is named all but those that are too large for a CPU; it says which."""
+    check_names("case", names, dict.fromkeys(case.name for case in cases))
+    if names or device.type != "cpu":
+        return [case for case in cases if case.name in names or not names]
+    left_out = dict.fromkeys(case.name for case in cases if too_large(case))
+    if left_out:
+        console.print(f"left out on a CPU unless named with --case: {', '.join(left_out)}", highlight=False)
+    return [case for case in cases if case.name not in left_out]
 
 
 def choose_peers(
@@ -43,7 +82,7 @@ def choose_peers(
             chosen.append(known[name])
         elif peers != "auto":
             raise ValueError(f"peer {name!r} cannot be measured: {reason}")
-        versions[name] = version or f"missing: {reason}"
+        versions[name] = version or f"{MISSING}: {reason}"
     return chosen, versions
 
 

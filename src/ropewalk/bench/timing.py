@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
+COPY = "copy_"  # what records call a copy
 
 _MIN_ROUNDS = 3
 _DEFAULT_L2 = 64 << 20  # bytes, for a device whose driver does not say

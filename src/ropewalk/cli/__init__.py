@@ -12,6 +12,7 @@ import ropewalk
 from ropewalk.cli import bench, experiment
 from ropewalk.cli.doctor import doctor
 from ropewalk.cli.options import user_errors
+from ropewalk.cli.report import report
 
 app = typer.Typer(
     help="Position encodings for transformers as fast, differentiable GPU kernels.",
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
 app.command()(doctor)
+app.command()(report)
 
 
 def _print_version(wanted: bool) -> None:

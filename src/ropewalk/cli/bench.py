@@ -11,49 +11,81 @@ import typer
 from ropewalk.cli.options import split_names, user_errors
 
 if TYPE_CHECKING:
+    from ropewalk.bench.attention_cases import AttentionCase
     from ropewalk.bench.cases import Case
 
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
+Cases = Annotated[list[str] | None, typer.Option("--case", help="A case by name; repeat for more.")]
+Impls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--impl",
+        help="One of our implementations; repeat for more. By default, of rotations all that exist here, of attention "
+        "triton on a GPU, else reference.",
+    ),
+]
+Peers = Annotated[str, typer.Option(help="auto (those that import), none, or names with commas between.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
+]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float16, bfloat16 or float32 for all cases; by default each case's own.")
+]
+Rounds = Annotated[
+    int | None, typer.Option(min=3, help="How often each call is timed, at most; by default as the benchmark has it.")
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with the record that --output names: what is whole in it stays, what was cut off is measured "
+        "anew. The machine, all versions and the other options must be the same.",
+    ),
+]
+List = Annotated[bool, typer.Option("--list", help="List the cases and stop.")]
+
 
 @app.command("rope")
 def rope(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
-    impl: Annotated[
-        list[str] | None,
-        typer.Option(help="One of our implementations; repeat for more. By default all that exist here."),
-    ] = None,
+    case: Cases = None,
+    impl: Impls = None,
     mode: Annotated[str, typer.Option(help="Of fwd, bwd and decode, with commas between.")] = "fwd,bwd,decode",
-    peers: Annotated[str, typer.Option(help="auto (those that import), none, or names with commas between.")] = "auto",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    peers: Peers = "auto",
+    output: Output = None,
+    resume: Resume = False,
+    device: Device = None,
+    dtype: Dtype = None,
     rounds: Annotated[int, typer.Option(min=3, help="How often each call is timed, at most.")] = 100,
     sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
-    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    list_cases: List = False,
 ) -> None:
     """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
 
-    Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured.
+    Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
     """
     from ropewalk.bench.cases import CASES, SWEEP
 
     cases = SWEEP if sweep else CASES
     if list_cases:
-        _list_cases(cases)
+        _list_rotations(cases)
         return
+    _check_resume(resume, output)
+    from ropewalk.bench.loop import OursError
     from ropewalk.bench.rope import run_rope_bench
 
-    with user_errors():
+    with user_errors(OursError):
         result = run_rope_bench(
             case_names=case or (),
             impls=impl or (),
-            modes=[name.strip() for name in mode.split(",")],
+            modes=split_names(mode),
             peers=peers,
             output=output,
+            resume=resume,
             device=device,
+            dtype=dtype,
             rounds=rounds,
             cases=cases,
         )
@@ -63,38 +95,35 @@ def rope(
 
 @app.command("attention")
 def attention(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
-    impl: Annotated[
-        list[str] | None,
-        typer.Option(help="One of our implementations; repeat for more. By default triton on a GPU, else reference."),
-    ] = None,
+    case: Cases = None,
+    impl: Impls = None,
     mode: Annotated[str, typer.Option(help="Of those that --list shows, with commas between. By default all.")] = "",
-    peers: Annotated[str, typer.Option(help="auto (those that import), none, or names with commas between.")] = "auto",
+    peers: Peers = "auto",
     protocol: Annotated[
         str, typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere.")
     ] = "",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=3, help="How often each call is timed, at most.")] = None,
+    output: Output = None,
+    resume: Resume = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    rounds: Rounds = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and modes, and stop.")] = False,
 ) -> None:
     """Measure attention: kernels, RoPE and other schemes in them, memory, each against the peers.
 
-    Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured.
+    A copy and a product of large matrices are measured first: what the device can do at best. Everything is checked
+    against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
     """
     from ropewalk.bench.attention_cases import CASES, MODES
 
     if list_cases:
-        for known in CASES:
-            modes = ", ".join(known.modes) or "none of its own"
-            typer.echo(f"{known.name}\n    {known.description}\n    modes: {modes}")
+        _list_attentions(CASES)
         for name, meaning in MODES.items():
             typer.echo(f"mode {name}: {meaning}")
         return
-    from ropewalk.bench.attention import OursError, run_attention_bench
+    _check_resume(resume, output)
+    from ropewalk.bench.attention import run_attention_bench
+    from ropewalk.bench.loop import OursError
 
     with user_errors(OursError):
         result = run_attention_bench(
@@ -104,24 +133,104 @@ def attention(
             peers=peers,
             protocols=split_names(protocol),
             output=output,
+            resume=resume,
             device=device,
+            dtype=dtype,
             rounds=rounds,
         )
     if result.interrupted:
         raise typer.Exit(130)
 
 
+@app.command("all")
+def both(
+    case: Cases = None,
+    impl: Impls = None,
+    peers: Peers = "auto",
+    output: Output = None,
+    resume: Resume = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    rounds: Rounds = None,
+    list_cases: List = False,
+) -> None:
+    """Measure the rotation, then attention, into one record, with a figure of each.
+
+    A name of a case, an implementation or a peer goes to each of the two benchmarks that knows it; one that knows none
+    of the names is left out. Otherwise it is as `bench rope` and `bench attention` are.
+    """
+    from ropewalk.bench.attention_cases import CASES as ATTENTIONS
+    from ropewalk.bench.cases import CASES as ROTATIONS
+
+    if list_cases:
+        typer.echo("ROTATION")
+        _list_rotations(ROTATIONS)
+        typer.echo("ATTENTION")
+        _list_attentions(ATTENTIONS)
+        return
+    _check_resume(resume, output)
+    from ropewalk.bench.both import run_all_benches
+    from ropewalk.bench.loop import OursError
+
+    with user_errors(OursError):
+        result = run_all_benches(
+            case_names=case or (),
+            impls=impl or (),
+            peers=peers,
+            output=output,
+            resume=resume,
+            device=device,
+            dtype=dtype,
+            rounds=rounds,
+        )
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command("compare")
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A record of bench rope, attention or all.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="A later record, of the same cases.")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, help="What part worse a median must be, beyond the noise, to fail.")
+    ] = 0.05,
+    relative: Annotated[
+        bool,
+        typer.Option(
+            "--relative",
+            help="Compare times as multiples of a copy's, or of a matrix product's, for other clocks or another GPU.",
+        ),
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Fail for peers and anchors too, not for ours alone.")] = False,
+) -> None:
+    """Show what B changed against A beyond the noise, and fail if one of ours is worse.
+
+    Compared are times on the device, in CUDA graphs and of the host, and peaks of memory. A change is beyond the noise
+    if the intervals from the 10 % to the 90 % quantile do not meet and the median changed by more than 1 %. Exits with
+    1 where one of ours is worse by more than the threshold, or was right and now is wrong, failed or gone; with 2 where
+    a file cannot be read or compared; else with 0.
+    """
+    from ropewalk.bench.compare import compare_records
+    from ropewalk.bench.compare_summary import print_comparison
+    from ropewalk.bench.reading import read_bench_record
+    from ropewalk.bench.summary import default_console
+
+    with user_errors(OSError):
+        records = read_bench_record(before), read_bench_record(after)
+        comparison = compare_records(*records, threshold=threshold, relative=relative, every=every)
+    print_comparison(comparison, *records, threshold, default_console())
+    if comparison.regressions:
+        raise typer.Exit(1)
+
+
 @app.command("training")
 def training(
-    case: Annotated[list[str] | None, typer.Option(help="A case by name; repeat for more.")] = None,
+    case: Cases = None,
     precision: Annotated[str, typer.Option(help="Of autocast and bf16, with commas between.")] = "autocast,bf16",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    output: Output = None,
+    device: Device = None,
     rounds: Annotated[int, typer.Option(min=3, help="How often each candidate is timed.")] = 8,
-    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    list_cases: List = False,
 ) -> None:
     """Measure training steps of BERT and Llama models with attention by Ropewalk, by SDPA and by eager PyTorch."""
     with user_errors():
@@ -138,7 +247,12 @@ def training(
         )
 
 
-def _list_cases(cases: Sequence[Case]) -> None:
+def _check_resume(resume: bool, output: Path | None) -> None:
+    if resume and output is None:
+        raise typer.BadParameter("it needs --output, which names the record to go on with", param_hint="--resume")
+
+
+def _list_rotations(cases: Sequence[Case]) -> None:
     variants: dict[str, list[str]] = {}
     for case in cases:
         variants.setdefault(case.name, []).append(case.variant)
@@ -153,3 +267,12 @@ def _list_cases(cases: Sequence[Case]) -> None:
             f"    variants: {', '.join(variants[name])}\n"
             f"    modes: {', '.join(case.directions)}"
         )
+
+
+def _list_attentions(cases: Sequence[AttentionCase]) -> None:
+    from ropewalk.bench.attention_cases import ALIASES
+
+    for case in cases:
+        also = [name for name, of in ALIASES.items() if of == case.name]
+        names = f"{case.name} ({', '.join(also)})" if also else case.name
+        typer.echo(f"{names}\n    {case.description}\n    modes: {', '.join(case.modes) or 'none of its own'}")

@@ -14,6 +14,7 @@ def doctor() -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from ropewalk.bench.attention_peers import ATTENTION_PEERS
     from ropewalk.bench.peers import PEERS, find_peer
     from ropewalk.bench.records import version_of
     from ropewalk.ops.attention import choice
@@ -73,11 +74,13 @@ def doctor() -> None:
     console.print(native)
 
     peers = Table(title=f"peers that `ropewalk bench` can measure on {devices[0]}")
+    peers.add_column("of")
     peers.add_column("peer")
     peers.add_column("here")
-    for peer in PEERS.values():
-        version_found, reason = find_peer(peer, devices[0])
-        peers.add_row(peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
+    for of, known in (("rotation", PEERS), ("attention", ATTENTION_PEERS)):
+        for peer in known.values():
+            version_found, reason = find_peer(peer, devices[0])
+            peers.add_row(of, peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
     console.print(peers)
 
 
