@@ -1,0 +1,13 @@
+"""A hook of mkdocs: what lies in results/ is part of the site, so that pages can show it and link to it."""
+
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def on_files(files, config):
+    for path in sorted(RESULTS.iterdir()):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    return files
