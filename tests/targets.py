@@ -14,7 +14,9 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes
+# Bytes; what is compiled for sm_80 is also for sm_86, 89 and 120, which have less than its 163 KiB.
+SHARED_MEMORY = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+TENSOR_MEMORY = 512  # columns: with more, Triton compiles a trap, and its launcher refuses
 
 
 def cuobjdump(cubin, *options):
@@ -42,3 +44,13 @@ def resources(kernel, tmp_path):
         text = cuobjdump(cubin, "--dump-resource-usage")
         found = {"registers": r"REG:(\d+)", "stack": r"STACK:(\d+)", "local": r"LOCAL:(\d+)", "shared": r"SHARED:(\d+)"}
     return {name: int(re.search(pattern, text).group(1)) for name, pattern in found.items()}
+
+
+def spilled_bytes(used, target):
+    """Of a thread, by its `resources`; AMD's compiler counts in "local" what it keeps in registers of another kind."""
+    return used["stack"] + (0 if target.startswith("gfx") else used["local"])
+
+
+def tensor_memory(kernel):
+    """Columns that a kernel wants on Blackwell; none elsewhere."""
+    return getattr(kernel.metadata, "tmem_size", None) or 0

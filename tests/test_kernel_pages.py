@@ -135,16 +135,18 @@ def test_what_pages_say_of_spills_is_so():
         }
 
     assert not any(of("forward_kernel", "sm_90").values())
-    assert all(of("forward_kernel", "sm_80").values())
+    assert not any(of("forward_kernel", "sm_80").values())
+    assert not any(of("forward_kernel", "gfx942").values())
+    assert max(of("forward_kernel", "sm_100").values()) == 24
     assert all(of("forward_kernel", "sm_90", "float32").values())
     assert all(of("forward_kernel", "sm_100", "float32").values())
-    assert 0 < sum(spilled > 0 for spilled in of("forward_kernel", "sm_100").values()) < 5
-    assert all(
-        (spilled > 0) == ("D 192" in key or "D 256" in key) for key, spilled in of("forward_kernel", "gfx942").items()
-    )
-    backward = of("queries_kernel", "sm_80") | of("keys_kernel", "sm_80")
-    assert all(backward.values())
-    assert 6 << 10 <= max(backward.values()) < 7 << 10
+    backward = [
+        spilled
+        for target in ("sm_80", "sm_100", "gfx942")
+        for kernel in ("queries_kernel", "keys_kernel")
+        for spilled in of(kernel, target).values()
+    ]
+    assert max(backward) == 48
     keys = of("keys_kernel", "sm_90")
     assert (max(spilled for key, spilled in keys.items() if "ReRoPE" not in key), max(keys.values())) == (192, 256)
 

@@ -5,6 +5,8 @@ Shape letters: D head dim (Dv of v).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,61 +35,129 @@ class Tiles(NamedTuple):
         return options
 
 
-# By kernel, the block of features and the bytes of an element. Those of halves are from measurements (docs/log.md), the
-# others from the compiler's reports of registers and spills.
-_TILES: dict[str, dict[tuple[int, int], Tiles]] = {
-    "forward": {
-        (64, 2): Tiles(64, 128, 4, 2, 168),
-        (128, 2): Tiles(64, 64, 4, 3),
-        (192, 2): Tiles(128, 128, 8, 2, 224),
-        (256, 2): Tiles(128, 64, 8, 2),
-        (64, 4): Tiles(32, 32, 8, 1),
-        (128, 4): Tiles(32, 32, 8, 1),
-        (192, 4): Tiles(32, 16, 8, 1),
-        (256, 4): Tiles(32, 16, 8, 1),
+# Of a kind of GPU: by what a call has ("any": whatever it has), and by kernel, block of features, bytes of an element.
+Table = dict[str, dict[tuple[str, int, int], Tiles]]
+
+_FLOAT32: dict[tuple[str, int, int], Tiles] = {
+    ("forward", 64, 4): Tiles(32, 32, 8, 1),
+    ("forward", 128, 4): Tiles(32, 32, 8, 1),
+    ("forward", 192, 4): Tiles(32, 16, 8, 1),
+    ("forward", 256, 4): Tiles(32, 16, 8, 1),
+    ("keys", 64, 4): Tiles(16, 16, 8, 1),
+    ("keys", 128, 4): Tiles(16, 16, 8, 1),
+    ("keys", 192, 4): Tiles(16, 16, 8, 1),
+    ("keys", 256, 4): Tiles(16, 16, 8, 1),
+    ("queries", 64, 4): Tiles(16, 32, 8, 1),
+    ("queries", 128, 4): Tiles(16, 16, 8, 1),
+    ("queries", 192, 4): Tiles(16, 16, 8, 1),
+    ("queries", 256, 4): Tiles(16, 16, 8, 1),
+}
+# Those of halves are from measurements (docs/log.md), the others from the compiler's reports of registers and spills.
+_HOPPER: Table = {
+    "any": {
+        **_FLOAT32,
+        ("forward", 64, 2): Tiles(64, 128, 4, 2, 168),
+        ("forward", 128, 2): Tiles(64, 64, 4, 3),
+        ("forward", 192, 2): Tiles(128, 128, 8, 2, 224),
+        ("forward", 256, 2): Tiles(128, 64, 8, 2),
+        ("keys", 64, 2): Tiles(128, 64, 4, 2),
+        ("keys", 128, 2): Tiles(64, 64, 4, 2),
+        ("keys", 192, 2): Tiles(32, 64, 4, 2),
+        ("keys", 256, 2): Tiles(64, 64, 8, 2),
+        ("queries", 64, 2): Tiles(64, 64, 4, 2, 128),
+        ("queries", 128, 2): Tiles(64, 64, 4, 2),
+        ("queries", 192, 2): Tiles(128, 64, 8, 3),
+        ("queries", 256, 2): Tiles(128, 32, 8, 2),
     },
-    "keys": {
-        (64, 2): Tiles(128, 64, 4, 2),
-        (128, 2): Tiles(64, 64, 4, 2),
-        (192, 2): Tiles(32, 64, 4, 2),
-        (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(16, 16, 8, 1),
-        (128, 4): Tiles(16, 16, 8, 1),
-        (192, 4): Tiles(16, 16, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
+    "scores": {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)},
+    "adjoint": {("keys", 64, 2): Tiles(64, 64, 4, 2)},
+    "softcap": {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)},
+    "dropout": {
+        ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
+        ("keys", 64, 2): Tiles(64, 64, 4, 2),
+        ("keys", 128, 2): Tiles(32, 64, 4, 3),
     },
-    "queries": {
-        (64, 2): Tiles(64, 64, 4, 2, 128),
-        (128, 2): Tiles(64, 64, 4, 2),
-        (192, 2): Tiles(128, 64, 8, 3),
-        (256, 2): Tiles(128, 32, 8, 2),
-        (64, 4): Tiles(16, 32, 8, 1),
-        (128, 4): Tiles(16, 16, 8, 1),
-        (192, 4): Tiles(16, 16, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
+    "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
+    "mask": {
+        ("forward", 64, 2): Tiles(64, 32, 4, 2),
+        ("forward", 128, 2): Tiles(64, 32, 4, 2),
+        ("forward", 256, 2): Tiles(64, 32, 8, 2),
+        ("keys", 64, 2): Tiles(32, 64, 4, 2),
+        ("keys", 128, 2): Tiles(32, 64, 4, 2),
+        ("keys", 256, 2): Tiles(32, 64, 8, 2),
+        ("queries", 64, 2): Tiles(64, 32, 4, 2),
+        ("queries", 128, 2): Tiles(64, 32, 4, 2),
+        ("queries", 256, 2): Tiles(64, 32, 8, 2),
     },
 }
-# Where score functions and their adjoints, which need registers, want others; and masks, from the compiler's reports.
-_TILES_WITH_SCORES = {("forward", 64, 2): Tiles(64, 128, 4, 3), ("queries", 64, 2): Tiles(64, 64, 4, 3, 168)}
-_TILES_WITH_ADJOINT = {("keys", 64, 2): Tiles(64, 64, 4, 2)}
-_TILES_WITH_PADDING = {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)}
-_TILES_WITH_SOFTCAP = {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)}
-_TILES_WITH_DROPOUT = {
-    ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
-    ("keys", 64, 2): Tiles(64, 64, 4, 2),
-    ("keys", 128, 2): Tiles(32, 64, 4, 3),
+
+
+def _in_one_stage(tiles: dict[tuple[str, int, int], Tiles]) -> dict[tuple[str, int, int], Tiles]:
+    return {key: each._replace(num_stages=1) for key, each in tiles.items()}
+
+
+# No such GPU was at hand for the tables below: they are from the compiler's reports alone, Hopper's tiles where it
+# reports neither spills nor more memory than there is.
+_BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; three parts and 256 features in one stage
+    "any": {
+        **_HOPPER["any"],
+        ("forward", 64, 2): Tiles(64, 64, 4, 3),
+        ("forward", 192, 2): Tiles(128, 64, 8, 2),
+        ("forward", 256, 2): Tiles(128, 64, 8, 1),
+        ("keys", 64, 2): Tiles(64, 64, 8, 2),
+        ("keys", 128, 2): Tiles(32, 64, 8, 2),
+        ("keys", 192, 2): Tiles(32, 64, 4, 1),
+        ("keys", 256, 2): Tiles(64, 64, 8, 1),
+        ("queries", 192, 2): Tiles(128, 64, 8, 1),
+        ("queries", 256, 2): Tiles(64, 64, 8, 1),
+    },
+    "scores": {
+        ("forward", 256, 2): Tiles(128, 32, 8, 1),
+        ("keys", 256, 2): Tiles(32, 64, 8, 1),
+        ("queries", 64, 2): Tiles(64, 64, 4, 2),
+    },
+    "softcap": _HOPPER["softcap"],
+    "mask": {
+        **_HOPPER["mask"],
+        ("forward", 128, 2): Tiles(64, 32, 8, 2),
+        ("forward", 256, 2): Tiles(64, 32, 8, 1),
+        ("keys", 128, 2): Tiles(16, 64, 8, 2),
+        ("keys", 256, 2): Tiles(32, 64, 8, 1),
+        ("queries", 256, 2): Tiles(64, 32, 8, 1),
+    },
 }
-_TILES_WITH_MASK = {
-    ("forward", 64, 2): Tiles(64, 32, 4, 2),
-    ("forward", 128, 2): Tiles(64, 32, 4, 2),
-    ("forward", 256, 2): Tiles(64, 32, 8, 2),
-    ("keys", 64, 2): Tiles(32, 64, 4, 2),
-    ("keys", 128, 2): Tiles(32, 64, 4, 2),
-    ("keys", 256, 2): Tiles(32, 64, 8, 2),
-    ("queries", 64, 2): Tiles(64, 32, 4, 2),
-    ("queries", 128, 2): Tiles(64, 32, 4, 2),
-    ("queries", 256, 2): Tiles(64, 32, 8, 2),
+# NVIDIA's other GPUs: multiplication from registers, and as little as 99 KiB of shared memory. Where there is no TMA,
+# descriptors become an address and a condition for each element, which is what takes the registers.
+_OTHERS: Table = {
+    "any": {
+        **_FLOAT32,
+        ("forward", 64, 2): Tiles(128, 32, 8, 2),
+        ("forward", 128, 2): Tiles(64, 16, 8, 2),
+        ("forward", 192, 2): Tiles(64, 16, 8, 2),
+        ("forward", 256, 2): Tiles(64, 16, 8, 2),
+        ("keys", 64, 2): Tiles(16, 64, 8, 2),
+        ("keys", 128, 2): Tiles(16, 64, 8, 2),
+        ("keys", 192, 2): Tiles(16, 32, 8, 2),
+        ("keys", 256, 2): Tiles(16, 32, 8, 2),
+        ("queries", 64, 2): Tiles(64, 32, 4, 2),
+        ("queries", 128, 2): Tiles(64, 32, 8, 2),
+        ("queries", 192, 2): Tiles(32, 32, 8, 2),
+        ("queries", 256, 2): Tiles(32, 32, 8, 2),
+    },
+    "scores": {("forward", 256, 2): Tiles(32, 32, 8, 2)},
 }
+_AMD: Table = {special: _in_one_stage(tiles) for special, tiles in _HOPPER.items()}  # 64 KiB of shared memory
+_AMD["any"] |= {
+    ("forward", 192, 2): Tiles(64, 64, 4, 1),
+    ("forward", 256, 2): Tiles(64, 32, 4, 1),
+    ("keys", 64, 2): Tiles(64, 64, 4, 1),
+    ("keys", 256, 2): Tiles(32, 32, 4, 1),
+    ("queries", 192, 2): Tiles(64, 32, 4, 1),
+    ("queries", 256, 2): Tiles(32, 32, 4, 1),
+}
+_AMD["scores"] |= {("keys", 128, 2): Tiles(32, 64, 4, 1), ("keys", 256, 2): Tiles(16, 32, 4, 1)}
+_AMD["far"] = {("keys", 128, 2): Tiles(32, 64, 4, 1)}
+_BY_MAJOR_CAPABILITY = {9: _HOPPER, 10: _BLACKWELL}
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
 
 
@@ -101,9 +171,22 @@ def on_amd() -> bool:
     return torch.version.hip is not None
 
 
-def on_hopper() -> bool:
-    """Whether the GPU has compute capability 9.0, whose shared memory the tiles were made for."""
-    return not on_amd() and torch.cuda.get_device_capability() == (9, 0)
+def compute_capability() -> tuple[int, int]:
+    """The current NVIDIA GPU's."""
+    return _capability_of(torch.cuda.current_device())
+
+
+@functools.lru_cache
+def _capability_of(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def table_of_gpu() -> Table:
+    """The tiles for the current GPU: every table fits into the shared memory of all GPUs that it is for."""
+    if on_amd():
+        return _AMD
+    major, _ = compute_capability()
+    return _BY_MAJOR_CAPABILITY.get(major, _OTHERS)
 
 
 class Features(NamedTuple):
@@ -137,20 +220,27 @@ def choose_tiles(
     if interpreted():
         return _TILES_TO_INTERPRET
     key = (kernel, features.widest, dtype.itemsize)
-    tiles = _TILES[kernel][key[1:]]
+    table = table_of_gpu()
+    tiles = table["any"][key]
+    for special in _specials(functions, prepared):
+        tiles = table.get(special, {}).get(key, tiles)
+    return tiles
+
+
+def _specials(functions: ScoreFunctions | None, prepared: Prepared) -> Iterator[str]:
+    """What a call has that tables may have other tiles for; the last one counts."""
     if functions is not None:
-        tiles = _TILES_WITH_SCORES.get(key, tiles)
+        yield "scores"
         if functions.adjoint is not None:
-            tiles = _TILES_WITH_ADJOINT.get(key, tiles)
+            yield "adjoint"
     if prepared.softcap is not None:
-        tiles = _TILES_WITH_SOFTCAP.get(key, tiles)
+        yield "softcap"
+    if prepared.far_window is not None:
+        yield "far"
     if prepared.dropout_p > 0:
-        tiles = _TILES_WITH_DROPOUT.get(key, tiles)
+        yield "dropout"
     if prepared.mask is not None:
-        with_mask = _TILES_WITH_PADDING if is_of_keys(prepared.mask) else _TILES_WITH_MASK
-        tiles = with_mask.get(key, tiles)
-    one_stage = on_amd() or (features.widest >= 192 and not on_hopper())
-    return tiles._replace(num_stages=1) if one_stage else tiles
+        yield "padding" if is_of_keys(prepared.mask) else "mask"
 
 
 def is_of_keys(mask: Tensor) -> bool:
