@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ropewalk
-from ropewalk.bench.records import read_record
+from ropewalk.bench.reading import read_bench_record
 from ropewalk.cli import app
 from ropewalk.ops.rope import native_build
 
@@ -163,7 +163,7 @@ def test_bench_writes_a_record(tmp_path: Path) -> None:
     options = ["--case", "decode-1", "--impl", "reference", "--peers", "none", "--rounds", "3", "--mode", "decode"]
     result = invoke("bench", "rope", *options, "--device", "cpu", "-o", str(path))
     assert result.exit_code == 0, result.output
-    assert {row.direction for row in read_record(path).rows} == {"decode"}
+    assert {row.direction for row in read_bench_record(path).rotations} == {"decode"}
     assert "decode-1" in result.stdout
 
 

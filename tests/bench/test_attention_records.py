@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from ropewalk.bench.attention_cases import CASES, AttentionCase
-from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, read_attention_record
+from ropewalk.bench.attention_records import AttentionRecord, AttentionRow
 from ropewalk.bench.attention_summary import print_attention_summary
 from ropewalk.bench.attention_targets import targets
-from ropewalk.bench.records import RecordWriter, read_record
+from ropewalk.bench.reading import read_bench_record
+from ropewalk.bench.records import RecordWriter, read_lines
 from ropewalk.bench.timing import HostTime, Quantiles
 
 RUN = {"benchmark": "attention", "device": "some GPU", "date": "2026-11-21T03:37:22+00:00"}
@@ -138,7 +139,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     with RecordWriter(path, RUN) as writer:
         for row in rows:
             writer.append(row)
-    record = read_attention_record(path)
+    record = read_bench_record(path)
     assert record.rows == rows
     assert record.run == RECORD.run
 
@@ -155,21 +156,21 @@ def test_a_record_without_the_later_fields_reads_as_before(tmp_path: Path) -> No
         for name in ("yardstick", "gb_per_s"):
             del line[name]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_attention_record(path).rows == TRAINING
+    assert read_bench_record(path).rows == TRAINING
 
 
 def test_the_records_in_results_read_back() -> None:
     paths = sorted((Path(__file__).parents[2] / "results").glob("attention-h200*.jsonl"))
     assert paths
-    assert all(read_attention_record(path).rows for path in paths)
+    assert all(read_bench_record(path).rows for path in paths)
 
 
 def test_one_benchmarks_record_is_not_the_others(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     RecordWriter(path, RUN).__exit__(None, None, None)
     with pytest.raises(ValueError, match="not a record of format 1 of the benchmark 'rope'"):
-        read_record(path)
-    assert read_attention_record(path).rows == []
+        read_lines(path, "rope")
+    assert read_bench_record(path).rows == []
 
 
 def test_targets_are_met_or_not() -> None:

@@ -17,7 +17,7 @@ import ropewalk
 from ropewalk.bench import attention, attention_candidates, attention_two_scores, rates
 from ropewalk.bench.attention_cases import CASES, MODES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention_peers import ATTENTION_PEERS, AttentionPeer
-from ropewalk.bench.attention_records import AttentionRow, read_attention_record
+from ropewalk.bench.attention_records import AttentionRow
 from ropewalk.bench.loop import BenchResult, OursError
 from ropewalk.bench.reading import read_bench_record
 from ropewalk.cli import app
@@ -95,7 +95,7 @@ def test_every_mode_is_measured_by_its_protocols(tmp_path: Path, device: torch.d
     }
     assert not result.interrupted
     assert read_bench_record(result.path) == result.record
-    assert read_attention_record(result.path).rows == result.record.attentions
+    assert read_bench_record(result.path) == result.record
     assert result.path.with_suffix(".png").exists()
     assert "RoPE, attention and both their backwards" in text
     if device.type == "cuda":
@@ -301,7 +301,7 @@ def test_ours_must_be_right(
     monkeypatch.setattr(attention_candidates, "attention", attend)
     with pytest.raises(OursError, match=rf"reference \+ rope on padded train is {status}"):
         run(tmp_path, device, cases=(PADDED,))
-    rows = read_attention_record(tmp_path / "record.jsonl").rows
+    rows = read_bench_record(tmp_path / "record.jsonl").attentions
     assert [row.status for row in rows_of(rows, "reference")] == [status] * 3
     assert [row.status for row in rows_of(rows, "auto")] == ["ok"]
 
@@ -326,7 +326,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, device: torch.device, mo
     monkeypatch.setattr(attention, "_time_mode", stop_at_padded)
     result, text = run(tmp_path, device, modes=("fwd", "train"))
     assert result.interrupted
-    assert {row.case.name for row in read_attention_record(result.path).rows} == {"small"}
+    assert {row.case.name for row in read_bench_record(result.path).attentions} == {"small"}
     assert "rows measured so far are kept" in text
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ropewalk.bench.cases import CASES, Case
 from ropewalk.bench.reading import read_bench_record
-from ropewalk.bench.records import END, RecordWriter, Row, default_path, describe_run, read_record
+from ropewalk.bench.records import END, RecordWriter, Row, default_path, describe_run
 from ropewalk.bench.timing import HostTime, Quantiles
 
 RUN = {"benchmark": "rope", "device": "NVIDIA H200", "date": "2026-11-21T03:37:22+00:00"}
@@ -41,7 +41,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     with RecordWriter(path, RUN) as writer:
         for row in ROWS:
             writer.append(row)
-    record = read_record(path)
+    record = read_bench_record(path)
     assert record.rows == ROWS
     assert record.run == {"format": 1, **RUN}
 
@@ -49,7 +49,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
 def test_rows_are_on_disk_before_the_end(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "record.jsonl", RUN) as writer:
         writer.append(ROWS[0])
-        assert read_record(tmp_path / "record.jsonl").rows == ROWS[:1]
+        assert read_bench_record(tmp_path / "record.jsonl").rows == ROWS[:1]
 
 
 def test_what_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_lines_can_be_kept_and_the_rest_is_gone(tmp_path: Path) -> None:
             writer.append(row)
     kept = json.loads(path.read_text().splitlines()[2])
     with RecordWriter(path, {**RUN, "resumed": ["today"]}, [kept]) as writer:
-        assert read_record(path).rows == ROWS[1:2]
+        assert read_bench_record(path).rows == ROWS[1:2]
         writer.append(ROWS[0])
         writer.end()
-    record = read_record(path)
+    record = read_bench_record(path)
     assert record.rows == [ROWS[1], ROWS[0]]
     assert record.run["resumed"] == ["today"]
     assert list(json.loads(path.read_text().splitlines()[-1])) == [END]
@@ -87,7 +87,7 @@ def test_a_line_that_is_cut_off_is_told(tmp_path: Path) -> None:
         writer.append(ROWS[0])
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match=r"record\.jsonl is not a record: line 2 is not JSON, or was cut off"):
-        read_record(path)
+        read_bench_record(path)
 
 
 @pytest.mark.parametrize("line", ['{"case": 3}', '{"case": {"name": "x"}, "mode": "fwd"}', "{}"])
@@ -104,7 +104,7 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.jsonl is not a record"):
-        read_record(path)
+        read_bench_record(path)
 
 
 def test_the_default_path_names_device_and_time() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ropewalk.bench.attention_cases import AttentionCase
-from ropewalk.bench.records import read_lines
 from ropewalk.bench.timing import HostTime, Quantiles
 
 
@@ -42,7 +40,7 @@ class AttentionRow:
     floor_bytes: int | None = None  # memory: of q, k, v, out, their gradients, and rotated q and k
     yardstick: str | None = None  # anchors: the case that was computed, timed together with `case`; tflops are its
     gb_per_s: float | None = None  # decode: of the keys and values that are there; a copy's of all that it moves
-    matrix_ratio: float | None = None  # tflops over those of a matrix product, which the run's line has; not of decode
+    matrix_ratio: float | None = None  # tflops over those of a hot matrix product, of the run's line; not of decode
 
     @property
     def label(self) -> str:
@@ -56,12 +54,6 @@ class AttentionRecord:
 
     run: dict[str, Any]
     rows: list[AttentionRow]
-
-
-def read_attention_record(path: Path) -> AttentionRecord:
-    """Read back what a `RecordWriter` wrote of attention."""
-    run, lines = read_lines(path, "attention")
-    return AttentionRecord(run, [attention_row(line) for line in lines])
 
 
 def attention_row(line: dict[str, Any]) -> AttentionRow:

@@ -106,12 +106,6 @@ class RecordWriter:
         self._file.close()
 
 
-def read_record(path: Path) -> Record:
-    """Read back what a `RecordWriter` wrote of the rotation."""
-    run, lines = read_lines(path, "rope")
-    return Record(run, [rope_row(line) for line in lines])
-
-
 def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The line about the run and the lines of the rows, of a record of one of these benchmarks."""
     lines = []

@@ -19,8 +19,7 @@ from ropewalk.bench.peers import PEERS
 from ropewalk.bench.records import Row
 from ropewalk.bench.running import check_names, choose_cases, choose_device, choose_dtype, choose_peers
 from ropewalk.bench.summary import default_console
-from ropewalk.bench.timing import COPY as COPY
-from ropewalk.bench.timing import Call, peak_memory, time_graphs, time_host, time_rounds
+from ropewalk.bench.timing import COPY, Call, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.eager import IMPLEMENTATIONS, why_not
 from ropewalk.ops.rope.rotary_embedding import rotary_embedding

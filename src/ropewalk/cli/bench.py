@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from ropewalk.cli.options import split_names, user_errors
 if TYPE_CHECKING:
     from ropewalk.bench.attention_cases import AttentionCase
     from ropewalk.bench.cases import Case
+    from ropewalk.bench.loop import BenchResult
 
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
@@ -73,24 +74,10 @@ def rope(
         _list_rotations(cases)
         return
     _check_resume(resume, output)
-    from ropewalk.bench.loop import OursError
     from ropewalk.bench.rope import run_rope_bench
 
-    with user_errors(OursError):
-        result = run_rope_bench(
-            case_names=case or (),
-            impls=impl or (),
-            modes=split_names(mode),
-            peers=peers,
-            output=output,
-            resume=resume,
-            device=device,
-            dtype=dtype,
-            rounds=rounds,
-            cases=cases,
-        )
-    if result.interrupted:
-        raise typer.Exit(130)
+    own = {"modes": split_names(mode), "rounds": rounds, "cases": cases}
+    _run(run_rope_bench, case, impl, peers, output, resume, device, dtype, **own)
 
 
 @app.command("attention")
@@ -123,23 +110,9 @@ def attention(
         return
     _check_resume(resume, output)
     from ropewalk.bench.attention import run_attention_bench
-    from ropewalk.bench.loop import OursError
 
-    with user_errors(OursError):
-        result = run_attention_bench(
-            case_names=case or (),
-            impls=impl or (),
-            modes=split_names(mode) or tuple(MODES),
-            peers=peers,
-            protocols=split_names(protocol),
-            output=output,
-            resume=resume,
-            device=device,
-            dtype=dtype,
-            rounds=rounds,
-        )
-    if result.interrupted:
-        raise typer.Exit(130)
+    own = {"modes": split_names(mode) or tuple(MODES), "protocols": split_names(protocol), "rounds": rounds}
+    _run(run_attention_bench, case, impl, peers, output, resume, device, dtype, **own)
 
 
 @app.command("all")
@@ -170,21 +143,8 @@ def both(
         return
     _check_resume(resume, output)
     from ropewalk.bench.both import run_all_benches
-    from ropewalk.bench.loop import OursError
 
-    with user_errors(OursError):
-        result = run_all_benches(
-            case_names=case or (),
-            impls=impl or (),
-            peers=peers,
-            output=output,
-            resume=resume,
-            device=device,
-            dtype=dtype,
-            rounds=rounds,
-        )
-    if result.interrupted:
-        raise typer.Exit(130)
+    _run(run_all_benches, case, impl, peers, output, resume, device, dtype, rounds=rounds)
 
 
 @app.command("compare")
@@ -245,6 +205,35 @@ def training(
         run_training_bench(
             case_names=case or (), precisions=split_names(precision), output=output, device=device, rounds=rounds
         )
+
+
+def _run(
+    run_bench: Callable[..., BenchResult],
+    case: list[str] | None,
+    impl: list[str] | None,
+    peers: str,
+    output: Path | None,
+    resume: bool,
+    device: str | None,
+    dtype: str | None,
+    **own: Any,
+) -> None:
+    """Run a benchmark with what all have in common and what is its own; exit as Ctrl-C and errors ask for."""
+    from ropewalk.bench.loop import OursError
+
+    with user_errors(OursError):
+        result = run_bench(
+            case_names=case or (),
+            impls=impl or (),
+            peers=peers,
+            output=output,
+            resume=resume,
+            device=device,
+            dtype=dtype,
+            **own,
+        )
+    if result.interrupted:
+        raise typer.Exit(130)
 
 
 def _check_resume(resume: bool, output: Path | None) -> None:

@@ -197,7 +197,7 @@ def _attention(record: str, row: AttentionRow, run: Mapping[str, Any]) -> Entry:
         graph=None,
         gb_per_s=row.gb_per_s,
         tflops=row.tflops,
-        share=_share_of_copy(row, run) if bound_by_bytes else _share_of_matmul(row, run),
+        share=_share_of_copy(row, run) if bound_by_bytes else row.matrix_ratio,
         roof="copy" if bound_by_bytes else "matrix product",
         host=row.host,
         host_forward=None,
@@ -242,14 +242,6 @@ def _share_of_copy(row: AttentionRow, run: Mapping[str, Any]) -> float | None:
         return of_anchor
     copy = rates(run).get("copy_gb_per_s")
     return row.gb_per_s / copy if copy and row.gb_per_s is not None else None
-
-
-def _share_of_matmul(row: AttentionRow, run: Mapping[str, Any]) -> float | None:
-    recorded = row.matrix_ratio
-    if recorded is not None:
-        return recorded
-    matmul = (rates(run).get("matmul_tflops") or {}).get(row.case.dtype)
-    return row.tflops / matmul if matmul and row.tflops is not None else None
 
 
 def rates(run: Mapping[str, Any]) -> Mapping[str, Any]:
