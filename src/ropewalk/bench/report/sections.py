@@ -292,7 +292,8 @@ def method(sources: Sequence[Source]) -> Markup:
         said.append(
             "Attention is timed in bursts of a few milliseconds: hot, without pauses, or cool, with a rest before each "
             "burst. Ratios are medians over rounds in which both were measured, so they may differ a little from the "
-            "ratio of the medians. The roof is a hot matrix product of the same dtype, or for decoding a copy: cool, there is a higher one."
+            "ratio of the medians. The roof is a hot matrix product of the same dtype, or for decoding a copy; a cool "
+            "product would be a higher one."
         )
     if len(on_gpu) < len(sources):
         said.append("On a CPU the time is that of the call, in rounds with a random order; caches are as they are.")
