@@ -201,6 +201,23 @@ def test_what_lies_past_the_lengths_is_not_read(kernels, device):
     assert not grads[2][1, :, 20:].any()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nan_is_seen_where_the_definition_has_it(kernels, device, which, causal):
+    """A row whose sum is NaN attends, and must not pass for one that attends nothing."""
+    tensors = draw(device, torch.float32, keys=Q)
+    tensors[which][0, 0, 17, 3] = torch.nan
+    call = check_call(*tensors, position=Rope(), causal=causal, layout="bhtd")
+    expected = reference.attention(*tensors, call)
+    prepared = prepare(*tensors[:2], call)
+    out, saved = kernels.forward(*tensors, prepared)
+    assert torch.equal(out.isnan(), expected[0].isnan())
+    assert torch.equal(saved.lse.isnan(), expected[1].isnan())
+    grads = kernels.backward(torch.ones_like(out), None, tensors[2], out, saved, prepared)[:3]
+    assert bool(grads[0][0, 0, 17].isnan().all())
+    assert not grads[0][1].isnan().any()  # the other batch row
+
+
 def test_gradients_are_those_that_differences_show(kernels, device):
     """Along a random direction, no derivation asked: as near as differences of the float32 reference are."""
     step = 2**-6

@@ -293,6 +293,18 @@ def test_what_does_not_exist_is_not_read(kernels, device, cut, monkeypatch, apar
               key_lengths=torch.tensor(lengths, device=device), **keywords)  # fmt: skip
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nan_is_seen_where_the_definition_has_it(kernels, device, cut, which):
+    """A row whose sum is NaN attends, and must not pass for one that attends nothing."""
+    tensors = draw(device, queries=2)
+    tensors[which][1, 0, 1, 3] = torch.nan
+    call = check_call(*tensors, position=Rope(), causal=True, layout="bhtd")
+    expected_out, expected_lse = reference.attention(*tensors, call)
+    out, lse = kernels.forward(*tensors, prepare(*tensors[:2], call))
+    assert torch.equal(out.isnan(), expected_out.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())
+
+
 def test_any_strides(kernels, device, cut):
     fused = torch.randn(B, KEYS, H + 2 * HK, 40, device=device)
     q, k, v = (x.transpose(1, 2) for x in fused.split([H, HK, HK], dim=2))

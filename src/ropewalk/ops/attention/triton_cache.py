@@ -370,7 +370,7 @@ def cache_kernel(
         CAUSAL, NEAR_WINDOWED, HAS_STARTS, CLOSE, SCORE, APART, PRECISION,
     )  # fmt: skip
 
-    attends = row_sum > 0
+    attends = row_sum != 0  # NaN is to be seen
     row_sum = tl.where(attends, row_sum, 1.0)
     sums = sums / row_sum[:, None]
     lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
@@ -426,7 +426,7 @@ def combine_kernel(
         total = total * kept + tl.sum(weight, 0)
         out = out * kept + tl.sum(partial * weight[:, None], 0)
         running = new_max
-    attends = total > 0
+    attends = total != 0
     total = tl.where(attends, total, 1.0)
     lse = tl.where(attends, running + tl.log2(total), float("-inf"))
     tl.store(lse_ptr + row, lse)

@@ -235,7 +235,7 @@ def forward_kernel(
         HAS_LENGTHS, HAS_STARTS, EVERY_PAIR if far_window is None else NEAR, CLOSE, SCORE, SOFTCAP, FAST, PRECISION,
     )  # fmt: skip
 
-    attends = row_sum > 0
+    attends = row_sum != 0  # NaN is to be seen
     row_sum = tl.where(attends, row_sum, 1.0)
     sums = tl.where(attends[:, None], sums * (makes_up / row_sum)[:, None], 0.0)
     store_tile(out, sums, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_V, PACKED)
