@@ -20,14 +20,20 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias
-from ropewalk.ops.attention import choice, cores, flash_far
+from ropewalk.ops.attention import choice, cores, flash_far, gluon_support
 from ropewalk.ops.attention.api import _ask
 from ropewalk.ops.rope import triton_launch
 from ropewalk.positions import Rotation
 
 PAGE = Path(__file__).with_name("support.md")
-COLUMNS = {"triton": "`triton`", "flash": "`flash`", "sdpa": "`sdpa` (cuDNN)", "reference": "`reference`"}
-B, T, H, K, D = 2, 32, 4, 2, 64
+COLUMNS = {
+    "triton": "`triton`",
+    "gluon": "`gluon`",
+    "flash": "`flash`",
+    "sdpa": "`sdpa` (cuDNN)",
+    "reference": "`reference`",
+}
+B, T, H, K, D = 2, 96, 4, 2, 64
 N_BUCKETS = 8
 
 
@@ -159,7 +165,7 @@ SECTIONS: dict[str, list[Case]] = {
     ],
     "Which keys a query attends": [
         Case("`causal`", lambda device: {"causal": True}),
-        Case("`causal`, fewer queries than keys", lambda device: {"causal": True}, queries=5),
+        Case("`causal`, fewer queries than keys", lambda device: {"causal": True}, queries=64),
         Case("`window`", lambda device: {"causal": True, "window": 16}),
         Case("`mask`", lambda device: {"mask": _mask(device)}),
         Case("`key_lengths`", lambda device: {"key_lengths": _integers(device, T, 20)}),
@@ -167,7 +173,7 @@ SECTIONS: dict[str, list[Case]] = {
         Case(
             "`query_starts`",
             lambda device: {"causal": True, "query_starts": _integers(device, 20, 7)},
-            queries=5,
+            queries=64,
         ),
         Case(
             "packed: `cu_seqlens_q`",
@@ -200,6 +206,7 @@ SECTIONS: dict[str, list[Case]] = {
         Case("`return_lse`", lambda device: {"return_lse": True}),
         Case("`deterministic=True`", lambda device: {"deterministic": True}),
         Case("a scale of 0 or less", lambda device: {"scale": -0.1}),
+        Case("fewer than 64 queries", lambda device: {}, queries=5),
         Case("float16", lambda device: {}, dtype=torch.float16),
         Case("float32", lambda device: {}, dtype=torch.float32),
         Case("float64", lambda device: {}, dtype=torch.float64),
@@ -216,7 +223,7 @@ def _positions(device: torch.device) -> Tensor:
 
 @contextmanager
 def imagined_gpu() -> Iterator[None]:
-    """A GPU of compute capability 9.0, with cuDNN and flash-attn 4: whatever asks what there is, is answered here."""
+    """A GPU of compute capability 9.0, with cuDNN, flash-attn 4 and Gluon: who asks what there is, is answered here."""
     answers: list[tuple[Any, str, Any]] = [
         (torch.version, "hip", None),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
@@ -229,6 +236,7 @@ def imagined_gpu() -> Iterator[None]:
         (cores, "FakeTensor", type(None)),
         (cores, "_why_misaligned", lambda *tensors: None),
         (triton_launch, "interpreted", lambda: False),
+        (gluon_support, "why_missing", lambda: None),
     ]
     with ExitStack() as stack:
         for place, name, answer in answers:
@@ -280,9 +288,10 @@ INTRODUCTION = """\
 
 <!-- Written by docs/support.py, which asks the implementations themselves. Do not edit. -->
 
-On an NVIDIA GPU of compute capability 9.0 where cuDNN and flash-attn 4 are there; in bfloat16 and with a head dim of
-64, unless a row says otherwise. “yes” is forward and backward, with the gradient of what is learned; “forward” is
-without any gradient; the numbers are of the [reasons](#why-not). The frequencies that `Rope` is given are constants.
+On an NVIDIA GPU of compute capability 9.0 where cuDNN, flash-attn 4 and a Triton with Gluon are there; in bfloat16 and
+with a head dim of 64, unless a row says otherwise. “yes” is forward and backward, with the gradient of what is learned;
+“forward” is without any gradient; the numbers are of the [reasons](#why-not). The frequencies that `Rope` is given are
+constants.
 
 A call that asks for several things is served by who serves each of them, and `attention` says what does not go
 together. `explain_choice` says it of your call, on your machine. Of those that can serve a call, `impl=None` takes the

@@ -53,7 +53,7 @@ def test_version() -> None:
 def test_doctor_says_what_is_here_and_why_the_rest_is_not() -> None:
     result = invoke("doctor")
     assert result.exit_code == 0, result.output
-    for word in ("ropewalk", "torch", "triton", "reference", "sdpa", "flash", "compiled", "flashinfer"):
+    for word in ("ropewalk", "torch", "triton", "gluon", "reference", "sdpa", "flash", "compiled", "flashinfer"):
         assert word in result.stdout
 
 

@@ -34,6 +34,7 @@ LAYERS = (
     ("ropewalk.ops.attention.checks",),
     ("ropewalk.ops.attention.prepare", "ropewalk.ops.attention.philox"),
     ("ropewalk.ops.attention.reference", "ropewalk.ops.attention.triton_*"),
+    ("ropewalk.ops.attention.gluon_*",),
     ("ropewalk.ops.attention.flash_far",),
     ("ropewalk.ops.attention.cores",),
     ("ropewalk.ops.attention.eager", "ropewalk.ops.attention.choice"),
@@ -48,11 +49,13 @@ LAYERS = (
 )
 FAMILIES = (
     ("ropewalk.ops.*.triton_*",),
+    ("ropewalk.ops.*.gluon_*",),
     ("ropewalk.modules.*",),
     ("ropewalk.integrations.huggingface*",),
     ("ropewalk.bench.*", "ropewalk.experiments.*"),
     ("ropewalk.cli*",),
 )
+KERNELS = ("ropewalk.ops.*.triton_*", "ropewalk.ops.*.gluon_*")
 # Packages that a user may lack may be missed by these alone, and only once they are called.
 MAY_USE_OPTIONAL = ("ropewalk.bench.*", "ropewalk.experiments.*", "ropewalk.integrations.*")
 REQUIRED = {"torch", "typer", "rich", *sys.stdlib_module_names}
@@ -160,31 +163,34 @@ def test_implementations_do_not_import_each_other():
     families = [
         ("reference", "ropewalk.ops.*.reference"),
         ("triton", "ropewalk.ops.*.triton_*"),
+        ("gluon", "ropewalk.ops.*.gluon_*"),
         ("native", "ropewalk.ops.*.native"),
     ]
+    shared = ("gluon", "triton")  # what both launch with, and functions that both kernels call
 
     def family(module):
         return next((name for name, pattern in families if fnmatchcase(module, pattern)), None)
 
     pairs = {(family(found.importer), family(found.imported)): str(found) for found in IMPORTS}
-    assert not [text for (a, b), text in pairs.items() if a and b and a != b]
+    assert not [text for (a, b), text in pairs.items() if a and b and a != b and (a, b) != shared]
 
 
 def test_what_may_be_missing_is_loaded_by_those_who_may_miss_it():
-    assert not [module for module in HEAVY if not matches(module, (*MAY_USE_OPTIONAL, "ropewalk.ops.*.triton_*"))]
+    assert not [module for module in HEAVY if not matches(module, (*MAY_USE_OPTIONAL, *KERNELS))]
     triton = {found.importer for found in IMPORTS if found.imported.partition(".")[0] == "triton"}
     assert triton
-    assert not [module for module in triton if not matches(module, ("ropewalk.ops.*.triton_*", *MAY_USE_OPTIONAL))]
+    assert not [module for module in triton if not matches(module, (*KERNELS, *MAY_USE_OPTIONAL))]
 
 
 def test_who_loads_what_may_be_missing_is_loaded_when_called():
-    lazy = HEAVY | {
-        module for module in MODULES if matches(module, ("ropewalk.ops.*.triton_*", "ropewalk.ops.*.native_build"))
-    }
+    lazy = HEAVY | {module for module in MODULES if matches(module, (*KERNELS, "ropewalk.ops.*.native_build"))}
+
+    def are_loaded_together(found):
+        both_kernels = all(matches(module, KERNELS) for module in (found.importer, found.imported))
+        return found.importer in lazy and (both_kernels or is_family(found.importer, found.imported))
+
     early = [found for found in IMPORTS if found.at_once and found.imported in lazy]
-    assert not [
-        str(found) for found in early if not is_family(found.importer, found.imported) or found.importer not in lazy
-    ]
+    assert not [str(found) for found in early if not are_loaded_together(found)]
 
 
 def test_the_rules_can_fail():

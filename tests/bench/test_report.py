@@ -329,7 +329,7 @@ def test_looks_are_an_implementations_own(tmp_path: Path) -> None:
     "names",
     [
         ("native", "triton", "rotary_embedding", "reference", COPY, MULTIPLY, *PEERS),
-        ("auto", "triton", "flash", "sdpa", "reference", COPY, *ATTENTION_PEERS),
+        ("auto", "triton", "gluon", "flash", "sdpa", "reference", COPY, *ATTENTION_PEERS),
     ],
 )
 def test_implementations_that_stand_together_look_different(names: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from ropewalk.bench.attention_records import AttentionRecord, AttentionRow, atte
 _COLOURS = {
     "auto": "#0b2f6b",
     "triton": "#1f5fbf",
+    "gluon": "#3a8fd9",
     "sdpa": "#5b7fd1",
     "flash": "#7f9fe0",
     "reference": "#9dbde8",

@@ -271,7 +271,7 @@ def test_a_position_that_is_no_scheme_is_refused(device, position):
 
 def test_bad_arguments_are_refused_by_name(device):
     q, k, v = draw(device)
-    with pytest.raises(ValueError, match="impl is 'cudnn', but must be None or one of 'triton', 'flash', 'sdpa'"):
+    with pytest.raises(ValueError, match="impl is 'cudnn', but must be None or one of 'triton', 'gluon', 'flash'"):
         attention(q, k, v, impl="cudnn")
     with pytest.raises(ValueError, match="layout is 'hbtd'"):
         attention(q, k, v, layout="hbtd")

@@ -125,7 +125,7 @@ def operator_arguments(tensors, keep, layout="bthd", **call):
     if call.dropout_p > 0:
         call = call._replace(seed=torch.tensor([12345], device=tensors[0].device))
     q, k, v = (as_bhtd(x, layout) for x in tensors)
-    return q, k, v, *NOTHING_FAR, keep, *prepare(q, k, call)
+    return q, k, v, *NOTHING_FAR, keep, "triton", *prepare(q, k, call)
 
 
 def as_leaves(arguments):
@@ -187,13 +187,13 @@ def test_its_backward_is_what_its_schema_says(device, call, with_lse):
     learned = [bool(learned_of(sinks=keywords.get("sinks"))), bool(learned_of(keywords.get("position")))]
     with torch.no_grad():
         q, k, v, *_ = arguments = operator_arguments(tensors, True, **keywords)
-        prepared = arguments[7:]
+        prepared = arguments[8:]
         prepared = [x.detach() if isinstance(x, torch.Tensor) else x for x in prepared]
-        out, lse, *mapped = torch.ops.ropewalk.attend(q, k, v, *NOTHING_FAR, True, *prepared)
+        out, lse, *mapped = torch.ops.ropewalk.attend(q, k, v, *NOTHING_FAR, True, "triton", *prepared)
     far = (None, None, k) if Prepared(*prepared).far_window is not None else NOTHING_FAR
     q, k, *far = (x if x is not None and x.numel() else y for x, y in zip(mapped, (q, k, *far), strict=True))
     grad_lse = torch.randn_like(lse) if with_lse else None
-    arguments = (torch.randn_like(out), grad_lse, q, k, v, *far, out, lse, *learned[::-1], *prepared)
+    arguments = (torch.randn_like(out), grad_lse, q, k, v, *far, out, lse, *learned[::-1], "triton", *prepared)
     torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
 
 
@@ -201,7 +201,7 @@ def test_its_backward_is_what_its_schema_says(device, call, with_lse):
 def test_autograd_keeps_every_tensor(device, call):
     tensors, keywords = make(call, device)
     with torch.no_grad():
-        prepared = Prepared(*operator_arguments(tensors, True, **keywords)[7:])
+        prepared = Prepared(*operator_arguments(tensors, True, **keywords)[8:])
     kept, numbers = split(prepared)
     assert all(x is None or isinstance(x, torch.Tensor) for x in kept)
     assert not any(isinstance(x, torch.Tensor) for x in numbers)

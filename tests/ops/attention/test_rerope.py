@@ -366,7 +366,7 @@ def operator_arguments(tensors, causal, window, keep):
     q1, q2, k1, k2, v = tensors
     call = check_call(q1, k1, v, position=GivenPairs(window), causal=causal, scale=SCALE, layout="bhtd")
     future = None if causal else q2.detach().clone().requires_grad_(q2.requires_grad)
-    return q1, k1, v, q2, future, k2, keep, *prepare(q1, k1, call)
+    return q1, k1, v, q2, future, k2, keep, "triton", *prepare(q1, k1, call)
 
 
 @needs_kernels
@@ -379,7 +379,7 @@ def test_the_operator_is_what_its_schema_says(device, layout, causal, requires_g
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     tensors = [x.detach().requires_grad_(requires_grad) for x in tensors]
     arguments = operator_arguments(tensors, causal, 5, requires_grad)
-    assert arguments[7:].count(5) == 1  # the window: some pairs are far
+    assert arguments[8:].count(5) == 1  # the window: some pairs are far
     torch.library.opcheck(torch.ops.ropewalk.attend.default, arguments)
 
 
@@ -388,10 +388,11 @@ def test_the_operator_is_what_its_schema_says(device, layout, causal, requires_g
 def test_its_backward_is_what_its_schema_says(device, causal):
     arguments = operator_arguments(draw(device, tokens=20), causal, 5, True)
     q, k, v, *far = arguments[:6]
-    prepared = arguments[7:]
+    prepared = arguments[8:]
     out, lse, *mapped = torch.ops.ropewalk.attend(*arguments)
     assert not any(x.numel() for x in mapped)
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *far, out, lse, False, False, *prepared)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    arguments = (*grads, q, k, v, *far, out, lse, False, False, "triton", *prepared)
     torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
 
 

@@ -28,6 +28,7 @@ _KNOWN = {
     "auto": Style("#0a3a8c", "#9cc2ff", "circle"),
     "native": Style("#0a3a8c", "#9cc2ff", "circle"),
     "triton": Style("#2f7fe0", "#4c9bff", "square"),
+    "gluon": Style("#1565a8", "#7fb4f5", "diamond-tall"),
     "rotary_embedding": Style("#0092b8", "#5fd3ee", "diamond"),
     "flash": Style("#5b62cf", "#a8aeff", "diamond"),
     "sdpa": Style("#0092b8", "#5fd3ee", "hexagon"),

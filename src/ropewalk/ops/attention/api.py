@@ -67,7 +67,7 @@ def attention(
     to float32, unless torch is told to use TF32. Under autocast q, k and v are cast as by PyTorch's
     scaled_dot_product_attention.
 
-    For the backward, the Triton kernels keep q and k with their features mapped, v, the output and the log-sum-exp; the
+    For the backward, our kernels keep q and k with their features mapped, v, the output and the log-sum-exp; the
     probabilities are computed again. Their gradients are the same bits every time, and cannot be differentiated again;
     those of "reference" can.
 
@@ -117,9 +117,9 @@ def attention(
         layout: "bthd", "bhtd" or, for packed sequences, "thd".
         deterministic: True takes no library's kernels whose gradients differ from run to run; None does as
             `torch.are_deterministic_algorithms_enabled()` says. Triton's and the reference's never differ.
-        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "flash" (flash-attn 4, 3 or 2) or
-            "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each after our rotation; or "reference". A named one that
-            cannot serve the call raises.
+        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper; "flash"
+            (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each after our rotation; or
+            "reference". A named one that cannot serve the call raises.
 
     Returns:
         The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or
@@ -271,14 +271,15 @@ def serve(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
         return cores.sdpa(request), None
     if name == "flash":
         return cores.flash(request), None
-    q, k, v, call, prepared, return_lse, _, backward, far = request
+    q, k, v, call, prepared, return_lse, deterministic, backward, far = request
     if name == "reference":
         return reference.attention(q, k, v, call, far)
+    kernels = "gluon-deterministic" if name == "gluon" and deterministic else name
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     places = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
     if operator.is_plain(q, k, v, *masks, *places, call.sinks, call.seed, prepared.parameters, *(far or ())):
-        return eager.attend(q, k, v, prepared, return_lse, far)
-    return operator.attend(q, k, v, prepared, return_lse, backward, far)
+        return eager.attend(q, k, v, prepared, return_lse, kernels, far)
+    return operator.attend(q, k, v, prepared, return_lse, backward, kernels, far)
 
 
 def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:

@@ -17,7 +17,13 @@ from ropewalk.ops.attention.prepare import prepare, tables_of
 from ropewalk.ops.rope import eager as rotation
 from ropewalk.ops.rope.operator import is_transformed
 
-IMPLEMENTATIONS = ("triton", "flash", "sdpa", "reference")
+IMPLEMENTATIONS = ("triton", "gluon", "flash", "sdpa", "reference")
+FEWEST_QUERIES = 64  # of the Gluon kernels: a consumer's rows. Fewer are the split-keys kernels' matter
+# The score functions that the Gluon kernels were tried with.
+SCORES_IN_GLUON = {
+    f"ropewalk.ops.attention.triton_scores:{name}"
+    for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY")
+}
 
 
 class Row(NamedTuple):
@@ -36,9 +42,9 @@ class Row(NamedTuple):
         return tokens >= self.tokens and (request.backward or not self.backward)
 
 
-FLASH_FIRST = ("flash", "sdpa", "triton", "reference")
-CUDNN_FIRST = ("sdpa", "flash", "triton", "reference")
-TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
+FLASH_FIRST = ("flash", "sdpa", "gluon", "triton", "reference")
+CUDNN_FIRST = ("sdpa", "flash", "gluon", "triton", "reference")
+OURS_FIRST = ("gluon", "triton", "flash", "sdpa", "reference")
 
 # By compute capability, from docs/log.md and results/. The first row that fits counts, and of its implementations the
 # first that can serve the call: windows leave cuDNN out; masks, lengths, changed scores and what else a model may ask
@@ -46,7 +52,7 @@ TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
 MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
         Row(FLASH_FIRST, tokens=4096, far=True),  # two calls of it, and of the host's time
-        Row(TRITON_FIRST, far=True),
+        Row(OURS_FIRST, far=True),
         Row(FLASH_FIRST, tokens=1024),
         Row(FLASH_FIRST, tokens=512, backward=True),
         Row(CUDNN_FIRST),
@@ -120,6 +126,8 @@ def why_not(impl: str, request: Request) -> str | None:
         return why_not_sdpa(request)
     if impl == "flash":
         return why_not_flash(request)
+    if impl == "gluon":
+        return _why_not_gluon(request)
     return _why_not_triton(request)
 
 
@@ -162,6 +170,36 @@ def _why_not_far(request: Request) -> str | None:
     return None
 
 
+def _why_not_gluon(request: Request) -> str | None:
+    q, _, v, call, prepared, *_ = request
+    reason = why_not_gluon_on(q.device) or _why_not_triton(request)
+    if reason is not None:
+        return reason
+    if q.dtype not in HALF:
+        return f"its kernels take float16 and bfloat16, not {str(q.dtype).removeprefix('torch.')}"
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[3] % 8 or x.shape[3] > 128:
+            return f"{name}'s head dim is {x.shape[3]}, and its kernels need a multiple of 8 up to 128"
+    if call.mask is not None:
+        return "its kernels read no mask"
+    if call.block_table is not None:
+        return "its kernels read no pages, by block_table"
+    if call.dropout_p > 0:
+        return "dropout_p is above 0, and its kernels drop nothing"
+    if prepared.far_window is not None and (prepared.positions_q is not None or prepared.positions_k is not None):
+        return "near and far pairs of tokens go by positions_q and positions_k, and its kernels know indices alone"
+    if prepared.score is not None:
+        scheme = type(call.position).__name__
+        if prepared.score not in SCORES_IN_GLUON:
+            return f"{scheme} changes scores by {prepared.score}, and its kernels were not tried with that"
+        if prepared.positions_q is not None or prepared.positions_k is not None:
+            return f"{scheme} changes scores by positions_q and positions_k, and its kernels know indices alone"
+    # The last one asked: torch.compile makes another graph on the other side of it.
+    if q.shape[2] < FEWEST_QUERIES:
+        return f"there are {q.shape[2]} queries, and its kernels are for {FEWEST_QUERIES} or more"
+    return None
+
+
 @constant
 def _learns_parameters(score: str) -> bool:
     """Whether score functions, “module:NAME”, differentiate what they read. They are imported: Triton must be there."""
@@ -174,3 +212,22 @@ def _learns_parameters(score: str) -> bool:
 def why_not_triton_on(device: torch.device) -> str | None:
     """Say why the Triton kernels cannot run on a device; None if they can."""
     return rotation.why_not("triton", device)  # what the rotation's need, these need
+
+
+@constant
+def why_not_gluon_on(device: torch.device) -> str | None:
+    """Say why the Gluon kernels cannot run on a device; None if they can."""
+    reason = why_not_triton_on(device)
+    if reason is not None:
+        return reason
+    needed = "its kernels are for NVIDIA GPUs of compute capability 9.0"
+    if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
+        return f"{needed}, and the tensors are on {device.type}"
+    if torch.version.hip is not None:
+        return f"{needed}, and this one is AMD's"
+    major, minor = capability(device)
+    if (major, minor) != (9, 0):
+        return f"{needed}, and this one has {major}.{minor}"
+    from ropewalk.ops.attention import gluon_support
+
+    return gluon_support.why_missing()

@@ -1,4 +1,4 @@
-"""Eager calls of the Triton kernels, and what autograd keeps of them.
+"""Eager calls of the Triton and the Gluon kernels, and what autograd keeps of them.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim.
 """
@@ -6,7 +6,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,24 +20,42 @@ LN_2 = math.log(2)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, return_lse: bool, far: FarFeatures | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    return_lse: bool,
+    impl: str,
+    far: FarFeatures | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the Triton kernels: q is (B, H, Tq, D), k is (B, K, Tk, D) and v (B, K, Tk, Dv).
+    """Attend by kernels that `load_kernels` knows: q is (B, H, Tq, D), k is (B, K, Tk, D) and v (B, K, Tk, Dv).
 
     What pairs that are far apart meet with is given as `far`, or else made by the scheme. Returns the output, (B, H,
     Tq, Dv), and the natural log-sum-exp, (B, H, Tq), where it is asked for.
     """
     differentiable = (q, k, v, prepared.parameters, prepared.sinks, *(far or _NOTHING_FAR))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
-        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, prepared, return_lse)
+        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, prepared, return_lse, impl)
         return result
-    from ropewalk.ops.attention import triton_launch
-
-    out, saved = triton_launch.forward(q, k, v, prepared, False, far)
+    out, saved = load_kernels(impl)[0](q, k, v, prepared, False, far)
     return out, saved.lse * LN_2 if return_lse else None
 
 
 _NOTHING_FAR = (None, None, None)
+
+
+def load_kernels(impl: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that launch an implementation's kernels, forward and backward.
+
+    "gluon-deterministic" is the Gluon forward, and the Triton kernels' backward, whose sums have one order.
+    """
+    from ropewalk.ops.attention import triton_launch
+
+    if impl == "triton":
+        return triton_launch.forward, triton_launch.backward
+    from ropewalk.ops.attention import gluon_backward_launch, gluon_launch
+
+    return gluon_launch.forward, (gluon_backward_launch if impl == "gluon" else triton_launch).backward
 
 
 class _Attend(torch.autograd.Function):
@@ -56,12 +74,12 @@ class _Attend(torch.autograd.Function):
         far_keys: Tensor | None,
         prepared: Prepared,
         return_lse: bool,
+        impl: str,
     ) -> tuple[Tensor, Tensor | None]:
-        from ropewalk.ops.attention import triton_launch
-
         far = None if past is None or far_keys is None else FarFeatures(past, future, far_keys)
-        out, saved = triton_launch.forward(q, k, v, prepared, True, far)
+        out, saved = load_kernels(impl)[0](q, k, v, prepared, True, far)
         tensors, ctx.numbers = split(prepared)
+        ctx.impl = impl
         ctx.save_for_backward(v, out, *saved, *tensors)
         ctx.set_materialize_grads(False)
         return out, saved.lse * LN_2 if return_lse else None
@@ -77,7 +95,8 @@ class _Attend(torch.autograd.Function):
         saved = triton_launch.Saved(q, k, lse, past, future, far_keys)
         learned = triton_launch.Learned(*ctx.needs_input_grad[3:5])
         prepared = join(tensors, ctx.numbers)
-        return *triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned), None, None
+        grads = load_kernels(ctx.impl)[1](grad_out, grad_lse, v, out, saved, prepared, learned)
+        return *grads, None, None, None
 
 
 _NUMBERS = {

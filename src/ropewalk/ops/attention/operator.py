@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.eager import LN_2, join, split
+from ropewalk.ops.attention.eager import LN_2, join, load_kernels, split
 from ropewalk.ops.attention.prepare import FarFeatures, Prepared
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
@@ -31,13 +31,13 @@ _FAR = "Tensor? past, Tensor? future, Tensor? far_keys"
 # The log-sum-exp is to base 2. What is mapped is what the backward reads; each is empty where the call leaves its
 # features alone, or was given them, and without `keep`: then no backward may come.
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_FAR}, bool keep, {_PREPARED}) -> (Tensor out, Tensor lse, "
+    f"attend(Tensor q, Tensor k, Tensor v, {_FAR}, bool keep, str impl, {_PREPARED}) -> (Tensor out, Tensor lse, "
     "Tensor mapped_q, Tensor mapped_k, Tensor mapped_past, Tensor mapped_future, Tensor mapped_far_keys)"
 )
 # All gradients but the first three are empty unless they are asked for.
 _LIBRARY.define(
     f"attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_FAR}, Tensor out, Tensor lse, "
-    f"bool learn_parameters, bool learn_sinks, {_PREPARED}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, "
+    f"bool learn_parameters, bool learn_sinks, str impl, {_PREPARED}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, "
     "Tensor grad_past, Tensor grad_future, Tensor grad_far_keys, Tensor grad_parameters, Tensor grad_sinks)"
 )
 
@@ -62,13 +62,14 @@ def attend(
     prepared: Prepared,
     return_lse: bool,
     backward: bool,
+    impl: str,
     far: FarFeatures | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in a way that the onlooker understands; `backward` says whether one will come.
 
     The other arguments and the results are those of `eager.attend`.
     """
-    out, lse, *_ = torch.ops.ropewalk.attend(q, k, v, *(far or _NOTHING_FAR), backward, *prepared)
+    out, lse, *_ = torch.ops.ropewalk.attend(q, k, v, *(far or _NOTHING_FAR), backward, impl, *prepared)
     return out, lse * LN_2 if return_lse else None
 
 
@@ -83,13 +84,12 @@ def _attend(
     future: Tensor | None,
     far_keys: Tensor | None,
     keep: bool,
+    impl: str,
     *prepared: Any,
 ) -> tuple[Tensor, ...]:
-    from ropewalk.ops.attention import triton_launch
-
     far = None if past is None or far_keys is None else FarFeatures(past, future, far_keys)
     with torch.no_grad():
-        out, saved = triton_launch.forward(q, k, v, Prepared(*prepared), keep, far)
+        out, saved = load_kernels(impl)[0](q, k, v, Prepared(*prepared), keep, far)
         mapped = (
             _laid_out_like(x, mine) if keep and maps and mine is not None else q.new_empty(0)
             for x, mine, maps in zip(
@@ -108,6 +108,7 @@ def _attend_fake(
     future: Tensor | None,
     far_keys: Tensor | None,
     keep: bool,
+    impl: str,
     *prepared: Any,
 ) -> tuple[Tensor, ...]:
     mapped = (
@@ -131,7 +132,7 @@ def _maps_features(prepared: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, past, future, far_keys, ctx.keep, *prepared = inputs
+    q, k, v, past, future, far_keys, ctx.keep, ctx.impl, *prepared = inputs
     out, lse, *mapped = output
     if Prepared(*prepared).cos_past is not None:
         far_keys = k
@@ -151,17 +152,17 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     prepared = join(tensors, ctx.numbers)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needed = Prepared(*ctx.needs_input_grad[7:])
+    needed = Prepared(*ctx.needs_input_grad[8:])
     grads = torch.ops.ropewalk.attend_backward(
         *(grad_out, grad_lse, q, k, v, past, future, far_keys, out, lse),
-        *(needed.parameters, needed.sinks, *prepared),
+        *(needed.parameters, needed.sinks, ctx.impl, *prepared),
     )
     of_far = (grad if needs else None for grad, needs in zip(grads[3:6], ctx.needs_input_grad[3:6], strict=True))
     of_prepared: list[Tensor | None] = [None] * len(prepared)
     for name, grad in zip(("parameters", "sinks"), grads[6:], strict=True):
         if getattr(needed, name):
             of_prepared[Prepared._fields.index(name)] = grad
-    return *grads[:3], *of_far, None, *of_prepared
+    return *grads[:3], *of_far, None, None, *of_prepared
 
 
 def _attend_backward(
@@ -177,6 +178,7 @@ def _attend_backward(
     lse: Tensor,
     learn_parameters: bool,
     learn_sinks: bool,
+    impl: str,
     *prepared: Any,
 ) -> tuple[Tensor, ...]:
     from ropewalk.ops.attention import triton_launch
@@ -186,7 +188,7 @@ def _attend_backward(
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
         saved = triton_launch.Saved(q, k, lse, past, future, far_keys)
         learned = triton_launch.Learned(learn_parameters, learn_sinks)
-        grads = triton_launch.backward(grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned)
+        grads = load_kernels(impl)[1](grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned)
 
         def of(x: Tensor | None, grad: Tensor | None) -> Tensor:
             return lse.new_empty(0) if x is None or grad is None else _laid_out_like(x, grad)
@@ -212,6 +214,7 @@ def _attend_backward_fake(
     lse: Tensor,
     learn_parameters: bool,
     learn_sinks: bool,
+    impl: str,
     *prepared: Any,
 ) -> tuple[Tensor, ...]:
     it = Prepared(*prepared)

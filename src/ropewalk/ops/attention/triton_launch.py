@@ -97,27 +97,20 @@ def forward(
     if not keep and triton_cache_launch.serves(q, k, v, prepared):
         out, lse = triton_cache_launch.forward(q, k, v, prepared)
         return out, Saved(q, k, lse)
-    out = empty_output(q, v.shape[3])
-    batch, heads, queries, head_dim = q.shape
-    far = map_far_features(q, k, prepared) if far is None else far
-    q, k = (aligned(x) for x in map_features(q, k, prepared))
-    v = aligned(v)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or _NOTHING_FAR))
-    if lse.numel() == 0:
+    out, v, saved, is_empty = begin_forward(q, k, v, prepared, far)
+    if is_empty:
         return out, saved
-    if k.shape[2] == 0:
-        lse.fill_(-math.inf) if prepared.sinks is None else lse.copy_(prepared.sinks[:, None] * LOG2_E)
-        return out.zero_(), saved
+    q, k, lse = saved.q, saved.k, saved.lse
+    batch, heads, queries, head_dim = q.shape
     functions = score_functions(prepared)
     features = cut_features(head_dim, v.shape[3])
     tiles = choose_tiles("forward", features, q.dtype, functions, prepared)
-    sequences, n_tiles = _schedule(prepared, "q", batch, queries, tiles.block_m)
+    sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, tiles.block_m)
     forward_kernel[(n_tiles * heads,)](
         *_tiled_all(saved, v, tiles.block_m, tiles.block_n, features),
         _place(out, tiles.block_m, features.block_v, sequences), lse,
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
-        **_conditions(prepared, functions), n_heads=heads, heads_per_key=heads // k.shape[1], n_queries=queries,
+        **conditions_of(prepared, functions), n_heads=heads, heads_per_key=heads // k.shape[1], n_queries=queries,
         n_keys=k.shape[2], BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **_constants(prepared, functions, features, q),
         **tiles.options,
     )  # fmt: skip
@@ -125,6 +118,23 @@ def forward(
 
 
 _NOTHING_FAR = (None, None, None)
+
+
+def begin_forward(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, far: FarFeatures | None
+) -> tuple[Tensor, Tensor, Saved, bool]:
+    """What comes before the kernel: memory for the output, v, what is saved, and whether nothing is left to do."""
+    out = empty_output(q, v.shape[3])
+    far = map_far_features(q, k, prepared) if far is None else far
+    q, k = (aligned(x) for x in map_features(q, k, prepared))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or _NOTHING_FAR))
+    if lse.numel() and k.shape[2]:
+        return out, aligned(v), saved, False
+    if lse.numel():
+        lse.fill_(-math.inf) if prepared.sinks is None else lse.copy_(prepared.sinks[:, None] * LOG2_E)
+        out.zero_()
+    return out, v, saved, True
 
 
 def _tiled_all(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Features) -> tuple[Any, ...]:
@@ -173,7 +183,7 @@ def backward(
     functions = score_functions(prepared)
     features = cut_features(head_dim, v.shape[3])
     block_d, _, block_v = features
-    conditions = _conditions(prepared, functions)
+    conditions = conditions_of(prepared, functions)
     constants = _constants(prepared, functions, features, q)
     constants["ADJOINT"] = None if functions is None else functions.adjoint
     constants["INTERLEAVED"] = prepared.interleaved
@@ -197,7 +207,7 @@ def backward(
     delta = torch.empty_like(lse)
     tiles = choose_tiles("queries", features, q.dtype, functions, prepared)
     rows_q, rows_k = tiles.block_m, tiles.block_n
-    sequences, n_tiles = _schedule(prepared, "q", batch, queries, rows_q)
+    sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, rows_q)
     n_learned, sums = 1, None
     if learned.parameters and functions is not None and prepared.parameters is not None:
         n_learned = triton.next_power_of_2(prepared.learned or prepared.parameters.shape[1])
@@ -214,7 +224,7 @@ def backward(
 
     tiles = choose_tiles("keys", features, q.dtype, functions, prepared)
     rows_q, rows_k = tiles.block_m, tiles.block_n
-    sequences, n_tiles = _schedule(prepared, "k", batch, keys, rows_k)
+    sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, rows_k)
     keys_kernel[(n_tiles * key_heads,)](
         *_tiled_all(saved, v, rows_q, rows_k, features), _tiled(grad_out, rows_q, block_v),
         *(None if x is None else _place(x, rows_k, block_d, sequences) for x in (grad_k, grads_of_far[2])),
@@ -257,7 +267,9 @@ def empty_output(q: Tensor, v_head_dim: int) -> Tensor:
     return empty_aligned(q.new_empty(batch, queries, heads, v_head_dim).transpose(1, 2))
 
 
-def _schedule(prepared: Prepared, of: str, batch: int, n_tokens: int, block: int) -> tuple[tuple[Any, ...] | None, int]:
+def schedule_tiles(
+    prepared: Prepared, of: str, batch: int, n_tokens: int, block: int
+) -> tuple[tuple[Any, ...] | None, int]:
     """What kernels that walk over tiles of the queries ("q") or keys ("k") are told of sequences; how many tiles."""
     cu_seqlens_q, cu_seqlens_k = prepared.cu_seqlens_q, prepared.cu_seqlens_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -314,18 +326,26 @@ def aligned(x: Tensor) -> Tensor:
 
 def _tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """A descriptor of x (B, H, T, D), for tiles of some rows of one head."""
+    return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), [1, 1, rows, block_d])
+
+
+def strides_of_tiles(x: Tensor) -> list[int]:
+    """The strides of x (B, H, T, D) for a descriptor, which checks those of dimensions of one index too."""
     strides = [stride if size > 1 else x.shape[3] * 16 for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, block_d])
+    return [*strides[:3], 1]
 
 
 def _place(x: Tensor, rows: int, block_d: int, sequences: tuple[Any, ...] | None) -> Any:
     """Where a kernel stores tiles: a descriptor, or in a packed batch, whose sequences end within tiles, a pointer."""
-    if sequences is None:
-        return _tiled(x, rows, block_d)
+    return _tiled(x, rows, block_d) if sequences is None else place_rows(x)
+
+
+def place_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Where the rows of a packed batch lie, (1, H, T, D): a pointer, the strides of head and token, and D."""
     return x, x.stride(1), x.stride(2), x.shape[3]
 
 
-def _conditions(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
+def conditions_of(prepared: Prepared, functions: ScoreFunctions | None) -> dict[str, Any]:
     """The arguments that say which keys a query attends, and how their score comes about."""
     mask, parameters, softcap = prepared.mask, prepared.parameters, prepared.softcap
     bounds = (prepared.key_lengths, prepared.key_starts, prepared.query_starts)

@@ -1,0 +1,142 @@
+"""Launching the backward of attention for Hopper: a pass over the rows of queries, the kernel, and a second pass.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention import triton_launch
+from ropewalk.ops.attention.gluon_hopper_backward import KEYS, QUERIES, backward_kernel
+from ropewalk.ops.attention.gluon_launch import block_of_features, tiled
+from ropewalk.ops.attention.gluon_passes import finish_kernel, rows_kernel
+from ropewalk.ops.attention.prepare import Prepared, empty_aligned
+from ropewalk.ops.attention.triton_arguments import LOG2_E, place_table, score_functions
+from ropewalk.ops.attention.triton_configuration import Features
+from ropewalk.ops.attention.triton_launch import (
+    NOTHING_LEARNED,
+    Gradients,
+    Learned,
+    Saved,
+    _place,
+    _tiled,
+    aligned,
+    conditions_of,
+    on_its_device,
+    schedule_tiles,
+    turn_back,
+    turns_in_registers,
+)
+
+_CACHED_BYTES = 24 << 20  # of what programs read and add to at a time: half of the cache
+
+
+class Configuration(NamedTuple):
+    """What the backward kernel is compiled for, beside what the call asks."""
+
+    Q_STAGES: int
+    OUT_STAGES: int
+    CONSUMER_REGISTERS: int
+    OTHER_REGISTERS: int
+
+
+# Four stages, not three: what divides by three spills 296 bytes of registers, this 92 (D 128, no mask, Triton 3.6).
+BACKWARD = Configuration(4, 2, 240, 24)
+
+
+@on_its_device
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    v: Tensor,
+    out: Tensor,
+    saved: Saved,
+    prepared: Prepared,
+    learned: Learned = NOTHING_LEARNED,
+) -> Gradients:
+    """The gradients, as `triton_launch.backward` has them, which has the same arguments and results.
+
+    That of q is a sum in float32 in an order that differs from run to run. What a scheme learns for its scores, and far
+    pairs, have no gradient here: the Triton kernels take such calls, as they take what the Gluon forward leaves.
+    """
+    lse = saved.lse
+    if learned.parameters or saved.far_keys is not None or lse.numel() == 0 or saved.k.shape[2] == 0:
+        return triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned)
+    q, k, v, out, grad_out = (aligned(x) for x in (saved.q, saved.k, v, out, grad_out))
+    grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
+    batch, heads, queries, head_dim = q.shape
+    keys = k.shape[2]
+    block = block_of_features(head_dim, v.shape[3])
+    rows = QUERIES.value
+    functions = score_functions(prepared)
+    conditions = conditions_of(prepared, functions)
+    turns = turns_in_registers(prepared, head_dim, Features(block, 1, block))
+    table_q, width_q = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
+    table_k, width_k = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+
+    sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, rows)
+    # Each sequence's rows begin with a tile.
+    places = queries if sequences is None else n_tiles * rows
+    sums = torch.empty(batch, heads, places, block, dtype=torch.float32, device=q.device)
+    delta = torch.empty_like(lse)
+    of_rows: dict[str, Any] = {
+        "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries, "n_keys": keys,
+        "n_rows": places, "BLOCK_M": rows, "BLOCK_D": block,
+    }  # fmt: skip
+    rows_kernel[(n_tiles * heads,)](
+        _tiled(out, rows, block), _tiled(grad_out, rows, block), lse,
+        None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows,
+    )  # fmt: skip
+    _launch_kernel(
+        (q, k, v, grad_out), sums, (grad_k, grad_v), lse, delta, (table_k, width_k), prepared, block, conditions
+    )  # fmt: skip
+    finish_kernel[(n_tiles * heads,)](
+        sums, _place(grad_q, rows, block, sequences), table_q, grad_factor=prepared.scale, R=width_q,
+        INTERLEAVED=prepared.interleaved, **of_rows,
+    )  # fmt: skip
+    if not turns:
+        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared)
+        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
+    grad_sinks = None
+    if learned.sinks and prepared.sinks is not None:
+        # A sink of −inf takes no part, not even where there is nothing else.
+        of_sinks = torch.exp2(prepared.sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
+        grad_sinks = -(of_sinks * delta).sum((0, 2))
+    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks)
+
+
+def _launch_kernel(
+    tensors: tuple[Tensor, ...], sums: Tensor, gradients: tuple[Tensor, ...], lse: Tensor, delta: Tensor,
+    turned: tuple[Any, int], prepared: Prepared, block: int, conditions: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch the kernel on q, k, v and grad_out, for the gradients of k and v; `turned` is k's table and its width."""
+    q, k, v, grad_out = tensors
+    (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
+    functions = score_functions(prepared)
+    sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
+    cut = prepared.causal or prepared.window is not None or sequences is not None or keys % KEYS.value != 0
+    backward_kernel[(n_tiles * key_heads,)](
+        tiled(q, QUERIES.value, block), tiled(k, KEYS.value, block), tiled(v, KEYS.value, block),
+        tiled(grad_out, QUERIES.value, block), tiled(sums, QUERIES.value, block // 2),
+        *((x, *x.stride()[:3], x.shape[3]) for x in gradients), lse, delta,
+        None if prepared.weights is None else prepared.weights.contiguous(), turned[0], sequences=sequences,
+        **{name: conditions[name] for name in ("bounds", "parameters", "scale", "softcap", "factor", "window")},
+        grad_factor=prepared.scale, n_tiles=n_tiles if sequences is not None else n_tiles // batch,
+        n_rows=batch * key_heads, n_key_heads=key_heads, heads_per_key=heads // key_heads,
+        heads_together=_heads_together(q, heads // key_heads, block), n_queries=queries, n_keys=keys, R=turned[1],
+        INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal, WINDOWED=prepared.window is not None,
+        EDGES=cut or any(x is not None for x in conditions["bounds"]),
+        SCORE=None if functions is None else functions.score, ADJOINT=None if functions is None else functions.adjoint,
+        SOFTCAP=prepared.softcap is not None, **BACKWARD._asdict(), num_warps=4,
+    )  # fmt: skip
+
+
+def _heads_together(q: Tensor, heads_per_key: int, block: int) -> int:
+    """How many key heads are taken at a time: those whose queries, and what is read and added beside, stay cached."""
+    bytes_of_head = heads_per_key * q.shape[2] * block * (2 * q.element_size() + 4)
+    return max(1, _CACHED_BYTES // bytes_of_head)

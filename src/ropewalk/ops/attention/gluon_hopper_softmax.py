@@ -1,0 +1,93 @@
+"""What a consumer of the kernels for Hopper does with a tile of scores, and with values that do not exist."""
+
+from ropewalk.ops.attention.gluon_shim import fence_async_shared, gl, gluon
+from ropewalk.ops.attention.triton_sequences import PAST, may_attend
+from ropewalk.ops.attention.triton_softmax import saturate
+
+
+@gluon.jit
+def sum_in_threads(p):
+    """Sums of a tile's rows as far as each thread holds them, [rows, 4].
+
+    Of eight neighbouring columns of a product a thread holds two: its lane says which.
+    """
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+_PIN = gl.constexpr(
+    "{ .reg .pred far; .reg .f32 sum; .reg .b32 bits; add.f32 sum, $2, $3; setp.gt.f32 far, sum, 0f7E000000; "
+    "mov.b32 bits, sum; @far st.shared.b32 [bits], bits; mov.b32 $0, $2; mov.b32 $1, $3; }"
+)
+
+
+@gluon.jit
+def _pin(sums):
+    """The sums as they are; but all exponentials must have been taken before.
+
+    The assembler moves exponentials below the next wait for a product, where nothing overlaps with them. A store that
+    needs their sum holds them. It never happens: sums stay below 2¹²⁵, which the assembler does not know. (It knows
+    that they are not negative, and drops a store that asks for that.)
+    """
+    return gl.inline_asm_elementwise(_PIN, "=f,=f,f,f", [sums], gl.float32, False, 2)
+
+
+@gluon.jit
+def take_softmax(
+    scores, row_max, row_sum, m, n_start, is_edge, lengths, scale, softcap, factor, parameters_ptr,
+    SIDE: gl.constexpr, WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr,
+    EDGES: gl.constexpr, SCORE: gl.constexpr, SOFTCAP: gl.constexpr, PIN: gl.constexpr,
+):  # fmt: skip
+    """Exponentials of a tile of scores, what is kept of those before, and each row's new maximum and sums."""
+    layout: gl.constexpr = scores.type.layout
+    column = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
+    if SOFTCAP:
+        scores = saturate(scores * scale, True)
+        if SCORE is not None:
+            scores *= softcap
+    elif SCORE is not None:
+        scores *= scale
+    if SCORE is not None:
+        ours = (m + (lengths[3] - n_start)).to(gl.float32)
+        scores = SCORE(scores, ours[:, None], column.to(gl.float32)[None, :], parameters_ptr, SIDE == PAST)
+    if EDGES:  # noqa: SIM102
+        if is_edge:
+            may = may_attend(
+                m[:, None], (n_start + column)[None, :], lengths, None, None, HAS_LENGTHS, HAS_STARTS, SIDE, WINDOWED
+            )  # fmt: skip
+            scores = gl.where(may, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    shift = new_max * factor
+    if EDGES:
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)  # a row that has attended nothing yet
+    kept = gl.exp2(row_max * factor - shift)
+    p = gl.exp2(scores * factor - shift[:, None])
+    sums = sum_in_threads(p)
+    if PIN:
+        sums = _pin(sums)
+    row_sum = row_sum * gl.convert_layout(kept, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return p, kept, new_max, row_sum
+
+
+@gluon.jit
+def clear_missing(values, n_start, first_key, n_keys, BLOCK_N: gl.constexpr, HAS_STARTS: gl.constexpr):
+    """Write zeros over values that a row may not read: their probabilities are zero, and zero times NaN is NaN.
+
+    Each consumer writes them all, and reads after that: that another one writes the same zeros meanwhile is of no
+    account.
+    """
+    SLICE: gl.constexpr = 16
+    width: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    for start in gl.static_range(0, BLOCK_N, SLICE):
+        n = n_start + start
+        missing = n + SLICE > n_keys
+        if HAS_STARTS:
+            missing = missing | (n < first_key)
+        if missing:
+            part = values.slice(start, SLICE, 0)
+            token = n + gl.arange(0, SLICE, layout=gl.SliceLayout(1, layout))
+            exists = token < n_keys
+            if HAS_STARTS:
+                exists = exists & (token >= first_key)
+            part.store(gl.where(exists[:, None], part.load(layout), gl.zeros([SLICE, width], values.dtype, layout)))
+    fence_async_shared()

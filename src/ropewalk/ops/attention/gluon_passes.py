@@ -1,0 +1,101 @@
+"""What goes before the backward kernel for Hopper, and after it: two passes over the rows of queries.
+
+The kernel's programs have tiles of keys, and add up the gradient of queries in a workspace of float32, [batch and
+head, row, feature]. Its tiles begin at multiples of BLOCK_M: those of a dense batch are the queries' own, and each
+sequence of a packed one has rows of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.triton_sequences import locate_tile, measure_sequence
+from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, load_tile, store_tile, turn_back, wide
+
+
+@triton.jit
+def first_row(q_offset, sequence, sequences, BLOCK_M: tl.constexpr):
+    """Where a sequence's rows begin in the workspace: room for a tile that is not full is left for each one before."""
+    row = 0
+    if sequences is not None:
+        row = (q_offset // BLOCK_M + tl.maximum(sequence, 0)) * BLOCK_M
+    return row
+
+
+@triton.jit
+def _rows_of_tile(
+    q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Where each element of a tile lies in the workspace, [BLOCK_M, BLOCK_D]."""
+    start = first_row(q_offset, sequence, sequences, BLOCK_M) + m_start
+    rows = wide(batch * n_heads + head) * n_rows + start + tl.arange(0, BLOCK_M)
+    return rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rows_kernel(
+    out,  # descriptors of (B, H, Tq, Dv)
+    grad_out,
+    lse_ptr,  # (B, H, Tq), dense
+    grad_lse_ptr,  # likewise; or None
+    delta_ptr,  # likewise; written here
+    sums_ptr,  # the workspace; zeroed here
+    sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None
+    bounds,  # of a dense one: pointers to key_lengths, key_starts and query_starts; each may be None
+    n_heads,
+    n_queries,
+    n_keys,
+    n_rows,  # of the workspace, of each head
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Zeros in the workspace, and for each query what the softmax takes off the gradients of its probabilities."""
+    tile, batch, head, sequence = locate_tile(sequences, n_queries, n_heads, BLOCK_M, False)
+    row_offsets = wide(batch * n_heads + head) * n_queries
+    q_offset, _, n_queries, _, _, _, _ = measure_sequence(sequence, sequences, bounds, n_queries, n_keys)
+    m_start = tile * BLOCK_M
+    m = m_start + tl.arange(0, BLOCK_M)
+    row_offsets += q_offset + m
+    outputs = load_tile(out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+    cotangents = load_tile(grad_out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+    delta = tl.sum(outputs.to(tl.float32) * cotangents.to(tl.float32), 1)
+    if grad_lse_ptr is not None:
+        attends = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0) > float("-inf")
+        delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < n_queries), other=0.0)
+    tl.store(delta_ptr + row_offsets, delta, m < n_queries)
+    offsets = _rows_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + offsets, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), (m < n_queries)[:, None])
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def finish_kernel(
+    sums_ptr,  # the workspace
+    grad_q,  # a place to `store_tile` at
+    table,  # of the queries: cos, sin, and the strides of batch and token; None: their gradient is not turned back
+    sequences,  # as above
+    bounds,
+    grad_factor,
+    n_heads,
+    n_queries,
+    n_keys,
+    n_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The gradient of a tile of queries, from the workspace."""
+    tile, batch, head, sequence = locate_tile(sequences, n_queries, n_heads, BLOCK_M, False)
+    q_offset, _, n_queries, _, _, _, _ = measure_sequence(sequence, sequences, bounds, n_queries, n_keys)
+    m_start = tile * BLOCK_M
+    m = m_start + tl.arange(0, BLOCK_M)
+    offsets = _rows_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    grad_queries = tl.load(sums_ptr + offsets, (m < n_queries)[:, None], other=0.0) * grad_factor
+    if table is not None:
+        grad_queries = turn_back(
+            grad_queries, table, batch, q_offset + m, q_offset + n_queries, BLOCK_M, BLOCK_D, R, INTERLEAVED
+        )  # fmt: skip
+    store_tile(
+        grad_q, grad_queries, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_D, sequences is not None
+    )  # fmt: skip

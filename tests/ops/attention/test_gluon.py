@@ -1,0 +1,718 @@
+"""The Gluon kernels of attention: what they refuse, and on a GPU of compute capability 9.0 what they compute."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import check
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+
+import ropewalk.ops.attention
+from ropewalk import (
+    Alibi,
+    ExpoSB,
+    NoPosition,
+    PositionScheme,
+    ReRope,
+    Rope,
+    SelfExtend,
+    T5Bias,
+    attention,
+    explain_choice,
+)
+from ropewalk.ops.attention import choice, cores, gluon_support, reference
+from ropewalk.ops.attention.api import _ask
+from ropewalk.ops.attention.checks import as_bhtd, check_call
+from ropewalk.ops.attention.eager import load_kernels
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.testing import assert_close_to_truth
+
+triton = pytest.importorskip("triton")
+from ropewalk.ops.rope import triton_launch  # noqa: E402
+
+ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE") == "cuda"
+WHY_MISSING = choice.why_missing("gluon", torch.device("cuda")) if ON_GPU else "needs a GPU"
+on_hopper = pytest.mark.skipif(WHY_MISSING is not None, reason=str(WHY_MISSING))
+
+B, H, K, TQ, TK = 2, 4, 2, 200, 333
+
+
+def draw(device, dtype=torch.bfloat16, queries=TQ, keys=TK, head_dim=64, v_head_dim=None, heads=H, key_heads=K):
+    """q, k and v in layout "bhtd"."""
+    q = torch.randn(B, heads, queries, head_dim, device=device).to(dtype)
+    k, v = (torch.randn(B, key_heads, keys, dim, device=device).to(dtype) for dim in (head_dim, v_head_dim or head_dim))
+    return q, k, v
+
+
+# What they refuse
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 that this machine may lack, with cuDNN and without flash-attn."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(cores, "_find_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cores, "may_use_cudnn", lambda: True)
+    monkeypatch.setattr(cores, "flash_version", lambda device: None)
+    monkeypatch.setattr(gluon_support, "why_missing", lambda: None)
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+
+
+def ask(tensors=None, **call):
+    """A call as if its tensors were on a GPU."""
+    request = _ask(*(tensors or draw("cpu")), **{"layout": "bhtd", **call})
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda", requires_grad=x.requires_grad)
+            for x in request[:3]
+        )
+    return request._replace(q=q, k=k, v=v)
+
+
+@dataclass(frozen=True, eq=False)
+class Own(PositionScheme):
+    """A scheme with score functions that nobody has seen."""
+
+    def score_functions(self) -> str:
+        return "somewhere:SCORES"
+
+    def score_parameters(self, n_heads: int, device: torch.device) -> Tensor:
+        return torch.zeros(n_heads, 1, device=device)
+
+    def change_scores(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class InPyTorch(PositionScheme):
+    """A scheme without score functions."""
+
+    def change_scores(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores
+
+
+POSITIONS = torch.arange(TQ)[None] * 2
+REFUSED = {
+    "what Triton refuses": (
+        {},
+        {"position": InPyTorch()},
+        "InPyTorch changes scores, and names no score functions for Triton",
+    ),
+    "float64": ({"dtype": torch.float64}, {}, "its kernels take float16, bfloat16 and float32, not float64"),
+    "float32": ({"dtype": torch.float32}, {}, "its kernels take float16 and bfloat16, not float32"),
+    "wide": ({"head_dim": 136}, {}, "q's head dim is 136, and its kernels need a multiple of 8 up to 128"),
+    "odd": ({"head_dim": 60}, {}, "q's head dim is 60, and its kernels need a multiple of 8 up to 128"),
+    "wide values": ({"v_head_dim": 192}, {}, "v's head dim is 192, and its kernels need a multiple of 8 up to 128"),
+    "mask": ({}, {"mask": torch.ones(TQ, TK, dtype=torch.bool)}, "its kernels read no mask"),
+    "dropout": ({}, {"dropout_p": 0.1}, "dropout_p is above 0, and its kernels drop nothing"),
+    "far positions": (
+        {},
+        {"position": ReRope(50), "positions_q": POSITIONS},
+        "near and far pairs of tokens go by positions_q and positions_k, and its kernels know indices alone",
+    ),
+    "t5": (
+        {},
+        {"position": T5Bias(torch.zeros(32, H))},
+        "T5Bias changes scores by .*:T5_BIAS, and its kernels",
+    ),
+    "own": (
+        {},
+        {"position": Own()},
+        "Own changes scores by somewhere:SCORES, and its kernels",
+    ),
+    "positions": (
+        {},
+        {"position": Alibi(), "positions_q": POSITIONS},
+        "Alibi changes scores by positions_q and positions_k, and its kernels know indices alone",
+    ),
+    "few": ({"queries": 63}, {}, "there are 63 queries, and its kernels are for 64 or more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_serve_is_told_why(hopper, name):
+    sizes, call, reason = REFUSED[name]
+    request = ask(draw("cpu", **sizes), **call)
+    with pytest.raises(ValueError, match=f"impl is 'gluon', but it cannot serve this call: {reason}"):
+        choice.choose(request, "gluon")
+    assert choice.choose(request, None) != "gluon"
+
+
+def test_pages_are_refused(hopper):
+    pages = torch.zeros(4, K, 16, 64, dtype=torch.bfloat16)
+    call = {"block_table": torch.tensor([[0, 1], [2, 3]]), "key_lengths": torch.tensor([20, 3])}
+    with torch.no_grad():
+        request = ask((draw("cpu", queries=5)[0], pages, pages), **call)
+        assert choice.why_not("gluon", request) == "its kernels read no pages, by block_table"
+
+
+SERVED = {
+    "plain": {},
+    "rope": {"position": Rope(), "positions_q": POSITIONS},
+    "alibi": {"position": Alibi(torch.ones(H).requires_grad_())},
+    "exposb": {"position": ExpoSB()},
+    "decay": {"position": ExpoSB(distance_decay=True)},
+    "bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_())},
+    "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_(), distance_decay=True)},
+    "nothing far": {"position": ReRope(TK)},
+    "rerope": {"position": ReRope(50), "causal": True},
+    "extend": {"position": SelfExtend(50, 4)},
+    "window": {"window": 30},
+    "bounds": {"key_lengths": torch.tensor([9, 300]), "key_starts": torch.tensor([0, 3])},
+    "changes": {"softcap": 3.0, "sinks": torch.ones(H), "scale": -1.0, "return_lse": True, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_it_can_serve(hopper, name):
+    assert choice.why_not("gluon", ask(**SERVED[name])) is None
+
+
+def test_packed_batches_count_all_queries(hopper):
+    starts = torch.tensor([0, 3, 9, 64], dtype=torch.int32)
+    tensors = [torch.randn(64, heads, 64).bfloat16() for heads in (H, K, K)]
+    assert choice.why_not("gluon", ask(tensors, layout="thd", cu_seqlens_q=starts)) is None
+
+
+@pytest.mark.parametrize(("capability", "words"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((12, 1), "12.1")])
+def test_other_gpus_are_refused(hopper, monkeypatch, capability, words):
+    monkeypatch.setattr(cores, "_find_capability", lambda device: capability)
+    reason = choice.why_not("gluon", ask())
+    assert reason == f"its kernels are for NVIDIA GPUs of compute capability 9.0, and this one has {words}"
+
+
+def test_other_devices_are_refused(hopper, monkeypatch):
+    needed = "its kernels are for NVIDIA GPUs of compute capability 9.0"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choice.why_not("gluon", ask()) == f"{needed}, and this one is AMD's"
+    cpu = torch.device("cpu")
+    assert choice.why_not_gluon_on(cpu) == choice.why_not_triton_on(cpu) is not None
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: True)
+    assert choice.why_not_gluon_on(cpu) == f"{needed}, and the tensors are on cpu"
+
+
+def test_on_the_cpu_it_is_missing():
+    reason = choice.why_missing("gluon", torch.device("cpu"))
+    assert reason is not None
+    assert "GPU" in reason
+
+
+@pytest.fixture
+def support():
+    """The question whether Gluon is there, asked anew."""
+    gluon_support.why_missing.cache_clear()
+    yield gluon_support
+    gluon_support.why_missing.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_other_versions_of_triton_are_refused(support, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    reason = f"its kernels were tried with Triton 3.6, 3.7, 3.8, 3.9, and {version} is installed"
+    assert support.why_missing() == reason
+
+
+def test_names_that_gluon_lacks_are_told(support, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.9.0+git1234")
+    monkeypatch.delattr(ropewalk.ops.attention, "gluon_launch", raising=False)
+    monkeypatch.setitem(sys.modules, "ropewalk.ops.attention.gluon_launch", None)
+    assert support.why_missing().startswith("Triton 3.9.0+git1234 lacks something of Gluon that its kernels take: ")
+
+
+def test_it_comes_before_triton_and_after_libraries(hopper):
+    assert choice.choose(ask(), None) == "sdpa"
+    call = {"position": Alibi(), "causal": True}
+    assert choice.choose(ask(**call), None) == "gluon"
+    assert choice.choose(ask(draw("cpu", queries=5), **call), None) == "triton"
+    assert choice.choose(ask(position=ReRope(50), causal=True), None) == "gluon"
+    explained = choice.explain(ask(**call), None)
+    assert explained.others["triton"] == "slower here: measured"
+    assert choice.explain(ask(**call), "triton").others["gluon"] == "'triton' was asked for"
+
+
+# What they compute
+
+
+@pytest.fixture(scope="module", params=["gluon", "gluon-deterministic"])
+def kernels(request):
+    """The functions that serve impl="gluon", as `kernel_checks.check` takes them."""
+    from ropewalk.ops.attention import triton_launch
+
+    forward, backward = load_kernels(request.param)
+    is_equal = torch.equal if request.param == "gluon-deterministic" else is_near
+    return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned, is_equal=is_equal)
+
+
+def is_near(x, y):
+    """Whether what is summed in another order is the same but for a rounding."""
+    torch.testing.assert_close(x, y)
+    return True
+
+
+def check_served(kernels, tensors, *, layout="bhtd", **call):
+    """That a call is not refused, and all that it computes."""
+    explain_choice(*tensors, impl="gluon", layout=layout, **call)
+    return check(kernels, tensors, layout=layout, **call)
+
+
+def integers(device, *numbers):
+    return torch.tensor(numbers, device=device)
+
+
+def learned(device):
+    return (torch.rand(H, device=device) + 0.1).requires_grad_()
+
+
+CALLS = {
+    "plain": lambda device: {},
+    "causal": lambda device: {"causal": True},
+    "window": lambda device: {"window": 100},
+    "causal-window": lambda device: {"causal": True, "window": 150},
+    "lengths": lambda device: {"key_lengths": integers(device, TK, 130)},
+    "no-keys": lambda device: {"key_lengths": integers(device, 0, 1)},
+    "starts": lambda device: {"causal": True, "key_starts": integers(device, 0, 170)},
+    "nothing-between": lambda device: {
+        "key_starts": integers(device, 300, 9),
+        "key_lengths": integers(device, 200, 9),
+    },
+    "cache": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "key_starts": integers(device, 3, 100),
+        "key_lengths": integers(device, 203, 333),
+        "query_starts": integers(device, 3, 133),
+    },
+    "softcap": lambda device: {"softcap": 1.5, "causal": True},
+    "sinks": lambda device: {"sinks": torch.tensor([0.3, -torch.inf, 4.0, -20.0], device=device)},
+    "softcap-sinks": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "softcap": 3.0,
+        "sinks": torch.randn(H, device=device),
+    },
+    "negative": lambda device: {"scale": -0.3, "causal": True},
+    "zero": lambda device: {"scale": 0.0},
+    "alibi": lambda device: {"position": Alibi()},
+    "alibi-window": lambda device: {"position": Alibi(), "causal": True, "window": 150},
+    "alibi-learned": lambda device: {"position": Alibi(learned(device)), "causal": True},
+    "exposb": lambda device: {"position": ExpoSB()},
+    "decay": lambda device: {"position": ExpoSB(distance_decay=True)},
+    "decay-causal": lambda device: {"position": ExpoSB(distance_decay=True), "causal": True},
+    "bands": lambda device: {"position": ExpoSB(band_weights=learned(device))},
+    "bands-decay": lambda device: {
+        "position": ExpoSB(band_weights=learned(device), distance_decay=True),
+        "causal": True,
+    },
+    "rope": lambda device: {"position": Rope()},
+    "rope-interleaved": lambda device: {"position": Rope(interleaved=True, attention_factor=1.1), "causal": True},
+    "rope-partial": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=8), "causal": True},
+    "rope-positions": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
+        "positions_k": torch.randint(0, 10**4, (1, TK), device=device),
+    },
+    "keys-rotated": lambda device: {"position": Rope(), "keys_rotated": True},
+    "rerope": lambda device: {"position": ReRope(90), "causal": True},
+    "leaky": lambda device: {"position": ReRope(90, leak=8.0)},
+    "extend-window": lambda device: {"position": SelfExtend(90, 4), "causal": True, "window": 150},
+    "rerope-bounds": lambda device: {
+        "position": ReRope(50),
+        "causal": True,
+        "key_starts": integers(device, 0, 70),
+        "key_lengths": integers(device, 200, TK),
+    },
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_call(kernels, device, head_dim, name):
+    check_served(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["plain", "cache", "decay-causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16(kernels, device, head_dim, name):
+    check_served(kernels, draw(device, torch.float16, head_dim=head_dim), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 128), (80, 80), (96, 96), (120, 72), (128, 64)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "cache"])
+def test_head_dims(kernels, device, name, dims):
+    check_served(kernels, draw(device, head_dim=dims[0], v_head_dim=dims[1]), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        *((64, 64), (64, 1000), (65, 129), (127, 128), (128, 64), (191, 384), (192, 193), (193, 127), (256, 256)),
+        *((500, 63), (1000, 1), (1000, 257), (999, 999), (64, 0)),
+    ],
+)
+def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_dim, causal):
+    tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
+    for window in (None, 65):
+        check_served(kernels, tensors, causal=causal, window=window)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 1)], ids=str)
+def test_heads_share_keys(kernels, device, heads):
+    check_served(kernels, draw(device, heads=heads[0], key_heads=heads[1]), position=Alibi(), causal=True)
+
+
+@on_hopper
+def test_an_empty_batch(device):
+    q, k, v = (x[:0].requires_grad_() for x in draw(device))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, layout="bhtd", impl="gluon")
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@on_hopper
+def test_any_strides(kernels, device):
+    fused = torch.randn(B, TQ, H + 2 * K, 64, device=device).bfloat16()
+    q, k, v = (x.transpose(1, 2) for x in fused.split([H, K, K], dim=2))
+    check_served(kernels, (q, k, v), position=Rope(), causal=True)
+    transposed = [x.mT.contiguous().mT for x in (q, k, v)]  # features are not dense
+    check_served(kernels, transposed, position=Rope(), causal=True, key_lengths=integers(device, TQ, 0, 90, 0)[::2])
+
+
+@on_hopper
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_strides_past_two_to_the_31(kernels, device, dimension):
+    """Batches, heads or tokens more than 2³¹ elements apart."""
+    shape, far = (2, 2, 2, 64), 2**31 + 8
+    strides = [4096 * 3, 4096, 64, 1]
+    strides[dimension] = far
+    memory = torch.empty(far + 4096 * 6, dtype=torch.float16, device=device)
+
+    def place(x):
+        return memory.as_strided(shape, strides).copy_(x)
+
+    q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
+    call = check_call(q, k, v, causal=True, layout="bhtd")
+
+    def run(*tensors):
+        out, saved = kernels.forward(*tensors, prepare(*tensors[:2], call))
+        return out, saved.lse
+
+    expected = run(q, k, v)
+    for result in (run(place(q), k, v), run(q, place(k), v), run(q, k, place(v))):
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+@on_hopper
+def test_more_rows_than_a_grid_has_in_its_second_dimension(kernels, device):
+    q, k, v = (torch.randn(70000, 1, 64, 16, device=device, dtype=torch.float16) for _ in range(3))
+    call = check_call(q, k, v, layout="bhtd")
+    out, _ = kernels.forward(q, k, v, prepare(q, k, call))
+    expected, _ = reference.attention(q[-2:], k[-2:], v[-2:], call)
+    assert_close_to_truth(out[-2:], reference.attention(*(x[-2:].double() for x in (q, k, v)), call)[0], expected)
+
+
+# Packed sequences, and what is not to be read
+
+
+LENGTHS = {
+    "equal": ([128, 128, 128], [128, 128, 128]),
+    "different": ([65, 0, 300, 1, 17, 0, 3], [90, 4, 400, 1, 0, 0, 70]),
+    "one": ([200], [640]),
+    "empty": ([0, 0], [0, 0]),
+}
+
+
+def pack(device, lengths_q, lengths_k, head_dim=64, rest=70):
+    """q, k and v of packed sequences, some rows that belong to none, and cu_seqlens."""
+    total_q, total_k = sum(lengths_q) + rest, sum(lengths_k) + 2 * rest
+    shapes = [(total_q, H, head_dim), (total_k, K, head_dim), (total_k, K, head_dim)]
+    starts = {
+        f"cu_seqlens_{name}": torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        for name, lengths in (("q", lengths_q), ("k", lengths_k))
+    }
+    return [torch.randn(shape, device=device).bfloat16() for shape in shapes], starts
+
+
+@on_hopper
+@pytest.mark.parametrize("call", [{}, {"causal": True}, {"causal": True, "window": 66}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(kernels, device, lengths, head_dim, call):
+    tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
+    check_served(kernels, tensors, layout="thd", position=Rope(), **starts, **call)
+
+
+@on_hopper
+@pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), ExpoSB(distance_decay=True)], ids=lambda x: type(x).__name__)
+def test_changed_scores_of_packed_sequences(kernels, device, scheme):
+    tensors, starts = pack(device, *LENGTHS["different"])
+    sinks = torch.randn(H, device=device)
+    check_served(kernels, tensors, layout="thd", position=scheme, causal=True, softcap=4.0, sinks=sinks, **starts)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_see_nothing_of_each_other(kernels, device, head_dim):
+    """NaN in one sequence, and in what belongs to none, stays there: in values and in all gradients."""
+    rest = 70
+    (q, k, v), starts = pack(device, *LENGTHS["different"], head_dim=head_dim, rest=rest)
+    call = check_call(q, k, v, layout="thd", position=Rope(), **starts)
+    rows_q, rows_k = (slice(*list(pairwise(x.tolist()))[2]) for x in starts.values())
+
+    def run(*tensors):
+        q, k, v, grad_out = (as_bhtd(x, "thd") for x in tensors)
+        prepared = prepare(q, k, call)
+        out, saved = kernels.forward(q, k, v, prepared)
+        return [x[0].transpose(0, 1) for x in (out, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3])]
+
+    tensors = (q, k, v, torch.randn_like(q))
+    expected = run(*tensors)
+    for x, rows, more in zip(tensors, (rows_q, rows_k, rows_k, rows_q), (1, 2, 2, 1), strict=True):
+        x[rows] = x[len(x) - more * rest :] = torch.nan
+    for mine, clean, rows, more in zip(
+        run(*tensors), expected, (rows_q, rows_q, rows_k, rows_k), (1, 1, 2, 2), strict=True
+    ):
+        mine[rows] = clean[rows] = 0
+        assert kernels.is_equal(mine[: -more * rest], clean[: -more * rest])
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 200, 100, 450], [-5, 100, 200, 450], [0, 100, 200, 9000], [300, 200, 100, 0], [2**31 - 1, 0, -9, 450]],
+)
+def test_offsets_that_are_wrong_read_nothing_out_of_bounds(kernels, device, offsets):
+    """What comes out is of no account; on a device nobody checks them, and nothing past the tensors may be touched."""
+    (q, k, v), starts = pack(device, [100, 100, 250], [100, 100, 250], rest=0)
+    call = check_call(q, k, v, layout="thd", causal=True, **starts)
+    wrong = torch.tensor(offsets, device=device, dtype=torch.int32)
+    q, k, v = (as_bhtd(x, "thd") for x in (q, k, v))
+    kernels.forward(q, k, v, prepare(q, k, call)._replace(cu_seqlens_q=wrong, cu_seqlens_k=wrong))
+    torch.cuda.synchronize()
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
+    tensors = draw(device, head_dim=head_dim)
+    starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
+    call = check_call(*tensors, position=Rope(), key_starts=starts, key_lengths=lengths, layout="bhtd")
+    grad_out = torch.randn_like(tensors[0])
+
+    def run(q, k, v):
+        prepared = prepare(q, k, call)
+        out, saved = kernels.forward(q, k, v, prepared)
+        return out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]
+
+    expected = run(*tensors)
+    for x in tensors[1:]:
+        x[0, :, 20:] = x[1, :, :140] = x[1, :, 300:] = torch.nan
+    results = run(*tensors)
+    assert all(kernels.is_equal(mine, clean) for mine, clean in zip(results, expected, strict=True))
+    for grad in results[3:]:
+        assert not any(bool(rows.any()) for rows in (grad[0, :, 20:], grad[1, :, :140], grad[1, :, 300:]))
+
+
+# Many launches
+
+
+# By name, of the calls above: what is compiled for them is compiled for these.
+RANDOM = ["plain", "causal", "causal-window", "alibi-learned", "decay", "rope-interleaved", "softcap-sinks"]
+PACKED_SHARE = 0.2
+
+
+def random_call(number, device):
+    """A seeded call of a random shape: its tensors, and its other arguments."""
+    source = random.Random(number)
+
+    def length(longest):
+        return int(64 * (longest / 64) ** source.random())
+
+    group, key_heads = source.choice([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+    heads, head_dim = group * key_heads, source.choice([64, 128])
+    if source.random() < PACKED_SHARE:
+        lengths = [source.randint(0, 1500) for _ in range(source.randint(1, 5))] + [64]
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        shapes = [(sum(lengths), count, head_dim) for count in (heads, key_heads, key_heads)]
+        call = {"layout": "thd", "cu_seqlens_q": starts, "position": Rope(), "causal": source.random() < 0.5}
+    else:
+        queries, keys = length(5000), length(5000)
+        if source.random() < 0.3:
+            keys = queries
+        shapes = [(1, heads, queries, head_dim), *[(1, key_heads, keys, head_dim)] * 2]
+        call = CALLS[source.choice(RANDOM)](device)
+        for name in ("position", "sinks"):  # made for H heads
+            if name == "sinks" and name in call:
+                call[name] = torch.randn(heads, device=device)
+            elif isinstance(call.get(name), Alibi):
+                call[name] = Alibi((torch.rand(heads, device=device) + 0.1).requires_grad_())
+    return [torch.randn(shape, device=device).bfloat16() for shape in shapes], call
+
+
+@on_hopper
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_shapes(kernels, device, first):
+    for number in range(first, first + 20):
+        tensors, call = random_call(number, device)
+        check_served(kernels, tensors, seed=number, **call)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_thousand_launches_give_the_same_bits(kernels, device, head_dim):
+    tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
+    prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
+    out, saved = kernels.forward(*tensors, prepared)
+    differs = torch.zeros((), dtype=torch.bool, device=device)
+    for _ in range(1000):
+        again, saved_again = kernels.forward(*tensors, prepared)
+        differs |= (again != out).any() | (saved_again.lse != saved.lse).any()
+    assert not bool(differs)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_thousand_backwards_differ_by_roundings(device, head_dim):
+    """And in the deterministic mode not at all."""
+    tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
+    prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
+    grad_out = torch.randn_like(tensors[0])
+    for impl in ("gluon", "gluon-deterministic"):
+        forward, backward = load_kernels(impl)
+        out, saved = forward(*tensors, prepared)
+        first = [x.float() for x in backward(grad_out, None, tensors[2], out, saved, prepared)[:3]]
+        largest = torch.zeros(3, device=device)
+        for _ in range(1000):
+            again = backward(grad_out, None, tensors[2], out, saved, prepared)[:3]
+            differences = [((x.float() - y).abs() / y.abs().max()).max() for x, y in zip(again, first, strict=True)]
+            largest = torch.maximum(largest, torch.stack(differences))
+        assert not bool(largest[1:].any())  # those of k and v have one order
+        assert float(largest[0]) <= (0 if impl == "gluon-deterministic" else 2**-8)
+
+
+@on_hopper
+def test_two_streams_at_once(kernels, device):
+    calls = []
+    for head_dim in (64, 128):
+        tensors = draw(device, queries=1500, keys=1500, head_dim=head_dim)
+        prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
+        calls.append((tensors, prepared, kernels.forward(*tensors, prepared)[0]))
+    streams = [torch.cuda.Stream() for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    outs = []
+    for _ in range(50):
+        for stream, (tensors, prepared, expected) in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append((kernels.forward(*tensors, prepared)[0], expected))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out, expected in outs)
+
+
+@on_hopper
+@pytest.mark.parametrize("call", [{"causal": True}, {"key_lengths": [300, 9]}, {"layout": "thd"}], ids=str)
+def test_a_graph_replays_forward_and_backward(device, call):
+    call = {"position": Rope(), "impl": "gluon", **call}
+    if "key_lengths" in call:
+        call["key_lengths"] = torch.tensor(call["key_lengths"], device=device)
+    tensors = [x.transpose(1, 2) for x in draw(device, queries=333)]
+    if call.get("layout") == "thd":
+        tensors = [x.flatten(0, 1) for x in tensors]
+        call["cu_seqlens_q"] = integers(device, 0, 65, 600)
+    tensors = [x.contiguous().requires_grad_() for x in tensors]
+    weights = torch.randn_like(tensors[0])
+
+    def step():
+        out = attention(*tensors, **call)
+        return out, *torch.autograd.grad((out * weights).sum(), tensors)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*tensors, weights):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        for mine, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+@on_hopper
+def test_no_call_waits_for_the_device(device):
+    tensors = [x.requires_grad_() for x in draw(device)]
+    call = {"position": Rope(), "key_lengths": integers(device, TK, 4), "layout": "bhtd", "impl": "gluon"}
+    attention(*tensors, **call).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(*tensors, **call).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# The operator
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["plain", "cache", "softcap-sinks", "alibi-learned"])
+def test_the_operator_is_what_its_schema_says(device, name):
+    tensors = [x.requires_grad_() for x in draw(device)]
+    call = check_call(*tensors, layout="bhtd", **CALLS[name](device))
+    arguments = (*tensors, None, None, None, True, "gluon", *prepare(*tensors[:2], call))
+    arguments = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(arguments))
+
+
+@on_hopper
+@pytest.mark.parametrize("scheme", [Rope(), Alibi()], ids=lambda x: type(x).__name__)
+def test_one_graph_serves_many_lengths(device, scheme):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(*tensors):
+        return attention(*tensors, position=scheme, causal=True, layout="bhtd", impl="gluon")
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for length in (64, 130, 300, 77, 1000):
+        tensors = [x.requires_grad_() for x in draw(device, queries=length, keys=length)]
+        outs = [f(*tensors) for f in (compiled, function)]
+        grads = [torch.autograd.grad(out.float().sin().sum(), tensors) for out in outs]
+        for mine, expected in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            torch.testing.assert_close(mine, expected)
+    assert counter.frame_count <= 2  # the first length, and all others
+
+
+@on_hopper
+def test_it_serves_what_no_library_does(device):
+    q, k, v = draw(device)
+    call = {"position": Alibi(), "causal": True, "layout": "bhtd", "return_lse": True}
+    assert explain_choice(q, k, v, **call).name == "gluon"
+    for mine, expected in zip(attention(q, k, v, **call), attention(q, k, v, impl="gluon", **call), strict=True):
+        assert torch.equal(mine, expected)
+    lse = attention(q, k, v, **call)[1]
+    assert lse.dtype == torch.float32
+    assert bool((lse > -math.inf).all())

@@ -1,0 +1,192 @@
+"""The Gluon kernels of attention compile for Hopper: within registers, and in the order that makes work overlap."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from targets import SHARED_MEMORY, TARGETS, cuobjdump
+from test_attention_compilation import Recorder, compile_launch, describe
+
+from ropewalk.ops.attention import gluon_support, triton_launch
+from ropewalk.ops.attention.checks import as_bhtd, check_call
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.positions import Alibi, ExpoSB, Rope
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing"),
+    pytest.mark.skipif(gluon_support.why_missing() is not None, reason=str(gluon_support.why_missing())),
+]
+if gluon_support.why_missing() is None and not INTERPRETED:
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ropewalk.ops.attention import gluon_launch
+
+H, T = 4, 256
+CALLS = {
+    "plain": {},
+    "ragged": {"tokens": T - 1},
+    "rope-causal": {"position": Rope(), "causal": True},
+    "window": {"window": 64},
+    "causal-window": {"causal": True, "window": 64},
+    "lengths": {"key_lengths": torch.tensor([T, 100])},
+    "starts": {
+        "position": Rope(),
+        "causal": True,
+        "key_lengths": torch.tensor([T, 100]),
+        "key_starts": torch.tensor([0, 3]),
+        "query_starts": torch.tensor([0, 0]),
+    },
+    "packed": {"position": Rope(), "cu_seqlens_q": torch.tensor([0, 128, 512])},
+    "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 512])},
+    "alibi": {"position": Alibi()},
+    "alibi-causal": {"position": Alibi(), "causal": True},
+    "decay": {"position": ExpoSB(distance_decay=True)},
+    "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
+    "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
+    "negative": {"causal": True, "scale": -0.1},
+    "softcap": {"softcap": 50.0},
+    "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
+}
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def launch_of(monkeypatch, head_dim, dtype, name):
+    """What the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
+    keywords = dict(CALLS[name])
+    tokens, layout = keywords.pop("tokens", T), "thd" if "cu_seqlens_q" in keywords else "bthd"
+    q, k, v = (torch.randn(2, tokens, heads, head_dim).to(dtype) for heads in (H, 2, 2))
+    if layout == "thd":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    launches, schedules = [], []
+    monkeypatch.setattr(gluon_launch, "forward_kernel", Recorder(gluon_launch.forward_kernel, launches))
+    monkeypatch.setattr(triton_launch, "schedule_kernel", Recorder(triton_launch.schedule_kernel, schedules))
+    monkeypatch.setattr(gluon_launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gluon_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
+    call = check_call(q, k, v, layout=layout, **keywords)
+    q, k, v = (as_bhtd(x, layout) for x in (q, k, v))
+    gluon_launch.forward(q, k, v, prepare(q, k, call))
+    (launch,) = launches
+    return launch, schedules
+
+
+def compile_gluon(kernel, arguments, keywords):
+    """Compile as Gluon's launcher would for these arguments, on Hopper."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = values[name]
+        if parameter.is_constexpr:
+            signature[name], constants[index,] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        else:
+            signature[name] = describe(value, (index,), not parameter.do_not_specialize, constants, attributes)
+    source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS["sm_90"], options={"num_warps": keywords["num_warps"]})
+
+
+def reports_of_ptxas(compiled, tmp_path):
+    """What the assembler says as it assembles a kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if not tool.exists():
+        pytest.skip("this Triton comes without ptxas")
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [tool, "-v", "--gpu-name=sm_90a", "-o", tmp_path / "kernel.cubin", ptx]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def spilled_bytes(reports):
+    """Bytes of registers that a thread stores, by the assembler's reports."""
+    (stored,) = re.findall(r"(\d+) bytes spill stores", reports)
+    return int(stored)
+
+
+def instructions_of(compiled, tmp_path):
+    """The machine code, an instruction a line, without addresses and predicates."""
+    cubin = tmp_path / "compiled.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z].*?) ;", cuobjdump(cubin, "--dump-sass"))
+
+
+def exponentials_in_main_loops(instructions):
+    """Of each consumer's main loop: exponentials before and after the wait for the product with values.
+
+    The one wait that leaves a product going, the one with values, marks a loop: there its scores are done. What follows
+    it is a step's exponentials and, among them, the wait for that product.
+    """
+    found = []
+    for place, instruction in enumerate(instructions):
+        if re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x1$", instruction):
+            counts, waits = [0, 0], 0
+            for following in instructions[place + 1 :]:
+                if following.startswith("WARPGROUP.DEPBAR"):
+                    waits += 1
+                if waits == 2:
+                    break
+                counts[waits] += following.startswith("MUFU.EX2")
+            found.append(tuple(counts))
+    return found
+
+
+CASES = [
+    *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
+    *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
+    (96, torch.bfloat16, "rope-causal"),
+]
+# Bytes of registers that a thread may store, of what the compilers of Triton 3.6 and 3.7 report, by block of features.
+SPILLS = {
+    (64, "ragged"): 72,
+    (64, "lengths"): 144,
+    (64, "starts"): 108,
+    (64, "packed"): 60,
+    (64, "packed-causal"): 132,
+    (64, "alibi"): 288,
+    (64, "alibi-causal"): 364,
+    (64, "decay"): 316,
+    (64, "decay-causal"): 712,
+    (64, "bands-decay"): 732,
+    (128, "alibi"): 4,
+    (128, "alibi-causal"): 8,
+}
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES)
+def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    (kernel, arguments, keywords), schedules = launch_of(monkeypatch, head_dim, dtype, name)
+    for schedule in schedules:
+        compile_launch(*schedule, TARGETS["sm_90"])
+    compiled = compile_gluon(kernel, arguments, keywords)
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    block, consumers, block_n = arguments[0].block_shape[3], keywords["CONSUMERS"], keywords["BLOCK_N"]
+
+    reports = reports_of_ptxas(compiled, tmp_path)
+    assert not re.findall(r"C75\d\d", reports)  # matrix products that wait for each other
+    assert spilled_bytes(reports) <= SPILLS.get((block, name), 0)
+
+    instructions = instructions_of(compiled, tmp_path)
+    # Steps of 16: of the products with keys over features, of those with values over keys; each stands there twice.
+    products = sum(line.startswith("HGMMA") for line in instructions)
+    assert products == consumers * 2 * (block // 16 + block_n // 16)
+    loops = exponentials_in_main_loops(instructions)
+    assert len(loops) == consumers
+    if keywords["PIN"]:
+        assert min(before for before, _ in loops) >= block_n // 2  # a thread's scores, of 64 rows among 128 threads
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned):
+    """What the check above looks for is there to be found."""
+    (kernel, arguments, keywords), _ = launch_of(monkeypatch, 128, torch.bfloat16, "rope-causal")
+    compiled = compile_gluon(kernel, arguments, {**keywords, "PIN": pinned})
+    for before, after in exponentials_in_main_loops(instructions_of(compiled, tmp_path)):
+        scores, others = (before, after) if pinned else (after, before)
+        assert scores >= keywords["BLOCK_N"] // 2
+        assert others == 0
