@@ -32,6 +32,7 @@ for folder in ("", "ops/attention", "ops/rope"):
 
 import test_attention_compilation as of_attention  # noqa: E402
 import test_cache_compilation as of_cache  # noqa: E402
+import test_gluon_compilation as of_gluon  # noqa: E402
 import test_kernel_compilation as of_rotation  # noqa: E402
 from targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
 
@@ -53,12 +54,17 @@ class Row:
     kernel: str
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    targets: tuple[str, ...] = tuple(TARGETS)
+    for_hopper: bool = False  # of the launchers of the Gluon kernels
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What it is compiled for."""
+        return ("sm_90",) if self.for_hopper else tuple(TARGETS)
 
     @property
     def key(self) -> str:
         """What figures.json calls it."""
-        return f"{self.kernel}: {self.name}"
+        return f"{self.kernel}{' for Hopper' if self.for_hopper else ''}: {self.name}"
 
 
 def _attention_rows(*kernels: str) -> Iterator[Row]:
@@ -76,6 +82,20 @@ def _attention_rows(*kernels: str) -> Iterator[Row]:
         yield Row(kernel, "RoPE, causal, D 128, float32", {"call": "rope-causal", "dims": (128, 128), "dtype": FP32})
 
 
+def _hopper_rows(kernel: str, calls: dict[str, str]) -> Iterator[Row]:
+    for name, call in calls.items():
+        for head_dim in (64, 128):
+            yield Row(kernel, f"{name}, D {head_dim}", {"call": call, "head_dim": head_dim}, for_hopper=True)
+
+
+HOPPER_CALLS = {
+    "no position": "plain",
+    "RoPE, causal": "rope-causal",
+    "RoPE, causal, packed": "packed-causal",
+    "ALiBi, causal": "alibi-causal",
+    "ExpoSB with decay, causal": "decay-causal",
+    "softcap": "softcap",
+}
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
 ROWS: dict[str, list[Row]] = {
     "rotation-triton": [
@@ -93,7 +113,16 @@ ROWS: dict[str, list[Row]] = {
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
     ],
+    "attention-forward-hopper": [
+        *_hopper_rows("forward_kernel", HOPPER_CALLS),
+        *_hopper_rows("forward_kernel", {"ReRoPE, causal": "rerope-causal"}),
+    ],
     "attention-backward": list(_attention_rows("queries_kernel", "keys_kernel")),
+    "attention-backward-hopper": [
+        *_hopper_rows("backward_kernel", HOPPER_CALLS),
+        *_hopper_rows("rows_kernel", {"dense": "rope-causal"}),
+        *_hopper_rows("finish_kernel", {"RoPE": "rope-causal"}),
+    ],
     "attention-few-queries": [
         Row("cache_kernel", "1 query, D 64", {"head_dim": 64}),
         Row("cache_kernel", "1 query, D 128", {"head_dim": 128}),
@@ -122,15 +151,38 @@ def plan(row: Row, target: str) -> Plan:
         tile = f"{spec.block_tokens} × {spec.block_heads}, {spec.threads} threads"
         return partial(compile_kernel, spec, TARGETS[target]), tile
     with pytest.MonkeyPatch.context() as patch:
-        launch = _LAUNCHES[row.kernel](patch, row, target)
+        launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
+    if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel"):
+        return partial(of_gluon.compile_gluon, *launch), _describe_roles(launch[2])
     return partial(of_attention.compile_launch, *launch, TARGETS[target]), _describe_tile(launch[2])
 
 
 def _describe_tile(keywords: dict[str, Any]) -> str:
     if "BLOCK_M" not in keywords:
         return f"{keywords.get('num_warps', 4)} warps"
+    if "BLOCK_N" not in keywords:
+        return f"{keywords['BLOCK_M']} rows, {keywords.get('num_warps', 4)} w"
     tile = f"{keywords['BLOCK_M']} × {keywords['BLOCK_N']}, {keywords['num_warps']} w, {keywords['num_stages']} s"
     return tile + (f", ≤ {keywords['maxnreg']} r" if "maxnreg" in keywords else "")
+
+
+def _describe_roles(keywords: dict[str, Any]) -> str:
+    """How a Gluon kernel's tile is cut, by the configuration that it was launched with."""
+    if "CONSUMERS" in keywords:
+        queries, keys = keywords["CONSUMERS"] * of_gluon.gluon_launch.ROWS.value, keywords["BLOCK_N"]
+        stages, names = keywords["STAGES"], [name for name in ("PIN", "EARLY", "TURNS") if keywords[name]]
+    else:
+        queries, keys = of_gluon.gluon_backward_launch.QUERIES.value, of_gluon.gluon_backward_launch.KEYS.value
+        stages, names = f"{keywords['Q_STAGES']} and {keywords['OUT_STAGES']}", []
+    return ", ".join([f"{queries} × {keys}", f"{stages} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names])
+
+
+def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    call, head_dim = row.arguments["call"], row.arguments["head_dim"]
+    if row.kernel == "forward_kernel":
+        launch, _schedules = of_gluon.launch_of(patch, head_dim, BF16, call)
+        return _find(row.kernel, [launch])
+    return _find(row.kernel, of_gluon.backward_launches_of(patch, head_dim, BF16, call))
 
 
 def _launch_of_attention(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
@@ -253,6 +305,8 @@ def render(page: str, figures: dict[str, Any]) -> str:
     """The table of a page."""
     if page == "rotation-cuda":
         return _render_cuda(figures)
+    if all(row.for_hopper for row in ROWS[page]):
+        return _render_hopper(page, figures)
     targets = list(TARGETS)
     lines = [
         f"Compiled by Triton {figures['triton']}: registers of a thread / bytes of spills of a thread / KiB of shared"
@@ -266,6 +320,23 @@ def render(page: str, figures: dict[str, Any]) -> str:
         tile = measured["sm_90"]["tile"]
         cells = [_cell(measured[target], tile) for target in targets]
         lines.append(f"| `{row.kernel}`, {row.name} | {tile} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _render_hopper(page: str, figures: dict[str, Any]) -> str:
+    lines = [
+        f"Compiled by Triton {figures['triton']} for sm_90. A tile is so many queries × keys, in so many stages of"
+        " loads (s), and its consumers take at most r registers a thread, whatever the binary starts with.",
+        "",
+        "| kernel | tile | registers of a thread at the start | bytes of spills of a thread | KiB of shared memory |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS[page]:
+        used = figures["kernels"][row.key]["sm_90"]
+        shared = f"{round(used['shared'] / 1024, 1):g}"
+        lines.append(
+            f"| `{row.kernel}`, {row.name} | {used['tile']} | {used['registers']} | {used['spills']} | {shared} |"
+        )
     return "\n".join(lines)
 
 

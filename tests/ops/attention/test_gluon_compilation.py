@@ -11,6 +11,7 @@ import triton
 from targets import SHARED_MEMORY, TARGETS, cuobjdump
 from test_attention_compilation import Recorder, compile_launch, describe
 
+from ropewalk.far_positions import ReRope, SelfExtend
 from ropewalk.ops.attention import gluon_support, triton_launch
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.prepare import prepare
@@ -26,7 +27,7 @@ if gluon_support.why_missing() is None and not INTERPRETED:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from ropewalk.ops.attention import gluon_launch
+    from ropewalk.ops.attention import gluon_backward_launch, gluon_launch
 
 H, T = 4, 256
 CALLS = {
@@ -54,26 +55,50 @@ CALLS = {
     "softcap": {"softcap": 50.0},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
+FAR_CALLS = {
+    "rerope-causal": {"position": ReRope(48), "causal": True},
+    "self-extend": {"position": SelfExtend(48, 4)},
+}
+WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def launch_of(monkeypatch, head_dim, dtype, name):
-    """What the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
-    keywords = dict(CALLS[name])
+def call_of(monkeypatch, head_dim, dtype, name):
+    """Tensors of a call, what is prepared of it, and the launches of schedules, which what follows will add to."""
+    keywords = dict((CALLS | FAR_CALLS)[name])
     tokens, layout = keywords.pop("tokens", T), "thd" if "cu_seqlens_q" in keywords else "bthd"
     q, k, v = (torch.randn(2, tokens, heads, head_dim).to(dtype) for heads in (H, 2, 2))
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    launches, schedules = [], []
-    monkeypatch.setattr(gluon_launch, "forward_kernel", Recorder(gluon_launch.forward_kernel, launches))
+    schedules = []
     monkeypatch.setattr(triton_launch, "schedule_kernel", Recorder(triton_launch.schedule_kernel, schedules))
-    monkeypatch.setattr(gluon_launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gluon_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
     call = check_call(q, k, v, layout=layout, **keywords)
     q, k, v = (as_bhtd(x, layout) for x in (q, k, v))
-    gluon_launch.forward(q, k, v, prepare(q, k, call))
+    return (q, k, v), prepare(q, k, call), schedules
+
+
+def launch_of(monkeypatch, head_dim, dtype, name):
+    """What the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
+    tensors, prepared, schedules = call_of(monkeypatch, head_dim, dtype, name)
+    launches = []
+    monkeypatch.setattr(gluon_launch, "forward_kernel", Recorder(gluon_launch.forward_kernel, launches))
+    monkeypatch.setattr(gluon_launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gluon_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
+    gluon_launch.forward(*tensors, prepared)
     (launch,) = launches
     return launch, schedules
+
+
+def backward_launches_of(monkeypatch, head_dim, dtype, name):
+    """What the backward of a call would launch: the pass before the kernel, the kernel, and the pass after it."""
+    (q, k, v), prepared, _ = call_of(monkeypatch, head_dim, dtype, name)
+    launches = []
+    for kernel in ("rows_kernel", "backward_kernel", "finish_kernel"):
+        monkeypatch.setattr(gluon_backward_launch, kernel, Recorder(getattr(gluon_backward_launch, kernel), launches))
+    out, v, saved, _ = triton_launch.begin_forward(q, k, v, prepared, None)
+    gluon_backward_launch.backward(torch.randn_like(out), None, v, out, saved, prepared)
+    return launches
 
 
 def compile_gluon(kernel, arguments, keywords):
@@ -117,7 +142,7 @@ def instructions_of(compiled, tmp_path):
 
 
 def exponentials_in_main_loops(instructions):
-    """Of each consumer's main loop: exponentials before and after the wait for the product with values.
+    """Of each consumer's main loops, one a walk: exponentials before and after the wait for the product with values.
 
     The one wait that leaves a product going, the one with values, marks a loop: there its scores are done. What follows
     it is a step's exponentials and, among them, the wait for that product.
@@ -136,11 +161,24 @@ def exponentials_in_main_loops(instructions):
     return found
 
 
+def order_of_work(instructions):
+    """Beginnings of products, as P, and waits, as how many they leave going; and how many exponentials follow each."""
+    found = []
+    for instruction in instructions:
+        wait = re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)$", instruction)
+        if wait or instruction.startswith("WARPGROUP.ARRIVE"):
+            found.append([wait.group(1) if wait else "P", 0])
+        elif instruction.startswith("MUFU.EX2") and found:
+            found[-1][1] += 1
+    return found
+
+
 CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
     *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
     (96, torch.bfloat16, "rope-causal"),
 ]
+FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 # Bytes of registers that a thread may store, of what the compilers of Triton 3.6 and 3.7 report, by block of features.
 SPILLS = {
     (64, "ragged"): 72,
@@ -149,16 +187,16 @@ SPILLS = {
     (64, "packed"): 60,
     (64, "packed-causal"): 132,
     (64, "alibi"): 288,
-    (64, "alibi-causal"): 364,
+    (64, "alibi-causal"): 376,
     (64, "decay"): 316,
     (64, "decay-causal"): 712,
-    (64, "bands-decay"): 732,
+    (64, "bands-decay"): 684,
     (128, "alibi"): 4,
     (128, "alibi-causal"): 8,
 }
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
 def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     (kernel, arguments, keywords), schedules = launch_of(monkeypatch, head_dim, dtype, name)
     for schedule in schedules:
@@ -172,11 +210,12 @@ def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, d
     assert spilled_bytes(reports) <= SPILLS.get((block, name), 0)
 
     instructions = instructions_of(compiled, tmp_path)
-    # Steps of 16: of the products with keys over features, of those with values over keys; each stands there twice.
+    # Steps of 16: of the products with keys over features, of those with values over keys; each stands twice in a walk.
     products = sum(line.startswith("HGMMA") for line in instructions)
-    assert products == consumers * 2 * (block // 16 + block_n // 16)
+    walks = WALKS.get(name, 1)
+    assert products == walks * consumers * 2 * (block // 16 + block_n // 16)
     loops = exponentials_in_main_loops(instructions)
-    assert len(loops) == consumers
+    assert len(loops) == walks * consumers
     if keywords["PIN"]:
         assert min(before for before, _ in loops) >= block_n // 2  # a thread's scores, of 64 rows among 128 threads
 
@@ -190,3 +229,64 @@ def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned)
         scores, others = (before, after) if pinned else (after, before)
         assert scores >= keywords["BLOCK_N"] // 2
         assert others == 0
+
+
+# As above, of the backward: at 128 features two sums of a thread take 128 registers throughout.
+SPILLS_OF_BACKWARD = {
+    (64, "starts"): 40,
+    (64, "packed-causal"): 44,
+    (128, "plain"): 104,
+    (128, "ragged"): 156,
+    (128, "rope-causal"): 276,
+    (128, "window"): 284,
+    (128, "causal-window"): 280,
+    (128, "lengths"): 200,
+    (128, "starts"): 332,
+    (128, "packed"): 276,
+    (128, "packed-causal"): 344,
+    (128, "alibi"): 276,
+    (128, "alibi-causal"): 296,
+    (128, "decay"): 916,
+    (128, "decay-causal"): 564,
+    (128, "bands-decay"): 632,
+    (128, "negative"): 268,
+    (128, "softcap"): 132,
+    (128, "softcap-sinks"): 396,
+}
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES)
+def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    _, (kernel, arguments, keywords), _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
+    compiled = compile_gluon(kernel, arguments, keywords)
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    (queries, block), keys = arguments[0].block_shape[2:], arguments[1].block_shape[2]
+
+    reports = reports_of_ptxas(compiled, tmp_path)
+    assert not re.findall(r"C75\d\d", reports)  # matrix products that wait for each other
+    assert spilled_bytes(reports) <= SPILLS_OF_BACKWARD.get((block, name), 0)
+
+    instructions = instructions_of(compiled, tmp_path)
+    # Steps of 16, of two consumers: over features for the scores, before the loop and in it, and for the gradients of
+    # probabilities; over queries for the gradients of keys and of values; over keys for those of queries.
+    products = sum(line.startswith("HGMMA") for line in instructions)
+    assert products == 2 * (3 * block + 2 * queries + keys) // 16
+    # Of each consumer: the first scores; then, in the loop, gradients of probabilities, and of values; the next scores,
+    # gradients of queries, and of keys. These last go on into the next step, and end after the loop. No wait but these.
+    work = order_of_work(instructions)
+    assert "".join(mark for mark, _ in work) == 2 * ("P0PP1PPP10")
+    # The probabilities are taken between the product for their gradients and the next: a thread's, of 64 keys' scores.
+    for place in (2, 12):
+        assert work[place][1] >= 64 * queries // 128
+
+
+# What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed"])
+def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
+    rows, _, finish = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    for launch in (rows, finish):
+        compiled = compile_launch(*launch, TARGETS["sm_90"])
+        # Triton 3.7.1 spills 16 bytes where it turns back interleaved pairs of 64 features, 3.6 none.
+        allowed = 16 if head_dim == 64 and launch[2].get("INTERLEAVED") else 0
+        assert spilled_bytes(reports_of_ptxas(compiled, tmp_path)) <= allowed, launch[0].__name__

@@ -51,7 +51,7 @@ def arguments_of(batch):
 @pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out-and-lse"])
 def test_rows(device, batch, with_lse):
     from ropewalk.ops.attention.gluon_passes import rows_kernel
-    from ropewalk.ops.attention.triton_launch import _tiled
+    from ropewalk.ops.attention.triton_launch import tiled
 
     size, _, rows, n_rows, n_tiles = batch
     out, grad_out = (torch.randn(size, TOKENS, H, D, device=device).half().transpose(1, 2) for _ in range(2))
@@ -62,7 +62,7 @@ def test_rows(device, batch, with_lse):
         delta = torch.empty_like(lse)
         sums = torch.empty(size * H, n_rows, D, device=device)
         rows_kernel[(n_tiles * H,)](
-            _tiled(out, TILE, D), _tiled(grad_out, TILE, D), lse, grad_lse if with_lse else None, delta, sums,
+            tiled(out, TILE, D), tiled(grad_out, TILE, D), lse, grad_lse if with_lse else None, delta, sums,
             **arguments_of(batch),
         )  # fmt: skip
     truth = (out.double() * grad_out.double()).sum(3)
@@ -78,7 +78,7 @@ def test_rows(device, batch, with_lse):
 def test_finish(device, batch, interleaved):
     from ropewalk.ops.attention.gluon_passes import finish_kernel
     from ropewalk.ops.attention.triton_arguments import place_table
-    from ropewalk.ops.attention.triton_launch import _place
+    from ropewalk.ops.attention.triton_launch import place
     from ropewalk.ops.rope.api import apply_rope
 
     size, sequences, rows, n_rows, n_tiles = batch
@@ -91,7 +91,7 @@ def test_finish(device, batch, interleaved):
     table, width = (None, 0) if interleaved is None else place_table(cos, sin)
     with unchanged((sums, cos, sin)):
         finish_kernel[(n_tiles * H,)](
-            sums, _place(grad_q, TILE, D, sequences), table, grad_factor=0.3, R=width,
+            sums, place(grad_q, TILE, D, sequences), table, grad_factor=0.3, R=width,
             INTERLEAVED=interleaved is True, **arguments_of(batch),
         )  # fmt: skip
 

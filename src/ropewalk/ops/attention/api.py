@@ -68,8 +68,8 @@ def attention(
     scaled_dot_product_attention.
 
     For the backward, our kernels keep q and k with their features mapped, v, the output and the log-sum-exp; the
-    probabilities are computed again. Their gradients are the same bits every time, and cannot be differentiated again;
-    those of "reference" can.
+    probabilities are computed again. Triton's gradients are the same bits every time; of Gluon's, that of q differs by
+    roundings unless `deterministic`. They cannot be differentiated again; those of "reference" can.
 
     Args:
         q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd", (total_q, H, D) for "thd"; float16, bfloat16,
@@ -115,11 +115,11 @@ def attention(
             encoding of far pairs.
         return_lse: return the log-sum-exp too; it is differentiable.
         layout: "bthd", "bhtd" or, for packed sequences, "thd".
-        deterministic: True takes no library's kernels whose gradients differ from run to run; None does as
-            `torch.are_deterministic_algorithms_enabled()` says. Triton's and the reference's never differ.
-        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper; "flash"
-            (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each after our rotation; or
-            "reference". A named one that cannot serve the call raises.
+        deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
+            None does as `torch.are_deterministic_algorithms_enabled()` says.
+        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper, which is new and
+            taken by name alone; "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
+            after our rotation; or "reference". A named one that cannot serve the call raises.
 
     Returns:
         The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or

@@ -162,8 +162,7 @@ def why_not_flash(request: Request) -> str | None:
     reason = None if request.prepared.far_window is None else _why_no_far(request, version)
     if reason is not None:
         return reason
-    of_mla = version == 4 and capability(q.device)[0] == 9 and (q.shape[3], v.shape[3]) == (192, 128)
-    if v.shape[3] != q.shape[3] and not of_mla:
+    if v.shape[3] != q.shape[3]:
         return _other_values(v, q)
     if q.dtype not in HALF:
         return f"flash-attn needs float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"

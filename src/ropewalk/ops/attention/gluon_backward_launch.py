@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +12,23 @@ from torch import Tensor
 
 from ropewalk.ops.attention import triton_launch
 from ropewalk.ops.attention.gluon_hopper_backward import KEYS, QUERIES, backward_kernel
-from ropewalk.ops.attention.gluon_launch import block_of_features, tiled
+from ropewalk.ops.attention.gluon_launch import block_of_features, described
 from ropewalk.ops.attention.gluon_passes import finish_kernel, rows_kernel
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned
-from ropewalk.ops.attention.triton_arguments import LOG2_E, place_table, score_functions
+from ropewalk.ops.attention.triton_arguments import place_table, score_functions
 from ropewalk.ops.attention.triton_configuration import Features
 from ropewalk.ops.attention.triton_launch import (
     NOTHING_LEARNED,
     Gradients,
     Learned,
     Saved,
-    _place,
-    _tiled,
     aligned,
     conditions_of,
+    gradient_of_sinks,
     on_its_device,
+    place,
     schedule_tiles,
+    tiled,
     turn_back,
     turns_in_registers,
 )
@@ -89,14 +89,14 @@ def backward(
         "n_rows": places, "BLOCK_M": rows, "BLOCK_D": block,
     }  # fmt: skip
     rows_kernel[(n_tiles * heads,)](
-        _tiled(out, rows, block), _tiled(grad_out, rows, block), lse,
+        tiled(out, rows, block), tiled(grad_out, rows, block), lse,
         None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows,
     )  # fmt: skip
     _launch_kernel(
         (q, k, v, grad_out), sums, (grad_k, grad_v), lse, delta, (table_k, width_k), prepared, block, conditions
     )  # fmt: skip
     finish_kernel[(n_tiles * heads,)](
-        sums, _place(grad_q, rows, block, sequences), table_q, grad_factor=prepared.scale, R=width_q,
+        sums, place(grad_q, rows, block, sequences), table_q, grad_factor=prepared.scale, R=width_q,
         INTERLEAVED=prepared.interleaved, **of_rows,
     )  # fmt: skip
     if not turns:
@@ -104,9 +104,7 @@ def backward(
         grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
     grad_sinks = None
     if learned.sinks and prepared.sinks is not None:
-        # A sink of −inf takes no part, not even where there is nothing else.
-        of_sinks = torch.exp2(prepared.sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
-        grad_sinks = -(of_sinks * delta).sum((0, 2))
+        grad_sinks = gradient_of_sinks(prepared.sinks, lse, delta)
     return Gradients(grad_q, grad_k, grad_v, None, grad_sinks)
 
 
@@ -121,8 +119,8 @@ def _launch_kernel(
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
     cut = prepared.causal or prepared.window is not None or sequences is not None or keys % KEYS.value != 0
     backward_kernel[(n_tiles * key_heads,)](
-        tiled(q, QUERIES.value, block), tiled(k, KEYS.value, block), tiled(v, KEYS.value, block),
-        tiled(grad_out, QUERIES.value, block), tiled(sums, QUERIES.value, block // 2),
+        described(q, QUERIES.value, block), described(k, KEYS.value, block), described(v, KEYS.value, block),
+        described(grad_out, QUERIES.value, block), described(sums, QUERIES.value, block // 2),
         *((x, *x.stride()[:3], x.shape[3]) for x in gradients), lse, delta,
         None if prepared.weights is None else prepared.weights.contiguous(), turned[0], sequences=sequences,
         **{name: conditions[name] for name in ("bounds", "parameters", "scale", "softcap", "factor", "window")},

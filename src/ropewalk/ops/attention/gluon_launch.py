@@ -82,10 +82,11 @@ def forward(
     whole = not prepared.causal and prepared.window is None and sequences is None and past is None
     whole = whole and not any(x is not None for x in conditions["bounds"]) and k.shape[2] % block_n == 0
     forward_kernel[(min(total, _multiprocessors(q.device)),)](
-        tiled(q, rows, block), tiled(k, block_n, block), tiled(v, block_n, block),
-        None if past is None else tiled(past, rows, block), None if future is None else tiled(future, rows, block),
-        None if far_keys is None else tiled(far_keys, block_n, block),
-        tiled(out, rows, block) if sequences is None else place_rows(out), lse, counter_of(q.device),
+        described(q, rows, block), described(k, block_n, block), described(v, block_n, block),
+        None if past is None else described(past, rows, block),
+        None if future is None else described(future, rows, block),
+        None if far_keys is None else described(far_keys, block_n, block),
+        described(out, rows, block) if sequences is None else place_rows(out), lse, counter_of(q.device),
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
         **{name: conditions[name] for name in _CONDITIONS},
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * heads, n_heads=heads,
@@ -97,7 +98,7 @@ def forward(
     return out, saved
 
 
-def tiled(x: Tensor, rows: int, block: int) -> TensorDescriptor:
+def described(x: Tensor, rows: int, block: int) -> TensorDescriptor:
     """A descriptor of x (B, H, T, D), for tiles of some rows of one head."""
     shape = [1, 1, rows, block]
     return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), shape, _layout_of(rows, block, x.dtype))

@@ -108,7 +108,7 @@ def forward(
     sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, tiles.block_m)
     forward_kernel[(n_tiles * heads,)](
         *_tiled_all(saved, v, tiles.block_m, tiles.block_n, features),
-        _place(out, tiles.block_m, features.block_v, sequences), lse,
+        place(out, tiles.block_m, features.block_v, sequences), lse,
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
         **conditions_of(prepared, functions), n_heads=heads, heads_per_key=heads // k.shape[1], n_queries=queries,
         n_keys=k.shape[2], BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **_constants(prepared, functions, features, q),
@@ -142,12 +142,12 @@ def _tiled_all(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Feat
     past, future, far_keys = saved[3:]
     of_queries, of_keys = (rows_q, features.block_d), (rows_k, features.block_d)
     return (
-        _tiled(saved.q, *of_queries),
-        _tiled(saved.k, *of_keys),
-        _tiled(v, rows_k, features.block_v),
-        None if past is None else _tiled(past, *of_queries),
-        None if future is None else _tiled(future, *of_queries),
-        None if far_keys is None else _tiled(far_keys, *of_keys),
+        tiled(saved.q, *of_queries),
+        tiled(saved.k, *of_keys),
+        tiled(v, rows_k, features.block_v),
+        None if past is None else tiled(past, *of_queries),
+        None if future is None else tiled(future, *of_queries),
+        None if far_keys is None else tiled(far_keys, *of_keys),
     )
 
 
@@ -213,9 +213,9 @@ def backward(
         n_learned = triton.next_power_of_2(prepared.learned or prepared.parameters.shape[1])
         sums = torch.empty(n_tiles * heads, n_learned, dtype=torch.float32, device=q.device)
     queries_kernel[(n_tiles * heads,)](
-        *_tiled_all(saved, v, rows_q, rows_k, features), _tiled(out, rows_q, block_v),
-        _tiled(grad_out, rows_q, block_v),
-        *(None if x is None else _place(x, rows_q, block_d, sequences) for x in (grad_q, *grads_of_far[:2])),
+        *_tiled_all(saved, v, rows_q, rows_k, features), tiled(out, rows_q, block_v),
+        tiled(grad_out, rows_q, block_v),
+        *(None if x is None else place(x, rows_q, block_d, sequences) for x in (grad_q, *grads_of_far[:2])),
         lse, None if grad_lse is None else grad_lse.contiguous(), delta, sums, table_q, *tables_of_far[:2],
         sequences=sequences, **conditions, n_heads=heads, heads_per_key=heads // key_heads, n_queries=queries,
         n_keys=keys, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_q, LEARNED=n_learned,
@@ -226,9 +226,9 @@ def backward(
     rows_q, rows_k = tiles.block_m, tiles.block_n
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, rows_k)
     keys_kernel[(n_tiles * key_heads,)](
-        *_tiled_all(saved, v, rows_q, rows_k, features), _tiled(grad_out, rows_q, block_v),
-        *(None if x is None else _place(x, rows_k, block_d, sequences) for x in (grad_k, grads_of_far[2])),
-        _place(grad_v, rows_k, block_v, sequences), lse, delta, table_k, tables_of_far[2], weights,
+        *_tiled_all(saved, v, rows_q, rows_k, features), tiled(grad_out, rows_q, block_v),
+        *(None if x is None else place(x, rows_k, block_d, sequences) for x in (grad_k, grads_of_far[2])),
+        place(grad_v, rows_k, block_v, sequences), lse, delta, table_k, tables_of_far[2], weights,
         sequences=sequences, **conditions, n_key_heads=key_heads, heads_per_key=heads // key_heads, n_queries=queries,
         n_keys=keys, D=head_dim, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_k, **constants, **tiles.options,
     )  # fmt: skip
@@ -253,10 +253,15 @@ def backward(
         columns = min(n_learned, grad_parameters.shape[1])
         grad_parameters[:, :columns] = of_heads[:, :columns]
     if learned.sinks and prepared.sinks is not None:
-        # A sink of −inf takes no part, not even where there is nothing else.
-        of_sinks = torch.exp2(prepared.sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
-        grad_sinks = -(of_sinks * delta).sum((0, 2))
+        grad_sinks = gradient_of_sinks(prepared.sinks, lse, delta)
     return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks, *(grads_of_far if given else _NOTHING_FAR))
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Of (H,) sinks, from base-2 log-sum-exps and what the softmax takes off gradients, both (B, H, Tq)."""
+    # A sink of −inf takes no part, not even where there is nothing else.
+    of_sinks = torch.exp2(sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
+    return -(of_sinks * delta).sum((0, 2))
 
 
 def empty_output(q: Tensor, v_head_dim: int) -> Tensor:
@@ -324,7 +329,7 @@ def aligned(x: Tensor) -> Tensor:
     return empty_aligned(x, dense=True).copy_(x)
 
 
-def _tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+def tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """A descriptor of x (B, H, T, D), for tiles of some rows of one head."""
     return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), [1, 1, rows, block_d])
 
@@ -335,9 +340,9 @@ def strides_of_tiles(x: Tensor) -> list[int]:
     return [*strides[:3], 1]
 
 
-def _place(x: Tensor, rows: int, block_d: int, sequences: tuple[Any, ...] | None) -> Any:
+def place(x: Tensor, rows: int, block_d: int, sequences: tuple[Any, ...] | None) -> Any:
     """Where a kernel stores tiles: a descriptor, or in a packed batch, whose sequences end within tiles, a pointer."""
-    return _tiled(x, rows, block_d) if sequences is None else place_rows(x)
+    return tiled(x, rows, block_d) if sequences is None else place_rows(x)
 
 
 def place_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
