@@ -135,7 +135,7 @@ def test_a_peer_of_which_a_part_is_missing_has_a_version(
     ("options", "message"),
     [
         ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: turn, shared, attend, bert-base"),
-        ({"impls": ("cuda",)}, "impl 'cuda' does not exist; there are: native, triton, reference, flash, sdpa"),
+        ({"impls": ("cuda",)}, "impl 'cuda' does not exist; there are: native, triton, reference, gluon, flash, sdpa"),
         ({"peers": "tiger"}, "peer 'tiger' does not exist; there are: compiled"),
         ({"case_names": ("turn",), "impls": ("sdpa",)}, "no benchmark knows both"),
         ({"dtype": "int8"}, "dtype 'int8' does not exist"),
