@@ -221,7 +221,7 @@ def test_it_is_differentiable_once(device):
     tensors = [x.requires_grad_() for x in draw(device)]
     out, *_ = torch.ops.ropewalk.attend(*operator_arguments(tensors, True))
     grads = torch.autograd.grad(out.sin().sum(), tensors, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention by Triton kernels is differentiable once"):
+    with pytest.raises(RuntimeError, match="attention by our kernels is differentiable once"):
         torch.autograd.grad(sum(grad.sum() for grad in grads), tensors)
 
 

@@ -290,3 +290,11 @@ def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, nam
         # Triton 3.7.1 spills 16 bytes where it turns back interleaved pairs of 64 features, 3.6 none.
         allowed = 16 if head_dim == 64 and launch[2].get("INTERLEAVED") else 0
         assert spilled_bytes(reports_of_ptxas(compiled, tmp_path)) <= allowed, launch[0].__name__
+
+
+def test_no_length_makes_another_binary():
+    of_lengths = {"n_tiles", "n_rows", "heads_together", "n_queries", "n_keys", "total", "window", "far_window"}
+    passes = (gluon_backward_launch.rows_kernel, gluon_backward_launch.finish_kernel)
+    for kernel in (gluon_launch.forward_kernel, gluon_backward_launch.backward_kernel, *passes):
+        specialised = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
+        assert not specialised & of_lengths

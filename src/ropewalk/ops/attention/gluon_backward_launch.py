@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk.ops.attention import triton_launch
 from ropewalk.ops.attention.gluon_hopper_backward import KEYS, QUERIES, backward_kernel
-from ropewalk.ops.attention.gluon_launch import block_of_features, described
+from ropewalk.ops.attention.gluon_launch import CACHED_BYTES, block_of_features, described
 from ropewalk.ops.attention.gluon_passes import finish_kernel, rows_kernel
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned
 from ropewalk.ops.attention.triton_arguments import place_table, score_functions
@@ -32,8 +32,6 @@ from ropewalk.ops.attention.triton_launch import (
     turn_back,
     turns_in_registers,
 )
-
-_CACHED_BYTES = 24 << 20  # of what programs read and add to at a time: half of the cache
 
 
 class Configuration(NamedTuple):
@@ -137,4 +135,4 @@ def _launch_kernel(
 def _heads_together(q: Tensor, heads_per_key: int, block: int) -> int:
     """How many key heads are taken at a time: those whose queries, and what is read and added beside, stay cached."""
     bytes_of_head = heads_per_key * q.shape[2] * block * (2 * q.element_size() + 4)
-    return max(1, _CACHED_BYTES // bytes_of_head)
+    return max(1, CACHED_BYTES // bytes_of_head)

@@ -330,7 +330,7 @@ def _store_rows(place, tile, batch, head, offset, start, n_rows):
     gl.store(ptr + first + offsets, tile.load(layout), mask)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED)
+@gluon.jit(do_not_specialize=(*UNSPECIALISED, "n_tiles", "n_rows", "heads_together"))
 def backward_kernel(
     q,  # descriptors of (B, H, Tq, D), for tiles of QUERIES; features mapped already, as those of k
     k,  # (B, K, Tk, D), for tiles of KEYS

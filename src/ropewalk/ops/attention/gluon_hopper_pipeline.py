@@ -1,7 +1,8 @@
 """The pipeline of attention on Hopper: rings of tiles in shared memory, and the numbers of tiles that programs take.
 
-A program has one producer, a warp that loads, and consumers, groups of four warps that compute. Programs stay: as many
-start as the GPU runs at a time, and each takes one tile of queries after another, by a number, until all are taken.
+A program has one producer, a warp that loads, and consumers, groups of four warps that compute. The forward's programs
+stay: as many start as the GPU runs at a time, and each takes one tile of queries after another, by a number, until all
+are taken. In the backward a program's own number says its one tile.
 """
 
 # No `from __future__ import annotations`: an aggregate's annotations must be the classes themselves.

@@ -26,7 +26,7 @@ from ropewalk.ops.attention.triton_launch import (
     strides_of_tiles,
 )
 
-_CACHED_BYTES = 24 << 20  # of keys and values that programs read at a time: half of the cache
+CACHED_BYTES = 24 << 20  # of what programs read, or add to, at a time: half of the cache
 _CONDITIONS = ("bounds", "parameters", "scale", "softcap", "factor", "window", "far_window")
 
 
@@ -114,7 +114,7 @@ def _heads_together(heads: int, *read: Tensor | None) -> int:
     """How many rows of query heads are taken at a time: those of which all that is read of keys stays in the cache."""
     there = [x for x in read if x is not None]
     bytes_of_head = sum(x.shape[2] * x.shape[3] * x.element_size() for x in there)
-    return max(1, _CACHED_BYTES // bytes_of_head) * (heads // there[0].shape[1])
+    return max(1, CACHED_BYTES // bytes_of_head) * (heads // there[0].shape[1])
 
 
 @functools.lru_cache

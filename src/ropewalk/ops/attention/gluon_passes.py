@@ -33,7 +33,7 @@ def _rows_of_tile(
     return rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
 def rows_kernel(
     out,  # descriptors of (B, H, Tq, Dv)
     grad_out,
@@ -68,7 +68,7 @@ def rows_kernel(
     tl.store(sums_ptr + offsets, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), (m < n_queries)[:, None])
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
 def finish_kernel(
     sums_ptr,  # the workspace
     grad_q,  # a place to `store_tile` at

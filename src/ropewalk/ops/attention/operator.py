@@ -237,7 +237,7 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("attention by Triton kernels is differentiable once; impl='reference' is as often as you like")
+    raise RuntimeError("attention by our kernels is differentiable once; impl='reference' is as often as you like")
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
