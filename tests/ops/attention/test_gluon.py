@@ -567,21 +567,20 @@ def random_call(number, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_random_shapes(kernels, device, first):
-    for number in range(first, first + 20):
-        tensors, call = random_call(number, device)
-        check_served(kernels, tensors, seed=number, **call)
+@pytest.mark.parametrize("number", range(200))
+def test_random_shapes(kernels, device, number):
+    tensors, call = random_call(number, device)
+    check_served(kernels, tensors, **call)
 
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_thousand_launches_give_the_same_bits(kernels, device, head_dim):
+def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim):
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
     prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
     out, saved = kernels.forward(*tensors, prepared)
     differs = torch.zeros((), dtype=torch.bool, device=device)
-    for _ in range(1000):
+    for _ in range(10_000):
         again, saved_again = kernels.forward(*tensors, prepared)
         differs |= (again != out).any() | (saved_again.lse != saved.lse).any()
     assert not bool(differs)
@@ -589,7 +588,7 @@ def test_a_thousand_launches_give_the_same_bits(kernels, device, head_dim):
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_thousand_backwards_differ_by_roundings(device, head_dim):
+def test_ten_thousand_backwards_differ_by_roundings(device, head_dim):
     """And in the deterministic mode not at all."""
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
     prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
@@ -599,7 +598,7 @@ def test_a_thousand_backwards_differ_by_roundings(device, head_dim):
         out, saved = forward(*tensors, prepared)
         first = [x.float() for x in backward(grad_out, None, tensors[2], out, saved, prepared)[:3]]
         largest = torch.zeros(3, device=device)
-        for _ in range(1000):
+        for _ in range(10_000):
             again = backward(grad_out, None, tensors[2], out, saved, prepared)[:3]
             differences = [((x.float() - y).abs() / y.abs().max()).max() for x, y in zip(again, first, strict=True)]
             largest = torch.maximum(largest, torch.stack(differences))

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ropewalk.ops.attention import triton_launch
-from ropewalk.ops.attention.gluon_hopper_backward import KEYS, QUERIES, backward_kernel
-from ropewalk.ops.attention.gluon_launch import CACHED_BYTES, block_of_features, described
+from ropewalk.ops.attention.gluon_hopper_backward import backward_kernel
+from ropewalk.ops.attention.gluon_hopper_tiles import KEYS, PART
+from ropewalk.ops.attention.gluon_launch import CACHED_BYTES, block_of_features, described, rows_of
 from ropewalk.ops.attention.gluon_passes import finish_kernel, rows_kernel
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned
 from ropewalk.ops.attention.triton_arguments import place_table, score_functions
@@ -33,18 +36,21 @@ from ropewalk.ops.attention.triton_launch import (
     turns_in_registers,
 )
 
+_LINE = 32  # elements: as many as a swizzled row of shared memory has
+
 
 class Configuration(NamedTuple):
     """What the backward kernel is compiled for, beside what the call asks."""
 
-    Q_STAGES: int
-    OUT_STAGES: int
+    QUERIES: int
+    APART: bool
+    STAGES: int
     CONSUMER_REGISTERS: int
     OTHER_REGISTERS: int
 
 
-# Four stages, not three: what divides by three spills 296 bytes of registers, this 92 (D 128, no mask, Triton 3.6).
-BACKWARD = Configuration(4, 2, 240, 24)
+# By the block of features. docs/log.md has what else was measured.
+BACKWARD = {64: Configuration(128, True, 2, 240, 24), 128: Configuration(64, False, 2, 240, 24)}
 
 
 @on_its_device
@@ -70,7 +76,7 @@ def backward(
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
     block = block_of_features(head_dim, v.shape[3])
-    rows = QUERIES.value
+    rows = BACKWARD[block].QUERIES
     functions = score_functions(prepared)
     conditions = conditions_of(prepared, functions)
     turns = turns_in_registers(prepared, head_dim, Features(block, 1, block))
@@ -78,9 +84,9 @@ def backward(
     table_k, width_k = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
 
     sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, rows)
-    # Each sequence's rows begin with a tile.
-    places = queries if sequences is None else n_tiles * rows
-    sums = torch.empty(batch, heads, places, block, dtype=torch.float32, device=q.device)
+    # Tiles are whole, and each sequence's rows begin with one.
+    places = n_tiles // batch * rows if sequences is None else n_tiles * rows
+    sums = torch.empty(batch * heads * places * block // _LINE, _LINE, dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse)
     of_rows: dict[str, Any] = {
         "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries, "n_keys": keys,
@@ -91,7 +97,7 @@ def backward(
         None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows,
     )  # fmt: skip
     _launch_kernel(
-        (q, k, v, grad_out), sums, (grad_k, grad_v), lse, delta, (table_k, width_k), prepared, block, conditions
+        (q, k, v, grad_out), sums, (grad_k, grad_v), lse, delta, (table_k, width_k), prepared, places, conditions
     )  # fmt: skip
     finish_kernel[(n_tiles * heads,)](
         sums, place(grad_q, rows, block, sequences), table_q, grad_factor=prepared.scale, R=width_q,
@@ -108,27 +114,36 @@ def backward(
 
 def _launch_kernel(
     tensors: tuple[Tensor, ...], sums: Tensor, gradients: tuple[Tensor, ...], lse: Tensor, delta: Tensor,
-    turned: tuple[Any, int], prepared: Prepared, block: int, conditions: dict[str, Any],
+    turned: tuple[Any, int], prepared: Prepared, places: int, conditions: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launch the kernel on q, k, v and grad_out, for the gradients of k and v; `turned` is k's table and its width."""
+    """Launch the kernel on q, k, v and grad_out, for the gradients of k and v.
+
+    `turned` is k's table and its width; `places` is how many rows the workspace has of each head.
+    """
     q, k, v, grad_out = tensors
-    (batch, heads, queries, _), (key_heads, keys) = q.shape, k.shape[1:3]
+    (batch, heads, queries, head_dim), (key_heads, keys) = q.shape, k.shape[1:3]
+    block = block_of_features(head_dim, v.shape[3])
+    configuration = BACKWARD[block]
+    rows, part = configuration.QUERIES, PART.value**2 // _LINE
+    layout = gl.NVMMASharedLayout.get_default_for([part, _LINE], gl.float32)
     functions = score_functions(prepared)
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
     cut = prepared.causal or prepared.window is not None or sequences is not None or keys % KEYS.value != 0
     backward_kernel[(n_tiles * key_heads,)](
-        described(q, QUERIES.value, block), described(k, KEYS.value, block), described(v, KEYS.value, block),
-        described(grad_out, QUERIES.value, block), described(sums, QUERIES.value, block // 2),
-        *((x, *x.stride()[:3], x.shape[3]) for x in gradients), lse, delta,
+        described(q, rows, block), described(k, KEYS.value, block), described(v, KEYS.value, block),
+        described(grad_out, rows, block),
+        TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [part, _LINE], layout),
+        *(rows_of(x) for x in gradients), lse, delta,
         None if prepared.weights is None else prepared.weights.contiguous(), turned[0], sequences=sequences,
         **{name: conditions[name] for name in ("bounds", "parameters", "scale", "softcap", "factor", "window")},
         grad_factor=prepared.scale, n_tiles=n_tiles if sequences is not None else n_tiles // batch,
         n_rows=batch * key_heads, n_key_heads=key_heads, heads_per_key=heads // key_heads,
-        heads_together=_heads_together(q, heads // key_heads, block), n_queries=queries, n_keys=keys, R=turned[1],
-        INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal, WINDOWED=prepared.window is not None,
+        heads_together=_heads_together(q, heads // key_heads, block), n_queries=queries, n_keys=keys,
+        rows_of_head=places, R=turned[1], INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal,
+        WINDOWED=prepared.window is not None,
         EDGES=cut or any(x is not None for x in conditions["bounds"]),
         SCORE=None if functions is None else functions.score, ADJOINT=None if functions is None else functions.adjoint,
-        SOFTCAP=prepared.softcap is not None, **BACKWARD._asdict(), num_warps=4,
+        SOFTCAP=prepared.softcap is not None, **configuration._asdict(), num_warps=4,
     )  # fmt: skip
 
 

@@ -13,8 +13,19 @@ no room for the next tile's.
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
 """
 
-from ropewalk.ops.attention.gluon_hopper_pipeline import locate_number, make_ring, meet
-from ropewalk.ops.attention.gluon_hopper_softmax import clear_missing
+from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, locate_number, make_ring
+from ropewalk.ops.attention.gluon_hopper_softmax import take_probabilities
+from ropewalk.ops.attention.gluon_hopper_tiles import (
+    KEYS,
+    PART,
+    ROWS,
+    as_threads_have_it,
+    begin_with,
+    clear_missing,
+    own_gradients,
+    store_rows,
+    turn_back_keys,
+)
 from ropewalk.ops.attention.gluon_passes import first_row
 from ropewalk.ops.attention.gluon_shim import (
     await_stores,
@@ -25,22 +36,21 @@ from ropewalk.ops.attention.gluon_shim import (
     mbarrier,
     tma_add,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from ropewalk.ops.attention.triton_sequences import EITHER_SIDE, PAST, may_attend, measure_sequence, query_ranges
-from ropewalk.ops.attention.triton_softmax import saturate
+from ropewalk.ops.attention.triton_sequences import EITHER_SIDE, PAST, measure_sequence, query_ranges
 from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_head
 
-ROWS = gl.constexpr(64)  # of keys that a consumer has: four warps' instructions take so many
-KEYS = gl.constexpr(128)  # that a program has
-QUERIES = gl.constexpr(64)  # in a step
+# Named barriers: of consumers for each other, of two steps in turn, and of each consumer and the adder.
+_STORED = gl.constexpr(8)
+_PART_FULL = gl.constexpr(12)
+_PART_FREE = gl.constexpr(14)
 
 
 @gluon.jit
 def _walk(
     sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    QUERIES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Where a program's tile lies, which queries meet it, and in how many steps of all heads that share its key head.
 
@@ -66,7 +76,7 @@ def _walk(
 
 
 @gluon.jit
-def _next_step(m_start, member, start, stop):
+def _next_step(m_start, member, start, stop, QUERIES: gl.constexpr):
     """The queries after some, and the head that they are of: one head's after another's."""
     m_start += QUERIES
     is_last = m_start >= stop
@@ -80,21 +90,23 @@ def _produce(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values, and for each step the queries, their gradients, and the numbers of their rows."""
+    QUERIES: gl.constexpr = q.block_shape[2]
     batch, key_head, q_offset, k_offset, _row, n_start, lengths, _places, ranges, steps = _walk(
         sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-        CAUSAL, WINDOWED,
+        QUERIES, CAUSAL, WINDOWED,
     )  # fmt: skip
     if steps > 0:
         mbarrier.expect(keys_full, k.block_type.nbytes + v.block_type.nbytes)
         load_tile(k, [batch, key_head, k_offset + n_start, 0], keys_full, keys)
         load_tile(v, [batch, key_head, k_offset + n_start, 0], keys_full, values)
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([QUERIES // 32], [32], [1], [0])
     column = gl.arange(0, QUERIES, layout=layout)
     m_start = ranges[0]
     member = 0
     for use in range(steps):
         head = key_head * heads_per_key + member
         q_ring.fill(use, q, [batch, head, q_offset + m_start, 0])
+        out_ring.load(use, grad_out, [batch, head, q_offset + m_start, 0])
         stage = use % q_ring.stages
         offset = (batch * (n_key_heads * heads_per_key) + head).to(gl.int64) * n_queries + q_offset + m_start
         exists = column < lengths[0] - m_start
@@ -104,91 +116,66 @@ def _produce(
         rows.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
         rows.index(2 * stage + 1).store(delta)
         mbarrier.arrive(rows_full.index(stage), count=1)
-        out_ring.fill(use, grad_out, [batch, head, q_offset + m_start, 0])
-        m_start, member = _next_step(m_start, member, ranges[0], ranges[3])
+        m_start, member = _next_step(m_start, member, ranges[0], ranges[3], QUERIES)
 
 
 @gluon.jit
 def _add(
-    sums, tiles, full, empty, sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together,
-    n_queries, n_keys, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    sums, parts, rows_of_head, sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together,
+    n_queries, n_keys, QUERIES: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Add what the consumers have for each step's queries, each for half of the features, to the workspace."""
+    """Add what each consumer has for a step's queries to the workspace."""
     batch, key_head, _q_offset, _k_offset, row, _n_start, _lengths, _places, ranges, steps = _walk(
         sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-        CAUSAL, WINDOWED,
+        QUERIES, CAUSAL, WINDOWED,
     )  # fmt: skip
+    LINE: gl.constexpr = sums.block_shape[1]
     m_start = ranges[0]
     member = 0
-    for use in range(steps):
-        head = key_head * heads_per_key + member
-        mbarrier.wait(full, use & 1)
-        tma_add(sums, [batch, head, row + m_start, 0], tiles.index(0))
-        tma_add(sums, [batch, head, row + m_start, sums.block_shape[3]], tiles.index(1))
-        await_stores(0)
-        mbarrier.arrive(empty, count=1)
-        m_start, member = _next_step(m_start, member, ranges[0], ranges[3])
-
-
-@gluon.jit
-def _take_probabilities(
-    scores, lse, m_start, n, is_edge, lengths, scale, softcap, factor, parameters_ptr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr, EDGES: gl.constexpr,
-    SCORE: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Probabilities of a tile of raw scores, and what a score function was given."""
-    layout: gl.constexpr = scores.type.layout
-    if SOFTCAP:
-        scores = saturate(scores * scale, True)
-    scaled = scores
-    column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
-    if SCORE is not None:
-        scaled = scores * (softcap if SOFTCAP else scale)
-        theirs = (n - (m_start + lengths[3])).to(gl.float32)
-        changed = SCORE(scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr, CAUSAL)
-    else:
-        changed = scores
-    p = gl.exp2(changed * factor - lse[None, :])
-    if EDGES:  # noqa: SIM102
-        if is_edge:
-            SIDE: gl.constexpr = PAST if CAUSAL else EITHER_SIDE
-            from_here = (lengths[0], lengths[1], lengths[2], lengths[3] + m_start, lengths[4])
-            may = may_attend(
-                column[None, :], n[:, None], from_here, None, None, HAS_LENGTHS, HAS_STARTS, SIDE, WINDOWED
-            )  # fmt: skip
-            p = gl.where(may, p, 0.0)
-    return p, scores, scaled
+    for _use in range(steps):
+        head = batch * (n_key_heads * heads_per_key) + key_head * heads_per_key + member
+        line = (head * rows_of_head + row + m_start) * (BLOCK_D // LINE)
+        for consumer in gl.static_range(2):
+            await_stores(1 - consumer)
+            come_to(_PART_FREE + consumer, 160)
+        for consumer in gl.static_range(2):
+            await_others(_PART_FULL + consumer, 160)
+            tma_add(sums, [line + consumer * sums.block_shape[0], 0], parts.index(consumer))
+        m_start, member = _next_step(m_start, member, ranges[0], ranges[3], QUERIES)
+    await_stores(0)
 
 
 @gluon.jit
 def _consume(
-    grad_k, grad_v, weights_ptr, table, q_ring, out_ring, rows, rows_full, keys, values, keys_full, gradients, tiles,
-    tiles_full, tiles_empty, sequences, bounds, parameters, scale, softcap, factor, grad_factor, window, n_tiles,
-    n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, CONSUMER: gl.constexpr,
-    R: gl.constexpr, INTERLEAVED: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, EDGES: gl.constexpr,
-    SCORE: gl.constexpr, ADJOINT: gl.constexpr, SOFTCAP: gl.constexpr,
+    grad_k, grad_v, weights_ptr, table, q_ring, out_ring, rows, rows_full, keys, values, keys_full, gradients, parts,
+    sequences, bounds, parameters, scale, softcap, factor, grad_factor, window, n_tiles, n_rows, n_key_heads,
+    heads_per_key, heads_together, n_queries, n_keys, CONSUMER: gl.constexpr, QUERIES: gl.constexpr,
+    APART: gl.constexpr, R: gl.constexpr, INTERLEAVED: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    EDGES: gl.constexpr, SCORE: gl.constexpr, ADJOINT: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Compute with ROWS keys of the tile, and half of the features of the queries' gradients."""
+    """Compute with ROWS keys of the tile, and a part of the gradients of a step's queries.
+
+    Of 64 queries the consumers have half of the features each, of 128 half of the queries.
+    """
     DTYPE: gl.constexpr = keys.dtype
     BLOCK_D: gl.constexpr = keys.shape[3]
-    HALF: gl.constexpr = BLOCK_D // 2
     PACKED: gl.constexpr = sequences is not None
     HAS_LENGTHS: gl.constexpr = PACKED or bounds[0] is not None or bounds[2] is not None
     HAS_STARTS: gl.constexpr = bounds[1] is not None
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     of_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    of_queries: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    of_queries: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_keys, 2)
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     batch, key_head, _q_offset, k_offset, _row, n_start, lengths, places, ranges, steps = _walk(
         sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-        CAUSAL, WINDOWED,
+        QUERIES, CAUSAL, WINDOWED,
     )  # fmt: skip
     all_keys = keys.reshape([KEYS, BLOCK_D])
     own_keys = all_keys.slice(CONSUMER * ROWS, ROWS, 0)
     own_values = values.reshape([KEYS, BLOCK_D]).slice(CONSUMER * ROWS, ROWS, 0)
-    features = all_keys.slice(CONSUMER * HALF, HALF, 1)
-    own_tile = tiles.index(CONSUMER).reshape([QUERIES, HALF])
+    own_features = all_keys.slice(CONSUMER * PART, PART, 1) if QUERIES == PART else all_keys
+    own_part = parts.index(CONSUMER)
     own_start = n_start + CONSUMER * ROWS
     n = own_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_scores))
     grad_keys = gl.zeros([ROWS, BLOCK_D], gl.float32, of_keys)
@@ -200,43 +187,65 @@ def _consume(
             clear_missing(own_values, own_start, lengths[1], lengths[2], ROWS, HAS_STARTS)
         m_start = ranges[0]
         member = 0
-        q_ring.await_tile(0)
-        if PACKED:
-            clear_missing(q_ring.tile(0), m_start, 0, lengths[0], QUERIES, False)
-        scores = warpgroup_mma(
-            own_keys, q_ring.tile(0).permute((1, 0)), gl.zeros([ROWS, QUERIES], gl.float32, of_scores),
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        # The product of grad_keys goes on while the next step begins.
-        products = warpgroup_mma_init(grad_keys)
+        if APART:  # for what was stored before the first step
+            come_to(_STORED + 2 * CONSUMER + 1, 256)
         for use in range(steps):
             stage = use % q_ring.stages
-            out_ring.await_tile(use)
-            if PACKED:
-                clear_missing(out_ring.tile(use), m_start, 0, lengths[0], QUERIES, False)
-            grad_p = warpgroup_mma(
-                own_values, out_ring.tile(use).permute((1, 0)), gl.zeros([ROWS, QUERIES], gl.float32, of_scores),
-                use_acc=False, is_async=True,
-            )  # fmt: skip
+            queries, cotangents = q_ring.tile(use), out_ring.tile(use)
             parameters_ptr = None
             if parameters is not None:
                 parameters_ptr = parameters_of_head(parameters, key_head * heads_per_key + member)
+            # Whatever is to be read goes before products: reads wait in one queue behind those.
             mbarrier.wait(rows_full.index(stage), use // q_ring.stages & 1)
             lse = rows.index(2 * stage).load(of_columns)
-            p, raw, scaled = _take_probabilities(
+            if not APART:
+                grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
+            q_ring.await_tile(use)
+            if PACKED:
+                clear_missing(queries, m_start, 0, lengths[0], QUERIES, False)
+            scores = warpgroup_mma(
+                own_keys, queries.permute((1, 0)), gl.zeros([ROWS, QUERIES], gl.float32, of_scores), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            if APART:
+                await_others(_STORED + 2 * (1 - CONSUMER) + (use + 1) % 2, 256)
+                grad_queries = warpgroup_mma(
+                    own_gradients(gradients.index((use + 1) % 2), CONSUMER).permute((1, 0)), own_features,
+                    gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
+                )  # fmt: skip
+            else:
+                out_ring.await_tile(use)
+                if PACKED:
+                    clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
+                grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
+                if use > 0:  # the part of the step before, by now in memory
+                    fence_async_shared()
+                    come_to(_PART_FULL + CONSUMER, 160)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            p, raw, scaled = take_probabilities(
                 scores, lse, m_start, n, (m_start < ranges[1]) | (m_start >= ranges[2]), lengths, scale, softcap,
                 factor, parameters_ptr, CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS, EDGES, SCORE, SOFTCAP,
             )  # fmt: skip
             weights = gl.convert_layout(p.to(DTYPE), of_p)
-            grad_values = warpgroup_mma(weights, out_ring.tile(use), grad_values, is_async=True)
             if SOFTCAP:  # before p and raw are both needed
                 p *= 1 - raw * raw
-            products, grad_p = warpgroup_mma_wait(1, deps=(products, grad_p))
-            if use > 0:
-                q_ring.release(use - 1)
-            delta = rows.index(2 * stage + 1).load(of_columns)
-            grad_scores = p * (grad_p - delta[None, :])
+            if APART:
+                grad_queries, weights = warpgroup_mma_wait(0, deps=(grad_queries, weights))
+                if use > 0:
+                    await_others(_PART_FREE + CONSUMER, 160)
+                    own_part.store(as_threads_have_it(grad_queries))
+                    fence_async_shared()
+                    come_to(_PART_FULL + CONSUMER, 160)
+                out_ring.await_tile(use)
+                if PACKED:
+                    clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
+                grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
+                grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
+                grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
+                grad_p = warpgroup_mma_wait(1, deps=(grad_p,))
+            else:
+                grad_p, weights = warpgroup_mma_wait(0, deps=(grad_p, weights))
+            grad_scores = p * grad_p
             if ADJOINT is not None:
                 column = gl.arange(0, QUERIES, layout=of_columns)
                 theirs = (n - (m_start + lengths[3])).to(gl.float32)
@@ -244,38 +253,42 @@ def _consume(
                     grad_scores, scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr, CAUSAL
                 )  # fmt: skip
             rounded = grad_scores.to(DTYPE)
-            step_gradients = gradients.index(use % 2)
-            step_gradients.slice(CONSUMER * ROWS, ROWS, 0).store(rounded)
-            fence_async_shared()
-            m_start, member = _next_step(m_start, member, ranges[0], ranges[3])
-            # The scores of the next step; after the last one of the same again, of no account.
-            following = gl.minimum(use + 1, steps - 1)
-            q_ring.await_tile(following)
-            if PACKED:  # noqa: SIM102
-                if use + 1 < steps:
-                    clear_missing(q_ring.tile(following), m_start, 0, lengths[0], QUERIES, False)
-            next_scores = warpgroup_mma(
-                own_keys, q_ring.tile(following).permute((1, 0)),
-                gl.zeros([ROWS, QUERIES], gl.float32, of_scores), use_acc=False, is_async=True,
+            # Of two tiles in turn: when a consumer stores one, both have read what was in it two steps before.
+            gradients.index(use % 2).slice(CONSUMER * ROWS, ROWS, 0).store(rounded)
+            m_start, member = _next_step(m_start, member, ranges[0], ranges[3], QUERIES)
+            if APART:
+                fence_async_shared()
+                come_to(_STORED + 2 * CONSUMER + use % 2, 256)
+            else:
+                grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
+                fence_async_shared()
+                await_others(_STORED, 256)
+                grad_queries = warpgroup_mma(
+                    own_gradients(gradients.index(use % 2), CONSUMER).permute((1, 0)), own_features,
+                    gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
+                )  # fmt: skip
+                grad_values, weights = warpgroup_mma_wait(1, deps=(grad_values, weights))
+            operand = gl.convert_layout(rounded, of_p)
+            grad_keys = warpgroup_mma(operand, queries, grad_keys, is_async=True)
+            if not APART:
+                grad_queries = warpgroup_mma_wait(1, deps=(grad_queries,))
+                await_others(_PART_FREE + CONSUMER, 160)
+                own_part.store(as_threads_have_it(grad_queries))
+            grad_keys, grad_values, weights, operand = warpgroup_mma_wait(
+                0, deps=(grad_keys, grad_values, weights, operand)
             )  # fmt: skip
-            meet()
+            q_ring.release(use)
+        if APART:
+            await_others(_STORED + 2 * (1 - CONSUMER) + (steps + 1) % 2, 256)
             grad_queries = warpgroup_mma(
-                step_gradients.permute((1, 0)), features, gl.zeros([QUERIES, HALF], gl.float32, of_queries),
-                use_acc=False, is_async=True,
+                own_gradients(gradients.index((steps + 1) % 2), CONSUMER).permute((1, 0)), own_features,
+                gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
             )  # fmt: skip
-            # From shared memory: a tile more in registers, and the assembler lets products wait for each other.
-            products = warpgroup_mma(
-                step_gradients.slice(CONSUMER * ROWS, ROWS, 0), q_ring.tile(use), products, is_async=True
-            )
-            scores, grad_queries, grad_values, weights = warpgroup_mma_wait(
-                1, deps=(next_scores, grad_queries, grad_values, weights)
-            )  # fmt: skip
-            out_ring.release(use)
-            mbarrier.wait(tiles_empty, (use & 1) ^ 1)
-            own_tile.store(grad_queries)
-            fence_async_shared()
-            mbarrier.arrive(tiles_full, count=1)
-        grad_keys = warpgroup_mma_wait(0, deps=(products,))
+            grad_queries = warpgroup_mma_wait(0, deps=(grad_queries,))
+            await_others(_PART_FREE + CONSUMER, 160)
+            own_part.store(as_threads_have_it(grad_queries))
+        fence_async_shared()
+        come_to(_PART_FULL + CONSUMER, 160)
     exists = (n >= lengths[1]) & (n < lengths[2])
     exists = gl.convert_layout(exists, gl.SliceLayout(1, of_keys))[:, None]
     grad_keys = grad_keys * grad_factor
@@ -283,60 +296,21 @@ def _consume(
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, of_keys))
         grad_keys = grad_keys * gl.load(weights_ptr + feature, feature < grad_k[4], other=0.0)[None, :]
     own_values.store(gl.where(exists, grad_values, 0.0).to(DTYPE))
-    _store_rows(grad_v, own_values, batch, key_head, k_offset, own_start, places)
+    store_rows(grad_v, own_values, batch, key_head, k_offset, own_start, places)
     grad_keys = gl.where(exists, grad_keys, 0.0)
     if table is not None:
-        grad_keys = _turn_back(grad_keys, table, batch, k_offset + own_start, k_offset + places, R, INTERLEAVED)
+        grad_keys = turn_back_keys(grad_keys, table, batch, k_offset + own_start, k_offset + places, R, INTERLEAVED)
     own_values.store(grad_keys.to(DTYPE))
-    _store_rows(grad_k, own_values, batch, key_head, k_offset, own_start, places)
+    store_rows(grad_k, own_values, batch, key_head, k_offset, own_start, places)
 
 
-@gluon.jit
-def _turn_back(tile, table, batch, rows, n_rows, R: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """Rotate a tile's gradients back, [ROWS, D] in float32: each thread has both features of a pair, or of both halves.
-
-    Half-split pairs must be those of the whole tile: R = D.
-    """
-    cos_ptr, sin_ptr, stride_batch, stride_token = table
-    PAIRS: gl.constexpr = tile.shape[1] // 2
-    if INTERLEAVED:
-        a, b = gl.split(gl.reshape(tile, [ROWS, PAIRS, 2]))
-    else:
-        a, b = gl.split(gl.permute(gl.reshape(tile, [ROWS, 2, PAIRS]), (0, 2, 1)))
-    layout: gl.constexpr = a.type.layout
-    row = rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, layout))[None, :]
-    mask = (row < n_rows)[:, None] & (pair < R // 2)
-    offsets = batch.to(gl.int64) * stride_batch + row.to(gl.int64)[:, None] * stride_token + pair
-    cos = gl.load(cos_ptr + offsets, mask, other=1.0)
-    sin = gl.load(sin_ptr + offsets, mask, other=0.0)
-    turned = gl.join(a * cos + b * sin, b * cos - a * sin)
-    if not INTERLEAVED:
-        turned = gl.permute(turned, (0, 2, 1))
-    return gl.reshape(turned, tile.shape)
-
-
-@gluon.jit
-def _store_rows(place, tile, batch, head, offset, start, n_rows):
-    """Store a tile's rows that exist: no descriptor ends where a packed batch's next sequence follows."""
-    ptr, stride_batch, stride_head, stride_token, head_dim = place
-    width: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    feature = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    offsets = (offset + row).to(gl.int64)[:, None] * stride_token + feature[None, :]
-    mask = (row < n_rows)[:, None] & (feature < head_dim)[None, :]
-    first = batch.to(gl.int64) * stride_batch + head.to(gl.int64) * stride_head
-    gl.store(ptr + first + offsets, tile.load(layout), mask)
-
-
-@gluon.jit(do_not_specialize=(*UNSPECIALISED, "n_tiles", "n_rows", "heads_together"))
+@gluon.jit(do_not_specialize=(*UNSPECIALISED, "n_tiles", "n_rows", "heads_together", "rows_of_head"))
 def backward_kernel(
     q,  # descriptors of (B, H, Tq, D), for tiles of QUERIES; features mapped already, as those of k
     k,  # (B, K, Tk, D), for tiles of KEYS
     v,  # (B, K, Tk, Dv), likewise
     grad_out,  # (B, H, Tq, Dv), for tiles of QUERIES
-    sums,  # the workspace, (B, H, rows, D), for tiles of QUERIES and half of the features
+    sums,  # the workspace, as lines of 32 elements, for tiles of a part
     grad_k,  # a pointer, the strides of batch, head and token, and D
     grad_v,  # likewise, and Dv
     lse_ptr,  # (B, H, Tq), dense
@@ -358,8 +332,10 @@ def backward_kernel(
     heads_together,
     n_queries,
     n_keys,
-    Q_STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr,
+    rows_of_head,  # in the workspace
+    QUERIES: gl.constexpr,  # in a step
+    APART: gl.constexpr,  # whether consumers may be a step apart
+    STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
     R: gl.constexpr,  # how many features are turned
@@ -372,36 +348,33 @@ def backward_kernel(
     SOFTCAP: gl.constexpr,
 ):
     """The gradients of a tile of keys and values of one key head, and what it gives the queries that attend it."""
-    q_ring = make_ring(q, Q_STAGES, 2)
-    out_ring = make_ring(grad_out, OUT_STAGES, 2)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * Q_STAGES, QUERIES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    BLOCK_D: gl.constexpr = k.block_shape[3]
+    q_ring = make_ring(q, STAGES, 2)
+    out_ring = make_ring(grad_out, STAGES, 2)  # filled, and released, with the other
+    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, QUERIES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
     values = gl.allocate_shared_memory(v.dtype, v.block_shape, v.layout)
     gradients_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], k.dtype)
     gradients = gl.allocate_shared_memory(k.dtype, [2, KEYS, QUERIES], gradients_layout)
-    tiles = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)  # noqa: RUF005
+    parts = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)  # noqa: RUF005
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tiles_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tiles_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(Q_STAGES):
+    for stage in gl.static_range(STAGES):
         mbarrier.init(rows_full.index(stage), count=1)
     mbarrier.init(keys_full, count=1)
-    mbarrier.init(tiles_full, count=2)
-    mbarrier.init(tiles_empty, count=1)
     gl.warp_specialize(
         [
             (_consume, (
                 grad_k, grad_v, weights_ptr, table, q_ring, out_ring, rows, rows_full, keys, values, keys_full,
-                gradients, tiles, tiles_full, tiles_empty, sequences, bounds, parameters, scale, softcap, factor,
-                grad_factor, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-                0, R, INTERLEAVED, CAUSAL, WINDOWED, EDGES, SCORE, ADJOINT, SOFTCAP,
+                gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor, window, n_tiles,
+                n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, 0, QUERIES, APART, R,
+                INTERLEAVED, CAUSAL, WINDOWED, EDGES, SCORE, ADJOINT, SOFTCAP,
             )),
             (_consume, (
                 grad_k, grad_v, weights_ptr, table, q_ring, out_ring, rows, rows_full, keys, values, keys_full,
-                gradients, tiles, tiles_full, tiles_empty, sequences, bounds, parameters, scale, softcap, factor,
-                grad_factor, window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-                1, R, INTERLEAVED, CAUSAL, WINDOWED, EDGES, SCORE, ADJOINT, SOFTCAP,
+                gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor, window, n_tiles,
+                n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, 1, QUERIES, APART, R,
+                INTERLEAVED, CAUSAL, WINDOWED, EDGES, SCORE, ADJOINT, SOFTCAP,
             )),
             (_produce, (
                 q, k, v, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, keys, values, keys_full,
@@ -409,8 +382,8 @@ def backward_kernel(
                 n_keys, CAUSAL, WINDOWED,
             )),
             (_add, (
-                sums, tiles, tiles_full, tiles_empty, sequences, bounds, window, n_tiles, n_rows, n_key_heads,
-                heads_per_key, heads_together, n_queries, n_keys, CAUSAL, WINDOWED,
+                sums, parts, rows_of_head, sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_per_key,
+                heads_together, n_queries, n_keys, QUERIES, BLOCK_D, CAUSAL, WINDOWED,
             )),
         ],
         [4, 1, 1],

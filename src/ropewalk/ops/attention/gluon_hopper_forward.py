@@ -14,7 +14,8 @@ from ropewalk.ops.attention.gluon_hopper_pipeline import (
     make_ring,
     take_number,
 )
-from ropewalk.ops.attention.gluon_hopper_softmax import clear_missing, sum_in_threads, take_softmax
+from ropewalk.ops.attention.gluon_hopper_softmax import sum_in_threads, take_softmax
+from ropewalk.ops.attention.gluon_hopper_tiles import ROWS, clear_missing, store_rows
 from ropewalk.ops.attention.gluon_shim import (
     await_stores,
     fence_async_shared,
@@ -38,7 +39,6 @@ from ropewalk.ops.attention.triton_sequences import (
 )
 from ropewalk.ops.attention.triton_tiles import parameters_of_head
 
-ROWS = gl.constexpr(64)  # of queries that a consumer has: four warps' instructions take so many
 # What differs from call to call, and must not make another binary.
 _UNSPECIALISED = (
     "out",
@@ -305,26 +305,13 @@ def _consume(
         await_stores(0)
         out_tile.store(sums.to(out_tile.dtype))
         if PACKED:
-            _store_rows(out, out_tile, head, q_offset, m_start, lengths[0])
+            store_rows(out, out_tile, batch, head, q_offset, m_start, lengths[0])
         else:
             fence_async_shared()
             store_tile(out, [batch, head, m_start, 0], out_tiles.index(CONSUMER))
         tiles_done += 1
         number = numbers.receive(tiles_done)
     await_stores(0)
-
-
-@gluon.jit
-def _store_rows(place, tile, head, offset, start, n_rows):
-    """Store a tile's rows that belong to a sequence: the next one follows it, so that no descriptor ends there."""
-    ptr, stride_head, stride_token, head_dim = place
-    width: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    feature = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    offsets = (offset + row).to(gl.int64)[:, None] * stride_token + feature[None, :]
-    mask = (row < n_rows)[:, None] & (feature < head_dim)[None, :]
-    gl.store(ptr + head.to(gl.int64) * stride_head + offsets, tile.load(layout), mask)
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
@@ -335,7 +322,7 @@ def forward_kernel(
     past,  # of queries as they meet far keys behind them, like q; or None
     future,  # of queries as they meet far keys ahead, like q; or None
     far_keys,  # like k; or None
-    out,  # like q, (B, H, Tq, Dv); of a packed batch a pointer, the strides of head and token, and Dv
+    out,  # like q, (B, H, Tq, Dv); of a packed batch a pointer, the strides of batch, head and token, and Dv
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
     counter_ptr,  # zero, and zero afterwards: how many numbers have been taken
     sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None

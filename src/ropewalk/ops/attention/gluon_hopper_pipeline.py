@@ -35,13 +35,18 @@ class Ring:
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def fill(self, use, descriptor, coordinates):
-        """Load a tile as soon as its stage is empty; for the producer."""
+    def load(self, use, descriptor, coordinates):
+        """Load a tile, whose stage is empty; for the producer."""
         stage = use % self.stages
-        mbarrier.wait(self.empty.index(stage), (use // self.stages & 1) ^ 1)
         full = self.full.index(stage)
         mbarrier.expect(full, descriptor.block_type.nbytes)
         load_tile(descriptor, coordinates, full, self.tiles.index(stage))
+
+    @gluon.jit
+    def fill(self, use, descriptor, coordinates):
+        """Load a tile as soon as its stage is empty; for the producer."""
+        mbarrier.wait(self.empty.index(use % self.stages), (use // self.stages & 1) ^ 1)
+        self.load(use, descriptor, coordinates)
 
     @gluon.jit
     def await_tile(self, use):
@@ -119,32 +124,40 @@ def make_numbers(CONSUMERS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier_instruction(operation, index, threads):
-    return "{ bar." + operation + " " + str(index) + ", " + str(threads) + "; mov.u32 $0, 0; }"
+def _barrier_instruction(operation, threads):
+    return "bar." + operation + " $1, " + str(threads) + "; mov.u32 $0, 0;"
 
 
-_FIRST_TURN = gl.constexpr(10)  # of the sixteen named barriers of a program; Triton takes the first ones for itself
+# A program has sixteen named barriers. Triton takes the first ones for itself, two and one for each role but the first.
+
+
+@gluon.jit
+def await_others(barrier, THREADS: gl.constexpr):
+    """Wait at a named barrier until so many threads in all have come to it."""
+    instruction: gl.constexpr = _barrier_instruction("sync", THREADS)
+    gl.inline_asm_elementwise(instruction, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
+
+
+@gluon.jit
+def come_to(barrier, THREADS: gl.constexpr):
+    """Be counted at a named barrier where others wait for so many threads in all, and go on."""
+    instruction: gl.constexpr = _barrier_instruction("arrive", THREADS)
+    gl.inline_asm_elementwise(instruction, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
+
+
+_FIRST_TURN = gl.constexpr(10)  # the first consumer's named barrier
 
 
 @gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
-    instruction: gl.constexpr = _barrier_instruction("sync", _FIRST_TURN + CONSUMER, 256)
-    gl.inline_asm_elementwise(instruction, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+    await_others(_FIRST_TURN + CONSUMER, 256)
 
 
 @gluon.jit
 def give_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the next consumer issue its products."""
-    instruction: gl.constexpr = _barrier_instruction("arrive", _FIRST_TURN + (CONSUMER + 1) % CONSUMERS, 256)
-    gl.inline_asm_elementwise(instruction, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
-
-
-@gluon.jit
-def meet():
-    """Wait until both of two consumers have come here."""
-    instruction: gl.constexpr = _barrier_instruction("sync", _FIRST_TURN, 256)
-    gl.inline_asm_elementwise(instruction, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+    come_to(_FIRST_TURN + (CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit

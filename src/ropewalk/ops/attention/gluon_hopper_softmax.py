@@ -1,7 +1,7 @@
-"""What a consumer of the kernels for Hopper does with a tile of scores, and with values that do not exist."""
+"""What a consumer of the kernels for Hopper does with a tile of scores: the softmax, and the probabilities again."""
 
-from ropewalk.ops.attention.gluon_shim import fence_async_shared, gl, gluon
-from ropewalk.ops.attention.triton_sequences import PAST, may_attend
+from ropewalk.ops.attention.gluon_shim import gl, gluon
+from ropewalk.ops.attention.triton_sequences import EITHER_SIDE, PAST, may_attend
 from ropewalk.ops.attention.triton_softmax import saturate
 
 
@@ -69,25 +69,31 @@ def take_softmax(
 
 
 @gluon.jit
-def clear_missing(values, n_start, first_key, n_keys, BLOCK_N: gl.constexpr, HAS_STARTS: gl.constexpr):
-    """Write zeros over values that a row may not read: their probabilities are zero, and zero times NaN is NaN.
-
-    Each consumer writes them all, and reads after that: that another one writes the same zeros meanwhile is of no
-    account.
-    """
-    SLICE: gl.constexpr = 16
-    width: gl.constexpr = values.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-    for start in gl.static_range(0, BLOCK_N, SLICE):
-        n = n_start + start
-        missing = n + SLICE > n_keys
-        if HAS_STARTS:
-            missing = missing | (n < first_key)
-        if missing:
-            part = values.slice(start, SLICE, 0)
-            token = n + gl.arange(0, SLICE, layout=gl.SliceLayout(1, layout))
-            exists = token < n_keys
-            if HAS_STARTS:
-                exists = exists & (token >= first_key)
-            part.store(gl.where(exists[:, None], part.load(layout), gl.zeros([SLICE, width], values.dtype, layout)))
-    fence_async_shared()
+def take_probabilities(
+    scores, lse, m_start, n, is_edge, lengths, scale, softcap, factor, parameters_ptr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr, EDGES: gl.constexpr,
+    SCORE: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Probabilities of a tile of raw scores, and what a score function was given."""
+    layout: gl.constexpr = scores.type.layout
+    QUERIES: gl.constexpr = scores.shape[1]
+    if SOFTCAP:
+        scores = saturate(scores * scale, True)
+    scaled = scores
+    column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
+    if SCORE is not None:
+        scaled = scores * (softcap if SOFTCAP else scale)
+        theirs = (n - (m_start + lengths[3])).to(gl.float32)
+        changed = SCORE(scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr, CAUSAL)
+    else:
+        changed = scores
+    p = gl.exp2(changed * factor - lse[None, :])
+    if EDGES:  # noqa: SIM102
+        if is_edge:
+            SIDE: gl.constexpr = PAST if CAUSAL else EITHER_SIDE
+            from_here = (lengths[0], lengths[1], lengths[2], lengths[3] + m_start, lengths[4])
+            may = may_attend(
+                column[None, :], n[:, None], from_here, None, None, HAS_LENGTHS, HAS_STARTS, SIDE, WINDOWED
+            )  # fmt: skip
+            p = gl.where(may, p, 0.0)
+    return p, scores, scaled

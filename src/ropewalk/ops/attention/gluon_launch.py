@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ropewalk.ops.attention.gluon_hopper_forward import ROWS, forward_kernel
+from ropewalk.ops.attention.gluon_hopper_forward import forward_kernel
+from ropewalk.ops.attention.gluon_hopper_tiles import ROWS
 from ropewalk.ops.attention.prepare import FarFeatures, Prepared
 from ropewalk.ops.attention.triton_arguments import score_functions
 from ropewalk.ops.attention.triton_launch import (
@@ -21,7 +22,6 @@ from ropewalk.ops.attention.triton_launch import (
     begin_forward,
     conditions_of,
     on_its_device,
-    place_rows,
     schedule_tiles,
     strides_of_tiles,
 )
@@ -86,7 +86,7 @@ def forward(
         None if past is None else described(past, rows, block),
         None if future is None else described(future, rows, block),
         None if far_keys is None else described(far_keys, block_n, block),
-        described(out, rows, block) if sequences is None else place_rows(out), lse, counter_of(q.device),
+        described(out, rows, block) if sequences is None else rows_of(out), lse, counter_of(q.device),
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
         **{name: conditions[name] for name in _CONDITIONS},
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * heads, n_heads=heads,
@@ -102,6 +102,12 @@ def described(x: Tensor, rows: int, block: int) -> TensorDescriptor:
     """A descriptor of x (B, H, T, D), for tiles of some rows of one head."""
     shape = [1, 1, rows, block]
     return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), shape, _layout_of(rows, block, x.dtype))
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """Where the rows of x (B, H, T, D) lie: a pointer, the strides of batch, head and token, and D."""
+    batch, head, token, _ = x.stride()
+    return x, batch, head, token, x.shape[3]
 
 
 @functools.lru_cache

@@ -1,8 +1,8 @@
 """What goes before the backward kernel for Hopper, and after it: two passes over the rows of queries.
 
-The kernel's programs have tiles of keys, and add up the gradient of queries in a workspace of float32, [batch and
-head, row, feature]. Its tiles begin at multiples of BLOCK_M: those of a dense batch are the queries' own, and each
-sequence of a packed one has rows of its own.
+The kernel's programs have tiles of keys, and add up the gradient of queries in a workspace of float32, of whole tiles
+of rows of each batch and head. A dense batch has as many as it has queries; each sequence of a packed one has tiles of
+its own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,23 @@ def first_row(q_offset, sequence, sequences, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_tile(
+def _elements_of_tile(
     q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Where each element of a tile lies in the workspace, [BLOCK_M, BLOCK_D]."""
+    """Where a tile's elements lie in the workspace, [BLOCK_M · BLOCK_D]: together, in the order of `_in_rows`."""
     start = first_row(q_offset, sequence, sequences, BLOCK_M) + m_start
-    rows = wide(batch * n_heads + head) * n_rows + start + tl.arange(0, BLOCK_M)
-    return rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    return (wide(batch * n_heads + head) * n_rows + start) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
+
+
+@triton.jit
+def _in_rows(elements, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of the workspace, [BLOCK_M, BLOCK_D].
+
+    It has parts of 64 rows and 64 features, and these lie as a warp group's threads have them after a product: of each
+    warp, by features eight at a time; then by threads, of which each has two features of two rows eight apart.
+    """
+    pieces = tl.reshape(elements, (BLOCK_M // 64, BLOCK_D // 64, 4, 8, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(pieces, (0, 2, 6, 4, 1, 3, 5, 7)), (BLOCK_M, BLOCK_D))
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
@@ -64,8 +74,8 @@ def rows_kernel(
         attends = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0) > float("-inf")
         delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < n_queries), other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < n_queries)
-    offsets = _rows_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
-    tl.store(sums_ptr + offsets, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), (m < n_queries)[:, None])
+    elements = _elements_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + elements, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
@@ -90,8 +100,8 @@ def finish_kernel(
     q_offset, _, n_queries, _, _, _, _ = measure_sequence(sequence, sequences, bounds, n_queries, n_keys)
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
-    offsets = _rows_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
-    grad_queries = tl.load(sums_ptr + offsets, (m < n_queries)[:, None], other=0.0) * grad_factor
+    elements = _elements_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    grad_queries = _in_rows(tl.load(sums_ptr + elements), BLOCK_M, BLOCK_D) * grad_factor
     if table is not None:
         grad_queries = turn_back(
             grad_queries, table, batch, q_offset + m, q_offset + n_queries, BLOCK_M, BLOCK_D, R, INTERLEAVED
