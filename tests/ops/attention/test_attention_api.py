@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias, apply_rope, attention, explain_choice
-from ropewalk.ops.attention import choice, reference
+from ropewalk.ops.attention import choice, cores, reference
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.positions import Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
@@ -769,6 +769,25 @@ def test_a_library_is_not_asked_for_other_head_dims_on_gpus():
     assert request.others["sdpa"] == "v's head dim is 32, and it is not asked for another than q's 64"
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "dims", "far_window", "expected"),
+    [
+        (4, (9, 0), (192, 128), None, True),
+        (3, (9, 0), (192, 128), None, False),
+        (4, (10, 0), (192, 128), None, False),
+        (4, (9, 0), (192, 64), None, False),
+        (4, (9, 0), (192, 128), 100, False),
+    ],
+)
+def test_flash_attn_4_is_asked_for_latent_attention_on_hopper(
+    monkeypatch, version, capability, dims, far_window, expected
+):
+    monkeypatch.setattr(cores, "capability", lambda device: capability)
+    q, v = (SimpleNamespace(device="cuda", shape=(1, 1, 1, dim)) for dim in dims)
+    request = SimpleNamespace(q=q, v=v, prepared=SimpleNamespace(far_window=far_window))
+    assert cores._is_latent_attention(request, version) == expected
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_the_equation_of_the_docstring(device, name):
     q, k, v = (x.transpose(1, 2).double() for x in draw(device, key_heads=H))
@@ -928,7 +947,7 @@ def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, 
 
 
 def test_orders_name_every_implementation_that_a_device_may_have(monkeypatch):
-    in_order = set(choice.IMPLEMENTATIONS) - set(choice.BY_NAME_ALONE)
+    in_order = set(choice.IMPLEMENTATIONS)
     for rows in choice.MEASURED.values():
         assert rows[-1] == choice.Row(rows[-1].order)  # it fits every call with one encoding
         for row in rows:

@@ -229,12 +229,13 @@ def test_names_that_gluon_lacks_are_told(support, monkeypatch):
     assert support.why_missing().startswith("Triton 3.9.0+git1234 lacks something of Gluon that its kernels take: ")
 
 
-def test_it_is_taken_by_name_alone(hopper):
+def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     calls = ({}, {"position": Alibi(), "causal": True}, {"position": ReRope(50), "causal": True})
     assert [choice.choose(ask(**call), None) for call in calls] == ["sdpa", "triton", "triton"]
     assert [choice.choose(ask(**call), "gluon") for call in calls] == ["gluon"] * 3
-    explained = choice.explain(ask(**calls[1]), None)
-    assert explained.others["gluon"] == "it is new, and taken by name alone"
+    long = draw("cpu", queries=1024, keys=2048)
+    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "gluon", "triton"]
+    assert choice.explain(ask(**calls[1]), None).others["gluon"] == "slower here: measured"
     assert choice.explain(ask(**calls[1]), "gluon").others["triton"] == "'gluon' was asked for"
     assert choice.explain(ask(**calls[1]), "triton").others["gluon"] == "'triton' was asked for"
 

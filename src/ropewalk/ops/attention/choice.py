@@ -18,7 +18,6 @@ from ropewalk.ops.rope import eager as rotation
 from ropewalk.ops.rope.operator import is_transformed
 
 IMPLEMENTATIONS = ("triton", "gluon", "flash", "sdpa", "reference")
-BY_NAME_ALONE = {"gluon": "it is new, and taken by name alone"}  # what impl=None never takes, and why
 FEWEST_QUERIES = 64  # of the Gluon kernels: a consumer's rows. Fewer are the split-keys kernels' matter
 # The score functions that the Gluon kernels were tried with.
 SCORES_IN_GLUON = {
@@ -43,9 +42,10 @@ class Row(NamedTuple):
         return tokens >= self.tokens and (request.backward or not self.backward)
 
 
-FLASH_FIRST = ("flash", "sdpa", "triton", "reference")
-CUDNN_FIRST = ("sdpa", "flash", "triton", "reference")
-TRITON_FIRST = ("triton", "flash", "sdpa", "reference")
+FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
+FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
+CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
+TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 
 # By compute capability, from docs/log.md and results/. The first row that fits counts, and of its implementations the
 # first that can serve the call: windows leave cuDNN out; masks, lengths, changed scores and what else a model may ask
@@ -54,7 +54,7 @@ MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
         Row(FLASH_FIRST, tokens=4096, far=True),  # two calls of it, and of the host's time
         Row(TRITON_FIRST, far=True),
-        Row(FLASH_FIRST, tokens=1024),
+        Row(FLASH_THEN_GLUON, tokens=1024),
         Row(FLASH_FIRST, tokens=512, backward=True),
         Row(CUDNN_FIRST),
     ),
@@ -107,9 +107,8 @@ def explain(request: Request, impl: str | None) -> Choice:
         rest = "slower here: measured"
     else:
         rest = "expected to be slower; this kind of GPU was not measured"
-    rests = BY_NAME_ALONE if impl is None else {}
     others = (name for name in IMPLEMENTATIONS if name != chosen)
-    return Choice(chosen, {name: why_not(name, request) or rests.get(name, rest) for name in others})
+    return Choice(chosen, {name: why_not(name, request) or rest for name in others})
 
 
 def why_missing(impl: str, device: torch.device) -> str | None:
