@@ -1,6 +1,7 @@
 """Write what the compilers say of each kernel into docs/kernels: registers, spills and shared memory, for each target.
 
 python docs/kernel_figures.py        compiles everything (minutes), writes figures.json, and the tables of all pages
+python docs/kernel_figures.py PAGE   compiles what a page, or several, shows: attention-backward-hopper, say
 python docs/kernel_figures.py tables writes the tables again, from figures.json
 
 It needs no GPU: kernels are compiled as their tests compile them, by the tests' own functions.
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -172,8 +173,8 @@ def _describe_roles(keywords: dict[str, Any]) -> str:
         queries, keys = keywords["CONSUMERS"] * of_gluon.gluon_launch.ROWS.value, keywords["BLOCK_N"]
         stages, names = keywords["STAGES"], [name for name in ("PIN", "EARLY", "TURNS") if keywords[name]]
     else:
-        queries, keys = of_gluon.gluon_backward_launch.QUERIES.value, of_gluon.gluon_backward_launch.KEYS.value
-        stages, names = f"{keywords['Q_STAGES']} and {keywords['OUT_STAGES']}", []
+        queries, keys = keywords["QUERIES"], of_gluon.gluon_backward_launch.KEYS.value
+        stages, names = keywords["STAGES"], [name for name in ("APART",) if keywords[name]]
     return ", ".join([f"{queries} × {keys}", f"{stages} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names])
 
 
@@ -381,23 +382,38 @@ def page_names() -> list[str]:
     return [*ROWS, "rotation-cuda"]
 
 
-def measure_all() -> dict[str, Any]:
-    """Compile everything."""
+def measure_pages(pages: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Compile what pages show."""
     kernels: dict[str, dict[str, Any]] = {}
-    for row in (row for rows in ROWS.values() for row in rows):
+    for row in (row for page in pages for row in ROWS[page]):
         for target in row.targets:
             print(f"{row.key}, {target}", flush=True)
             kernels.setdefault(row.key, {})[target] = measure(row, target)
+    return kernels
+
+
+def measure_all() -> dict[str, Any]:
+    """Compile everything."""
+    kernels = measure_pages(ROWS)
     cuda = {architecture: measure_cuda(architecture) for architecture in CUDA_TARGETS}
     return {"triton": triton.__version__, "nvcc": nvcc_version(), "kernels": kernels, "cuda": cuda}
 
 
+def _measure_again(pages: list[str]) -> dict[str, Any]:
+    """The figures that there are, with those of some pages anew."""
+    figures: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
+    if figures["triton"] != triton.__version__:
+        raise SystemExit(f"figures.json is of Triton {figures['triton']}, and {triton.__version__} is installed")
+    return {**figures, "kernels": figures["kernels"] | measure_pages(pages)}
+
+
 def main(arguments: list[str]) -> None:
     """Compile, unless only tables are asked for, and write."""
-    if arguments not in ([], ["tables"]):
-        raise SystemExit(f"the arguments are {arguments}, but must be none, or “tables”")
-    if not arguments:
-        figures = measure_all()
+    if arguments != ["tables"]:
+        unknown = [name for name in arguments if name not in ROWS]
+        if unknown:
+            raise SystemExit(f"the arguments are {arguments}, but must be none, “tables”, or of {', '.join(ROWS)}")
+        figures = _measure_again(arguments) if arguments else measure_all()
         FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     for name in page_names():

@@ -295,7 +295,7 @@ constants.
 
 A call that asks for several things is served by who serves each of them, and `attention` says what does not go
 together. `explain_choice` says it of your call, on your machine. Of those that can serve a call, `impl=None` takes the
-one that was measured, or is expected, to be the fastest; but `gluon`, which is new, by name alone.
+one that was measured, or is expected, to be the fastest.
 """
 
 

@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias, apply_rope, attention, explain_choice
-from ropewalk.ops.attention import choice, cores, reference
+from ropewalk.ops.attention import choice, reference
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.positions import Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
@@ -769,25 +769,6 @@ def test_a_library_is_not_asked_for_other_head_dims_on_gpus():
     assert request.others["sdpa"] == "v's head dim is 32, and it is not asked for another than q's 64"
 
 
-@pytest.mark.parametrize(
-    ("version", "capability", "dims", "far_window", "expected"),
-    [
-        (4, (9, 0), (192, 128), None, True),
-        (3, (9, 0), (192, 128), None, False),
-        (4, (10, 0), (192, 128), None, False),
-        (4, (9, 0), (192, 64), None, False),
-        (4, (9, 0), (192, 128), 100, False),
-    ],
-)
-def test_flash_attn_4_is_asked_for_latent_attention_on_hopper(
-    monkeypatch, version, capability, dims, far_window, expected
-):
-    monkeypatch.setattr(cores, "capability", lambda device: capability)
-    q, v = (SimpleNamespace(device="cuda", shape=(1, 1, 1, dim)) for dim in dims)
-    request = SimpleNamespace(q=q, v=v, prepared=SimpleNamespace(far_window=far_window))
-    assert cores._is_latent_attention(request, version) == expected
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_the_equation_of_the_docstring(device, name):
     q, k, v = (x.transpose(1, 2).double() for x in draw(device, key_heads=H))
@@ -942,7 +923,7 @@ def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, 
     monkeypatch.setattr(choice, "capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
-    prepared = SimpleNamespace(far_window=far_window)
+    prepared = SimpleNamespace(far_window=far_window, score=None, softcap=None)
     return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), backward=True, prepared=prepared)
 
 
@@ -972,6 +953,12 @@ def test_rows_of_the_table_fit_what_they_say(monkeypatch):
     assert choice.Row(order, tokens=100).fits(request)
     assert not choice.Row(order, backward=True).fits(request)
     assert not choice.Row(order, far=True).fits(request)
+    for name in ("score", "softcap"):
+        assert choice.Row(order, changed=False).fits(request)
+        setattr(request.prepared, name, 1.0)
+        assert choice.Row(order).fits(request)
+        assert not choice.Row(order, changed=False).fits(request)
+        setattr(request.prepared, name, None)
     request = imagined(monkeypatch, far_window=100)
     assert choice.Row(order, far=True).fits(request)
     assert not choice.Row(order).fits(request)

@@ -234,7 +234,10 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert [choice.choose(ask(**call), None) for call in calls] == ["sdpa", "triton", "triton"]
     assert [choice.choose(ask(**call), "gluon") for call in calls] == ["gluon"] * 3
     long = draw("cpu", queries=1024, keys=2048)
-    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "gluon", "triton"]
+    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "triton", "triton"]
+    packed = [x.transpose(1, 2)[0] for x in long]
+    starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
+    assert choice.choose(ask(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1]), None) == "gluon"
     assert choice.explain(ask(**calls[1]), None).others["gluon"] == "slower here: measured"
     assert choice.explain(ask(**calls[1]), "gluon").others["triton"] == "'gluon' was asked for"
     assert choice.explain(ask(**calls[1]), "triton").others["gluon"] == "'triton' was asked for"

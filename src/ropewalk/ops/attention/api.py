@@ -117,8 +117,8 @@ def attention(
         layout: "bthd", "bhtd" or, for packed sequences, "thd".
         deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
             None does as `torch.are_deterministic_algorithms_enabled()` says.
-        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper, which is new and
-            taken by name alone; "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
+        impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper;
+            "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
             after our rotation; or "reference". A named one that cannot serve the call raises.
 
     Returns:

@@ -162,7 +162,7 @@ def why_not_flash(request: Request) -> str | None:
     reason = None if request.prepared.far_window is None else _why_no_far(request, version)
     if reason is not None:
         return reason
-    if v.shape[3] != q.shape[3] and not _is_latent_attention(request, version):
+    if v.shape[3] != q.shape[3]:
         return _other_values(v, q)
     if q.dtype not in HALF:
         return f"flash-attn needs float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
@@ -170,13 +170,6 @@ def why_not_flash(request: Request) -> str | None:
     if q.shape[3] % 8 or q.shape[3] > widest:
         return f"the head dim is {q.shape[3]}, and flash-attn {version} needs a multiple of 8 up to {widest}"
     return _why_misaligned(q, k, v) or load_flash(version)[1]
-
-
-def _is_latent_attention(request: Request, version: int) -> bool:
-    """Whether a call has the head dims of DeepSeek's models, 192 and 128, and a flash-attn that was tried with them."""
-    dims = request.q.shape[3], request.v.shape[3]
-    near_only = request.prepared.far_window is None
-    return version == 4 and capability(request.q.device)[0] == 9 and dims == (192, 128) and near_only
 
 
 def _why_no_far(request: Request, version: int) -> str | None:
