@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(gluon_support.why_missing() is not None, reason=str(gluon_support.why_missing())),
 ]
 if gluon_support.why_missing() is None and not INTERPRETED:
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -119,9 +119,7 @@ def compile_gluon(kernel, arguments, keywords):
 
 def reports_of_ptxas(compiled, tmp_path):
     """What the assembler says as it assembles a kernel."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if not tool.exists():
-        pytest.skip("this Triton comes without ptxas")
+    tool = get_ptxas(90).path
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     command = [tool, "-v", "--gpu-name=sm_90a", "-o", tmp_path / "kernel.cubin", ptx]

@@ -45,6 +45,8 @@ from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_hea
 _STORED = gl.constexpr(8)
 _PART_FULL = gl.constexpr(12)
 _PART_FREE = gl.constexpr(14)
+_BOTH = gl.constexpr(256)  # consumers' threads
+_WITH_ADDER = gl.constexpr(160)  # one consumer's threads and the adder's
 
 
 @gluon.jit
@@ -137,9 +139,9 @@ def _add(
         line = (head * rows_of_head + row + m_start) * (BLOCK_D // LINE)
         for consumer in gl.static_range(2):
             await_stores(1 - consumer)
-            come_to(_PART_FREE + consumer, 160)
+            come_to(_PART_FREE + consumer, _WITH_ADDER)
         for consumer in gl.static_range(2):
-            await_others(_PART_FULL + consumer, 160)
+            await_others(_PART_FULL + consumer, _WITH_ADDER)
             tma_add(sums, [line + consumer * sums.block_shape[0], 0], parts.index(consumer))
         m_start, member = _next_step(m_start, member, ranges[0], ranges[3], QUERIES)
     await_stores(0)
@@ -188,7 +190,7 @@ def _consume(
         m_start = ranges[0]
         member = 0
         if APART:  # for what was stored before the first step
-            come_to(_STORED + 2 * CONSUMER + 1, 256)
+            come_to(_STORED + 2 * CONSUMER + 1, _BOTH)
         for use in range(steps):
             stage = use % q_ring.stages
             queries, cotangents = q_ring.tile(use), out_ring.tile(use)
@@ -208,7 +210,7 @@ def _consume(
                 is_async=True,
             )  # fmt: skip
             if APART:
-                await_others(_STORED + 2 * (1 - CONSUMER) + (use + 1) % 2, 256)
+                await_others(_STORED + 2 * (1 - CONSUMER) + (use + 1) % 2, _BOTH)
                 grad_queries = warpgroup_mma(
                     own_gradients(gradients.index((use + 1) % 2), CONSUMER).permute((1, 0)), own_features,
                     gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
@@ -220,7 +222,7 @@ def _consume(
                 grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
                 if use > 0:  # the part of the step before, by now in memory
                     fence_async_shared()
-                    come_to(_PART_FULL + CONSUMER, 160)
+                    come_to(_PART_FULL + CONSUMER, _WITH_ADDER)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             p, raw, scaled = take_probabilities(
                 scores, lse, m_start, n, (m_start < ranges[1]) | (m_start >= ranges[2]), lengths, scale, softcap,
@@ -232,10 +234,10 @@ def _consume(
             if APART:
                 grad_queries, weights = warpgroup_mma_wait(0, deps=(grad_queries, weights))
                 if use > 0:
-                    await_others(_PART_FREE + CONSUMER, 160)
+                    await_others(_PART_FREE + CONSUMER, _WITH_ADDER)
                     own_part.store(as_threads_have_it(grad_queries))
                     fence_async_shared()
-                    come_to(_PART_FULL + CONSUMER, 160)
+                    come_to(_PART_FULL + CONSUMER, _WITH_ADDER)
                 out_ring.await_tile(use)
                 if PACKED:
                     clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
@@ -258,11 +260,11 @@ def _consume(
             m_start, member = _next_step(m_start, member, ranges[0], ranges[3], QUERIES)
             if APART:
                 fence_async_shared()
-                come_to(_STORED + 2 * CONSUMER + use % 2, 256)
+                come_to(_STORED + 2 * CONSUMER + use % 2, _BOTH)
             else:
                 grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
                 fence_async_shared()
-                await_others(_STORED, 256)
+                await_others(_STORED, _BOTH)
                 grad_queries = warpgroup_mma(
                     own_gradients(gradients.index(use % 2), CONSUMER).permute((1, 0)), own_features,
                     gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
@@ -272,23 +274,23 @@ def _consume(
             grad_keys = warpgroup_mma(operand, queries, grad_keys, is_async=True)
             if not APART:
                 grad_queries = warpgroup_mma_wait(1, deps=(grad_queries,))
-                await_others(_PART_FREE + CONSUMER, 160)
+                await_others(_PART_FREE + CONSUMER, _WITH_ADDER)
                 own_part.store(as_threads_have_it(grad_queries))
             grad_keys, grad_values, weights, operand = warpgroup_mma_wait(
                 0, deps=(grad_keys, grad_values, weights, operand)
             )  # fmt: skip
             q_ring.release(use)
         if APART:
-            await_others(_STORED + 2 * (1 - CONSUMER) + (steps + 1) % 2, 256)
+            await_others(_STORED + 2 * (1 - CONSUMER) + (steps + 1) % 2, _BOTH)
             grad_queries = warpgroup_mma(
                 own_gradients(gradients.index((steps + 1) % 2), CONSUMER).permute((1, 0)), own_features,
                 gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
             )  # fmt: skip
             grad_queries = warpgroup_mma_wait(0, deps=(grad_queries,))
-            await_others(_PART_FREE + CONSUMER, 160)
+            await_others(_PART_FREE + CONSUMER, _WITH_ADDER)
             own_part.store(as_threads_have_it(grad_queries))
         fence_async_shared()
-        come_to(_PART_FULL + CONSUMER, 160)
+        come_to(_PART_FULL + CONSUMER, _WITH_ADDER)
     exists = (n >= lengths[1]) & (n < lengths[2])
     exists = gl.convert_layout(exists, gl.SliceLayout(1, of_keys))[:, None]
     grad_keys = grad_keys * grad_factor
