@@ -171,11 +171,12 @@ def _describe_roles(keywords: dict[str, Any]) -> str:
     """How a Gluon kernel's tile is cut, by the configuration that it was launched with."""
     if "CONSUMERS" in keywords:
         queries, keys = keywords["CONSUMERS"] * of_gluon.gluon_launch.ROWS.value, keywords["BLOCK_N"]
-        stages, names = keywords["STAGES"], [name for name in ("PIN", "EARLY", "TURNS") if keywords[name]]
     else:
         queries, keys = keywords["QUERIES"], of_gluon.gluon_backward_launch.KEYS.value
-        stages, names = keywords["STAGES"], [name for name in ("APART",) if keywords[name]]
-    return ", ".join([f"{queries} × {keys}", f"{stages} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names])
+    names = [name for name in ("PIN", "EARLY", "TURNS", "APART") if keywords.get(name)]
+    return ", ".join(
+        [f"{queries} × {keys}", f"{keywords['STAGES']} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names]
+    )
 
 
 def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:

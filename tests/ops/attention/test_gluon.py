@@ -238,7 +238,7 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert choice.choose(ask(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1]), None) == "gluon"
-    assert choice.explain(ask(**calls[1]), None).others["gluon"] == "slower here: measured"
+    assert choice.explain(ask(**calls[1]), None).others["gluon"] == "slower here, by what was measured"
     assert choice.explain(ask(**calls[1]), "gluon").others["triton"] == "'gluon' was asked for"
     assert choice.explain(ask(**calls[1]), "triton").others["gluon"] == "'triton' was asked for"
 

@@ -306,7 +306,8 @@ def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, nam
 
 
 def test_no_length_makes_another_binary():
-    of_lengths = {"n_tiles", "n_rows", "heads_together", "n_queries", "n_keys", "total", "window", "far_window"}
+    of_lengths = {"n_tiles", "n_rows", "rows_of_head", "heads_together", "n_queries", "n_keys", "total"}
+    of_lengths |= {"window", "far_window"}
     passes = (gluon_backward_launch.rows_kernel, gluon_backward_launch.finish_kernel)
     for kernel in (gluon_launch.forward_kernel, gluon_backward_launch.backward_kernel, *passes):
         specialised = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}

@@ -64,7 +64,7 @@ def arguments_of(batch, shape):
     _, sequences, _, n_rows, _ = batch
     return {
         "sequences": sequences, "bounds": (None, None, None), "n_heads": H, "n_queries": TOKENS, "n_keys": TOKENS,
-        "n_rows": n_rows, "BLOCK_M": shape[0], "BLOCK_D": shape[1],
+        "rows_of_head": n_rows, "BLOCK_M": shape[0], "BLOCK_D": shape[1],
     }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
         Row(FLASH_FIRST, tokens=4096, far=True),  # two calls of it, and of the host's time
         Row(TRITON_FIRST, far=True),
         Row(FLASH_THEN_GLUON, tokens=1024, changed=False),
-        Row(FLASH_FIRST, tokens=1024),
+        Row(FLASH_FIRST, tokens=1024),  # what changes scores was not timed in Gluon
         Row(FLASH_FIRST, tokens=512, backward=True),
         Row(CUDNN_FIRST),
     ),
@@ -82,7 +82,7 @@ def preference(request: Request) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("sdpa", "reference")  # Triton means its interpreter here, which is for tests
     if torch.compiler.is_compiling():
-        return CUDNN_FIRST  # the rows differ in where flash-attn comes, which cannot serve here, and would ask lengths
+        return CUDNN_FIRST  # the rows go by lengths, and a graph that asked them would be for those lengths alone
     rows = MEASURED.get(capability(device), ()) if torch.version.hip is None else ()
     return next((row.order for row in rows if row.fits(request)), FLASH_FIRST)
 
@@ -108,7 +108,7 @@ def explain(request: Request, impl: str | None) -> Choice:
     elif device.type != "cuda":
         rest = "it is no faster here, or for tests alone"
     elif torch.version.hip is None and capability(device) in MEASURED:
-        rest = "slower here: measured"
+        rest = "slower here, by what was measured"
     else:
         rest = "expected to be slower; this kind of GPU was not measured"
     others = (name for name in IMPLEMENTATIONS if name != chosen)

@@ -90,7 +90,7 @@ def backward(
     delta = torch.empty_like(lse)
     of_rows: dict[str, Any] = {
         "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries, "n_keys": keys,
-        "n_rows": places, "BLOCK_M": rows, "BLOCK_D": block,
+        "rows_of_head": places, "BLOCK_M": rows, "BLOCK_D": block,
     }  # fmt: skip
     rows_kernel[(n_tiles * heads,)](
         tiled(out, rows, block), tiled(grad_out, rows, block), lse,

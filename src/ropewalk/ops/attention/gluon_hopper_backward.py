@@ -41,7 +41,8 @@ from ropewalk.ops.attention.gluon_shim import (
 from ropewalk.ops.attention.triton_sequences import EITHER_SIDE, PAST, measure_sequence, query_ranges
 from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_head
 
-# Named barriers: of consumers for each other, of two steps in turn, and of each consumer and the adder.
+# Named barriers: where consumers meet, one, or if they may be a step apart two of each, for steps in turn; and of each
+# consumer and the adder.
 _STORED = gl.constexpr(8)
 _PART_FULL = gl.constexpr(12)
 _PART_FREE = gl.constexpr(14)

@@ -1,8 +1,7 @@
 """What goes before the backward kernel for Hopper, and after it: two passes over the rows of queries.
 
-The kernel's programs have tiles of keys, and add up the gradient of queries in a workspace of float32, of whole tiles
-of rows of each batch and head. A dense batch has as many as it has queries; each sequence of a packed one has tiles of
-its own.
+The kernel's programs have tiles of keys, and add up the gradient of queries in a workspace of float32, in whole
+tiles of rows: for each batch and head as many as its queries need, and in a packed batch for each sequence its own.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ def first_row(q_offset, sequence, sequences, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _elements_of_tile(
-    q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+    q_offset, sequence, sequences, batch, head, m_start, n_heads, rows_of_head, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Where a tile's elements lie in the workspace, [BLOCK_M · BLOCK_D]: together, in the order of `_in_rows`."""
     start = first_row(q_offset, sequence, sequences, BLOCK_M) + m_start
-    return (wide(batch * n_heads + head) * n_rows + start) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
+    return (wide(batch * n_heads + head) * rows_of_head + start) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _in_rows(elements, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.reshape(tl.permute(pieces, (0, 2, 6, 4, 1, 3, 5, 7)), (BLOCK_M, BLOCK_D))
 
 
-@triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "rows_of_head"))
 def rows_kernel(
     out,  # descriptors of (B, H, Tq, Dv)
     grad_out,
@@ -56,7 +56,7 @@ def rows_kernel(
     n_heads,
     n_queries,
     n_keys,
-    n_rows,  # of the workspace, of each head
+    rows_of_head,  # in the workspace
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -74,11 +74,13 @@ def rows_kernel(
         attends = tl.load(lse_ptr + row_offsets, m < n_queries, other=0.0) > float("-inf")
         delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < n_queries), other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < n_queries)
-    elements = _elements_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    elements = _elements_of_tile(
+        q_offset, sequence, sequences, batch, head, m_start, n_heads, rows_of_head, BLOCK_M, BLOCK_D
+    )  # fmt: skip
     tl.store(sums_ptr + elements, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
 
 
-@triton.jit(do_not_specialize=(*UNSPECIALISED, "n_rows"))
+@triton.jit(do_not_specialize=(*UNSPECIALISED, "rows_of_head"))
 def finish_kernel(
     sums_ptr,  # the workspace
     grad_q,  # a place to `store_tile` at
@@ -89,7 +91,7 @@ def finish_kernel(
     n_heads,
     n_queries,
     n_keys,
-    n_rows,
+    rows_of_head,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
@@ -100,7 +102,9 @@ def finish_kernel(
     q_offset, _, n_queries, _, _, _, _ = measure_sequence(sequence, sequences, bounds, n_queries, n_keys)
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
-    elements = _elements_of_tile(q_offset, sequence, sequences, batch, head, m_start, n_heads, n_rows, BLOCK_M, BLOCK_D)
+    elements = _elements_of_tile(
+        q_offset, sequence, sequences, batch, head, m_start, n_heads, rows_of_head, BLOCK_M, BLOCK_D
+    )  # fmt: skip
     grad_queries = _in_rows(tl.load(sums_ptr + elements), BLOCK_M, BLOCK_D) * grad_factor
     if table is not None:
         grad_queries = turn_back(
