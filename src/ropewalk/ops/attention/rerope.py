@@ -57,8 +57,8 @@ def rerope_attention(
         causal: let no query attend a later key.
         sm_scale: of the scores, such as 1/√D.
         window: from how many places apart on a pair is far.
-        impl: None for the fastest that fits; "triton"; "flash", two calls of flash-attn 4 that are merged by their
-            log-sum-exp, causal alone; or "reference". A named one that cannot serve the call raises.
+        impl: None for the fastest that fits; "triton"; "gluon", on Hopper; "flash", two calls of flash-attn 4 that are
+            merged by their log-sum-exp, causal alone; or "reference". A named one that cannot serve the call raises.
 
     Returns:
         (Z, H, N, Dv), like q1.

@@ -1,0 +1,158 @@
+"""The Gluon kernels of attention where pairs of tokens that are far apart have another encoding: on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_far_kernels import CAUSAL, SCHEMES, Jump
+from test_gluon import LENGTHS, TK, check_served, draw, integers, kernels, on_hopper, pack  # noqa: F401
+from test_rerope import ROUNDINGS, by, in_dtype, value_and_grads
+from test_rerope import draw as draw_pairs
+from torch import Tensor
+
+from ropewalk import ReRope, Rope, SelfExtend, attention, torch_attention
+from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention.prepare import prepare
+from ropewalk.testing import assert_close_to_truth
+
+pytestmark = on_hopper
+
+
+@pytest.mark.parametrize(
+    ("scheme", "causal"), [*((name, False) for name in SCHEMES), *((name, True) for name in CAUSAL)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_scheme(kernels, device, scheme, head_dim, causal):  # noqa: F811
+    check_served(kernels, draw(device, head_dim=head_dim), position=SCHEMES[scheme], causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 127, 128, 129, 192, 332])
+def test_windows_around_the_edges_of_tiles(kernels, device, window, head_dim, causal):  # noqa: F811
+    tensors = draw(device, queries=333, head_dim=head_dim)
+    check_served(kernels, tensors, position=Jump(window, rope=Rope(attention_factor=1.2)), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(64, 1500), (1500, 64), (1000, 1000), (513, 1025), (128, 129)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths(kernels, device, head_dim, queries, keys, causal):  # noqa: F811
+    tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
+    check_served(kernels, tensors, position=Jump(100), causal=causal)
+
+
+@pytest.mark.parametrize("dims", [(24, 40), (64, 128), (96, 96), (128, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [ReRope(70), SelfExtend(70, 4, rope=Rope(interleaved=True))], ids=str)
+def test_head_dims(kernels, device, scheme, dims):  # noqa: F811
+    tensors = draw(device, head_dim=dims[0], v_head_dim=dims[1])
+    check_served(kernels, tensors, position=scheme, causal=True)
+
+
+@pytest.mark.parametrize("heads", [(6, 6), (6, 1)], ids=str)
+def test_heads_share_keys(kernels, device, heads):  # noqa: F811
+    check_served(kernels, draw(device, heads=heads[0], key_heads=heads[1]), position=ReRope(70), causal=True)
+
+
+def test_float16(kernels, device):  # noqa: F811
+    check_served(kernels, draw(device, torch.float16, head_dim=128), position=ReRope(70), causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"causal": True, "window": 150},
+        {"window": 100},
+        {"causal": True, "softcap": 3.0, "sinks": [0.3, -torch.inf, 4.0, -20.0]},
+        {"key_lengths": [TK, 130], "key_starts": [0, 70]},
+        {"causal": True, "key_starts": [0, 300], "key_lengths": [200, TK]},
+        {"key_lengths": [0, 1]},
+    ],
+    ids=str,
+)
+def test_what_else_a_call_asks(kernels, device, head_dim, call):  # noqa: F811
+    tensors = {name: torch.tensor(value, device=device) for name, value in call.items() if isinstance(value, list)}
+    check_served(kernels, draw(device, head_dim=head_dim), position=Jump(50), **(call | tensors))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scheme", [Jump(60), ReRope(60, rope=Rope(rotary_dim=24))], ids=["jump", "partial"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(kernels, device, lengths, scheme, head_dim, causal):  # noqa: F811
+    tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
+    check_served(kernels, tensors, layout="thd", position=scheme, causal=causal, **starts)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):  # noqa: F811
+    tensors = draw(device, queries=TK, head_dim=head_dim)
+    starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
+    call = check_call(*tensors, position=Jump(50), key_starts=starts, key_lengths=lengths, layout="bhtd")
+    grad_out = torch.randn_like(tensors[0])
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        prepared = prepare(q, k, call)
+        out, saved = kernels.forward(q, k, v, prepared)
+        return [out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]]
+
+    expected = run(*tensors)
+    for x in tensors[1:]:
+        x[0, :, 20:] = x[1, :, :140] = x[1, :, 300:] = torch.nan
+    results = run(*tensors)
+    assert all(kernels.is_equal(mine, clean) for mine, clean in zip(results, expected, strict=True))
+    for grad in results[3:]:
+        assert not any(bool(rows.any()) for rows in (grad[0, :, 20:], grad[1, :, :140], grad[1, :, 300:]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "v_head_dim"),
+    [(torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128), (torch.bfloat16, 96, 40), (torch.float16, 128, 128)],
+    ids=str,
+)
+def test_ready_pairs(device, dtype, head_dim, v_head_dim, causal):
+    tensors = draw_pairs(device, dtype, tokens=1000, head_dim=head_dim, v_head_dim=v_head_dim)
+    weights = torch.randn_like(tensors[0][..., :1]).expand(*tensors[0].shape[:3], v_head_dim)
+    for window in (1, 64, 65, 300, 999):
+        arguments = (causal, head_dim**-0.5, window)
+        actual = value_and_grads(by("gluon"), tensors, weights, *arguments)
+        truth = value_and_grads(torch_attention, [x.double() for x in tensors], weights, *arguments)
+        baseline = value_and_grads(in_dtype, tensors, weights, *arguments)
+        for mine, exact, plain in zip(actual, truth, baseline, strict=True):
+            assert_close_to_truth(mine, exact, plain, ROUNDINGS)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operator_is_what_its_schema_says(device, causal):
+    tensors = [x.requires_grad_() for x in draw(device)]
+    call = check_call(*tensors, layout="bhtd", position=Jump(50), causal=causal)
+    arguments = (*tensors, None, None, None, True, "gluon", *prepare(*tensors[:2], call))
+    arguments = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(arguments))
+
+
+def test_a_graph_replays_forward_and_backward(device):
+    tensors = [x.requires_grad_() for x in draw(device, queries=TK)]
+    weights = torch.randn_like(tensors[0])
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*tensors, position=ReRope(70), causal=True, layout="bhtd", impl="gluon")
+        return out, *torch.autograd.grad((out * weights).sum(), tensors)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*tensors, weights):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        for mine, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(mine, expected)
