@@ -25,6 +25,7 @@ from ropewalk.ops.attention.gluon_hopper_backward_movers import (
     locate,
     next_step,
     produce,
+    whole_steps,
 )
 from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, make_ring
 from ropewalk.ops.attention.gluon_hopper_softmax import take_probabilities
@@ -59,7 +60,7 @@ from ropewalk.ops.attention.triton_sequences import (
 )
 from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_head
 
-# Named barriers: where consumers meet after a walk over far pairs; and in a step, one, or if they may be a step apart
+# Named barriers: where consumers meet between two walks; and in a step, one, or if they may be a step apart
 # two of each, for steps in turn.
 _WALKED = gl.constexpr(7)
 _STORED = gl.constexpr(8)
@@ -83,13 +84,14 @@ def _take_walk(
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
     WINDOWED_PAIRS: gl.constexpr = WINDOWED or PAIRS == NEAR
-    of_pairs, ranges, steps = cut_walk(
+    of_pairs, start, stop, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
+    full, full_stop = whole_steps(n_start + CONSUMER * ROWS, of_pairs, QUERIES, SIDE, WINDOWED_PAIRS)
     own_keys = keys.slice(CONSUMER * ROWS, ROWS, 0)
     own_features = keys.slice(CONSUMER * PART, PART, 1) if QUERIES == PART else keys
     if steps > 0:
-        m_start = ranges[0]
+        m_start = start
         member = 0
         if APART:  # for what was stored before the first step
             come_to(_STORED + 2 * CONSUMER + (first_use + 1) % 2, _BOTH)
@@ -128,7 +130,7 @@ def _take_walk(
                     come_to(PART_FULL + CONSUMER, WITH_ADDER)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             p, raw, scaled = take_probabilities(
-                scores, lse, m_start, n, (m_start < ranges[1]) | (m_start >= ranges[2]), of_pairs, scale, softcap,
+                scores, lse, m_start, n, (m_start < full) | (m_start >= full_stop), of_pairs, scale, softcap,
                 factor, parameters_ptr, SIDE, WINDOWED_PAIRS, HAS_LENGTHS, HAS_STARTS, EDGES, SCORE, SOFTCAP,
             )  # fmt: skip
             weights = gl.convert_layout(p.to(DTYPE), of_p)
@@ -161,7 +163,7 @@ def _take_walk(
             rounded = grad_scores.to(DTYPE)
             # Of two tiles in turn: when a consumer stores one, both have read what was in it two steps before.
             gradients.index(use % 2).slice(CONSUMER * ROWS, ROWS, 0).store(rounded)
-            m_start, member = next_step(m_start, member, ranges[0], ranges[3], QUERIES)
+            m_start, member = next_step(m_start, member, start, stop, QUERIES)
             if APART:
                 fence_async_shared()
                 come_to(_STORED + 2 * CONSUMER + use % 2, _BOTH)
@@ -195,6 +197,8 @@ def _take_walk(
             own_part.store(as_threads_have_it(grad_queries))
         fence_async_shared()
         come_to(PART_FULL + CONSUMER, WITH_ADDER)
+    if PAIRS != EVERY_PAIR and PAIRS != NEAR:  # another walk follows, which begins with these barriers and buffers anew
+        await_others(_WALKED, _BOTH)
     return (grad_keys, grad_values), first_use + steps
 
 
@@ -255,8 +259,7 @@ def _consume(
                 CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED, FAR_FUTURE, EDGES, SCORE, ADJOINT, SOFTCAP,
             )  # fmt: skip
         grad_keys, grad_values = state
-        if grad_far is not None:
-            await_others(_WALKED, _BOTH)  # nobody reads the far keys any more
+        if grad_far is not None:  # nobody reads the far keys any more
             own_far = far.slice(CONSUMER * ROWS, ROWS, 0)
             own_far.store(gl.where(_exist(n, lengths, of_keys), grad_keys * grad_factor, 0.0).to(DTYPE))
             store_rows(grad_far, own_far, batch, key_head, k_offset, own_start, places)

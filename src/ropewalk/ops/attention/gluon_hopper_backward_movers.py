@@ -4,7 +4,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 """
 
 from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, locate_number
-from ropewalk.ops.attention.gluon_hopper_tiles import KEYS
+from ropewalk.ops.attention.gluon_hopper_tiles import KEYS, ROWS
 from ropewalk.ops.attention.gluon_passes import first_row
 from ropewalk.ops.attention.gluon_shim import await_stores, gl, gluon, load_tile, mbarrier, tma_add
 from ropewalk.ops.attention.triton_sequences import (
@@ -50,17 +50,23 @@ def cut_walk(
     n_start, lengths, far_window, heads_per_key, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The walk over pairs of one kind: its lengths, which queries, and in how many steps of all heads of a key head."""
+    """The walk over pairs of one kind: its lengths, first and last query, and steps, of all heads of a key head."""
     of_pairs = lengths_of_pairs(lengths, far_window, PAIRS, WINDOWED)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
-    start, full, full_stop, stop = query_ranges(
+    start, _full, _full_stop, stop = query_ranges(
         n_start, of_pairs, QUERIES, KEYS, SIDE, WINDOWED or PAIRS == NEAR, False
     )  # fmt: skip
-    if (n_start < lengths[1]) | (n_start + KEYS > lengths[2]):  # no step but must ask which keys exist
+    return of_pairs, start, stop, (stop - start + QUERIES - 1) // QUERIES * heads_per_key
+
+
+@gluon.jit
+def whole_steps(n_start, of_pairs, QUERIES: gl.constexpr, SIDE: gl.constexpr, WINDOWED: gl.constexpr):
+    """From which step on, and up to which one, every query attends every key of a consumer, and these exist."""
+    start, full, full_stop, _stop = query_ranges(n_start, of_pairs, QUERIES, ROWS, SIDE, WINDOWED, False)
+    if (n_start < of_pairs[1]) | (n_start + ROWS > of_pairs[2]):
         full = start
         full_stop = start
-    steps = (stop - start + QUERIES - 1) // QUERIES * heads_per_key
-    return of_pairs, (start, full, full_stop, stop), steps
+    return full, full_stop
 
 
 @gluon.jit
@@ -85,12 +91,12 @@ def _load_walk(
     """Load for each step the queries, their gradients, and the numbers of their rows; returns the uses of the rings."""
     QUERIES: gl.constexpr = q.block_shape[2]
     batch, key_head, q_offset = place
-    _of_pairs, ranges, steps = cut_walk(
+    _of_pairs, start, stop, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([QUERIES // 32], [32], [1], [0])
     column = gl.arange(0, QUERIES, layout=layout)
-    m_start = ranges[0]
+    m_start = start
     member = 0
     for _step in range(steps):
         head = key_head * heads_per_key + member
@@ -105,7 +111,7 @@ def _load_walk(
         rows.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
         rows.index(2 * stage + 1).store(delta)
         mbarrier.arrive(rows_full.index(stage), count=1)
-        m_start, member = next_step(m_start, member, ranges[0], ranges[3], QUERIES)
+        m_start, member = next_step(m_start, member, start, stop, QUERIES)
         use += 1
     return use
 
@@ -152,10 +158,10 @@ def _add_walk(
     LINES_PER_ROW: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Add what each consumer has for the queries of a walk's steps."""
-    _of_pairs, ranges, steps = cut_walk(
+    _of_pairs, start, stop, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
-    m_start = ranges[0]
+    m_start = start
     member = 0
     for _step in range(steps):
         line = first_line + (member * rows_of_head + m_start) * LINES_PER_ROW
@@ -165,7 +171,7 @@ def _add_walk(
         for consumer in gl.static_range(2):
             await_others(PART_FULL + consumer, WITH_ADDER)
             tma_add(sums, [line + consumer * sums.block_shape[0], 0], parts.index(consumer))
-        m_start, member = next_step(m_start, member, ranges[0], ranges[3], QUERIES)
+        m_start, member = next_step(m_start, member, start, stop, QUERIES)
 
 
 @gluon.jit
