@@ -37,6 +37,7 @@ from ropewalk.ops.attention.gluon_hopper_tiles import (
     begin_with,
     change_keys,
     clear_missing,
+    load_table,
     own_gradients,
     store_rows,
     turn_back_keys,
@@ -281,11 +282,13 @@ def _consume(
     if weights_ptr is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, of_keys))
         grad_keys = grad_keys * gl.load(weights_ptr + feature, feature < grad_k[4], other=0.0)[None, :]
+    if table is not None:  # asked for before the stores, it comes meanwhile
+        cos, sin = load_table(table, batch, k_offset + own_start, k_offset + places, grad_keys, R, INTERLEAVED)
     own_values.store(gl.where(exists, grad_values, 0.0).to(DTYPE))
     store_rows(grad_v, own_values, batch, key_head, k_offset, own_start, places)
     grad_keys = gl.where(exists, grad_keys, 0.0)
     if table is not None:
-        grad_keys = turn_back_keys(grad_keys, table, batch, k_offset + own_start, k_offset + places, R, INTERLEAVED)
+        grad_keys = turn_back_keys(grad_keys, cos, sin, INTERLEAVED)
     own_values.store(grad_keys.to(DTYPE))
     store_rows(grad_k, own_values, batch, key_head, k_offset, own_start, places)
 

@@ -58,8 +58,9 @@ def _split_pairs(tile, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
-def _load_table(table, batch, rows, n_rows, pairs, R: gl.constexpr):
-    """cos and sin for the pairs of ROWS tokens from a first one on: 1 and 0 past the last token, and past R."""
+def load_table(table, batch, rows, n_rows, tile, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """cos and sin for the pairs of a tile's tokens, [ROWS, D / 2]: 1 and 0 past the last token, and past R."""
+    pairs, _ = _split_pairs(tile, INTERLEAVED)
     PAIRS: gl.constexpr = pairs.shape[1]
     layout: gl.constexpr = pairs.type.layout
     cos_ptr, sin_ptr, stride_batch, stride_token = table
@@ -71,28 +72,20 @@ def _load_table(table, batch, rows, n_rows, pairs, R: gl.constexpr):
 
 
 @gluon.jit
-def _turn_pairs(a, b, cos, sin, INTERLEAVED: gl.constexpr):
-    """A tile of the pairs, rotated back."""
-    FEATURES: gl.constexpr = 2 * a.shape[1]
+def turn_back_keys(tile, cos, sin, INTERLEAVED: gl.constexpr):
+    """Rotate a tile's gradients back, [ROWS, D] in float32. Half-split pairs must be those of the whole tile: R = D."""
+    FEATURES: gl.constexpr = tile.shape[1]
+    a, b = _split_pairs(tile, INTERLEAVED)
     turned = gl.join(a * cos + b * sin, b * cos - a * sin)
     if not INTERLEAVED:
         turned = gl.permute(turned, (0, 2, 1))
-    return gl.reshape(turned, [ROWS, FEATURES])
-
-
-@gluon.jit
-def turn_back_keys(tile, table, batch, rows, n_rows, R: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """Rotate a tile's gradients back, [ROWS, D] in float32. Half-split pairs must be those of the whole tile: R = D."""
-    a, b = _split_pairs(tile, INTERLEAVED)
-    cos, sin = _load_table(table, batch, rows, n_rows, a, R)
-    return _turn_pairs(a, b, cos, sin, INTERLEAVED)
+    return gl.convert_layout(gl.reshape(turned, [ROWS, FEATURES]), tile.type.layout)  # which moves nothing
 
 
 @gluon.jit
 def change_keys(tile, of_tile, table, batch, rows, n_rows, R: gl.constexpr, INTERLEAVED: gl.constexpr):
     """What `turn_back_keys` by `table` makes the same of as of `tile` by its own table, or as `tile` if it has none."""
-    a, b = _split_pairs(tile, INTERLEAVED)
-    cos, sin = _load_table(table, batch, rows, n_rows, a, R)
+    cos, sin = load_table(table, batch, rows, n_rows, tile, R, INTERLEAVED)
     square = cos * cos + sin * sin
     inverse = gl.where(square > 0, 1 / square, 0.0)
     cos *= inverse
@@ -101,10 +94,10 @@ def change_keys(tile, of_tile, table, batch, rows, n_rows, R: gl.constexpr, INTE
         by_cos = cos
         by_sin = -sin
     else:
-        own_cos, own_sin = _load_table(of_tile, batch, rows, n_rows, a, R)
+        own_cos, own_sin = load_table(of_tile, batch, rows, n_rows, tile, R, INTERLEAVED)
         by_cos = own_cos * cos + own_sin * sin
         by_sin = own_sin * cos - own_cos * sin
-    return gl.convert_layout(_turn_pairs(a, b, by_cos, by_sin, INTERLEAVED), tile.type.layout)  # moves nothing
+    return turn_back_keys(tile, by_cos, by_sin, INTERLEAVED)
 
 
 @gluon.jit
