@@ -103,15 +103,16 @@ def backward(
     )  # fmt: skip
     _launch_kernel(saved, v, grad_out, sums, (grad_k, grads_of_far[2], grad_v), delta, prepared, turns, places)
     table, width = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
-    tables_of_far = [
+    past_table, future_table = (
         None if apart else place_table(cos, sin)[0]
         for cos, sin in ((prepared.cos_past, prepared.sin_past), (prepared.cos_future, prepared.sin_future))
-    ]
+    )
     for workspace, grad in enumerate((grad_q, *grads_of_far[:2])):
         if grad is not None:
             finish_kernel[(n_tiles * heads,)](
-                sums, place(grad, rows, block, sequences), table if workspace == 0 else None, *tables_of_far,
-                grad_factor=prepared.scale, workspace=workspace, R=width, INTERLEAVED=prepared.interleaved, **of_rows,
+                sums, place(grad, rows, block, sequences), table if workspace == 0 else None, past_table,
+                future_table, grad_factor=prepared.scale, workspace=workspace, R=width,
+                INTERLEAVED=prepared.interleaved, **of_rows, num_warps=4 if future_table is None else 8,
             )  # fmt: skip
     if not turns:
         grad_q, grad_k = turn_back_all(grad_q, grad_k, grads_of_far, prepared)
