@@ -161,7 +161,6 @@ def test_what_pages_say_of_spills_is_so():
         "forward_kernel for Hopper: ALiBi, causal, D 128"
     }
     assert {key.split(": ")[1] for key, spilled in hopper.items() if spilled and "D 64" in key} == {
-        "RoPE, causal, D 64",
         "RoPE, causal, packed, D 64",
         "ALiBi, causal, D 64",
         "ExpoSB with decay, causal, D 64",

@@ -249,18 +249,6 @@ def test_keys_that_were_mapped_are_left_alone(device, scheme):
 
 
 @pytest.mark.parametrize("keys_rotated", [False, True])
-@pytest.mark.parametrize("scheme", [NoPosition(), Rope(), ExpoSB(), Rope(rotary_dim=4, interleaved=True)])
-def test_keys_may_be_mapped_alone(device, scheme, keys_rotated):
-    for queries in (3, 7):  # with tables of their own, and with those of the keys
-        q, k = torch.randn(B, H, queries, D, device=device), torch.randn(B, H, 7, D, device=device)
-        call = check_call(q, k, k, position=scheme, layout="bhtd", keys_rotated=keys_rotated)
-        result = prepare(q, k, call)
-        mapped_q, mapped_k = map_features(q, k, result, keys_alone=True)
-        assert mapped_q is q
-        assert torch.equal(mapped_k, map_features(q, k, result)[1])
-
-
-@pytest.mark.parametrize("keys_rotated", [False, True])
 def test_pages_have_a_row_of_tables_for_each_key_that_is_not_rotated_yet(device, keys_rotated):
     q, pages = torch.randn(B, H, 3, D, device=device), torch.randn(5, H, 16, D, device=device)
     call = check_call(

@@ -26,7 +26,6 @@ from ropewalk import (
     Rope,
     SelfExtend,
     T5Bias,
-    apply_rope,
     attention,
     explain_choice,
 )
@@ -35,7 +34,7 @@ from ropewalk.ops.attention.api import _ask
 from ropewalk.ops.attention.checks import as_bhtd, check_call
 from ropewalk.ops.attention.eager import load_kernels
 from ropewalk.ops.attention.prepare import prepare
-from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
+from ropewalk.testing import assert_close_to_truth
 
 triton = pytest.importorskip("triton")
 from ropewalk.ops.rope import triton_launch  # noqa: E402
@@ -318,15 +317,7 @@ CALLS = {
         "causal": True,
     },
     "rope": lambda device: {"position": Rope()},
-    "rope-causal-window": lambda device: {"position": Rope(), "causal": True, "window": 150},
-    "rope-lengths": lambda device: {"position": Rope(), "key_lengths": integers(device, TK, 130)},
-    "rope-no-keys": lambda device: {"position": Rope(), "causal": True, "key_lengths": integers(device, 0, 1)},
     "rope-interleaved": lambda device: {"position": Rope(interleaved=True, attention_factor=1.1), "causal": True},
-    "rope-some-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=24)},
-    "rope-interleaved-positions": lambda device: {
-        "position": Rope(interleaved=True),
-        "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
-    },
     "rope-partial": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=8), "causal": True},
     "rope-positions": lambda device: {
         "position": Rope(),
@@ -382,110 +373,6 @@ def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_
     tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
     for window in (None, 65):
         check_served(kernels, tensors, causal=causal, window=window)
-
-
-# Queries that the kernel rotates
-
-
-ROTATED = [
-    *("rope", "rope-causal-window", "rope-lengths", "rope-no-keys", "rope-positions", "cache", "keys-rotated"),
-    *("rope-interleaved", "rope-some-pairs", "rope-interleaved-positions", "softcap-sinks"),
-]
-
-
-@pytest.fixture
-def forward():
-    """The function that launches the forward kernel."""
-    return load_kernels("gluon")[0]
-
-
-def rotated_by_itself(q, prepared):
-    """What `apply_rope` makes of queries, by a kernel that the compiler contracts as it does the rotator."""
-    how = {"interleaved": prepared.interleaved, "rotary_offset": prepared.rotary_offset}
-    return apply_rope(q, None, prepared.cos_q, prepared.sin_q, layout="bhtd", impl="triton", **how)
-
-
-@on_hopper
-@pytest.mark.parametrize(
-    ("head_dim", "name"),
-    [
-        *((head_dim, name) for head_dim in (64, 128) for name in ROTATED),
-        *((head_dim, "rope-interleaved") for head_dim in (40, 72, 96)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_queries_that_are_kept_are_rotated_in_every_row(forward, device, head_dim, dtype, name):
-    tensors = draw(device, dtype, head_dim=head_dim)
-    prepared = prepare(*tensors[:2], check_call(*tensors, layout="bhtd", **CALLS[name](device)))
-    with poisoned_memory():
-        _, saved = forward(*tensors, prepared)
-    assert torch.equal(saved.q, rotated_by_itself(tensors[0], prepared))
-
-
-@on_hopper
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("lengths", ["equal", "different", "one", "empty"])
-def test_the_queries_of_packed_sequences_that_are_kept_are_rotated_in_every_row(
-    forward, device, lengths, head_dim, interleaved
-):
-    """Those too that belong to no sequence."""
-    tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
-    call = check_call(*tensors, layout="thd", position=Rope(interleaved=interleaved), causal=True, **starts)
-    q, k, v = (as_bhtd(x, "thd") for x in tensors)
-    prepared = prepare(q, k, call)
-    with poisoned_memory():
-        _, saved = forward(q, k, v, prepared)
-    assert torch.equal(saved.q, rotated_by_itself(q, prepared))
-
-
-@on_hopper
-@pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_is_kept_changes_nothing(forward, device, head_dim, name):
-    tensors = draw(device, queries=1000, keys=1000, head_dim=head_dim)
-    call = {key: x for key, x in CALLS[name](device).items() if not key.startswith("positions")}
-    prepared = prepare(*tensors[:2], check_call(*tensors, layout="bhtd", **call))
-    with unchanged(tensors):
-        results = [forward(*tensors, prepared, keep) for keep in (True, False)]
-    (out, saved), (same_out, same_saved) = results
-    assert torch.equal(out, same_out)
-    assert torch.equal(saved.lse, same_saved.lse)
-
-
-@on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("queries", [64, 65, 500])
-def test_tiles_without_a_walk_stand_between_others(kernels, device, queries, head_dim):
-    """And a program has more tiles than its rings have stages."""
-    q = torch.randn(40, H, queries, head_dim, device=device).bfloat16()
-    k, v = (torch.randn(40, K, 200, head_dim, device=device).bfloat16() for _ in range(2))
-    lengths = integers(device, 0, 200, 1, 0, 130).repeat(8)
-    check_served(kernels, (q, k, v), position=Rope(), key_lengths=lengths)
-
-
-@on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
-    """Those of a batch row without keys show nowhere, and those of a query only in its own row and in gradients."""
-    tensors = draw(device, head_dim=head_dim)
-    call = check_call(*tensors, position=Rope(), key_lengths=integers(device, 0, TK), layout="bhtd")
-    grad_out = torch.randn_like(tensors[0])
-
-    def run(q, k, v):
-        prepared = prepare(q, k, call)
-        out, saved = kernels.forward(q, k, v, prepared)
-        return out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]
-
-    expected = run(*tensors)
-    tensors[0][0] = torch.nan
-    assert all(kernels.is_equal(mine, clean) for mine, clean in zip(run(*tensors), expected, strict=True))
-    tensors[0][1, :, 7] = torch.nan
-    out, lse, *_ = run(*tensors)
-    assert out[1, :, 7].isnan().all()
-    for mine, clean in ((out, expected[0]), (lse, expected[1])):
-        mine[1, :, 7] = clean[1, :, 7] = 0
-        assert torch.equal(mine, clean)
 
 
 @on_hopper

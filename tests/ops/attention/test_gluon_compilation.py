@@ -60,26 +60,13 @@ FAR_CALLS = {
     "rerope-causal": {"position": ReRope(48), "causal": True},
     "self-extend": {"position": SelfExtend(48, 4)},
 }
-# Queries that the kernel rotates; some of the calls above are such too.
-ROTATED_CALLS = {
-    "rope": {"position": Rope()},
-    "rope-ragged": {"position": Rope(), "tokens": T - 1},
-    "rope-interleaved": {"position": Rope(interleaved=True), "causal": True},
-    "rope-some-pairs": {"position": Rope(interleaved=True, rotary_dim=32)},
-    "rope-softcap-sinks": {"position": Rope(), "causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
-}
-# And those that it takes rotated.
-LEFT_CALLS = {
-    "rope-partial": {"position": Rope(rotary_dim=24)},
-    "rope-offset": {"position": Rope(interleaved=True, rotary_dim=24, rotary_offset=8)},
-}
 WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def call_of(monkeypatch, head_dim, dtype, name):
     """Tensors of a call, what is prepared of it, and the launches of schedules, which what follows will add to."""
-    keywords = dict((CALLS | FAR_CALLS | ROTATED_CALLS | LEFT_CALLS)[name])
+    keywords = dict((CALLS | FAR_CALLS)[name])
     tokens, layout = keywords.pop("tokens", T), "thd" if "cu_seqlens_q" in keywords else "bthd"
     q, k, v = (torch.randn(2, tokens, heads, head_dim).to(dtype) for heads in (H, 2, 2))
     if layout == "thd":
@@ -91,14 +78,14 @@ def call_of(monkeypatch, head_dim, dtype, name):
     return (q, k, v), prepare(q, k, call), schedules
 
 
-def launch_of(monkeypatch, head_dim, dtype, name, keep=True):
+def launch_of(monkeypatch, head_dim, dtype, name):
     """What the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
     tensors, prepared, schedules = call_of(monkeypatch, head_dim, dtype, name)
     launches = []
     monkeypatch.setattr(gluon_launch, "forward_kernel", Recorder(gluon_launch.forward_kernel, launches))
     monkeypatch.setattr(gluon_launch, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(gluon_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
-    gluon_launch.forward(*tensors, prepared, keep)
+    gluon_launch.forward(*tensors, prepared)
     (launch,) = launches
     return launch, schedules
 
@@ -190,44 +177,26 @@ CASES = [
     (96, torch.bfloat16, "rope-causal"),
 ]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
-ROTATED_CASES = [
-    *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ROTATED_CALLS),
-    *((head_dim, torch.float16, "rope-interleaved") for head_dim in (64, 128)),
-    (96, torch.bfloat16, "rope-interleaved"),
-]
-UNKEPT = ["rope", "rope-causal", "rope-interleaved", "rope-ragged", "starts", "packed", "packed-causal"]
 # Bytes of registers that a thread may store, of what the compilers of Triton 3.6 and 3.7 report, by block of features.
 SPILLS = {
     (64, "ragged"): 72,
-    (64, "rope-causal"): 16,  # here and below some is the rotator's, once a tile
-    (64, "rope"): 16,
-    (64, "rope-ragged"): 84,
-    (64, "rope-interleaved"): 12,
-    (64, "rope-softcap-sinks"): 16,
     (64, "lengths"): 144,
-    (64, "starts"): 120,
-    (64, "packed"): 72,
-    (64, "packed-causal"): 180,
+    (64, "starts"): 108,
+    (64, "packed"): 60,
+    (64, "packed-causal"): 132,
     (64, "alibi"): 288,
     (64, "alibi-causal"): 376,
     (64, "decay"): 316,
     (64, "decay-causal"): 712,
     (64, "bands-decay"): 684,
-    (128, "rope-ragged"): 4,  # Triton 3.7.1 where nothing is kept
     (128, "alibi"): 4,
     (128, "alibi-causal"): 8,
 }
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "name", "keep"),
-    [
-        *((*case, True) for case in CASES + FAR_CASES + ROTATED_CASES),
-        *((head_dim, torch.bfloat16, name, False) for head_dim in (64, 128) for name in UNKEPT),
-    ],
-)
-def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name, keep):
-    (kernel, arguments, keywords), schedules = launch_of(monkeypatch, head_dim, dtype, name, keep)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
+def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    (kernel, arguments, keywords), schedules = launch_of(monkeypatch, head_dim, dtype, name)
     for schedule in schedules:
         compile_launch(*schedule, TARGETS["sm_90"])
     compiled = compile_gluon(kernel, arguments, keywords)
@@ -247,46 +216,6 @@ def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, d
     assert len(loops) == walks * consumers
     if keywords["PIN"]:
         assert min(before for before, _ in loops) >= block_n // 2  # a thread's scores, of 64 rows among 128 threads
-
-
-ROTATING = ["starts", "packed", "rope-interleaved", "rope-some-pairs"]
-NOT_ROTATING = ["plain", "alibi", "decay", "rerope-causal", "rope-partial", "rope-offset"]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ROTATING + NOT_ROTATING)
-def test_the_kernel_rotates_queries_whose_pairs_it_can(monkeypatch, name, head_dim, keep):
-    (kernel, arguments, _), _ = launch_of(monkeypatch, head_dim, torch.bfloat16, name, keep)
-    values = dict(zip(kernel.arg_names, arguments, strict=False))
-    assert (values["table"] is not None) is (name in ROTATING)
-    assert (values["rotated"] is not None) is (name in ROTATING and keep)
-
-
-def test_half_split_pairs_that_do_not_fill_the_tile_are_rotated_before(monkeypatch):
-    (kernel, arguments, _), _ = launch_of(monkeypatch, 96, torch.bfloat16, "rope-causal")
-    assert dict(zip(kernel.arg_names, arguments, strict=False))["table"] is None
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["rope", "rope-interleaved", "rope-some-pairs"])
-def test_the_rotator_moves_as_many_bytes_at_a_time_as_it_can(monkeypatch, tmp_path, name, head_dim, keep):
-    (kernel, arguments, keywords), _ = launch_of(monkeypatch, head_dim, torch.bfloat16, name, keep)
-    instructions = instructions_of(compile_gluon(kernel, arguments, keywords), tmp_path)
-    counts = {
-        wide: sum(line.startswith(wide) for line in instructions)
-        for wide in ("LDG.E.128", "LDS.128", "LDS.64", "STS.128", "STG.E.128", "STG.E.64")
-    }
-    # Two warps turn 8 rows at a time; cos and sin are in float32. Of 64 features each half is read by itself.
-    elements = 64 * head_dim // 64  # of a tile of 64 rows, for each thread
-    assert counts["LDG.E.128"] == elements // 4
-    features = 4 if head_dim == 64 and name == "rope" else 8
-    read, stored = ("LDS.64", "STG.E.64") if features == 4 else ("LDS.128", "STG.E.128")
-    assert counts[read] == elements // features
-    assert counts[stored] == (elements // features if keep else 0)
-    if features == 8:
-        assert counts["STS.128"] == elements // features
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -9,13 +9,11 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from ropewalk.ops.attention.gluon_hopper_pipeline import (
     await_turn,
     give_turn,
-    locate_queries,
+    locate_number,
     make_numbers,
     make_ring,
-    make_ring_behind,
     take_number,
 )
-from ropewalk.ops.attention.gluon_hopper_rotation import ROTATING_WARPS, rotate
 from ropewalk.ops.attention.gluon_hopper_softmax import sum_in_threads, take_softmax
 from ropewalk.ops.attention.gluon_hopper_tiles import ROWS, clear_missing, store_rows
 from ropewalk.ops.attention.gluon_shim import (
@@ -36,12 +34,14 @@ from ropewalk.ops.attention.triton_sequences import (
     PAST,
     key_ranges,
     lengths_of_pairs,
+    measure_sequence,
     side_of_pairs,
 )
 from ropewalk.ops.attention.triton_tiles import parameters_of_head
 
 # What differs from call to call, and must not make another binary.
 _UNSPECIALISED = (
+    "out",
     "sequences",
     "parameters",
     "window",
@@ -55,6 +55,21 @@ _UNSPECIALISED = (
     "n_keys",
     "total",
 )
+
+
+@gluon.jit
+def _locate(
+    number, sequences, bounds, window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys,
+    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Where the tile of a number lies, and what lengths its sequence has."""
+    tile, batch, head, sequence = locate_number(
+        number, sequences, n_tiles, n_rows, n_heads, heads_together, CAUSAL
+    )  # fmt: skip
+    q_offset, k_offset, queries, first_key, keys, _places, tokens_apart = measure_sequence(
+        sequence, sequences, bounds, n_queries, n_keys
+    )  # fmt: skip
+    return batch, head, q_offset, k_offset, tile * BLOCK_M, (queries, first_key, keys, tokens_apart, window)
 
 
 @gluon.jit
@@ -77,23 +92,18 @@ def _cut_walk(
 @gluon.jit
 def _load_walk(
     uses, q, k, v, q_ring, k_ring, v_ring, place, m_start, lengths, far_window, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROTATES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    PAIRS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Load queries, unless the rotator does, and keys one tile ahead of values, from the last tile back.
-
-    Returns the uses of the rings.
-    """
+    """Load queries, and keys one tile ahead of values, from the last tile back; returns the uses of the rings."""
     q_use, use = uses
     batch, head, key_head, q_offset, k_offset = place
     _of_pairs, start, steps = _cut_walk(
         m_start, lengths, far_window, CONSUMERS * ROWS, BLOCK_N, CAUSAL, WINDOWED, PACKED, PAIRS
     )  # fmt: skip
     if steps > 0:
-        if not ROTATES:
-            for consumer in gl.static_range(CONSUMERS):
-                q_ring.fill(q_use, q, [batch, head, q_offset + m_start + consumer * ROWS, 0])
-                q_use += 1
+        for consumer in gl.static_range(CONSUMERS):
+            q_ring.fill(q_use, q, [batch, head, q_offset + m_start + consumer * ROWS, 0])
+            q_use += 1
         first = k_offset + start
         k_ring.fill(use, k, [batch, key_head, first + (steps - 1) * BLOCK_N, 0])
         for step in range(1, steps):
@@ -109,7 +119,7 @@ def _load_walk(
 def _produce(
     q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds, window,
     far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys, total,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, ROTATES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Take numbers, and load what the consumers need for each."""
     PACKED: gl.constexpr = sequences is not None
@@ -117,16 +127,11 @@ def _produce(
     q_use = 0
     use = 0
     number = gl.program_id(0)
-    if ROTATES:
-        numbers.publish(0, number)
     while number < total:
-        if not ROTATES:
-            numbers.publish(tiles_done, number)
+        numbers.publish(tiles_done, number)
         tiles_done += 1
         next_number = take_number(counter_ptr, total)
-        if ROTATES:  # a tile ahead, so that the rotator is
-            numbers.publish(tiles_done, next_number)
-        batch, head, q_offset, k_offset, m_start, lengths = locate_queries(
+        batch, head, q_offset, k_offset, m_start, lengths = _locate(
             number, sequences, bounds, window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys,
             CONSUMERS * ROWS, CAUSAL,
         )  # fmt: skip
@@ -134,20 +139,19 @@ def _produce(
         if far_window is not None:
             q_use, use = _load_walk(
                 (q_use, use), past, far_keys, v, q_ring, k_ring, v_ring, place, m_start, lengths, far_window, CONSUMERS,
-                BLOCK_N, ROTATES, CAUSAL, WINDOWED, PACKED, FAR_PAST,
+                BLOCK_N, CAUSAL, WINDOWED, PACKED, FAR_PAST,
             )  # fmt: skip
             if future is not None:
                 q_use, use = _load_walk(
                     (q_use, use), future, far_keys, v, q_ring, k_ring, v_ring, place, m_start, lengths, far_window,
-                    CONSUMERS, BLOCK_N, ROTATES, CAUSAL, WINDOWED, PACKED, FAR_FUTURE,
+                    CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, PACKED, FAR_FUTURE,
                 )  # fmt: skip
         q_use, use = _load_walk(
             (q_use, use), q, k, v, q_ring, k_ring, v_ring, place, m_start, lengths, far_window, CONSUMERS, BLOCK_N,
-            ROTATES, CAUSAL, WINDOWED, PACKED, EVERY_PAIR if far_window is None else NEAR,
+            CAUSAL, WINDOWED, PACKED, EVERY_PAIR if far_window is None else NEAR,
         )  # fmt: skip
         number = next_number
-    if not ROTATES:
-        numbers.publish(tiles_done, total)
+    numbers.publish(tiles_done, total)
 
 
 @gluon.jit
@@ -156,7 +160,7 @@ def _attend_walk(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr, PACKED: gl.constexpr,
     PAIRS: gl.constexpr, EDGES: gl.constexpr, SCORE: gl.constexpr, SOFTCAP: gl.constexpr, PIN: gl.constexpr,
-    EARLY: gl.constexpr, TURNS: gl.constexpr, ROTATES: gl.constexpr,
+    EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Add the keys of a walk to a tile's running output, maximum and sums in threads; returns the uses of rings too."""
     sums, row_max, row_sum = state
@@ -236,11 +240,6 @@ def _attend_walk(
         sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
         v_ring.release(use)
         use += 1
-    elif ROTATES:  # noqa: SIM102 - queries that attend nothing are rotated too
-        if tile_start < lengths[0]:
-            q_ring.await_tile(q_use)
-            q_ring.release(q_use)
-            q_use += CONSUMERS
     return (sums, row_max, row_sum), (q_use, use)
 
 
@@ -250,7 +249,7 @@ def _consume(
     factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys, total,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, FUTURE_TOO: gl.constexpr, EDGES: gl.constexpr, SCORE: gl.constexpr, SOFTCAP: gl.constexpr,
-    PIN: gl.constexpr, EARLY: gl.constexpr, TURNS: gl.constexpr, ROTATES: gl.constexpr,
+    PIN: gl.constexpr, EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Attend with ROWS queries of each number's tile."""
     BLOCK_D: gl.constexpr = out_tiles.shape[4]
@@ -267,7 +266,7 @@ def _consume(
         give_turn(CONSUMER, CONSUMERS)
     number = numbers.receive(tiles_done)
     while number < total:
-        batch, head, q_offset, _k_offset, tile_start, lengths = locate_queries(
+        batch, head, q_offset, _k_offset, tile_start, lengths = _locate(
             number, sequences, bounds, window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys,
             CONSUMERS * ROWS, CAUSAL,
         )  # fmt: skip
@@ -286,18 +285,18 @@ def _consume(
             state, uses = _attend_walk(
                 state, uses, q_ring, k_ring, v_ring, tile_start, m, lengths, far_window, scale, softcap, factor,
                 parameters_ptr, CONSUMER, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED,
-                FAR_PAST, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS, ROTATES,
+                FAR_PAST, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS,
             )  # fmt: skip
             if FUTURE_TOO:
                 state, uses = _attend_walk(
                     state, uses, q_ring, k_ring, v_ring, tile_start, m, lengths, far_window, scale, softcap, factor,
                     parameters_ptr, CONSUMER, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED,
-                    FAR_FUTURE, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS, ROTATES,
+                    FAR_FUTURE, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS,
                 )  # fmt: skip
         state, uses = _attend_walk(
             state, uses, q_ring, k_ring, v_ring, tile_start, m, lengths, far_window, scale, softcap, factor,
             parameters_ptr, CONSUMER, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED,
-            EVERY_PAIR if far_window is None else NEAR, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS, ROTATES,
+            EVERY_PAIR if far_window is None else NEAR, EDGES, SCORE, SOFTCAP, PIN, EARLY, TURNS,
         )  # fmt: skip
         sums, row_max, row_sum = state
         total_of_row = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
@@ -321,15 +320,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
 def forward_kernel(
-    q,  # descriptors of (B, H, Tq, D), for tiles of ROWS; features mapped already, as those of k, if there is no table
+    q,  # descriptors of (B, H, Tq, D), for tiles of ROWS; features mapped already, as those of k
     k,  # (B, K, Tk, D), for tiles of BLOCK_N
     v,  # (B, K, Tk, Dv), likewise
     past,  # of queries as they meet far keys behind them, like q; or None
     future,  # of queries as they meet far keys ahead, like q; or None
     far_keys,  # like k; or None
     out,  # like q, (B, H, Tq, Dv); of a packed batch a pointer, the strides of batch, head and token, and Dv
-    table,  # of the queries: cos, sin, and the strides of batch and token; None: they are not rotated here
-    rotated,  # where they are stored then: a pointer, the strides of batch, head and token, and D; None: nowhere
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
     counter_ptr,  # zero, and zero afterwards: how many numbers have been taken
     sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None
@@ -353,7 +350,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
-    OTHER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     EDGES: gl.constexpr,  # whether there may be keys in a tile that a query does not attend
@@ -362,41 +359,64 @@ def forward_kernel(
     PIN: gl.constexpr,
     EARLY: gl.constexpr,
     TURNS: gl.constexpr,  # whether consumers issue their products in turn
-    R: gl.constexpr,  # how many features are rotated
-    INTERLEAVED: gl.constexpr,
 ):
     """Attend with tiles of CONSUMERS · ROWS queries of one head each, one after another."""
-    ROTATES: gl.constexpr = table is not None
-    q_ring = make_ring(q, CONSUMERS * (2 if ROTATES else 1), 1)
-    raw_ring = q_ring
-    if ROTATES:  # consumers have one tile each in it, and the rotator another
-        q_ring = make_ring_behind(raw_ring)
+    q_ring = make_ring(q, CONSUMERS, 1)
     k_ring = make_ring(k, STAGES, CONSUMERS)
     v_ring = make_ring(v, STAGES, CONSUMERS)
     out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, q.block_shape[3]], q.layout)
-    numbers = make_numbers(CONSUMERS + ROTATES)
-    OTHERS: gl.constexpr = CONSUMERS - 1  # consumers but the first
-    gl.warp_specialize(
-        [
-            (_consume, (
-                out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                n_keys, total, role, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                PIN, EARLY, TURNS, ROTATES,
-            ))
-            if role < CONSUMERS else
-            (_produce, (
-                q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
-                window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys, total,
-                CONSUMERS, BLOCK_N, ROTATES, CAUSAL, WINDOWED,
-            ))
-            if role == CONSUMERS else
-            (rotate, (
-                q, rotated, table, numbers, raw_ring, q_ring, sequences, bounds, window, n_tiles, n_rows, n_heads,
-                heads_together, n_queries, n_keys, total, CONSUMERS, R, INTERLEAVED, CAUSAL,
-            ))
-            for role in (0, 1, 2, 3, 4)[:CONSUMERS + 1 + ROTATES]
-        ],
-        [4] * OTHERS + [1] + [ROTATING_WARPS] * ROTATES,
-        [CONSUMER_REGISTERS] * OTHERS + [OTHER_REGISTERS] * (1 + ROTATES),
-    )  # fmt: skip
+    numbers = make_numbers(CONSUMERS)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                    n_keys, total, 0, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                    PIN, EARLY, TURNS,
+                )),
+                (_consume, (
+                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                    n_keys, total, 1, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                    PIN, EARLY, TURNS,
+                )),
+                (_produce, (
+                    q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
+                    window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys,
+                    total, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                    n_keys, total, 0, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                    PIN, EARLY, TURNS,
+                )),
+                (_consume, (
+                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                    n_keys, total, 1, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                    PIN, EARLY, TURNS,
+                )),
+                (_consume, (
+                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                    n_keys, total, 2, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                    PIN, EARLY, TURNS,
+                )),
+                (_produce, (
+                    q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
+                    window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys,
+                    total, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -1,9 +1,8 @@
 """The pipeline of attention on Hopper: rings of tiles in shared memory, and the numbers of tiles that programs take.
 
-A program has one producer, a warp that loads, and consumers, groups of four warps that compute; where the forward
-rotates queries it has a rotator too, two warps. The forward's programs stay: as many start as the GPU runs at a time,
-and each takes one tile of queries after another, by a number, until all are taken. In the backward a program's own
-number says its one tile.
+A program has one producer, a warp that loads, and consumers, groups of four warps that compute. The forward's programs
+stay: as many start as the GPU runs at a time, and each takes one tile of queries after another, by a number, until all
+are taken. In the backward a program's own number says its one tile.
 """
 
 # No `from __future__ import annotations`: an aggregate's annotations must be the classes themselves.
@@ -12,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.gluon_shim import aggregate, gl, gluon, load_tile, mbarrier
-from ropewalk.ops.attention.triton_sequences import measure_sequence
 
 
 @aggregate
@@ -62,11 +60,6 @@ class Ring:
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
     @gluon.jit
-    def hand_over(self, use):
-        """Say that a tile has come; for who changes it before it is read."""
-        mbarrier.arrive(self.full.index(use % self.stages), count=1)
-
-    @gluon.jit
     def release(self, use):
         """Say that a consumer has read a tile."""
         mbarrier.arrive(self.empty.index(use % self.stages), count=1)
@@ -86,18 +79,9 @@ def make_ring(descriptor, STAGES: gl.constexpr, READERS: gl.constexpr):
     return Ring(tiles, full, empty, STAGES)
 
 
-@gluon.jit
-def make_ring_behind(ring):
-    """A ring of the same tiles, for those who read them when somebody has changed them and handed them over."""
-    full = gl.allocate_shared_memory(gl.int64, [ring.stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(ring.stages):
-        mbarrier.init(full.index(stage), count=1)
-    return Ring(ring.tiles, full, ring.empty, ring.stages)
-
-
 @aggregate
 class Numbers:
-    """The numbers of the tiles that a program takes, from its producer to its other roles: a ring of two."""
+    """The numbers of the tiles that a program takes, from its producer to its consumers: a ring of two."""
 
     numbers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -111,7 +95,7 @@ class Numbers:
 
     @gluon.jit
     def publish(self, use, number):
-        """Tell the others the next number; for the producer."""
+        """Tell the consumers the next number; for the producer."""
         mbarrier.wait(self.empty.index(use % 2), (use // 2 & 1) ^ 1)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.numbers.index(use % 2).store(gl.full([1], number, gl.int32, layout))
@@ -119,7 +103,7 @@ class Numbers:
 
     @gluon.jit
     def receive(self, use):
-        """The next number; for the others."""
+        """The next number; for consumers."""
         mbarrier.wait(self.full.index(use % 2), use // 2 & 1)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         number = gl.max(self.numbers.index(use % 2).load(layout), 0)
@@ -128,14 +112,14 @@ class Numbers:
 
 
 @gluon.jit
-def make_numbers(READERS: gl.constexpr):
-    """A ring of numbers that so many roles receive."""
+def make_numbers(CONSUMERS: gl.constexpr):
+    """A ring of numbers that so many consumers receive."""
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     return Numbers(numbers, full, empty)
 
 
@@ -215,18 +199,3 @@ def locate_number(number, sequences, n_tiles, n_rows, n_heads, heads_together, L
         batch = 0
         head = number % n_heads
     return tile, batch, head, sequence
-
-
-@gluon.jit
-def locate_queries(
-    number, sequences, bounds, window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys,
-    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Where the tile of a number lies, and what lengths its sequence has."""
-    tile, batch, head, sequence = locate_number(
-        number, sequences, n_tiles, n_rows, n_heads, heads_together, CAUSAL
-    )  # fmt: skip
-    q_offset, k_offset, queries, first_key, keys, _places, tokens_apart = measure_sequence(
-        sequence, sequences, bounds, n_queries, n_keys
-    )  # fmt: skip
-    return batch, head, q_offset, k_offset, tile * BLOCK_M, (queries, first_key, keys, tokens_apart, window)

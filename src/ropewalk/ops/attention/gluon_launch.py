@@ -15,9 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ropewalk.ops.attention.gluon_hopper_forward import forward_kernel
 from ropewalk.ops.attention.gluon_hopper_tiles import ROWS
-from ropewalk.ops.attention.prepare import FarFeatures, Prepared, empty_aligned
-from ropewalk.ops.attention.triton_arguments import place_table, score_functions
-from ropewalk.ops.attention.triton_configuration import Features
+from ropewalk.ops.attention.prepare import FarFeatures, Prepared
+from ropewalk.ops.attention.triton_arguments import score_functions
 from ropewalk.ops.attention.triton_launch import (
     Saved,
     begin_forward,
@@ -25,7 +24,6 @@ from ropewalk.ops.attention.triton_launch import (
     on_its_device,
     schedule_tiles,
     strides_of_tiles,
-    turns_in_registers,
 )
 
 CACHED_BYTES = 24 << 20  # of what programs read, or add to, at a time: half of the cache
@@ -39,7 +37,7 @@ class Configuration(NamedTuple):
     BLOCK_N: int
     STAGES: int
     CONSUMER_REGISTERS: int
-    OTHER_REGISTERS: int
+    PRODUCER_REGISTERS: int
     PIN: bool
     EARLY: bool
     TURNS: bool
@@ -57,8 +55,6 @@ FORWARD = {
     (128, False): Configuration(2, 128, 2, 232, 40, PIN=False, EARLY=True, TURNS=False),
     (128, True): Configuration(2, 128, 2, 232, 40, PIN=True, EARLY=False, TURNS=True),
 }
-# Of consumers and of the others, where the kernel rotates queries: at D 128 consumers need 192, and the rotator 75.
-ROTATING_REGISTERS = {64: (160, 32), 128: (200, 104)}
 
 
 def block_of_features(head_dim: int, v_head_dim: int) -> int:
@@ -71,20 +67,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, keep: bool = True, far: FarFeatures | None = None
 ) -> tuple[Tensor, Saved]:
     """Attend, as `triton_launch.forward` does, which has the same arguments and results."""
-    block = block_of_features(q.shape[3], v.shape[3])
-    rotates = rotates_queries(prepared, q.shape[3], block)
-    out, v, saved, is_empty = begin_forward(q, k, v, prepared, far, keys_alone=rotates)
+    out, v, saved, is_empty = begin_forward(q, k, v, prepared, far)
     if is_empty:
         return out, saved
     q, k, lse, past, future, far_keys = saved
-    batch, heads, queries, _ = q.shape
+    batch, heads, queries, head_dim = q.shape
+    block = block_of_features(head_dim, v.shape[3])
     configuration = FORWARD[block, prepared.causal]
-    table, width = place_table(prepared.cos_q, prepared.sin_q) if rotates else (None, 0)
-    if rotates:
-        consumers, others = ROTATING_REGISTERS[block]
-        configuration = configuration._replace(CONSUMER_REGISTERS=consumers, OTHER_REGISTERS=others)
-        if keep:
-            saved = saved._replace(q=empty_aligned(q))
     rows, block_n = ROWS.value, configuration.BLOCK_N
     functions = score_functions(prepared)
     sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, configuration.rows)
@@ -97,27 +86,16 @@ def forward(
         None if past is None else described(past, rows, block),
         None if future is None else described(future, rows, block),
         None if far_keys is None else described(far_keys, block_n, block),
-        described(out, rows, block) if sequences is None else rows_of(out), table,
-        rows_of(saved.q) if rotates and keep else None, lse, counter_of(q.device),
+        described(out, rows, block) if sequences is None else rows_of(out), lse, counter_of(q.device),
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
         **{name: conditions[name] for name in CONDITIONS},
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * heads, n_heads=heads,
         heads_per_key=heads // k.shape[1], heads_together=_heads_together(heads, k, v, far_keys), n_queries=queries,
         n_keys=k.shape[2], total=total, CAUSAL=prepared.causal, WINDOWED=prepared.window is not None, EDGES=not whole,
         SCORE=None if functions is None else functions.score, SOFTCAP=prepared.softcap is not None,
-        R=width, INTERLEAVED=rotates and prepared.interleaved, **configuration._asdict(), num_warps=4,
+        **configuration._asdict(), num_warps=4,
     )  # fmt: skip
     return out, saved
-
-
-def rotates_queries(prepared: Prepared, head_dim: int, block: int) -> bool:
-    """Whether the kernel rotates the queries itself: pairs in one thread, with scores that no scheme changes.
-
-    Changed scores need the registers that the rotator takes from consumers.
-    """
-    if prepared.cos_q is None or prepared.far_window is not None or prepared.score is not None:
-        return False
-    return turns_in_registers(prepared, head_dim, Features(block, 1, block))
 
 
 def described(x: Tensor, rows: int, block: int) -> TensorDescriptor:

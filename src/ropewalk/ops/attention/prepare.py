@@ -133,22 +133,21 @@ def prepare(q: Tensor, k: Tensor, call: Call) -> Prepared:
     )
 
 
-def map_features(q: Tensor, k: Tensor, prepared: Prepared, keys_alone: bool = False) -> tuple[Tensor, Tensor]:
+def map_features(q: Tensor, k: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
     """Do to q and k what the scheme does to features; what weighs them, to k alone. Differentiable.
 
-    k comes back as it is where it was mapped before, and q where only k is asked for. k does not lie in pages.
+    k comes back as it is where it was mapped before. It does not lie in pages.
     """
     cos_q, sin_q, cos_k, sin_k, weights, interleaved, offset, *_ = prepared
     if cos_q is None or sin_q is None:
         return q, k
     how: dict[str, Any] = {"layout": "bhtd", "interleaved": interleaved, "rotary_offset": offset}
-    if not keys_alone and cos_q is cos_k:
+    if cos_k is None or sin_k is None:
+        return apply_rope(q, None, cos_q, sin_q, **how), k
+    if cos_q is cos_k:
         q, k = apply_rope(q, k, cos_q, sin_q, **how)
     else:
-        q = q if keys_alone else apply_rope(q, None, cos_q, sin_q, **how)
-        if cos_k is None or sin_k is None:
-            return q, k
-        k = apply_rope(k, None, cos_k, sin_k, **how)
+        q, k = apply_rope(q, None, cos_q, sin_q, **how), apply_rope(k, None, cos_k, sin_k, **how)
     return q, k if weights is None else k.mul_(weights)  # it is ours by now
 
 

@@ -121,15 +121,12 @@ NOTHING_FAR = (None, None, None)
 
 
 def begin_forward(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, far: FarFeatures | None, keys_alone: bool = False
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, far: FarFeatures | None
 ) -> tuple[Tensor, Tensor, Saved, bool]:
-    """What comes before the kernel: memory for the output, v, what is saved, and whether nothing is left to do.
-
-    Of keys alone the features are mapped where the kernel maps those of queries.
-    """
+    """What comes before the kernel: memory for the output, v, what is saved, and whether nothing is left to do."""
     out = empty_output(q, v.shape[3])
     far = map_far_features(q, k, prepared) if far is None else far
-    q, k = (aligned(x) for x in map_features(q, k, prepared, keys_alone))
+    q, k = (aligned(x) for x in map_features(q, k, prepared))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NOTHING_FAR))
     if lse.numel() and k.shape[2]:
