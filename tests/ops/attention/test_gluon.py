@@ -234,7 +234,9 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert [choice.choose(ask(**call), None) for call in calls] == ["sdpa", "triton", "triton"]
     assert [choice.choose(ask(**call), "gluon") for call in calls] == ["gluon"] * 3
     long = draw("cpu", queries=1024, keys=2048)
-    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "triton", "triton"]
+    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "gluon", "triton"]
+    longer = draw("cpu", queries=4096, keys=4096, heads=1, key_heads=1)
+    assert choice.choose(ask(longer, **calls[2]), None) == "gluon"
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert choice.choose(ask(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1]), None) == "gluon"
@@ -317,7 +319,15 @@ CALLS = {
         "causal": True,
     },
     "rope": lambda device: {"position": Rope()},
+    "rope-causal-window": lambda device: {"position": Rope(), "causal": True, "window": 150},
+    "rope-lengths": lambda device: {"position": Rope(), "key_lengths": integers(device, TK, 130)},
+    "rope-no-keys": lambda device: {"position": Rope(), "causal": True, "key_lengths": integers(device, 0, 1)},
     "rope-interleaved": lambda device: {"position": Rope(interleaved=True, attention_factor=1.1), "causal": True},
+    "rope-some-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=24)},
+    "rope-interleaved-positions": lambda device: {
+        "position": Rope(interleaved=True),
+        "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
+    },
     "rope-partial": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=8), "causal": True},
     "rope-positions": lambda device: {
         "position": Rope(),
@@ -373,6 +383,41 @@ def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_
     tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
     for window in (None, 65):
         check_served(kernels, tensors, causal=causal, window=window)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries", [64, 65, 500])
+def test_tiles_without_a_walk_stand_between_others(kernels, device, queries, head_dim):
+    """And a program has more tiles than its rings have stages."""
+    q = torch.randn(40, H, queries, head_dim, device=device).bfloat16()
+    k, v = (torch.randn(40, K, 200, head_dim, device=device).bfloat16() for _ in range(2))
+    lengths = integers(device, 0, 200, 1, 0, 130).repeat(8)
+    check_served(kernels, (q, k, v), position=Rope(), key_lengths=lengths)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
+    """Those of a batch row without keys show nowhere, and those of a query only in its own row and in gradients."""
+    tensors = draw(device, head_dim=head_dim)
+    call = check_call(*tensors, position=Rope(), key_lengths=integers(device, 0, TK), layout="bhtd")
+    grad_out = torch.randn_like(tensors[0])
+
+    def run(q, k, v):
+        prepared = prepare(q, k, call)
+        out, saved = kernels.forward(q, k, v, prepared)
+        return out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]
+
+    expected = run(*tensors)
+    tensors[0][0] = torch.nan
+    assert all(kernels.is_equal(mine, clean) for mine, clean in zip(run(*tensors), expected, strict=True))
+    tensors[0][1, :, 7] = torch.nan
+    out, lse, *_ = run(*tensors)
+    assert out[1, :, 7].isnan().all()
+    for mine, clean in ((out, expected[0]), (lse, expected[1])):
+        mine[1, :, 7] = clean[1, :, 7] = 0
+        assert torch.equal(mine, clean)
 
 
 @on_hopper

@@ -366,24 +366,21 @@ def backward_kernel(
             (_consume, (
                 grad_k, grad_far, grad_v, weights_ptr, table, far_table, q_ring, out_ring, rows, rows_full, keys, far,
                 values, keys_full, gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor,
-                window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, 0,
-                QUERIES, APART, R, INTERLEAVED, CAUSAL, WINDOWED, FUTURE_TOO, EDGES, SCORE, ADJOINT, SOFTCAP,
-            )),
-            (_consume, (
-                grad_k, grad_far, grad_v, weights_ptr, table, far_table, q_ring, out_ring, rows, rows_full, keys, far,
-                values, keys_full, gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor,
-                window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, 1,
-                QUERIES, APART, R, INTERLEAVED, CAUSAL, WINDOWED, FUTURE_TOO, EDGES, SCORE, ADJOINT, SOFTCAP,
-            )),
+                window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
+                role, QUERIES, APART, R, INTERLEAVED, CAUSAL, WINDOWED, FUTURE_TOO, EDGES, SCORE, ADJOINT, SOFTCAP,
+            ))
+            if role < 2 else
             (produce, (
                 q, k, v, past, future, far_keys, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, keys,
                 far, values, keys_full, sequences, bounds, window, far_window, n_tiles, n_rows, n_key_heads,
                 heads_per_key, heads_together, n_queries, n_keys, CAUSAL, WINDOWED,
-            )),
+            ))
+            if role == 2 else
             (add, (
                 sums, parts, rows_of_head, sequences, bounds, window, far_window, n_tiles, n_rows, n_key_heads,
                 heads_per_key, heads_together, n_queries, n_keys, QUERIES, BLOCK_D, CAUSAL, WINDOWED, FUTURE_TOO,
-            )),
+            ))
+            for role in (0, 1, 2, 3)
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],

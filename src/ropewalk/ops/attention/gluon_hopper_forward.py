@@ -41,7 +41,6 @@ from ropewalk.ops.attention.triton_tiles import parameters_of_head
 
 # What differs from call to call, and must not make another binary.
 _UNSPECIALISED = (
-    "out",
     "sequences",
     "parameters",
     "window",
@@ -366,57 +365,23 @@ def forward_kernel(
     v_ring = make_ring(v, STAGES, CONSUMERS)
     out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, q.block_shape[3]], q.layout)
     numbers = make_numbers(CONSUMERS)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                    n_keys, total, 0, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                    PIN, EARLY, TURNS,
-                )),
-                (_consume, (
-                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                    n_keys, total, 1, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                    PIN, EARLY, TURNS,
-                )),
-                (_produce, (
-                    q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
-                    window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys,
-                    total, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED,
-                )),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                    n_keys, total, 0, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                    PIN, EARLY, TURNS,
-                )),
-                (_consume, (
-                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                    n_keys, total, 1, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                    PIN, EARLY, TURNS,
-                )),
-                (_consume, (
-                    out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
-                    scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
-                    n_keys, total, 2, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
-                    PIN, EARLY, TURNS,
-                )),
-                (_produce, (
-                    q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
-                    window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys,
-                    total, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED,
-                )),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    OTHERS: gl.constexpr = CONSUMERS - 1  # consumers but the first
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out, lse_ptr, numbers, q_ring, k_ring, v_ring, out_tiles, sequences, bounds, parameters, sinks_ptr,
+                scale, softcap, factor, window, far_window, n_tiles, n_rows, n_heads, heads_together, n_queries,
+                n_keys, total, role, CONSUMERS, BLOCK_N, CAUSAL, WINDOWED, future is not None, EDGES, SCORE, SOFTCAP,
+                PIN, EARLY, TURNS,
+            ))
+            if role < CONSUMERS else
+            (_produce, (
+                q, k, v, past, future, far_keys, counter_ptr, numbers, q_ring, k_ring, v_ring, sequences, bounds,
+                window, far_window, n_tiles, n_rows, n_heads, heads_per_key, heads_together, n_queries, n_keys, total,
+                CONSUMERS, BLOCK_N, CAUSAL, WINDOWED,
+            ))
+            for role in (0, 1, 2, 3)[:CONSUMERS + 1]
+        ],
+        [4] * OTHERS + [1],
+        [CONSUMER_REGISTERS] * OTHERS + [PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -55,6 +55,8 @@ FORWARD = {
     (128, False): Configuration(2, 128, 2, 232, 40, PIN=False, EARLY=True, TURNS=False),
     (128, True): Configuration(2, 128, 2, 232, 40, PIN=True, EARLY=False, TURNS=True),
 }
+# Of 64 features where a scheme changes scores, which takes more registers than three consumers have.
+CHANGED = Configuration(2, 128, 2, 240, 24, PIN=False, EARLY=True, TURNS=True)
 
 
 def block_of_features(head_dim: int, v_head_dim: int) -> int:
@@ -73,9 +75,9 @@ def forward(
     q, k, lse, past, future, far_keys = saved
     batch, heads, queries, head_dim = q.shape
     block = block_of_features(head_dim, v.shape[3])
-    configuration = FORWARD[block, prepared.causal]
-    rows, block_n = ROWS.value, configuration.BLOCK_N
     functions = score_functions(prepared)
+    configuration = FORWARD[block, prepared.causal] if functions is None or block == 128 else CHANGED
+    rows, block_n = ROWS.value, configuration.BLOCK_N
     sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, configuration.rows)
     total = n_tiles * heads
     conditions = conditions_of(prepared, functions)
