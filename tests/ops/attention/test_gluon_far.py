@@ -1,4 +1,7 @@
-"""The Gluon kernels of attention where pairs of tokens that are far apart have another encoding: on a GPU."""
+"""The Gluon forward of attention where pairs of tokens that are far apart have another encoding: on a GPU.
+
+Its results go to the Triton kernels' backward.
+"""
 
 from __future__ import annotations
 

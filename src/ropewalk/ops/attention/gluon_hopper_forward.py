@@ -76,16 +76,16 @@ def _cut_walk(
     m_start, lengths, far_window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, PACKED: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The walk over pairs of one kind: its lengths, its first key, and how many tiles it has."""
+    """The walk over pairs of one kind: its lengths, its first key, its middle range, and how many tiles it has."""
     of_pairs = lengths_of_pairs(lengths, far_window, PAIRS, WINDOWED)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
-    start, _full, _full_stop, stop = key_ranges(
+    start, full, full_stop, stop = key_ranges(
         m_start, of_pairs, BLOCK_M, BLOCK_N, SIDE, WINDOWED or PAIRS == NEAR, False
     )  # fmt: skip
     steps = (stop - start + BLOCK_N - 1) // BLOCK_N
     if PACKED:
         steps = gl.where(m_start < lengths[0], steps, 0)  # the schedule has room for more tiles than there are
-    return of_pairs, start, steps
+    return of_pairs, start, full, full_stop, steps
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def _load_walk(
     """Load queries, and keys one tile ahead of values, from the last tile back; returns the uses of the rings."""
     q_use, use = uses
     batch, head, key_head, q_offset, k_offset = place
-    _of_pairs, start, steps = _cut_walk(
+    _of_pairs, start, _full, _full_stop, steps = _cut_walk(
         m_start, lengths, far_window, CONSUMERS * ROWS, BLOCK_N, CAUSAL, WINDOWED, PACKED, PAIRS
     )  # fmt: skip
     if steps > 0:
@@ -170,12 +170,8 @@ def _attend_walk(
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
     WINDOWED_PAIRS: gl.constexpr = WINDOWED or PAIRS == NEAR
-    of_pairs, start, steps = _cut_walk(
+    of_pairs, start, full, full_stop, steps = _cut_walk(
         tile_start, lengths, far_window, CONSUMERS * ROWS, BLOCK_N, CAUSAL, WINDOWED, PACKED, PAIRS
-    )  # fmt: skip
-    # Of the tile's keys those that all of this consumer's rows attend: they are more than all rows of the tile do.
-    _start, full, full_stop, _stop = key_ranges(
-        tile_start + CONSUMER * ROWS, of_pairs, ROWS, BLOCK_N, SIDE, WINDOWED_PAIRS, False
     )  # fmt: skip
     if steps > 0:
         q_ring.await_tile(q_use)
