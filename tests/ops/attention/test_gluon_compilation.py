@@ -184,11 +184,6 @@ SPILLS = {
     (64, "starts"): 108,
     (64, "packed"): 60,
     (64, "packed-causal"): 132,
-    (64, "alibi"): 288,
-    (64, "alibi-causal"): 376,
-    (64, "decay"): 316,
-    (64, "decay-causal"): 712,
-    (64, "bands-decay"): 684,
     (128, "alibi"): 4,
     (128, "alibi-causal"): 8,
 }
