@@ -13,7 +13,7 @@ from test_rerope import ROUNDINGS, by, in_dtype, value_and_grads
 from test_rerope import draw as draw_pairs
 from torch import Tensor
 
-from ropewalk import ReRope, Rope, SelfExtend, attention, torch_attention
+from ropewalk import ReRope, Rope, SelfExtend, torch_attention
 from ropewalk.ops.attention.checks import check_call
 from ropewalk.ops.attention.prepare import prepare
 from ropewalk.testing import assert_close_to_truth
@@ -134,28 +134,3 @@ def test_the_operator_is_what_its_schema_says(device, causal):
     arguments = (*tensors, None, None, None, True, "gluon", *prepare(*tensors[:2], call))
     arguments = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments]
     torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(arguments))
-
-
-def test_a_graph_replays_forward_and_backward(device):
-    tensors = [x.requires_grad_() for x in draw(device, queries=TK)]
-    weights = torch.randn_like(tensors[0])
-
-    def step() -> tuple[Tensor, ...]:
-        out = attention(*tensors, position=ReRope(70), causal=True, layout="bhtd", impl="gluon")
-        return out, *torch.autograd.grad((out * weights).sum(), tensors)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            for x in (*tensors, weights):
-                x.copy_(torch.randn_like(x))
-        graph.replay()
-        for mine, expected in zip(captured, step(), strict=True):
-            torch.testing.assert_close(mine, expected)
