@@ -5,34 +5,46 @@ Its results go to the Triton kernels' backward.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_far_kernels import CAUSAL, SCHEMES, Jump
-from test_gluon import LENGTHS, TK, check_served, draw, integers, kernels, on_hopper, pack  # noqa: F401
+from test_gluon import LENGTHS, TK, check_served, draw, integers, on_hopper, pack
 from test_rerope import ROUNDINGS, by, in_dtype, value_and_grads
 from test_rerope import draw as draw_pairs
 from torch import Tensor
 
 from ropewalk import ReRope, Rope, SelfExtend, torch_attention
 from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention.eager import load_kernels
 from ropewalk.ops.attention.prepare import prepare
 from ropewalk.testing import assert_close_to_truth
 
 pytestmark = on_hopper
 
 
+@pytest.fixture(scope="module")
+def kernels():
+    """The functions that serve impl="gluon", as `kernel_checks.check` takes them."""
+    from ropewalk.ops.attention import triton_launch
+
+    forward, backward = load_kernels("gluon")
+    return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned)
+
+
 @pytest.mark.parametrize(
     ("scheme", "causal"), [*((name, False) for name in SCHEMES), *((name, True) for name in CAUSAL)]
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_scheme(kernels, device, scheme, head_dim, causal):  # noqa: F811
+def test_every_scheme(kernels, device, scheme, head_dim, causal):
     check_served(kernels, draw(device, head_dim=head_dim), position=SCHEMES[scheme], causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 127, 128, 129, 192, 332])
-def test_windows_around_the_edges_of_tiles(kernels, device, window, head_dim, causal):  # noqa: F811
+def test_windows_around_the_edges_of_tiles(kernels, device, window, head_dim, causal):
     tensors = draw(device, queries=333, head_dim=head_dim)
     check_served(kernels, tensors, position=Jump(window, rope=Rope(attention_factor=1.2)), causal=causal)
 
@@ -40,24 +52,24 @@ def test_windows_around_the_edges_of_tiles(kernels, device, window, head_dim, ca
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(64, 1500), (1500, 64), (1000, 1000), (513, 1025), (128, 129)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths(kernels, device, head_dim, queries, keys, causal):  # noqa: F811
+def test_lengths(kernels, device, head_dim, queries, keys, causal):
     tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
     check_served(kernels, tensors, position=Jump(100), causal=causal)
 
 
 @pytest.mark.parametrize("dims", [(24, 40), (64, 128), (96, 96), (128, 64)], ids=str)
 @pytest.mark.parametrize("scheme", [ReRope(70), SelfExtend(70, 4, rope=Rope(interleaved=True))], ids=str)
-def test_head_dims(kernels, device, scheme, dims):  # noqa: F811
+def test_head_dims(kernels, device, scheme, dims):
     tensors = draw(device, head_dim=dims[0], v_head_dim=dims[1])
     check_served(kernels, tensors, position=scheme, causal=True)
 
 
 @pytest.mark.parametrize("heads", [(6, 6), (6, 1)], ids=str)
-def test_heads_share_keys(kernels, device, heads):  # noqa: F811
+def test_heads_share_keys(kernels, device, heads):
     check_served(kernels, draw(device, heads=heads[0], key_heads=heads[1]), position=ReRope(70), causal=True)
 
 
-def test_float16(kernels, device):  # noqa: F811
+def test_float16(kernels, device):
     check_served(kernels, draw(device, torch.float16, head_dim=128), position=ReRope(70), causal=True)
 
 
@@ -74,7 +86,7 @@ def test_float16(kernels, device):  # noqa: F811
     ],
     ids=str,
 )
-def test_what_else_a_call_asks(kernels, device, head_dim, call):  # noqa: F811
+def test_what_else_a_call_asks(kernels, device, head_dim, call):
     tensors = {name: torch.tensor(value, device=device) for name, value in call.items() if isinstance(value, list)}
     check_served(kernels, draw(device, head_dim=head_dim), position=Jump(50), **(call | tensors))
 
@@ -83,13 +95,13 @@ def test_what_else_a_call_asks(kernels, device, head_dim, call):  # noqa: F811
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scheme", [Jump(60), ReRope(60, rope=Rope(rotary_dim=24))], ids=["jump", "partial"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_packed_sequences(kernels, device, lengths, scheme, head_dim, causal):  # noqa: F811
+def test_packed_sequences(kernels, device, lengths, scheme, head_dim, causal):
     tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
     check_served(kernels, tensors, layout="thd", position=scheme, causal=causal, **starts)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):  # noqa: F811
+def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
     tensors = draw(device, queries=TK, head_dim=head_dim)
     starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
     call = check_call(*tensors, position=Jump(50), key_starts=starts, key_lengths=lengths, layout="bhtd")
@@ -104,7 +116,7 @@ def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_
     for x in tensors[1:]:
         x[0, :, 20:] = x[1, :, :140] = x[1, :, 300:] = torch.nan
     results = run(*tensors)
-    assert all(kernels.is_equal(mine, clean) for mine, clean in zip(results, expected, strict=True))
+    assert all(torch.equal(mine, clean) for mine, clean in zip(results, expected, strict=True))
     for grad in results[3:]:
         assert not any(bool(rows.any()) for rows in (grad[0, :, 20:], grad[1, :, :140], grad[1, :, 300:]))
 
