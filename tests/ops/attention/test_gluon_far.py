@@ -10,16 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_far_kernels import CAUSAL, SCHEMES, Jump
-from test_gluon import LENGTHS, TK, check_served, draw, integers, on_hopper, pack
-from test_rerope import ROUNDINGS, by, in_dtype, value_and_grads
+from test_gluon import LENGTHS, TK, check_served, check_what_is_read, draw, on_hopper, pack
+from test_rerope import check_full_tiles
 from test_rerope import draw as draw_pairs
-from torch import Tensor
 
-from ropewalk import ReRope, Rope, SelfExtend, torch_attention
-from ropewalk.ops.attention.checks import check_call
+from ropewalk import ReRope, Rope, SelfExtend
 from ropewalk.ops.attention.eager import load_kernels
-from ropewalk.ops.attention.prepare import prepare
-from ropewalk.testing import assert_close_to_truth
 
 pytestmark = on_hopper
 
@@ -30,7 +26,7 @@ def kernels():
     from ropewalk.ops.attention import triton_launch
 
     forward, backward = load_kernels("gluon")
-    return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned)
+    return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned, is_equal=torch.equal)
 
 
 @pytest.mark.parametrize(
@@ -102,23 +98,7 @@ def test_packed_sequences(kernels, device, lengths, scheme, head_dim, causal):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
-    tensors = draw(device, queries=TK, head_dim=head_dim)
-    starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
-    call = check_call(*tensors, position=Jump(50), key_starts=starts, key_lengths=lengths, layout="bhtd")
-    grad_out = torch.randn_like(tensors[0])
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        prepared = prepare(q, k, call)
-        out, saved = kernels.forward(q, k, v, prepared)
-        return [out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]]
-
-    expected = run(*tensors)
-    for x in tensors[1:]:
-        x[0, :, 20:] = x[1, :, :140] = x[1, :, 300:] = torch.nan
-    results = run(*tensors)
-    assert all(torch.equal(mine, clean) for mine, clean in zip(results, expected, strict=True))
-    for grad in results[3:]:
-        assert not any(bool(rows.any()) for rows in (grad[0, :, 20:], grad[1, :, :140], grad[1, :, 300:]))
+    check_what_is_read(kernels, draw(device, queries=TK, head_dim=head_dim), Jump(50))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -129,20 +109,4 @@ def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_
 )
 def test_ready_pairs(device, dtype, head_dim, v_head_dim, causal):
     tensors = draw_pairs(device, dtype, tokens=1000, head_dim=head_dim, v_head_dim=v_head_dim)
-    weights = torch.randn_like(tensors[0][..., :1]).expand(*tensors[0].shape[:3], v_head_dim)
-    for window in (1, 64, 65, 300, 999):
-        arguments = (causal, head_dim**-0.5, window)
-        actual = value_and_grads(by("gluon"), tensors, weights, *arguments)
-        truth = value_and_grads(torch_attention, [x.double() for x in tensors], weights, *arguments)
-        baseline = value_and_grads(in_dtype, tensors, weights, *arguments)
-        for mine, exact, plain in zip(actual, truth, baseline, strict=True):
-            assert_close_to_truth(mine, exact, plain, ROUNDINGS)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_operator_is_what_its_schema_says(device, causal):
-    tensors = [x.requires_grad_() for x in draw(device)]
-    call = check_call(*tensors, layout="bhtd", position=Jump(50), causal=causal)
-    arguments = (*tensors, None, None, None, True, "gluon", *prepare(*tensors[:2], call))
-    arguments = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments]
-    torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(arguments))
+    check_full_tiles("gluon", tensors, causal, (1, 64, 65, 300, 999))

@@ -403,11 +403,16 @@ def test_its_backward_is_what_its_schema_says(device, causal):
     ids=str,
 )
 def test_pairs_of_full_tiles(device, dtype, head_dim, causal):
-    tensors = draw(device, dtype, tokens=1000, head_dim=head_dim)
-    weights = torch.randn_like(tensors[0])
-    for window in (63, 64, 65, 300, 999):
-        arguments = (causal, head_dim**-0.5, window)
-        actual = value_and_grads(by("triton"), tensors, weights, *arguments)
+    check_full_tiles("triton", draw(device, dtype, tokens=1000, head_dim=head_dim), causal, (63, 64, 65, 300, 999))
+
+
+def check_full_tiles(impl, tensors, causal, windows):
+    """The output and all gradients, against `torch_attention` in float64: with whole matrices, where pairs are many."""
+    q, v = tensors[0], tensors[4]
+    weights = torch.randn(*q.shape[:3], v.shape[3], device=q.device).to(q.dtype)
+    for window in windows:
+        arguments = (causal, q.shape[3] ** -0.5, window)
+        actual = value_and_grads(by(impl), tensors, weights, *arguments)
         truth = value_and_grads(torch_attention, [x.double() for x in tensors], weights, *arguments)
         baseline = value_and_grads(in_dtype, tensors, weights, *arguments)
         for mine, exact, plain in zip(actual, truth, baseline, strict=True):
