@@ -265,7 +265,7 @@ SPILLS_OF_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
 def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     _, (kernel, arguments, keywords), _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
     compiled = compile_gluon(kernel, arguments, keywords)
@@ -280,20 +280,21 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     # Steps of 16, of two consumers: over features for the scores and for the gradients of probabilities; over queries
     # for the gradients of keys and of values; over keys for those of queries, and once more after the loop if late.
     products = sum(line.startswith("HGMMA") for line in instructions)
-    assert products == 2 * (2 * block + 2 * queries + keys * (2 if keywords["APART"] else 1)) // 16
+    walks = WALKS.get(name, 1)
+    assert products == walks * 2 * (2 * block + 2 * queries + keys * (2 if keywords["APART"] else 1)) // 16
     # Of each consumer, in a step: scores and the gradients of probabilities; gradients of values and queries; of keys.
     # Or scores and the gradients of queries of the step before; those of probabilities and of values; of keys.
     order = "PP10PP1P0" + "P0" if keywords["APART"] else "PP10PP1P10"
     work = order_of_work(instructions)
-    assert "".join(mark for mark, _ in work) == 2 * order
+    assert "".join(mark for mark, _ in work) == walks * 2 * order
     # The probabilities are taken behind the scores, before the next product: a thread's, of 64 keys' scores.
-    for place in (2, len(order) + 2):
+    for place in range(2, len(work), len(order)):
         assert work[place][1] + work[place + 1][1] >= 64 * queries // 128
 
 
 # What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed"])
+@pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"])
 def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
     rows, _, finish = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
     for launch in (rows, finish):

@@ -61,15 +61,15 @@ def place(row, feature, features):
 
 
 def arguments_of(batch, shape):
-    _, sequences, _, n_rows, _ = batch
+    size, sequences, _, n_rows, _ = batch
     return {
         "sequences": sequences, "bounds": (None, None, None), "n_heads": H, "n_queries": TOKENS, "n_keys": TOKENS,
-        "rows_of_head": n_rows, "BLOCK_M": shape[0], "BLOCK_D": shape[1],
+        "rows_of_head": n_rows, "n_elements": size * H * n_rows * shape[1], "BLOCK_M": shape[0], "BLOCK_D": shape[1],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out-and-lse"])
-def test_rows(device, batch, shape, with_lse):
+@pytest.mark.parametrize(("with_lse", "workspaces"), [(False, 1), (True, 3)], ids=["out", "out-and-lse"])
+def test_rows(device, batch, shape, with_lse, workspaces):
     from ropewalk.ops.attention.gluon_passes import rows_kernel
     from ropewalk.ops.attention.triton_launch import tiled
 
@@ -81,10 +81,10 @@ def test_rows(device, batch, shape, with_lse):
     grad_lse[:, 1, ::7] = math.nan  # of rows that attend nothing
     with unchanged((out, grad_out, lse, grad_lse)), poisoned_memory():
         delta = torch.empty_like(lse)
-        sums = torch.empty(size * H, n_rows * D, device=device)
+        sums = torch.empty(workspaces * size * H, n_rows * D, device=device)
         rows_kernel[(n_tiles * H,)](
             tiled(out, TILE, D), tiled(grad_out, TILE, D), lse, grad_lse if with_lse else None, delta, sums,
-            **arguments_of(batch, shape),
+            **arguments_of(batch, shape), WORKSPACES=workspaces,
         )  # fmt: skip
     truth = (out.double() * grad_out.double()).sum(3)
     plain = (out.float() * grad_out.float()).sum(3)
@@ -95,36 +95,63 @@ def test_rows(device, batch, shape, with_lse):
     assert (sums[:, place(rows[:, None], torch.arange(D, device=device), D)] == 0).all()
 
 
-@pytest.mark.parametrize("interleaved", [None, False, True], ids=["unturned", "half", "interleaved"])
-def test_finish(device, batch, shape, interleaved):
-    from ropewalk.ops.attention.gluon_passes import finish_kernel
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["near", "past", "past-and-future"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_finish(device, batch, shape, interleaved, far):
+    """The gradient is of all workspaces: each is turned back by a table of its own."""
     from ropewalk.ops.attention.triton_arguments import place_table
-    from ropewalk.ops.attention.triton_launch import place as place_in_memory
     from ropewalk.ops.rope.api import apply_rope
 
-    size, sequences, rows, n_rows, n_tiles = batch
-    TILE, D = shape
+    sums, whole = draw_sums(device, batch, shape, 1 + far)
+    angles = torch.randn(1 + far, batch[0], TOKENS, shape[1] // 2, device=device)
+    tables = [place_table(x.cos(), x.sin()) for x in angles]
+    with unchanged((sums, angles)):
+        grad_q = finish(
+            batch, shape, sums, *(table for table, _ in tables), *[None] * (2 - far), R=tables[0][1],
+            INTERLEAVED=interleaved,
+        )  # fmt: skip
+
+    def turn(x, angles):
+        return apply_rope(
+            x, None, angles.cos().to(x), angles.sin().to(x), layout="bhtd", interleaved=interleaved, inverse=True,
+            impl="reference",
+        )  # fmt: skip
+
+    truth, plain = (sum(turn(x, y) for x, y in zip(of, angles, strict=True)) * 0.3 for of in (whole.double(), whole))
+    assert_close_to_truth(grad_q, truth, plain.half())
+
+
+@pytest.mark.parametrize("workspace", [0, 2])
+def test_finish_of_one_workspace(device, batch, shape, workspace):
+    sums, whole = draw_sums(device, batch, shape, 3)
+    grad_q = finish(batch, shape, sums, None, None, None, workspace=workspace, R=0, INTERLEAVED=False)
+    whole = whole[workspace]
+    assert_close_to_truth(grad_q, whole.double() * 0.3, (whole * 0.3).half())
+
+
+def draw_sums(device, batch, shape, workspaces):
+    """Workspaces, and what they hold of each token, (workspaces, B, H, T, D)."""
+    size, _, rows, n_rows, _ = batch
+    D = shape[1]
     places = place(rows[:, None], torch.arange(D, device=device), D)
     assert len(places.unique()) == TOKENS * D
     with poisoned_memory():
-        sums = torch.empty(size, H, n_rows * D, device=device)
-        grad_q = torch.empty(size, TOKENS, H, D, dtype=torch.float16, device=device).transpose(1, 2)
-    sums[:, :, places] = torch.randn(size, H, TOKENS, D, device=device)
-    angles = torch.randn(size, TOKENS, D // 2, device=device)
-    cos, sin = angles.cos(), angles.sin()
-    table, width = (None, 0) if interleaved is None else place_table(cos, sin)
-    with unchanged((sums, cos, sin)):
-        finish_kernel[(n_tiles * H,)](
-            sums, place_in_memory(grad_q, TILE, D, sequences), table, grad_factor=0.3, R=width,
-            INTERLEAVED=interleaved is True, **arguments_of(batch, shape),
-        )  # fmt: skip
+        sums = torch.empty(workspaces, size, H, n_rows * D, device=device)
+    whole = torch.randn(workspaces, size, H, TOKENS, D, device=device)
+    sums[..., places] = whole
+    return sums, whole
 
-    def finish(x):
-        if interleaved is None:
-            return x * 0.3
-        return apply_rope(
-            x, None, cos.to(x), sin.to(x), layout="bhtd", interleaved=interleaved, inverse=True, impl="reference"
-        ).mul(0.3)
 
-    whole = sums[:, :, places]
-    assert_close_to_truth(grad_q, finish(whole.double()), finish(whole).half())
+def finish(batch, shape, sums, *tables, workspace=0, **keywords):
+    from ropewalk.ops.attention.gluon_passes import finish_kernel
+    from ropewalk.ops.attention.triton_launch import place as place_in_memory
+
+    size, sequences, _, _, n_tiles = batch
+    TILE, D = shape
+    with poisoned_memory():
+        grad_q = torch.empty(size, TOKENS, H, D, dtype=torch.float16, device=sums.device).transpose(1, 2)
+    finish_kernel[(n_tiles * H,)](
+        sums, place_in_memory(grad_q, TILE, D, sequences), *tables, grad_factor=0.3, workspace=workspace,
+        **arguments_of(batch, shape), **keywords,
+    )  # fmt: skip
+    return grad_q

@@ -15,12 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention import triton_launch
 from ropewalk.ops.attention.gluon_hopper_backward import backward_kernel
 from ropewalk.ops.attention.gluon_hopper_tiles import KEYS, PART
-from ropewalk.ops.attention.gluon_launch import CACHED_BYTES, block_of_features, described, rows_of
+from ropewalk.ops.attention.gluon_launch import CACHED_BYTES, CONDITIONS, block_of_features, described, rows_of
 from ropewalk.ops.attention.gluon_passes import finish_kernel, rows_kernel
 from ropewalk.ops.attention.prepare import Prepared, empty_aligned
 from ropewalk.ops.attention.triton_arguments import place_table, score_functions
 from ropewalk.ops.attention.triton_configuration import Features
 from ropewalk.ops.attention.triton_launch import (
+    NOTHING_FAR,
     NOTHING_LEARNED,
     Gradients,
     Learned,
@@ -32,7 +33,7 @@ from ropewalk.ops.attention.triton_launch import (
     place,
     schedule_tiles,
     tiled,
-    turn_back,
+    turn_back_all,
     turns_in_registers,
 )
 
@@ -65,83 +66,96 @@ def backward(
 ) -> Gradients:
     """The gradients, as `triton_launch.backward` has them, which has the same arguments and results.
 
-    That of q is a sum in float32 in an order that differs from run to run. What a scheme learns for its scores, and far
-    pairs, have no gradient here: the Triton kernels take such calls, as they take what the Gluon forward leaves.
+    That of q is a sum in float32 in an order that differs from run to run. What a scheme learns for its scores has no
+    gradient here: the Triton kernels take such calls, as they take what the Gluon forward leaves.
     """
     lse = saved.lse
-    if learned.parameters or saved.far_keys is not None or lse.numel() == 0 or saved.k.shape[2] == 0:
+    if learned.parameters or lse.numel() == 0 or saved.k.shape[2] == 0:
         return triton_launch.backward(grad_out, grad_lse, v, out, saved, prepared, learned)
-    q, k, v, out, grad_out = (aligned(x) for x in (saved.q, saved.k, v, out, grad_out))
-    grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
+    given = prepared.far_window is not None and prepared.cos_past is None
+    saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
+    v, out, grad_out = (aligned(x) for x in (v, out, grad_out))
+    q, k = saved.q, saved.k
     batch, heads, queries, head_dim = q.shape
-    keys = k.shape[2]
     block = block_of_features(head_dim, v.shape[3])
     rows = BACKWARD[block].QUERIES
-    functions = score_functions(prepared)
-    conditions = conditions_of(prepared, functions)
     turns = turns_in_registers(prepared, head_dim, Features(block, 1, block))
-    table_q, width_q = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
-    table_k, width_k = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    # Far pairs' gradients share sums with near ones where the kernels can turn what they have from one to the other.
+    apart = given or not turns
+    grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
+    grads_of_far = [None if x is None or not apart else empty_aligned(x) for x in saved[3:]]
 
     sequences, n_tiles = schedule_tiles(prepared, "q", batch, queries, rows)
     # Tiles are whole, and each sequence's rows begin with one.
     places = n_tiles // batch * rows if sequences is None else n_tiles * rows
-    sums = torch.empty(batch * heads * places * block // _LINE, _LINE, dtype=torch.float32, device=q.device)
+    workspaces = sum(x is not None for x in (q, saved.past, saved.future))
+    n_elements = batch * heads * places * block
+    sums = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse)
+    conditions = conditions_of(prepared, score_functions(prepared))
     of_rows: dict[str, Any] = {
-        "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries, "n_keys": keys,
-        "rows_of_head": places, "BLOCK_M": rows, "BLOCK_D": block,
+        "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries,
+        "n_keys": k.shape[2], "rows_of_head": places, "n_elements": n_elements, "BLOCK_M": rows, "BLOCK_D": block,
     }  # fmt: skip
     rows_kernel[(n_tiles * heads,)](
         tiled(out, rows, block), tiled(grad_out, rows, block), lse,
-        None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows,
+        None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows, WORKSPACES=workspaces,
     )  # fmt: skip
-    _launch_kernel(
-        (q, k, v, grad_out), sums, (grad_k, grad_v), lse, delta, (table_k, width_k), prepared, places, conditions
-    )  # fmt: skip
-    finish_kernel[(n_tiles * heads,)](
-        sums, place(grad_q, rows, block, sequences), table_q, grad_factor=prepared.scale, R=width_q,
-        INTERLEAVED=prepared.interleaved, **of_rows,
-    )  # fmt: skip
+    _launch_kernel(saved, v, grad_out, sums, (grad_k, grads_of_far[2], grad_v), delta, prepared, turns, places)
+    table, width = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
+    past_table, future_table = (
+        None if apart else place_table(cos, sin)[0]
+        for cos, sin in ((prepared.cos_past, prepared.sin_past), (prepared.cos_future, prepared.sin_future))
+    )
+    for workspace, grad in enumerate((grad_q, *grads_of_far[:2])):
+        if grad is not None:
+            finish_kernel[(n_tiles * heads,)](
+                sums, place(grad, rows, block, sequences), table if workspace == 0 else None, past_table,
+                future_table, grad_factor=prepared.scale, workspace=workspace, R=width,
+                INTERLEAVED=prepared.interleaved, **of_rows, num_warps=4 if future_table is None else 8,
+            )  # fmt: skip
     if not turns:
-        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared)
-        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
+        grad_q, grad_k = turn_back_all(grad_q, grad_k, grads_of_far, prepared)
     grad_sinks = None
     if learned.sinks and prepared.sinks is not None:
         grad_sinks = gradient_of_sinks(prepared.sinks, lse, delta)
-    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks)
+    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(grads_of_far if given else NOTHING_FAR))
 
 
 def _launch_kernel(
-    tensors: tuple[Tensor, ...], sums: Tensor, gradients: tuple[Tensor, ...], lse: Tensor, delta: Tensor,
-    turned: tuple[Any, int], prepared: Prepared, places: int, conditions: dict[str, Any],
+    saved: Saved, v: Tensor, grad_out: Tensor, sums: Tensor, gradients: tuple[Tensor | None, ...], delta: Tensor,
+    prepared: Prepared, turns: bool, places: int,
 ) -> None:  # fmt: skip
-    """Launch the kernel on q, k, v and grad_out, for the gradients of k and v.
+    """Launch the kernel, for the gradients of k, of far keys apart from those, and of v.
 
-    `turned` is k's table and its width; `places` is how many rows the workspace has of each head.
+    It turns back those of k if `turns`; `places` is how many rows a workspace has of each head.
     """
-    q, k, v, grad_out = tensors
+    q, k, lse, past, future, far_keys = saved
     (batch, heads, queries, head_dim), (key_heads, keys) = q.shape, k.shape[1:3]
     block = block_of_features(head_dim, v.shape[3])
     configuration = BACKWARD[block]
     rows, part = configuration.QUERIES, PART.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([part, _LINE], gl.float32)
     functions = score_functions(prepared)
+    conditions = conditions_of(prepared, functions)
+    table, width = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    far_table = place_table(prepared.cos_far, prepared.sin_far)[0] if turns else None
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
-    cut = prepared.causal or prepared.window is not None or sequences is not None or keys % KEYS.value != 0
+    whole = not prepared.causal and prepared.window is None and past is None and sequences is None
+    whole = whole and not any(x is not None for x in conditions["bounds"]) and keys % KEYS.value == 0
     backward_kernel[(n_tiles * key_heads,)](
         described(q, rows, block), described(k, KEYS.value, block), described(v, KEYS.value, block),
-        described(grad_out, rows, block),
+        *(None if x is None else described(x, rows, block) for x in (past, future)),
+        None if far_keys is None else described(far_keys, KEYS.value, block), described(grad_out, rows, block),
         TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [part, _LINE], layout),
-        *(rows_of(x) for x in gradients), lse, delta,
-        None if prepared.weights is None else prepared.weights.contiguous(), turned[0], sequences=sequences,
-        **{name: conditions[name] for name in ("bounds", "parameters", "scale", "softcap", "factor", "window")},
-        grad_factor=prepared.scale, n_tiles=n_tiles if sequences is not None else n_tiles // batch,
-        n_rows=batch * key_heads, n_key_heads=key_heads, heads_per_key=heads // key_heads,
+        *(None if x is None else rows_of(x) for x in gradients), lse, delta,
+        None if prepared.weights is None else prepared.weights.contiguous(), table, far_table, sequences=sequences,
+        **{name: conditions[name] for name in CONDITIONS}, grad_factor=prepared.scale,
+        n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * key_heads,
+        n_key_heads=key_heads, heads_per_key=heads // key_heads,
         heads_together=_heads_together(q, heads // key_heads, block), n_queries=queries, n_keys=keys,
-        rows_of_head=places, R=turned[1], INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal,
-        WINDOWED=prepared.window is not None,
-        EDGES=cut or any(x is not None for x in conditions["bounds"]),
+        rows_of_head=places, R=width, INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal,
+        WINDOWED=prepared.window is not None, EDGES=not whole,
         SCORE=None if functions is None else functions.score, ADJOINT=None if functions is None else functions.adjoint,
         SOFTCAP=prepared.softcap is not None, **configuration._asdict(), num_warps=4,
     )  # fmt: skip

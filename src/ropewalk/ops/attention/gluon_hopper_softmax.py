@@ -1,7 +1,7 @@
 """What a consumer of the kernels for Hopper does with a tile of scores: the softmax, and the probabilities again."""
 
 from ropewalk.ops.attention.gluon_shim import gl, gluon
-from ropewalk.ops.attention.triton_sequences import EITHER_SIDE, PAST, may_attend
+from ropewalk.ops.attention.triton_sequences import PAST, may_attend
 from ropewalk.ops.attention.triton_softmax import saturate
 
 
@@ -70,7 +70,7 @@ def take_softmax(
 
 @gluon.jit
 def take_probabilities(
-    scores, lse, m_start, n, is_edge, lengths, scale, softcap, factor, parameters_ptr, CAUSAL: gl.constexpr,
+    scores, lse, m_start, n, is_edge, lengths, scale, softcap, factor, parameters_ptr, SIDE: gl.constexpr,
     WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr, EDGES: gl.constexpr,
     SCORE: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
@@ -84,13 +84,12 @@ def take_probabilities(
     if SCORE is not None:
         scaled = scores * (softcap if SOFTCAP else scale)
         theirs = (n - (m_start + lengths[3])).to(gl.float32)
-        changed = SCORE(scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr, CAUSAL)
+        changed = SCORE(scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr, SIDE == PAST)
     else:
         changed = scores
     p = gl.exp2(changed * factor - lse[None, :])
     if EDGES:  # noqa: SIM102
         if is_edge:
-            SIDE: gl.constexpr = PAST if CAUSAL else EITHER_SIDE
             from_here = (lengths[0], lengths[1], lengths[2], lengths[3] + m_start, lengths[4])
             may = may_attend(
                 column[None, :], n[:, None], from_here, None, None, HAS_LENGTHS, HAS_STARTS, SIDE, WINDOWED

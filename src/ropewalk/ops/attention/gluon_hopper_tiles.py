@@ -47,28 +47,57 @@ def store_rows(place, tile, batch, head, offset, start, n_rows):
 
 
 @gluon.jit
-def turn_back_keys(tile, table, batch, rows, n_rows, R: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """Rotate a tile's gradients back, [ROWS, D] in float32: each thread has both features of a pair, or of both halves.
-
-    Half-split pairs must be those of the whole tile: R = D.
-    """
-    cos_ptr, sin_ptr, stride_batch, stride_token = table
+def _split_pairs(tile, INTERLEAVED: gl.constexpr):
+    """The first and the second features of a tile's pairs, [ROWS, D / 2] each: a thread has both of a pair."""
     PAIRS: gl.constexpr = tile.shape[1] // 2
     if INTERLEAVED:
         a, b = gl.split(gl.reshape(tile, [ROWS, PAIRS, 2]))
     else:
         a, b = gl.split(gl.permute(gl.reshape(tile, [ROWS, 2, PAIRS]), (0, 2, 1)))
-    layout: gl.constexpr = a.type.layout
+    return a, b
+
+
+@gluon.jit
+def load_table(table, batch, rows, n_rows, tile, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """cos and sin for the pairs of a tile's tokens, [ROWS, D / 2]: 1 and 0 past the last token, and past R."""
+    pairs, _ = _split_pairs(tile, INTERLEAVED)
+    PAIRS: gl.constexpr = pairs.shape[1]
+    layout: gl.constexpr = pairs.type.layout
+    cos_ptr, sin_ptr, stride_batch, stride_token = table
     row = rows + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, layout))[None, :]
     mask = (row < n_rows)[:, None] & (pair < R // 2)
     offsets = batch.to(gl.int64) * stride_batch + row.to(gl.int64)[:, None] * stride_token + pair
-    cos = gl.load(cos_ptr + offsets, mask, other=1.0)
-    sin = gl.load(sin_ptr + offsets, mask, other=0.0)
+    return gl.load(cos_ptr + offsets, mask, other=1.0), gl.load(sin_ptr + offsets, mask, other=0.0)
+
+
+@gluon.jit
+def turn_back_keys(tile, cos, sin, INTERLEAVED: gl.constexpr):
+    """Rotate a tile's gradients back, [ROWS, D] in float32. Half-split pairs must be those of the whole tile: R = D."""
+    FEATURES: gl.constexpr = tile.shape[1]
+    a, b = _split_pairs(tile, INTERLEAVED)
     turned = gl.join(a * cos + b * sin, b * cos - a * sin)
     if not INTERLEAVED:
         turned = gl.permute(turned, (0, 2, 1))
-    return gl.reshape(turned, tile.shape)
+    return gl.convert_layout(gl.reshape(turned, [ROWS, FEATURES]), tile.type.layout)  # which moves nothing
+
+
+@gluon.jit
+def change_keys(tile, of_tile, table, batch, rows, n_rows, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """What `turn_back_keys` by `table` makes the same of as of `tile` by its own table, or as `tile` if it has none."""
+    cos, sin = load_table(table, batch, rows, n_rows, tile, R, INTERLEAVED)
+    square = cos * cos + sin * sin
+    inverse = gl.where(square > 0, 1 / square, 0.0)
+    cos *= inverse
+    sin *= inverse
+    if of_tile is None:
+        by_cos = cos
+        by_sin = -sin
+    else:
+        own_cos, own_sin = load_table(of_tile, batch, rows, n_rows, tile, R, INTERLEAVED)
+        by_cos = own_cos * cos + own_sin * sin
+        by_sin = own_sin * cos - own_cos * sin
+    return turn_back_keys(tile, by_cos, by_sin, INTERLEAVED)
 
 
 @gluon.jit

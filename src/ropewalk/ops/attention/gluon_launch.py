@@ -27,7 +27,7 @@ from ropewalk.ops.attention.triton_launch import (
 )
 
 CACHED_BYTES = 24 << 20  # of what programs read, or add to, at a time: half of the cache
-_CONDITIONS = ("bounds", "parameters", "scale", "softcap", "factor", "window", "far_window")
+CONDITIONS = ("bounds", "parameters", "scale", "softcap", "factor", "window", "far_window")
 
 
 class Configuration(NamedTuple):
@@ -90,7 +90,7 @@ def forward(
         None if far_keys is None else described(far_keys, block_n, block),
         described(out, rows, block) if sequences is None else rows_of(out), lse, counter_of(q.device),
         sequences=sequences, sinks_ptr=None if prepared.sinks is None else prepared.sinks.contiguous(),
-        **{name: conditions[name] for name in _CONDITIONS},
+        **{name: conditions[name] for name in CONDITIONS},
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * heads, n_heads=heads,
         heads_per_key=heads // k.shape[1], heads_together=_heads_together(heads, k, v, far_keys), n_queries=queries,
         n_keys=k.shape[2], total=total, CAUSAL=prepared.causal, WINDOWED=prepared.window is not None, EDGES=not whole,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -117,7 +117,7 @@ def forward(
     return out, saved
 
 
-_NOTHING_FAR = (None, None, None)
+NOTHING_FAR = (None, None, None)
 
 
 def begin_forward(
@@ -128,7 +128,7 @@ def begin_forward(
     far = map_far_features(q, k, prepared) if far is None else far
     q, k = (aligned(x) for x in map_features(q, k, prepared))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or _NOTHING_FAR))
+    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NOTHING_FAR))
     if lse.numel() and k.shape[2]:
         return out, aligned(v), saved, False
     if lse.numel():
@@ -233,15 +233,7 @@ def backward(
         n_keys=keys, D=head_dim, BLOCK_M=rows_q, BLOCK_N=rows_k, R=width_k, **constants, **tiles.options,
     )  # fmt: skip
     if not turns:
-        grad_q = turn_back(grad_q, prepared.cos_q, prepared.sin_q, prepared)
-        grad_k = turn_back(grad_k, prepared.cos_k, prepared.sin_k, prepared)
-        past, future, far_keys = grads_of_far
-        if past is not None and not given:
-            grad_q = grad_q.add_(turn_back(past, prepared.cos_past, prepared.sin_past, prepared))
-        if future is not None and not given:
-            grad_q = grad_q.add_(turn_back(future, prepared.cos_future, prepared.sin_future, prepared))
-        if far_keys is not None and not given:
-            grad_k = grad_k.add_(turn_back(far_keys, prepared.cos_far, prepared.sin_far, prepared))
+        grad_q, grad_k = turn_back_all(grad_q, grad_k, grads_of_far, prepared)
 
     grad_parameters = grad_sinks = None
     if sums is not None and prepared.parameters is not None:
@@ -254,7 +246,7 @@ def backward(
         grad_parameters[:, :columns] = of_heads[:, :columns]
     if learned.sinks and prepared.sinks is not None:
         grad_sinks = gradient_of_sinks(prepared.sinks, lse, delta)
-    return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks, *(grads_of_far if given else _NOTHING_FAR))
+    return Gradients(grad_q, grad_k, grad_v, grad_parameters, grad_sinks, *(grads_of_far if given else NOTHING_FAR))
 
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -306,6 +298,27 @@ def turn_back(grad: Tensor, cos: Tensor | None, sin: Tensor | None, prepared: Pr
         inverse=True,
     )
     return turned
+
+
+def turn_back_all(
+    grad_q: Tensor, grad_k: Tensor, grads_of_far: Sequence[Tensor | None], prepared: Prepared
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k where the kernels could not undo the rotations: with those that far pairs gave apart.
+
+    Far gradients belong to q and k only if the scheme made what far pairs meet with.
+    """
+    it = prepared
+    grad_q = turn_back(grad_q, it.cos_q, it.sin_q, it)
+    grad_k = turn_back(grad_k, it.cos_k, it.sin_k, it)
+    if it.cos_past is not None:
+        past, future, far_keys = grads_of_far
+        if past is not None:
+            grad_q = grad_q.add_(turn_back(past, it.cos_past, it.sin_past, it))
+        if future is not None:
+            grad_q = grad_q.add_(turn_back(future, it.cos_future, it.sin_future, it))
+        if far_keys is not None:
+            grad_k = grad_k.add_(turn_back(far_keys, it.cos_far, it.sin_far, it))
+    return grad_q, grad_k
 
 
 def turns_in_registers(prepared: Prepared, head_dim: int, features: Features) -> bool:
