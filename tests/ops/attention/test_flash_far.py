@@ -1,12 +1,13 @@
-"""Near and far pairs as two calls of flash-attn: by a stand-in for it where it is not installed."""
+"""What flash-attn serves: near and far pairs in two calls, by a stand-in where it is not installed; other head dims."""
 
 import math
 
 import pytest
 import torch
 from attention_calls import ON_GPU, assert_correct, needs_kernels
+from torch._subclasses import FakeTensorMode
 
-from ropewalk import ReRope, SelfExtend, attention, explain_choice, torch_attention
+from ropewalk import ReRope, Rope, SelfExtend, attention, explain_choice, torch_attention
 from ropewalk.ops.attention import cores, flash_far
 from ropewalk.testing import assert_close_to_truth, unchanged
 
@@ -122,3 +123,45 @@ def test_flash_attn_itself(device, scheme):
     if "is not installed" in reason:
         pytest.skip(reason)
     assert_correct(lambda *x, **more: attention(*x, impl="flash", **more), [q, k, v], position=scheme, causal=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_flash_attn_with_the_head_dims_of_latent_attention(device):
+    q, k = (torch.randn(2, 500, 4, 192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(2, 500, 4, 128, device=device, dtype=torch.bfloat16)
+    rope = Rope(rotary_dim=64, rotary_offset=128, interleaved=True)
+    reason = explain_choice(q, k, v, position=rope, causal=True).others.get("flash", "")
+    if "is not installed" in reason or "another than q's" in reason:
+        pytest.skip(reason)
+    assert_correct(lambda *x, **more: attention(*x, impl="flash", **more), [q, k, v], position=rope, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dims", "version", "capability", "position", "serves"),
+    [
+        ((192, 128), 4, (9, 0), None, True),
+        ((192, 128), 3, (9, 0), None, False),
+        ((192, 128), 4, (10, 0), None, False),
+        ((128, 64), 4, (9, 0), None, False),
+        ((192, 128), 4, (9, 0), ReRope(100), False),
+    ],
+    ids=str,
+)
+def test_other_head_dims_of_values(monkeypatch, dims, version, capability, position, serves):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(cores, "_find_capability", lambda device: capability)
+    monkeypatch.setattr(cores, "flash_version", lambda device: version)
+    monkeypatch.setattr(cores, "load_flash", lambda version: (None, None))
+    monkeypatch.setattr(flash_far, "load_functions", lambda: (None, None))
+    from ropewalk.ops.attention.api import _ask
+
+    q, k = (torch.randn(1, 200, 2, dims[0]).half() for _ in range(2))
+    request = _ask(q, k, q[..., : dims[1]], causal=True, position=position or Rope())
+    with FakeTensorMode():
+        fakes = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in request[:3]]
+    monkeypatch.setattr(cores, "FakeTensor", type(None))
+    monkeypatch.setattr(cores, "_why_misaligned", lambda *tensors: None)
+    reason = cores.why_not_flash(request._replace(q=fakes[0], k=fakes[1], v=fakes[2]))
+    expected = None if serves else f"v's head dim is {dims[1]}, and it is not asked for another than q's {dims[0]}"
+    assert reason == expected

@@ -144,6 +144,9 @@ def sdpa(request: Request) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped)
 
 
+_LATENT = (192, 128)  # head dims of q and k, and of v, in DeepSeek's attention with latent keys and values
+
+
 def why_not_flash(request: Request) -> str | None:
     """Say why flash-attn cannot serve a call; None if it can."""
     q, k, v, call, *_ = request
@@ -163,7 +166,9 @@ def why_not_flash(request: Request) -> str | None:
     if reason is not None:
         return reason
     if v.shape[3] != q.shape[3]:
-        return _other_values(v, q)
+        has_kernels = version == 4 and capability(q.device)[0] == 9 and (q.shape[3], v.shape[3]) == _LATENT
+        if not has_kernels or request.prepared.far_window is not None:
+            return _other_values(v, q)
     if q.dtype not in HALF:
         return f"flash-attn needs float16 or bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     widest = 128 if version == 4 and capability(q.device)[0] != 9 else 256
