@@ -60,7 +60,8 @@ def value_and_grads(function: Any, tensors: list[Tensor], weights: Tensor, **key
 
 def assert_correct(function: Any, tensors: list[Tensor], **keywords: Any) -> None:
     """The output of a call, and the gradients of q, k and v, against the reference in float64."""
-    weights = torch.randn_like(tensors[0], dtype=torch.float64)
+    q, _k, v = tensors
+    weights = torch.randn(*q.shape[:-1], v.shape[-1], dtype=torch.float64, device=q.device)
     actual = value_and_grads(function, tensors, weights, **keywords)
     truth = value_and_grads(plainly(torch.float64), [x.double() for x in tensors], weights, **keywords)
     baseline = value_and_grads(plainly(tensors[0].dtype), tensors, weights, **keywords)

@@ -129,7 +129,6 @@ def _produce(
     while number < total:
         numbers.publish(tiles_done, number)
         tiles_done += 1
-        next_number = take_number(counter_ptr, total)
         batch, head, q_offset, k_offset, m_start, lengths = _locate(
             number, sequences, bounds, window, n_tiles, n_rows, n_heads, heads_together, n_queries, n_keys,
             CONSUMERS * ROWS, CAUSAL,
@@ -149,7 +148,7 @@ def _produce(
             (q_use, use), q, k, v, q_ring, k_ring, v_ring, place, m_start, lengths, far_window, CONSUMERS, BLOCK_N,
             CAUSAL, WINDOWED, PACKED, EVERY_PAIR if far_window is None else NEAR,
         )  # fmt: skip
-        number = next_number
+        number = take_number(counter_ptr, total)  # no sooner, or another program could have begun with it
     numbers.publish(tiles_done, total)
 
 
