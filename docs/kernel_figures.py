@@ -96,6 +96,7 @@ HOPPER_CALLS = {
     "ALiBi, causal": "alibi-causal",
     "ExpoSB with decay, causal": "decay-causal",
     "softcap": "softcap",
+    "ReRoPE, causal": "rerope-causal",
 }
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
 ROWS: dict[str, list[Row]] = {
@@ -114,10 +115,7 @@ ROWS: dict[str, list[Row]] = {
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
     ],
-    "attention-forward-hopper": [
-        *_hopper_rows("forward_kernel", HOPPER_CALLS),
-        *_hopper_rows("forward_kernel", {"ReRoPE, causal": "rerope-causal"}),
-    ],
+    "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS)),
     "attention-backward": list(_attention_rows("queries_kernel", "keys_kernel")),
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),

@@ -163,8 +163,9 @@ def test_what_pages_say_of_spills_is_so():
     assert {key.split(": ")[1] for key, spilled in hopper.items() if spilled and "D 64" in key} == {
         "RoPE, causal, packed, D 64"
     }
-    whole = {spilled for key, spilled in of("backward_kernel for Hopper", "sm_90").items() if "D 128" in key}
-    assert (min(whole), max(whole)) == (0, 200)
+    hopper = of("backward_kernel for Hopper", "sm_90")
+    whole = {spilled for key, spilled in hopper.items() if "D 128" in key and "ReRoPE" not in key}
+    assert (min(whole), max(whole), max(hopper.values())) == (0, 192, 592)
 
 
 # Times of the records.

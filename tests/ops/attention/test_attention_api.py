@@ -923,7 +923,7 @@ def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, hip=None, 
     monkeypatch.setattr(choice, "capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
-    prepared = SimpleNamespace(far_window=far_window, score=None, softcap=None)
+    prepared = SimpleNamespace(far_window=far_window)
     return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), backward=True, prepared=prepared)
 
 
@@ -953,12 +953,6 @@ def test_rows_of_the_table_fit_what_they_say(monkeypatch):
     assert choice.Row(order, tokens=100).fits(request)
     assert not choice.Row(order, backward=True).fits(request)
     assert not choice.Row(order, far=True).fits(request)
-    for name in ("score", "softcap"):
-        assert choice.Row(order, changed=False).fits(request)
-        setattr(request.prepared, name, 1.0)
-        assert choice.Row(order).fits(request)
-        assert not choice.Row(order, changed=False).fits(request)
-        setattr(request.prepared, name, None)
     request = imagined(monkeypatch, far_window=100)
     assert choice.Row(order, far=True).fits(request)
     assert not choice.Row(order).fits(request)

@@ -234,7 +234,8 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert [choice.choose(ask(**call), None) for call in calls] == ["sdpa", "triton", "triton"]
     assert [choice.choose(ask(**call), "gluon") for call in calls] == ["gluon"] * 3
     long = draw("cpu", queries=1024, keys=2048)
-    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "triton", "triton"]
+    assert [choice.choose(ask(long, **call), None) for call in calls] == ["gluon", "gluon", "triton"]
+    assert choice.choose(ask(draw("cpu", queries=4096, keys=4096), **calls[2]), None) == "gluon"
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert choice.choose(ask(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1]), None) == "gluon"
@@ -248,11 +249,15 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
 
 @pytest.fixture(scope="module", params=["gluon", "gluon-deterministic"])
 def kernels(request):
+    return kernels_of(request.param)
+
+
+def kernels_of(name):
     """The functions that serve impl="gluon", as `kernel_checks.check` takes them."""
     from ropewalk.ops.attention import triton_launch
 
-    forward, backward = load_kernels(request.param)
-    is_equal = torch.equal if request.param == "gluon-deterministic" else is_near
+    forward, backward = load_kernels(name)
+    is_equal = torch.equal if name == "gluon-deterministic" else is_near
     return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned, is_equal=is_equal)
 
 

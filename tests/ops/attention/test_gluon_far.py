@@ -1,32 +1,22 @@
-"""The Gluon forward of attention where pairs of tokens that are far apart have another encoding: on a GPU.
-
-Its results go to the Triton kernels' backward.
-"""
+"""The Gluon kernels of attention where pairs of tokens that are far apart have another encoding: on a GPU."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_far_kernels import CAUSAL, SCHEMES, Jump
-from test_gluon import LENGTHS, TK, check_served, check_what_is_read, draw, on_hopper, pack
+from test_gluon import LENGTHS, TK, check_served, check_what_is_read, draw, kernels_of, on_hopper, pack
 from test_rerope import check_full_tiles
 from test_rerope import draw as draw_pairs
 
 from ropewalk import ReRope, Rope, SelfExtend
-from ropewalk.ops.attention.eager import load_kernels
 
 pytestmark = on_hopper
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    """The functions that serve impl="gluon", as `kernel_checks.check` takes them."""
-    from ropewalk.ops.attention import triton_launch
-
-    forward, backward = load_kernels("gluon")
-    return SimpleNamespace(forward=forward, backward=backward, Learned=triton_launch.Learned, is_equal=torch.equal)
+@pytest.fixture(scope="module", params=["gluon", "gluon-deterministic"])
+def kernels(request):
+    return kernels_of(request.param)
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,11 @@ class Row(NamedTuple):
     tokens: int = 0  # where there are at least so many, of queries and of keys
     backward: bool = False  # where a backward will come
     far: bool = False  # where pairs of tokens that are far apart have another encoding
-    changed: bool = True  # also where a scheme or a soft cap changes scores
 
     def fits(self, request: Request) -> bool:
         """Whether the row is for such a call."""
         tokens = min(request.q.shape[2], request.k.shape[2])
         if self.far is (request.prepared.far_window is None):
-            return False
-        if not self.changed and (request.prepared.score is not None or request.prepared.softcap is not None):
             return False
         return tokens >= self.tokens and (request.backward or not self.backward)
 
@@ -55,10 +52,9 @@ TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 # for, both libraries.
 MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
-        Row(FLASH_FIRST, tokens=4096, far=True),  # two calls of it, and of the host's time
+        Row(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn in two calls, and of the host's time
         Row(TRITON_FIRST, far=True),
-        Row(FLASH_THEN_GLUON, tokens=1024, changed=False),
-        Row(FLASH_FIRST, tokens=1024),  # of what changes scores in Gluon there is no record
+        Row(FLASH_THEN_GLUON, tokens=1024),
         Row(FLASH_FIRST, tokens=512, backward=True),
         Row(CUDNN_FIRST),
     ),

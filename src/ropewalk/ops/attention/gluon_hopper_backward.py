@@ -9,8 +9,7 @@ each kind of pairs; what they give the keys is turned in registers to what near 
 
 A program has four roles: a producer, a warp that loads; two consumers, of half of the keys each, four warps that
 compute; and an adder, a warp that brings what they have for the queries into the workspace. One program for each tile,
-not one for each processor as in the forward: between two tiles nothing could overlap, since the sums in registers leave
-no room for the next tile's.
+not one for each processor as in the forward: programs that stay were slower, as each step of theirs has more to do.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
 """
