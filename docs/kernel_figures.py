@@ -403,7 +403,8 @@ def _measure_again(pages: list[str]) -> dict[str, Any]:
     figures: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
     if figures["triton"] != triton.__version__:
         raise SystemExit(f"figures.json is of Triton {figures['triton']}, and {triton.__version__} is installed")
-    return {**figures, "kernels": figures["kernels"] | measure_pages(pages)}
+    kernels = figures["kernels"] | measure_pages(pages)
+    return {**figures, "kernels": {row.key: kernels[row.key] for rows in ROWS.values() for row in rows}}
 
 
 def main(arguments: list[str]) -> None:
