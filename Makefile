@@ -5,15 +5,26 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= auto
 
-.PHONY: demo test test-gpu sanitize lint clean
+# Beside the Triton of constraints.txt, those that the kernels for Hopper serve: where Triton is to be had.
+ifeq ($(shell uname),Linux)
+OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
+endif
+
+.PHONY: demo test test-gpu test-tritons sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
 
-# On the CPU and, compiled, for every target; then the kernels in Triton's interpreter.
+# On the CPU and, compiled, for every target; then the kernels in Triton's interpreter, and those for Hopper compiled by
+# other versions of Triton.
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops -m "not compile"
+	$(MAKE) test-tritons
+
+test-tritons: $(OTHER_TRITONS:%=test-triton-%)
+$(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%
+	PYTHONPATH=$(CURDIR)/$< $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops/attention/test_gluon_compilation.py
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
@@ -45,6 +56,10 @@ $(VENV)/demo-installed: pyproject.toml constraints.txt
 $(VENV)/dev-installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OTHER_TRITONS:%=$(VENV)/triton-%): $(VENV)/triton-%: $(VENV)/dev-installed
+	$(PIP) --no-deps --upgrade --target $@ triton==$*
 	touch $@
 
 clean:
