@@ -23,8 +23,8 @@ test: lint
 	$(MAKE) test-tritons
 
 test-tritons: $(OTHER_TRITONS:%=test-triton-%)
-$(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%
-	PYTHONPATH=$(CURDIR)/$< $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops/attention/test_gluon_compilation.py
+$(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
+	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops/attention/test_gluon_compilation.py
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
@@ -58,8 +58,9 @@ $(VENV)/dev-installed: pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(OTHER_TRITONS:%=$(VENV)/triton-%): $(VENV)/triton-%: $(VENV)/dev-installed
-	$(PIP) --no-deps --upgrade --target $@ triton==$*
+# The folder's name says what is in it: nothing else makes it out of date.
+$(OTHER_TRITONS:%=$(VENV)/triton-%/installed): $(VENV)/triton-%/installed: | $(VENV)/dev-installed
+	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
 	touch $@
 
 clean:

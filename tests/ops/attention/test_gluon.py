@@ -629,10 +629,11 @@ def test_random_shapes(kernels, device, number):
 
 
 @on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim):
+def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim, position):
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
-    prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
+    prepared = prepare(*tensors[:2], check_call(*tensors, position=position, causal=True, layout="bhtd"))
     out, saved = kernels.forward(*tensors, prepared)
     differs = torch.zeros((), dtype=torch.bool, device=device)
     for _ in range(10_000):
@@ -642,11 +643,12 @@ def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim):
 
 
 @on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_ten_thousand_backwards_differ_by_roundings(device, head_dim):
+def test_ten_thousand_backwards_differ_by_roundings(device, head_dim, position):
     """And in the deterministic mode not at all."""
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
-    prepared = prepare(*tensors[:2], check_call(*tensors, causal=True, layout="bhtd"))
+    prepared = prepare(*tensors[:2], check_call(*tensors, position=position, causal=True, layout="bhtd"))
     grad_out = torch.randn_like(tensors[0])
     for impl in ("gluon", "gluon-deterministic"):
         forward, backward = load_kernels(impl)
@@ -682,7 +684,11 @@ def test_two_streams_at_once(kernels, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("call", [{"causal": True}, {"key_lengths": [300, 9]}, {"layout": "thd"}], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [{"causal": True}, {"key_lengths": [300, 9]}, {"layout": "thd"}, {"position": ReRope(70), "causal": True}],
+    ids=str,
+)
 def test_a_graph_replays_forward_and_backward(device, call):
     call = {"position": Rope(), "impl": "gluon", **call}
     if "key_lengths" in call:

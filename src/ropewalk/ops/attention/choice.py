@@ -52,7 +52,7 @@ TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 # for, both libraries.
 MEASURED: dict[tuple[int, int], tuple[Row, ...]] = {
     (9, 0): (
-        Row(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn in two calls, and of the host's time
+        Row(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Row(TRITON_FIRST, far=True),
         Row(FLASH_THEN_GLUON, tokens=1024),
         Row(FLASH_FIRST, tokens=512, backward=True),

@@ -36,6 +36,7 @@ from ropewalk.ops.attention.triton_launch import (
     turn_back_all,
     turns_in_registers,
 )
+from ropewalk.ops.attention.triton_scores import ScoreFunctions
 
 _LINE = 32  # elements: as many as a swizzled row of shared memory has
 
@@ -92,7 +93,8 @@ def backward(
     n_elements = batch * heads * places * block
     sums = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse)
-    conditions = conditions_of(prepared, score_functions(prepared))
+    functions = score_functions(prepared)
+    conditions = conditions_of(prepared, functions)
     of_rows: dict[str, Any] = {
         "sequences": sequences, "bounds": conditions["bounds"], "n_heads": heads, "n_queries": queries,
         "n_keys": k.shape[2], "rows_of_head": places, "n_elements": n_elements, "BLOCK_M": rows, "BLOCK_D": block,
@@ -101,7 +103,8 @@ def backward(
         tiled(out, rows, block), tiled(grad_out, rows, block), lse,
         None if grad_lse is None else grad_lse.contiguous(), delta, sums, **of_rows, WORKSPACES=workspaces,
     )  # fmt: skip
-    _launch_kernel(saved, v, grad_out, sums, (grad_k, grads_of_far[2], grad_v), delta, prepared, turns, places)
+    gradients = (grad_k, grads_of_far[2], grad_v)
+    _launch_kernel(saved, v, grad_out, sums, gradients, delta, prepared, functions, conditions, turns, places)
     table, width = place_table(prepared.cos_q, prepared.sin_q) if turns else (None, 0)
     past_table, future_table = (
         None if apart else place_table(cos, sin)[0]
@@ -124,7 +127,7 @@ def backward(
 
 def _launch_kernel(
     saved: Saved, v: Tensor, grad_out: Tensor, sums: Tensor, gradients: tuple[Tensor | None, ...], delta: Tensor,
-    prepared: Prepared, turns: bool, places: int,
+    prepared: Prepared, functions: ScoreFunctions | None, conditions: dict[str, Any], turns: bool, places: int,
 ) -> None:  # fmt: skip
     """Launch the kernel, for the gradients of k, of far keys apart from those, and of v.
 
@@ -136,8 +139,6 @@ def _launch_kernel(
     configuration = BACKWARD[block]
     rows, part = configuration.QUERIES, PART.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([part, _LINE], gl.float32)
-    functions = score_functions(prepared)
-    conditions = conditions_of(prepared, functions)
     table, width = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
     far_table = place_table(prepared.cos_far, prepared.sin_far)[0] if turns else None
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
