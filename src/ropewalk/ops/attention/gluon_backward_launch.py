@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from ropewalk.ops.attention.triton_launch import (
 from ropewalk.ops.attention.triton_scores import ScoreFunctions
 
 _LINE = 32  # elements: as many as a swizzled row of shared memory has
+_PROGRAMS_TOGETHER = 128  # nearly one for each processor of an H100 or H200
 
 
 class Configuration(NamedTuple):
@@ -154,7 +156,7 @@ def _launch_kernel(
         **{name: conditions[name] for name in CONDITIONS}, grad_factor=prepared.scale,
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * key_heads,
         n_key_heads=key_heads, heads_per_key=heads // key_heads,
-        heads_together=_heads_together(q, heads // key_heads, block), n_queries=queries, n_keys=keys,
+        heads_together=_heads_together(q, heads // key_heads, keys, block), n_queries=queries, n_keys=keys,
         rows_of_head=places, R=width, INTERLEAVED=prepared.interleaved, CAUSAL=prepared.causal,
         WINDOWED=prepared.window is not None, EDGES=not whole,
         SCORE=None if functions is None else functions.score, ADJOINT=None if functions is None else functions.adjoint,
@@ -162,7 +164,12 @@ def _launch_kernel(
     )  # fmt: skip
 
 
-def _heads_together(q: Tensor, heads_per_key: int, block: int) -> int:
-    """How many key heads are taken at a time: those whose queries, and what is read and added beside, stay cached."""
+def _heads_together(q: Tensor, heads_per_key: int, keys: int, block: int) -> int:
+    """How many key heads are taken at a time: those whose queries, and what is read and added beside, stay cached.
+
+    But at least as many as have a program for each processor: in causal attention programs differ in length, and with
+    fewer heads the last ones' longest would begin late, and leave most processors without work at the end.
+    """
     bytes_of_head = heads_per_key * q.shape[2] * block * (2 * q.element_size() + 4)
-    return max(1, CACHED_BYTES // bytes_of_head)
+    tiles: int = math.ceil(keys / KEYS.value)
+    return max(CACHED_BYTES // bytes_of_head, math.ceil(_PROGRAMS_TOGETHER / tiles))

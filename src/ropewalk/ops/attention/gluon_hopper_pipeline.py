@@ -176,14 +176,16 @@ def take_number(counter_ptr, total):
 def locate_number(number, sequences, n_tiles, n_rows, n_heads, heads_together, LAST_FIRST: tl.constexpr):
     """Which tile of tokens a number means, of which batch row, head and sequence.
 
-    The heads of a dense batch are taken in sections, whose keys and values fit into the cache; in a section the longest
-    tiles come first, of all its heads. In a packed batch the schedule says it, and the heads of one tile follow each
+    The heads of a dense batch are taken in sections, what is read of which fits into the cache; in a section the
+    longest tiles come first, of all its heads. The last section takes what is left over too: a small one would begin
+    its longest tiles when others end. In a packed batch the schedule says it, and the heads of one tile follow each
     other.
     """
     if sequences is None:
-        section = number // (n_tiles * heads_together)
+        last_section = tl.maximum(n_rows // heads_together, 1) - 1
+        section = tl.minimum(number // (n_tiles * heads_together), last_section)
         first_row = section * heads_together
-        width = tl.minimum(heads_together, n_rows - first_row)
+        width = tl.where(section < last_section, heads_together, n_rows - first_row)
         within = number - first_row * n_tiles
         tile = within // width
         row = first_row + within - tile * width
