@@ -26,7 +26,7 @@ from ropewalk.ops.attention.gluon_hopper_backward_movers import (
     produce,
     whole_steps,
 )
-from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, make_ring
+from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, make_ring, make_ring_beside
 from ropewalk.ops.attention.gluon_hopper_softmax import take_probabilities
 from ropewalk.ops.attention.gluon_hopper_tiles import (
     KEYS,
@@ -344,7 +344,7 @@ def backward_kernel(
     """The gradients of a tile of keys and values of one key head, and what it gives the queries that attend it."""
     BLOCK_D: gl.constexpr = k.block_shape[3]
     q_ring = make_ring(q, STAGES, 2)
-    out_ring = make_ring(grad_out, STAGES, 2)  # filled, and released, with the other
+    out_ring = make_ring_beside(q_ring, grad_out)
     rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, QUERIES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)

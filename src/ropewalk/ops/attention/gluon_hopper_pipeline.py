@@ -68,14 +68,30 @@ class Ring:
 @gluon.jit
 def make_ring(descriptor, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring of the descriptor's tiles, that so many consumers read."""
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(empty.index(stage), count=READERS)
+    return _allocate_ring(descriptor, empty, STAGES)
+
+
+@gluon.jit
+def make_ring_beside(ring, descriptor):
+    """A ring of the descriptor's tiles that are filled, and released, with those of another ring.
+
+    It has no empty barriers of its own. Barriers that nobody waited at would be dead to the compiler, which gives their
+    memory to tiles; but a GPU that several processes share writes them back when it changes from one to another.
+    """
+    return _allocate_ring(descriptor, ring.empty, ring.stages)
+
+
+@gluon.jit
+def _allocate_ring(descriptor, empty, STAGES: gl.constexpr):
     tiles = gl.allocate_shared_memory(
         descriptor.dtype, [STAGES, 1, 1, descriptor.block_shape[2], descriptor.block_shape[3]], descriptor.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
     return Ring(tiles, full, empty, STAGES)
 
 

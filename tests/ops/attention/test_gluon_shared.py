@@ -1,0 +1,30 @@
+"""The Gluon kernels of attention on a GPU that several processes share: it stops a kernel at any point, for another."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ropewalk.ops.attention import choice
+
+ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE") == "cuda"
+WHY_MISSING = choice.why_missing("gluon", torch.device("cuda")) if ON_GPU else "needs a GPU"
+
+PROCESSES = 6
+
+
+@pytest.mark.skipif(WHY_MISSING is not None, reason=str(WHY_MISSING))
+@pytest.mark.parametrize("window", [0, 200], ids=["no-position", "rerope"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_are_the_same_beside_other_processes(head_dim, window):
+    """Barriers whose memory tiles had too came back over these: 3 to 4 launches of 100 differed (ReRoPE, D 128)."""
+    program = Path(__file__).with_name("launch_backwards.py")
+    command = [sys.executable, program, str(head_dim), str(window), "3000"]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(PROCESSES)
+    ]
+    ended = [process.communicate() for process in started]
+    assert [out.split()[-1:] for out, _ in ended] == [["0"]] * PROCESSES, ended
