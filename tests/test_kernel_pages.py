@@ -157,15 +157,13 @@ def test_what_pages_say_of_spills_is_so():
     keys = of("keys_kernel", "sm_90")
     assert (max(spilled for key, spilled in keys.items() if "ReRoPE" not in key), max(keys.values())) == (192, 256)
     hopper = of("forward_kernel for Hopper", "sm_90")
-    assert {key for key, spilled in hopper.items() if spilled and "D 128" in key} == {
-        "forward_kernel for Hopper: ALiBi, causal, D 128"
-    }
+    assert not any(spilled for key, spilled in hopper.items() if "D 128" in key)
     assert {key.split(": ")[1] for key, spilled in hopper.items() if spilled and "D 64" in key} == {
         "RoPE, causal, packed, D 64"
     }
     hopper = of("backward_kernel for Hopper", "sm_90")
     whole = {spilled for key, spilled in hopper.items() if "D 128" in key and "ReRoPE" not in key}
-    assert (min(whole), max(whole), max(hopper.values())) == (0, 192, 592)
+    assert (min(whole), max(whole), max(hopper.values())) == (0, 200, 584)
 
 
 # Times of the records.
