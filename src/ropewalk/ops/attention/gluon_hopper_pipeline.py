@@ -78,8 +78,8 @@ def make_ring(descriptor, STAGES: gl.constexpr, READERS: gl.constexpr):
 def make_ring_beside(ring, descriptor):
     """A ring of the descriptor's tiles that are filled, and released, with those of another ring.
 
-    It has no empty barriers of its own. Barriers that nobody waits at are dead to the compiler, which gives their memory
-    to tiles; and on a GPU that processes share they come back over those.
+    It has no empty barriers of its own. Barriers that nobody waits at are dead to the compiler, which gives their
+    memory to tiles; and on a GPU that processes share they come back over those.
     """
     return _allocate_ring(descriptor, ring.empty, ring.stages)
 
