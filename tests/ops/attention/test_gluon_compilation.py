@@ -296,6 +296,16 @@ def test_every_version_that_is_served_is_compiled_with_and_has_its_record():
     assert versions == set(json.loads(SPILLS.read_text(encoding="utf-8")))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads_per_key", "head_dim", "together"),
+    [(4096, 1, 128, 6), (8192, 1, 64, 6), (16384, 1, 128, 1), (8192, 4, 128, 2), (1024, 4, 128, 16), (100, 8, 64, 128)],
+)
+def test_sections_of_the_backward_fill_the_cache_or_the_processors(tokens, heads_per_key, head_dim, together):
+    """Of the last three not one, 6 and 61 key heads fit into 24 MiB."""
+    q = torch.empty(1, heads_per_key, tokens, head_dim, dtype=torch.bfloat16, device="meta")
+    assert gluon_backward_launch._heads_together(q, heads_per_key, tokens, head_dim) == together
+
+
 def test_no_length_makes_another_binary():
     of_lengths = {"n_tiles", "n_rows", "rows_of_head", "heads_together", "n_queries", "n_keys", "total"}
     of_lengths |= {"window", "far_window"}
