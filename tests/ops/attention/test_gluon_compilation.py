@@ -144,6 +144,7 @@ def instructions_of(compiled, tmp_path):
 def barriers_among_tiles(instructions, shared):
     """Of the barriers that a kernel makes, those that do not lie behind all tiles, as addresses in shared memory.
 
+    Those that do are in the last 512 bytes: no tile is as small, and what else is small comes last.
     The compiler gives the memory of a barrier that nobody waits at to a tile; such a barrier may come back over it.
     """
     made = [line for line in instructions if line.startswith("SYNCS.EXCH")]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ def test_gradients_are_the_same_beside_other_processes(head_dim, window):
     """Barriers whose memory tiles had too came back over those: of ReRoPE's launches at D 128 one of 30 differed."""
     program = Path(__file__).with_name("launch_backwards.py")
     command = [sys.executable, program, str(head_dim), str(window), "3000"]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(PROCESSES)
-    ]
-    ended = [process.communicate() for process in started]
-    assert [out.split()[-1:] for out, _ in ended] == [["0"]] * PROCESSES, ended
+
+    def launch(_):
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        ended = list(pool.map(launch, range(PROCESSES)))
+    assert [process.stdout.split()[-1:] for process in ended] == [["0"]] * PROCESSES, ended

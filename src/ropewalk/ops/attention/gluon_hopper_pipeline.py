@@ -86,6 +86,7 @@ def make_ring_beside(ring, descriptor):
 
 @gluon.jit
 def _allocate_ring(descriptor, empty, STAGES: gl.constexpr):
+    """Tiles, and a full barrier for each stage, beside empty barriers that are there."""
     tiles = gl.allocate_shared_memory(
         descriptor.dtype, [STAGES, 1, 1, descriptor.block_shape[2], descriptor.block_shape[3]], descriptor.layout
     )
