@@ -45,10 +45,10 @@ def test_a_burst_is_long_enough_and_no_call_is_late() -> None:
 
 
 class FakeGpu:
-    """A clock that spinning and calls move on, and the CUDA names that bursts use."""
+    """Clocks of a host and a GPU, that begins what the host has enqueued; and the CUDA names that bursts use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+        self.now = self.host = 0.0
         self.naps: list[float] = []
         gpu = self
 
@@ -57,6 +57,7 @@ class FakeGpu:
                 assert enable_timing
 
             def record(self) -> None:
+                gpu.work(0.0)
                 self.at = gpu.now
 
             def elapsed_time(self, end: Any) -> float:
@@ -64,26 +65,62 @@ class FakeGpu:
                 return elapsed
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.work(cycles / 1000))
         monkeypatch.setattr(bursts, "check_device", lambda device: None)
         monkeypatch.setattr(bursts, "host_once", lambda call, device: 20.0)
+        monkeypatch.setattr(bursts, "_cycles_per_microsecond", lambda device: 1000.0)
         monkeypatch.setattr(bursts.time, "sleep", self.naps.append)
+        monkeypatch.setattr(bursts.time, "perf_counter", lambda: self.host / 1e6)
 
     def work(self, microseconds: float) -> None:
-        self.now += microseconds
+        self.now = max(self.now, self.host) + microseconds
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.now)
+
+    def call(self, microseconds: float, host: float = 20.0) -> None:
+        self.host += host
+        self.work(microseconds)
 
 
 def test_a_gpus_bursts_hold_nothing_but_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    calls = {"long": lambda: gpu.work(5000.0), "short": lambda: gpu.work(250.0)}
-    monkeypatch.setattr(bursts.time, "perf_counter", lambda: gpu.now / 1e6)
+    calls = {"long": lambda: gpu.call(5000.0), "short": lambda: gpu.call(250.0), "bound": lambda: gpu.call(5.0)}
     hot = time_bursts(calls, torch.device("cuda"), PROTOCOLS["hot"])
     assert gpu.now > 250e3 + 2 * 150e3
     assert gpu.naps == []
-    for name, microseconds in (("long", 5000.0), ("short", 250.0)):
-        assert len(hot[name]) == 30  # 150 ms of the shorter burst
-        assert hot[name] == pytest.approx([microseconds] * 30)
+    for name, microseconds in (("long", 5000.0), ("short", 250.0), ("bound", 5.0)):
+        assert len(hot[name]) == 40  # as many as there may be: bursts of the shortest are 160 µs
+        assert hot[name] == pytest.approx([microseconds] * 40)
     cool = time_bursts(calls, torch.device("cuda"), PROTOCOLS["cool"], rounds=6)
-    assert [len(times) for times in cool.values()] == [6, 6]
-    assert gpu.naps == [0.2] * 12
+    assert [len(times) for times in cool.values()] == [6, 6, 6]
+    assert gpu.naps == [0.2] * 18
+
+
+@pytest.mark.parametrize("slower", [3.0, 10.0])
+def test_a_burst_is_measured_again_where_the_host_was_late(monkeypatch: pytest.MonkeyPatch, slower: float) -> None:
+    """It was planned with a host that is now slower, throughout or in some calls."""
+    gpu = FakeGpu(monkeypatch)
+    done = 0
+
+    def throughout() -> None:
+        gpu.call(5.0, 20.0 * slower)
+
+    def at_times() -> None:
+        nonlocal done
+        done += 1
+        gpu.call(15.0, 20.0 * slower if done % 50 < 10 else 20.0)
+
+    times = time_bursts({"throughout": throughout, "at times": at_times}, torch.device("cuda"), PROTOCOLS["hot"])
+    assert times["throughout"] == pytest.approx([5.0] * 40)
+    assert times["at times"] == pytest.approx([15.0] * 40)
+
+
+def test_the_least_is_taken_of_a_burst_that_is_late_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    hosts = iter([0.0, 0.0, 1e6, 3e5, 2e5, 4e5])  # two for the plan, then four tries of one call
+    times = time_bursts(
+        {"late": lambda: gpu.call(7000.0, next(hosts, 0.0))}, torch.device("cuda"), PROTOCOLS["cool"], rounds=1
+    )
+    assert 2e5 < times["late"][0] < 2e5 + 7000.0  # the third's, less what the GPU spun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -425,6 +426,22 @@ def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
     for mine, clean in ((out, expected[0]), (lse, expected[1])):
         mine[1, :, 7] = clean[1, :, 7] = 0
         assert torch.equal(mine, clean)
+
+
+@on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(300)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("growth", [3, 9, 60, 200])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, growth, position):
+    """By few powers of two, which add up before anything is multiplied, or many; in some rows of a warp, or in none."""
+    q, k, v = draw(device, dtype, keys=900, head_dim=head_dim)
+    some = torch.arange(TQ, device=device) % 3 == 0
+    some[64:128] = False
+    q[..., 0] = growth * math.sqrt(head_dim) * math.log(2) * some
+    k[..., 0] = torch.arange(900, device=device).flip(0) // 128  # walks begin with the last keys
+    check_served(kernels, (q, k, v), position=position)
+    check_served(kernels, (q, k, v), position=position, causal=True)
 
 
 @on_hopper

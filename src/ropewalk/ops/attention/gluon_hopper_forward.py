@@ -14,7 +14,7 @@ from ropewalk.ops.attention.gluon_hopper_pipeline import (
     make_ring,
     take_number,
 )
-from ropewalk.ops.attention.gluon_hopper_softmax import sum_in_threads, take_softmax
+from ropewalk.ops.attention.gluon_hopper_softmax import rescale, sum_in_threads, take_softmax
 from ropewalk.ops.attention.gluon_hopper_tiles import ROWS, clear_missing, store_rows
 from ropewalk.ops.attention.gluon_shim import (
     await_stores,
@@ -189,7 +189,7 @@ def _attend_walk(
         )  # fmt: skip
         weights = gl.convert_layout(p.to(DTYPE), of_p)
         if far_window is not None and PAIRS != FAR_PAST:  # there was a walk before
-            sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, of_out))[:, None]
+            sums = rescale(sums, kept)
         for _step in range(1, steps):
             if HAS_LENGTHS or HAS_STARTS:  # noqa: SIM102
                 if (n_start + BLOCK_N > lengths[2]) | (n_start < lengths[1]):
@@ -221,7 +221,7 @@ def _attend_walk(
                 sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
                 next_weights = gl.convert_layout(p.to(DTYPE), of_p)
             v_ring.release(use)
-            sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, of_out))[:, None]
+            sums = rescale(sums, kept)
             weights = next_weights
             use += 1
         q_ring.release(q_use)

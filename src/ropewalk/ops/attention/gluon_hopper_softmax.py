@@ -31,13 +31,52 @@ def _pin(sums):
     return gl.inline_asm_elementwise(_PIN, "=f,=f,f,f", [sums], gl.float32, False, 2)
 
 
+# The most powers of two by which exponentials may exceed 1, as the maximum that they count from lags behind: few enough
+# for probabilities in halves, and more than most rows grow by after their first tile.
+_MOST_AHEAD = gl.constexpr(8.0)
+
+
+@gluon.constexpr_function
+def _rescaling(n):
+    """PTX that multiplies a thread's n sums by what is kept of each, unless the warp keeps all of all its rows.
+
+    As a product leaves them, the sums are of two rows, two of one and two of the other by turns.
+    """
+    kept = [f"${2 * n + i}" for i in range(n)]
+    products = " ".join(f"mul.f32 ${i}, ${i}, {kept[i]};" for i in range(n))
+    return (
+        "{ .reg .pred whole; "
+        f"setp.eq.f32 whole, {kept[0]}, 0f3F800000; setp.eq.and.f32 whole, {kept[2]}, 0f3F800000, whole; "
+        f"vote.sync.all.pred whole, whole, 0xFFFFFFFF; @whole bra.uni done; {products} done: }}"
+    )
+
+
+@gluon.constexpr_function
+def _operands(n):
+    """Of `_rescaling`: n sums, which come in where they go out, and what is kept of each."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescale(sums, kept):
+    """A running output, of each row what is kept: all of it in most steps, as `take_softmax` lets maxima lag behind."""
+    PER_THREAD: gl.constexpr = sums.shape[0] * sums.shape[1] // 128
+    PTX: gl.constexpr = _rescaling(PER_THREAD)
+    OPERANDS: gl.constexpr = _operands(PER_THREAD)
+    kept = gl.convert_layout(kept, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return gl.inline_asm_elementwise(PTX, OPERANDS, [sums, kept], gl.float32, True, PER_THREAD)
+
+
 @gluon.jit
 def take_softmax(
     scores, row_max, row_sum, m, n_start, is_edge, lengths, scale, softcap, factor, parameters_ptr,
     SIDE: gl.constexpr, WINDOWED: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_STARTS: gl.constexpr,
     EDGES: gl.constexpr, SCORE: gl.constexpr, SOFTCAP: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
-    """Exponentials of a tile of scores, what is kept of those before, and each row's new maximum and sums."""
+    """Exponentials of a tile of scores, what is kept of those before, and each row's new maximum and sums.
+
+    A maximum that would grow by less than _MOST_AHEAD powers of two stays, and with it all that was summed.
+    """
     layout: gl.constexpr = scores.type.layout
     column = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
     if SOFTCAP:
@@ -56,10 +95,12 @@ def take_softmax(
             )  # fmt: skip
             scores = gl.where(may, scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1))
+    grows = (new_max - row_max) * factor > _MOST_AHEAD
+    new_max = gl.where(grows, new_max, row_max)
     shift = new_max * factor
     if EDGES:
         shift = gl.where(new_max == float("-inf"), 0.0, shift)  # a row that has attended nothing yet
-    kept = gl.exp2(row_max * factor - shift)
+    kept = gl.where(grows, gl.exp2(row_max * factor - shift), 1.0)
     p = gl.exp2(scores * factor - shift[:, None])
     sums = sum_in_threads(p)
     if PIN:
