@@ -66,7 +66,7 @@ LINES = (
     Line("training, causal, 2 × 8192, H32/8 D128", "all-h200", "gqa-8k-d128", "train", "auto + rope"),
     Line("training, causal, 1 × 8192, H32 D64", "all-h200", "causal-8k-d64", "train", "auto + rope"),
     Line("training, BERT-base, 32 × 512 with padding", "all-h200", "bert-512-lengths", "train", "auto + rope"),
-    Line("training, 64 packed sequences", "all-h200", "packed-4k-d128", "train", "auto + rope"),
+    Line("training, 64 packed sequences", "attention-gluon-packed-h200", "packed-4k-d128", "train", "auto + rope"),
     Line("training, ReRoPE, 1 × 8192, H32 D64", "all-h200", "rerope-8k-d64", "rerope-train", "auto + rerope"),
     Line("decoding, 64 caches of up to 8192 keys", "all-h200", "decode-8k-d128", "decode", "auto + rope"),
     Line("decoding, one cache of 8192 keys", "all-h200", "decode-1", "decode", "auto + rope"),
