@@ -218,6 +218,17 @@ def test_times_are_the_records():
     assert count > 40
 
 
+def test_what_pages_count_with_is_in_their_tables():
+    times = [(row[0], row[5]) for row in measured_rows()]
+    count = 0
+    for name in KERNEL_PAGES:
+        for counted in re.findall(r"^us = ([\d.]+)", text_of(name), re.MULTILINE):
+            shown = {time for page, time in times if page == name}
+            assert any(f"{float(counted):.{len(time.partition('.')[2])}f}" == time for time in shown), (name, counted)
+            count += 1
+    assert count >= 4
+
+
 def test_what_pages_say_of_one_machine_is_so():
     runs = [json.loads((ROOT / f"results/{name}.jsonl").read_text().split("\n", 1)[0]) for name in RECORDS]
     assert {(run["device"], run["triton"]) for run in runs} == {("NVIDIA H200", "3.6.0")}
