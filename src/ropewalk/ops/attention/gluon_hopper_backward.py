@@ -22,7 +22,6 @@ from ropewalk.ops.attention.gluon_hopper_backward_movers import (
     cut_walk,
     has_keys,
     locate,
-    next_step,
     produce,
     whole_steps,
 )
@@ -56,6 +55,7 @@ from ropewalk.ops.attention.triton_sequences import (
     FAR_PAST,
     NEAR,
     PAST,
+    query_ranges,
     side_of_pairs,
 )
 from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_head
@@ -65,6 +65,36 @@ from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_hea
 _WALKED = gl.constexpr(7)
 _STORED = gl.constexpr(8)
 _BOTH = gl.constexpr(256)  # consumers' threads
+
+
+@gluon.jit
+def _begin_grad_queries(gradients, own_features, CONSUMER: gl.constexpr):
+    """Begin the product that gives a step's queries their gradient: this consumer's part of it, of all keys' dS."""
+    of_queries: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    return warpgroup_mma(
+        own_gradients(gradients, CONSUMER).permute((1, 0)), own_features,
+        gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _hand_over(
+    use, first_use, q_ring, gradients, own_part, own_features, CONSUMER: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """A step whose queries attend none of this consumer's keys: zeros for the other one, and its part of theirs."""
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    q_ring.await_tile(use)
+    nothing = gl.zeros([ROWS, QUERIES], gradients.dtype, of_scores)
+    gradients.index(use % 2).slice(CONSUMER * ROWS, ROWS, 0).store(nothing)
+    fence_async_shared()
+    if use > first_use:
+        come_to(PART_FULL + CONSUMER, WITH_ADDER)
+    await_others(_STORED, _BOTH)
+    grad_queries = _begin_grad_queries(gradients.index(use % 2), own_features, CONSUMER)
+    grad_queries = warpgroup_mma_wait(0, deps=(grad_queries,))
+    await_others(PART_FREE + CONSUMER, WITH_ADDER)
+    own_part.store(as_threads_have_it(grad_queries))
+    q_ring.release(use)
 
 
 @gluon.jit
@@ -79,7 +109,6 @@ def _take_walk(
     grad_keys, grad_values = state
     DTYPE: gl.constexpr = keys.dtype
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    of_queries: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, grad_keys.type.layout, 2)
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
@@ -88,110 +117,113 @@ def _take_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
     full, full_stop = whole_steps(n_start + CONSUMER * ROWS, of_pairs, QUERIES, SIDE, WINDOWED_PAIRS)
+    steps_of_head = (stop - start + QUERIES - 1) // QUERIES
+    missed = 0
+    if not APART:
+        own_first, _full, _full_stop, _stop = query_ranges(
+            n_start + CONSUMER * ROWS, of_pairs, QUERIES, ROWS, SIDE, WINDOWED_PAIRS, False
+        )  # fmt: skip
+        missed = gl.minimum((own_first - start) // QUERIES, steps_of_head)
     own_keys = keys.slice(CONSUMER * ROWS, ROWS, 0)
     own_features = keys.slice(CONSUMER * PART, PART, 1) if QUERIES == PART else keys
     if steps > 0:
-        m_start = start
-        member = 0
         if APART:  # for what was stored before the first step
             come_to(_STORED + 2 * CONSUMER + (first_use + 1) % 2, _BOTH)
-        for step in range(steps):
-            use = first_use + step
-            stage = use % q_ring.stages
-            queries, cotangents = q_ring.tile(use), out_ring.tile(use)
-            parameters_ptr = None
-            if parameters is not None:
-                parameters_ptr = parameters_of_head(parameters, key_head * heads_per_key + member)
-            # Whatever is to be read goes before products: reads wait in one queue behind those.
-            mbarrier.wait(rows_full.index(stage), use // q_ring.stages & 1)
-            lse = rows.index(2 * stage).load(of_columns)
-            if not APART:
-                grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
-            q_ring.await_tile(use)
-            if PACKED:
-                clear_missing(queries, m_start, 0, lengths[0], QUERIES, False)
-            scores = warpgroup_mma(
-                own_keys, queries.permute((1, 0)), gl.zeros([ROWS, QUERIES], gl.float32, of_scores), use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            if APART:
-                await_others(_STORED + 2 * (1 - CONSUMER) + (use + 1) % 2, _BOTH)
-                grad_queries = warpgroup_mma(
-                    own_gradients(gradients.index((use + 1) % 2), CONSUMER).permute((1, 0)), own_features,
-                    gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
+        for member in range(heads_per_key):
+            head_use = first_use + member * steps_of_head
+            for step in range(missed):
+                _hand_over(
+                    head_use + step, first_use, q_ring, gradients, own_part, own_features, CONSUMER, QUERIES
                 )  # fmt: skip
-            else:
-                out_ring.await_tile(use)
+            m_start = start + missed * QUERIES
+            for step in range(missed, steps_of_head):
+                use = head_use + step
+                stage = use % q_ring.stages
+                queries, cotangents = q_ring.tile(use), out_ring.tile(use)
+                parameters_ptr = None
+                if parameters is not None:
+                    parameters_ptr = parameters_of_head(parameters, key_head * heads_per_key + member)
+                # Whatever is to be read goes before products: reads wait in one queue behind those.
+                mbarrier.wait(rows_full.index(stage), use // q_ring.stages & 1)
+                lse = rows.index(2 * stage).load(of_columns)
+                if not APART:
+                    grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
+                q_ring.await_tile(use)
                 if PACKED:
-                    clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
-                grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
-                if step > 0:  # the part of the step before, by now in memory
+                    clear_missing(queries, m_start, 0, lengths[0], QUERIES, False)
+                scores = warpgroup_mma(
+                    own_keys, queries.permute((1, 0)), gl.zeros([ROWS, QUERIES], gl.float32, of_scores), use_acc=False,
+                    is_async=True,
+                )  # fmt: skip
+                if APART:
+                    await_others(_STORED + 2 * (1 - CONSUMER) + (use + 1) % 2, _BOTH)
+                    grad_queries = _begin_grad_queries(gradients.index((use + 1) % 2), own_features, CONSUMER)
+                else:
+                    out_ring.await_tile(use)
+                    if PACKED:
+                        clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
+                    grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
+                    if use > first_use:  # the part of the step before, by now in memory
+                        fence_async_shared()
+                        come_to(PART_FULL + CONSUMER, WITH_ADDER)
+                scores = warpgroup_mma_wait(1, deps=(scores,))
+                p, raw, scaled = take_probabilities(
+                    scores, lse, m_start, n, (m_start < full) | (m_start >= full_stop), of_pairs, scale, softcap,
+                    factor, parameters_ptr, SIDE, WINDOWED_PAIRS, HAS_LENGTHS, HAS_STARTS, EDGES, SCORE, SOFTCAP,
+                )  # fmt: skip
+                weights = gl.convert_layout(p.to(DTYPE), of_p)
+                if SOFTCAP:  # before p and raw are both needed
+                    p *= 1 - raw * raw
+                if APART:
+                    grad_queries, weights = warpgroup_mma_wait(0, deps=(grad_queries, weights))
+                    if use > first_use:
+                        await_others(PART_FREE + CONSUMER, WITH_ADDER)
+                        own_part.store(as_threads_have_it(grad_queries))
+                        fence_async_shared()
+                        come_to(PART_FULL + CONSUMER, WITH_ADDER)
+                    out_ring.await_tile(use)
+                    if PACKED:
+                        clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
+                    grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
+                    grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
+                    grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
+                    grad_p = warpgroup_mma_wait(1, deps=(grad_p,))
+                else:
+                    grad_p, weights = warpgroup_mma_wait(0, deps=(grad_p, weights))
+                grad_scores = p * grad_p
+                if ADJOINT is not None:
+                    column = gl.arange(0, QUERIES, layout=of_columns)
+                    theirs = (n - (m_start + lengths[3])).to(gl.float32)
+                    grad_scores = ADJOINT(
+                        grad_scores, scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr,
+                        SIDE == PAST,
+                    )  # fmt: skip
+                rounded = grad_scores.to(DTYPE)
+                # Of two tiles in turn: when a consumer stores one, both have read what was in it two steps before.
+                gradients.index(use % 2).slice(CONSUMER * ROWS, ROWS, 0).store(rounded)
+                m_start += QUERIES
+                if APART:
                     fence_async_shared()
-                    come_to(PART_FULL + CONSUMER, WITH_ADDER)
-            scores = warpgroup_mma_wait(1, deps=(scores,))
-            p, raw, scaled = take_probabilities(
-                scores, lse, m_start, n, (m_start < full) | (m_start >= full_stop), of_pairs, scale, softcap,
-                factor, parameters_ptr, SIDE, WINDOWED_PAIRS, HAS_LENGTHS, HAS_STARTS, EDGES, SCORE, SOFTCAP,
-            )  # fmt: skip
-            weights = gl.convert_layout(p.to(DTYPE), of_p)
-            if SOFTCAP:  # before p and raw are both needed
-                p *= 1 - raw * raw
-            if APART:
-                grad_queries, weights = warpgroup_mma_wait(0, deps=(grad_queries, weights))
-                if step > 0:
+                    come_to(_STORED + 2 * CONSUMER + use % 2, _BOTH)
+                else:
+                    grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
+                    fence_async_shared()
+                    await_others(_STORED, _BOTH)
+                    grad_queries = _begin_grad_queries(gradients.index(use % 2), own_features, CONSUMER)
+                    grad_values, weights = warpgroup_mma_wait(1, deps=(grad_values, weights))
+                operand = gl.convert_layout(rounded, of_p)
+                grad_keys = warpgroup_mma(operand, queries, grad_keys, is_async=True)
+                if not APART:
+                    grad_queries = warpgroup_mma_wait(1, deps=(grad_queries,))
                     await_others(PART_FREE + CONSUMER, WITH_ADDER)
                     own_part.store(as_threads_have_it(grad_queries))
-                    fence_async_shared()
-                    come_to(PART_FULL + CONSUMER, WITH_ADDER)
-                out_ring.await_tile(use)
-                if PACKED:
-                    clear_missing(cotangents, m_start, 0, lengths[0], QUERIES, False)
-                grad_p = begin_with(rows.index(2 * stage + 1), of_scores)
-                grad_p = warpgroup_mma(own_values, cotangents.permute((1, 0)), grad_p, is_async=True)
-                grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
-                grad_p = warpgroup_mma_wait(1, deps=(grad_p,))
-            else:
-                grad_p, weights = warpgroup_mma_wait(0, deps=(grad_p, weights))
-            grad_scores = p * grad_p
-            if ADJOINT is not None:
-                column = gl.arange(0, QUERIES, layout=of_columns)
-                theirs = (n - (m_start + lengths[3])).to(gl.float32)
-                grad_scores = ADJOINT(
-                    grad_scores, scaled, column.to(gl.float32)[None, :], theirs[:, None], parameters_ptr,
-                    SIDE == PAST,
+                grad_keys, grad_values, weights, operand = warpgroup_mma_wait(
+                    0, deps=(grad_keys, grad_values, weights, operand)
                 )  # fmt: skip
-            rounded = grad_scores.to(DTYPE)
-            # Of two tiles in turn: when a consumer stores one, both have read what was in it two steps before.
-            gradients.index(use % 2).slice(CONSUMER * ROWS, ROWS, 0).store(rounded)
-            m_start, member = next_step(m_start, member, start, stop, QUERIES)
-            if APART:
-                fence_async_shared()
-                come_to(_STORED + 2 * CONSUMER + use % 2, _BOTH)
-            else:
-                grad_values = warpgroup_mma(weights, cotangents, grad_values, is_async=True)
-                fence_async_shared()
-                await_others(_STORED, _BOTH)
-                grad_queries = warpgroup_mma(
-                    own_gradients(gradients.index(use % 2), CONSUMER).permute((1, 0)), own_features,
-                    gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
-                )  # fmt: skip
-                grad_values, weights = warpgroup_mma_wait(1, deps=(grad_values, weights))
-            operand = gl.convert_layout(rounded, of_p)
-            grad_keys = warpgroup_mma(operand, queries, grad_keys, is_async=True)
-            if not APART:
-                grad_queries = warpgroup_mma_wait(1, deps=(grad_queries,))
-                await_others(PART_FREE + CONSUMER, WITH_ADDER)
-                own_part.store(as_threads_have_it(grad_queries))
-            grad_keys, grad_values, weights, operand = warpgroup_mma_wait(
-                0, deps=(grad_keys, grad_values, weights, operand)
-            )  # fmt: skip
-            q_ring.release(use)
+                q_ring.release(use)
         if APART:
             await_others(_STORED + 2 * (1 - CONSUMER) + (first_use + steps + 1) % 2, _BOTH)
-            grad_queries = warpgroup_mma(
-                own_gradients(gradients.index((first_use + steps + 1) % 2), CONSUMER).permute((1, 0)), own_features,
-                gl.zeros([PART, PART], gl.float32, of_queries), use_acc=False, is_async=True,
-            )  # fmt: skip
+            grad_queries = _begin_grad_queries(gradients.index((first_use + steps + 1) % 2), own_features, CONSUMER)
             grad_queries = warpgroup_mma_wait(0, deps=(grad_queries,))
             await_others(PART_FREE + CONSUMER, WITH_ADDER)
             own_part.store(as_threads_have_it(grad_queries))

@@ -153,6 +153,24 @@ def _produce(
 
 
 @gluon.jit
+def _pass_by(
+    uses, count, k_ring, v_ring, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr
+):  # fmt: skip
+    """Leave so many tiles to the other consumers; returns the use of the rings after them."""
+    use = uses
+    for _tile in range(count):
+        k_ring.await_tile(use)  # released any sooner, it would count for the use before
+        k_ring.release(use)
+        if TURNS:
+            await_turn(CONSUMER)
+            give_turn(CONSUMER, CONSUMERS)
+        v_ring.await_tile(use)
+        v_ring.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
 def _attend_walk(
     state, uses, q_ring, k_ring, v_ring, tile_start, m, lengths, far_window, scale, softcap, factor, parameters_ptr,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
@@ -172,7 +190,18 @@ def _attend_walk(
     of_pairs, start, full, full_stop, steps = _cut_walk(
         tile_start, lengths, far_window, CONSUMERS * ROWS, BLOCK_N, CAUSAL, WINDOWED, PACKED, PAIRS
     )  # fmt: skip
+    before = 0
+    after = 0
+    if CONSUMERS * ROWS > BLOCK_N:  # some tiles may be for other consumers only
+        m_start = tile_start + CONSUMER * ROWS
+        own_start, full, full_stop, own_stop = key_ranges(
+            m_start, of_pairs, ROWS, BLOCK_N, SIDE, WINDOWED_PAIRS, False
+        )  # fmt: skip
+        own_stop = gl.where(m_start < lengths[0], own_stop, start)
+        before = gl.minimum(steps - (gl.maximum(own_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, steps - 1)
+        after = gl.minimum((own_start - start) // BLOCK_N, steps - 1 - before)
     if steps > 0:
+        use = _pass_by(use, before, k_ring, v_ring, CONSUMER, CONSUMERS, TURNS)
         q_ring.await_tile(q_use)
         queries = q_ring.tile(q_use)
         k_ring.await_tile(use)
@@ -182,7 +211,7 @@ def _attend_walk(
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores,))
         k_ring.release(use)
-        n_start = start + (steps - 1) * BLOCK_N
+        n_start = start + (steps - 1 - before) * BLOCK_N
         p, kept, row_max, row_sum = take_softmax(
             scores, row_max, row_sum, m, n_start, (n_start < full) | (n_start >= full_stop), of_pairs, scale, softcap,
             factor, parameters_ptr, SIDE, WINDOWED_PAIRS, HAS_LENGTHS, HAS_STARTS, EDGES, SCORE, SOFTCAP, False,
@@ -190,7 +219,7 @@ def _attend_walk(
         weights = gl.convert_layout(p.to(DTYPE), of_p)
         if far_window is not None and PAIRS != FAR_PAST:  # there was a walk before
             sums = rescale(sums, kept)
-        for _step in range(1, steps):
+        for _step in range(1, steps - before - after):
             if HAS_LENGTHS or HAS_STARTS:  # noqa: SIM102
                 if (n_start + BLOCK_N > lengths[2]) | (n_start < lengths[1]):
                     v_ring.await_tile(use)
@@ -234,6 +263,7 @@ def _attend_walk(
         sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
         v_ring.release(use)
         use += 1
+        use = _pass_by(use, after, k_ring, v_ring, CONSUMER, CONSUMERS, TURNS)
     return (sums, row_max, row_sum), (q_use, use)
 
 
