@@ -336,6 +336,7 @@ CALLS = {
     "rope-no-keys": lambda device: {"position": Rope(), "causal": True, "key_lengths": integers(device, 0, 1)},
     "rope-interleaved": lambda device: {"position": Rope(interleaved=True, attention_factor=1.1), "causal": True},
     "rope-some-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=24)},
+    "rope-few-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=12)},  # in rows of 24 bytes
     "rope-interleaved-positions": lambda device: {
         "position": Rope(interleaved=True),
         "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
@@ -346,6 +347,11 @@ CALLS = {
         "causal": True,
         "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
         "positions_k": torch.randint(0, 10**4, (1, TK), device=device),
+    },
+    "rope-positions-of-rows": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "positions_k": torch.randint(0, 10**4, (B, TK), device=device),
     },
     "keys-rotated": lambda device: {"position": Rope(), "keys_rotated": True},
     "rerope": lambda device: {"position": ReRope(90), "causal": True},

@@ -141,7 +141,8 @@ def _launch_kernel(
     configuration = BACKWARD[block]
     rows, part = configuration.QUERIES, PART.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([part, _LINE], gl.float32)
-    table, width = place_table(prepared.cos_k, prepared.sin_k) if turns else (None, 0)
+    angles = (prepared.cos_k, prepared.sin_k) if turns else (None, None)
+    table, width = place_table(*angles)
     far_table = place_table(prepared.cos_far, prepared.sin_far)[0] if turns else None
     sequences, n_tiles = schedule_tiles(prepared, "k", batch, keys, KEYS.value)
     whole = not prepared.causal and prepared.window is None and past is None and sequences is None
@@ -152,7 +153,9 @@ def _launch_kernel(
         None if far_keys is None else described(far_keys, KEYS.value, block), described(grad_out, rows, block),
         TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [part, _LINE], layout),
         *(None if x is None else rows_of(x) for x in gradients), lse, delta,
-        None if prepared.weights is None else prepared.weights.contiguous(), table, far_table, sequences=sequences,
+        None if prepared.weights is None else prepared.weights.contiguous(),
+        *(None if x is None else described(aligned(x[:, None]), rows, block // 2) for x in angles),
+        None if far_keys is None else table, far_table, sequences=sequences,
         **{name: conditions[name] for name in CONDITIONS}, grad_factor=prepared.scale,
         n_tiles=n_tiles if sequences is not None else n_tiles // batch, n_rows=batch * key_heads,
         n_key_heads=key_heads, heads_per_key=heads // key_heads,

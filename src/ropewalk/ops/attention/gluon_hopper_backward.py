@@ -35,8 +35,8 @@ from ropewalk.ops.attention.gluon_hopper_tiles import (
     begin_with,
     change_keys,
     clear_missing,
-    load_table,
     own_gradients,
+    read_angles,
     store_rows,
     turn_back_keys,
 )
@@ -243,7 +243,7 @@ def _exist(n, lengths, layout: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    grad_k, grad_far, grad_v, weights_ptr, table, far_table, q_ring, out_ring, rows, rows_full, keys, far, values,
+    grad_k, grad_far, grad_v, weights_ptr, table, far_table, cos, q_ring, out_ring, rows, rows_full, keys, far, values,
     keys_full, gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor, window, far_window,
     n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys, CONSUMER: gl.constexpr,
     QUERIES: gl.constexpr, APART: gl.constexpr, R: gl.constexpr, INTERLEAVED: gl.constexpr, CAUSAL: gl.constexpr,
@@ -313,13 +313,18 @@ def _consume(
     if weights_ptr is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, of_keys))
         grad_keys = grad_keys * gl.load(weights_ptr + feature, feature < grad_k[4], other=0.0)[None, :]
-    if table is not None:  # asked for before the stores, it comes meanwhile
-        cos, sin = load_table(table, batch, k_offset + own_start, k_offset + places, grad_keys, R, INTERLEAVED)
     own_values.store(gl.where(exists, grad_values, 0.0).to(DTYPE))
     store_rows(grad_v, own_values, batch, key_head, k_offset, own_start, places)
     grad_keys = gl.where(exists, grad_keys, 0.0)
-    if table is not None:
-        grad_keys = turn_back_keys(grad_keys, cos, sin, INTERLEAVED)
+    if cos is not None:
+        use += CONSUMER * ROWS // QUERIES
+        q_ring.await_tile(use)
+        out_ring.await_tile(use)
+        own_cos, own_sin = read_angles(
+            q_ring.tile_of(use, cos).slice(CONSUMER * ROWS % QUERIES, ROWS, 0),
+            out_ring.tile_of(use, cos).slice(CONSUMER * ROWS % QUERIES, ROWS, 0), grad_keys, R, INTERLEAVED,
+        )  # fmt: skip
+        grad_keys = turn_back_keys(grad_keys, own_cos, own_sin, INTERLEAVED)
     own_values.store(grad_keys.to(DTYPE))
     store_rows(grad_k, own_values, batch, key_head, k_offset, own_start, places)
 
@@ -340,7 +345,9 @@ def backward_kernel(
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
     weights_ptr,  # (D,), of the keys' features; or None
-    table,  # of the keys: cos, sin, and the strides of batch and token; None: their gradient is not turned back
+    cos,  # of the keys, (B or 1, 1, Tk, R / 2), for tiles as large as q's; None: their gradient is not turned back
+    sin,  # likewise
+    table,  # of the keys where some are far, cos, sin and the strides of batch and token; None: nothing is far
     far_table,  # likewise, of far keys; None: they are not turned
     sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None
     bounds,  # of a dense one: pointers to key_lengths, key_starts and query_starts; each may be None
@@ -395,16 +402,17 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                grad_k, grad_far, grad_v, weights_ptr, table, far_table, q_ring, out_ring, rows, rows_full, keys, far,
-                values, keys_full, gradients, parts, sequences, bounds, parameters, scale, softcap, factor, grad_factor,
-                window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries, n_keys,
-                role, QUERIES, APART, R, INTERLEAVED, CAUSAL, WINDOWED, FUTURE_TOO, EDGES, SCORE, ADJOINT, SOFTCAP,
+                grad_k, grad_far, grad_v, weights_ptr, table, far_table, cos, q_ring, out_ring, rows, rows_full, keys,
+                far, values, keys_full, gradients, parts, sequences, bounds, parameters, scale, softcap, factor,
+                grad_factor, window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together, n_queries,
+                n_keys, role, QUERIES, APART, R, INTERLEAVED, CAUSAL, WINDOWED, FUTURE_TOO, EDGES, SCORE, ADJOINT,
+                SOFTCAP,
             ))
             if role < 2 else
             (produce, (
-                q, k, v, past, future, far_keys, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, keys,
-                far, values, keys_full, sequences, bounds, window, far_window, n_tiles, n_rows, n_key_heads,
-                heads_per_key, heads_together, n_queries, n_keys, CAUSAL, WINDOWED,
+                q, k, v, past, future, far_keys, grad_out, cos, sin, lse_ptr, delta_ptr, q_ring, out_ring, rows,
+                rows_full, keys, far, values, keys_full, sequences, bounds, window, far_window, n_tiles, n_rows,
+                n_key_heads, heads_per_key, heads_together, n_queries, n_keys, CAUSAL, WINDOWED,
             ))
             if role == 2 else
             (add, (

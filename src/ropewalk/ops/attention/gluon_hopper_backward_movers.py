@@ -117,12 +117,23 @@ def _load_walk(
 
 
 @gluon.jit
+def _load_angles(use, cos, sin, q_ring, out_ring, batch, first_row):
+    """Load what turns the gradient of the keys back into the stages of the rings, as the last steps leave them."""
+    QUERIES: gl.constexpr = cos.block_shape[2]
+    for start in gl.static_range(0, KEYS, QUERIES):
+        coordinates = [gl.minimum(batch, cos.shape[0] - 1), 0, first_row + start, 0]
+        q_ring.fill(use, cos, coordinates)
+        out_ring.load(use, sin, coordinates)
+        use += 1
+
+
+@gluon.jit
 def produce(
-    q, k, v, past, future, far_keys, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, keys, far, values,
-    keys_full, sequences, bounds, window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key, heads_together,
-    n_queries, n_keys, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    q, k, v, past, future, far_keys, grad_out, cos, sin, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, keys,
+    far, values, keys_full, sequences, bounds, window, far_window, n_tiles, n_rows, n_key_heads, heads_per_key,
+    heads_together, n_queries, n_keys, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Load the keys and values, and what each walk's steps need."""
+    """Load the keys and values, what each walk's steps need, and what turns the gradient of the keys back."""
     batch, key_head, q_offset, k_offset, _row, n_start, lengths, _places = locate(
         sequences, bounds, window, n_tiles, n_rows, n_key_heads, heads_together, n_queries, n_keys, q.block_shape[2]
     )  # fmt: skip
@@ -146,10 +157,12 @@ def produce(
                 use, future, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, place, n_start, lengths,
                 far_window, n_heads, heads_per_key, n_queries, CAUSAL, WINDOWED, FAR_FUTURE,
             )  # fmt: skip
-    _load_walk(
+    use = _load_walk(
         use, q, grad_out, lse_ptr, delta_ptr, q_ring, out_ring, rows, rows_full, place, n_start, lengths, far_window,
         n_heads, heads_per_key, n_queries, CAUSAL, WINDOWED, EVERY_PAIR if far_window is None else NEAR,
     )  # fmt: skip
+    if cos is not None:
+        _load_angles(use, cos, sin, q_ring, out_ring, batch, k_offset + n_start)
 
 
 @gluon.jit

@@ -10,7 +10,15 @@ are taken. In the backward a program's own number says its one tile.
 import triton
 import triton.language as tl
 
-from ropewalk.ops.attention.gluon_shim import aggregate, gl, gluon, load_tile, mbarrier
+from ropewalk.ops.attention.gluon_shim import aggregate, gl, gluon, load_tile, mbarrier, reinterpret
+
+
+@gluon.jit
+def _for_descriptor(tile, descriptor):
+    """A stage's memory for a tile of a descriptor whose elements may be others than the ring's, of as many bytes."""
+    if descriptor.dtype != tile.dtype:
+        tile = reinterpret(tile, descriptor.dtype, descriptor.block_shape, descriptor.layout)
+    return tile
 
 
 @aggregate
@@ -40,7 +48,7 @@ class Ring:
         stage = use % self.stages
         full = self.full.index(stage)
         mbarrier.expect(full, descriptor.block_type.nbytes)
-        load_tile(descriptor, coordinates, full, self.tiles.index(stage))
+        load_tile(descriptor, coordinates, full, _for_descriptor(self.tiles.index(stage), descriptor))
 
     @gluon.jit
     def fill(self, use, descriptor, coordinates):
@@ -57,6 +65,12 @@ class Ring:
     def tile(self, use):
         """The memory of a tile, [rows, features]."""
         tile = self.tiles.index(use % self.stages)
+        return tile.reshape([tile.shape[2], tile.shape[3]])
+
+    @gluon.jit
+    def tile_of(self, use, descriptor):
+        """The memory of a tile that another descriptor than the ring's loaded, [rows, columns]."""
+        tile = _for_descriptor(self.tiles.index(use % self.stages), descriptor)
         return tile.reshape([tile.shape[2], tile.shape[3]])
 
     @gluon.jit

@@ -72,6 +72,19 @@ def load_table(table, batch, rows, n_rows, tile, R: gl.constexpr, INTERLEAVED: g
 
 
 @gluon.jit
+def read_angles(cos_tile, sin_tile, tile, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """cos and sin for the pairs of a tile's tokens, [ROWS, D / 2], from shared memory: 1 and 0 past R."""
+    pairs, _ = _split_pairs(tile, INTERLEAVED)
+    PAIRS: gl.constexpr = pairs.shape[1]
+    layout: gl.constexpr = pairs.type.layout
+    cos = cos_tile.load(layout)
+    if R < 2 * PAIRS:  # where the table has no columns TMA writes zeros
+        pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, layout))[None, :]
+        cos = gl.where(pair < R // 2, cos, 1.0)
+    return cos, sin_tile.load(layout)
+
+
+@gluon.jit
 def turn_back_keys(tile, cos, sin, INTERLEAVED: gl.constexpr):
     """Rotate a tile's gradients back, [ROWS, D] in float32. Half-split pairs must be those of the whole tile: R = D."""
     FEATURES: gl.constexpr = tile.shape[1]

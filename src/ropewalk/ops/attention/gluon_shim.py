@@ -28,6 +28,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "reinterpret",
     "store_tile",
     "tma_add",
     "warpgroup_mma",
@@ -38,6 +39,8 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 await_stores = tma.store_wait
+# The memory of a tile for elements of another type, or another shape or layout: (tile, dtype, shape, layout).
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @builtin
