@@ -33,6 +33,7 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk.cli import app
+from ropewalk.integrations.huggingface.rotation import RopeHandle
 from ropewalk.positions import alibi_slopes
 from ropewalk.testing import error_budget
 
@@ -63,7 +64,10 @@ def _undone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         yield
-    sys.modules.pop("documentation_page", None)
+    page = sys.modules.pop("documentation_page", None)
+    for value in [] if page is None else list(vars(page).values()):
+        if isinstance(value, RopeHandle):
+            value.remove()
 
 
 def run_page(page: Path, device: str) -> list[str]:
