@@ -22,8 +22,8 @@ from ropewalk.ops.attention.gluon_hopper_backward_movers import (
     cut_walk,
     has_keys,
     locate,
+    own_steps,
     produce,
-    whole_steps,
 )
 from ropewalk.ops.attention.gluon_hopper_pipeline import await_others, come_to, make_ring, make_ring_beside
 from ropewalk.ops.attention.gluon_hopper_softmax import take_probabilities
@@ -55,7 +55,6 @@ from ropewalk.ops.attention.triton_sequences import (
     FAR_PAST,
     NEAR,
     PAST,
-    query_ranges,
     side_of_pairs,
 )
 from ropewalk.ops.attention.triton_tiles import UNSPECIALISED, parameters_of_head
@@ -113,17 +112,13 @@ def _take_walk(
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
     WINDOWED_PAIRS: gl.constexpr = WINDOWED or PAIRS == NEAR
-    of_pairs, start, stop, steps = cut_walk(
+    of_pairs, start, _stop, steps_of_head, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
-    full, full_stop = whole_steps(n_start + CONSUMER * ROWS, of_pairs, QUERIES, SIDE, WINDOWED_PAIRS)
-    steps_of_head = (stop - start + QUERIES - 1) // QUERIES
-    missed = 0
+    own_start, full, full_stop = own_steps(n_start + CONSUMER * ROWS, of_pairs, QUERIES, SIDE, WINDOWED_PAIRS)
+    missed = 0  # steps of each head: the first ones, in which no query attends a key of this consumer
     if not APART:
-        own_first, _full, _full_stop, _stop = query_ranges(
-            n_start + CONSUMER * ROWS, of_pairs, QUERIES, ROWS, SIDE, WINDOWED_PAIRS, False
-        )  # fmt: skip
-        missed = gl.minimum((own_first - start) // QUERIES, steps_of_head)
+        missed = gl.minimum((own_start - start) // QUERIES, steps_of_head)
     own_keys = keys.slice(CONSUMER * ROWS, ROWS, 0)
     own_features = keys.slice(CONSUMER * PART, PART, 1) if QUERIES == PART else keys
     if steps > 0:
@@ -347,7 +342,7 @@ def backward_kernel(
     weights_ptr,  # (D,), of the keys' features; or None
     cos,  # of the keys, (B or 1, 1, Tk, R / 2), for tiles as large as q's; None: their gradient is not turned back
     sin,  # likewise
-    table,  # of the keys where some are far, cos, sin and the strides of batch and token; None: nothing is far
+    table,  # of the keys if some are far: cos, sin, and the strides of batch and token; else, or not turned, None
     far_table,  # likewise, of far keys; None: they are not turned
     sequences,  # of a packed batch: pointers to both cu_seqlens and the schedule, and their number; or None
     bounds,  # of a dense one: pointers to key_lengths, key_starts and query_starts; each may be None

@@ -50,23 +50,26 @@ def cut_walk(
     n_start, lengths, far_window, heads_per_key, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """The walk over pairs of one kind: its lengths, first and last query, and steps, of all heads of a key head."""
+    """The walk over pairs of one kind: its lengths, first and last query, and steps of one head and of all together."""
     of_pairs = lengths_of_pairs(lengths, far_window, PAIRS, WINDOWED)
     SIDE: gl.constexpr = side_of_pairs(PAIRS, PAST if CAUSAL else EITHER_SIDE, True)
     start, _full, _full_stop, stop = query_ranges(
         n_start, of_pairs, QUERIES, KEYS, SIDE, WINDOWED or PAIRS == NEAR, False
     )  # fmt: skip
-    return of_pairs, start, stop, (stop - start + QUERIES - 1) // QUERIES * heads_per_key
+    steps_of_head = (stop - start + QUERIES - 1) // QUERIES
+    return of_pairs, start, stop, steps_of_head, steps_of_head * heads_per_key
 
 
 @gluon.jit
-def whole_steps(n_start, of_pairs, QUERIES: gl.constexpr, SIDE: gl.constexpr, WINDOWED: gl.constexpr):
-    """From which step on, and up to which one, every query attends every key of a consumer, and these exist."""
+def own_steps(n_start, of_pairs, QUERIES: gl.constexpr, SIDE: gl.constexpr, WINDOWED: gl.constexpr):
+    """The first step in which a query attends a key of a consumer; and from which one on, and up to which, every query
+    attends every key of it, and these exist.
+    """
     start, full, full_stop, _stop = query_ranges(n_start, of_pairs, QUERIES, ROWS, SIDE, WINDOWED, False)
     if (n_start < of_pairs[1]) | (n_start + ROWS > of_pairs[2]):
         full = start
         full_stop = start
-    return full, full_stop
+    return start, full, full_stop
 
 
 @gluon.jit
@@ -91,7 +94,7 @@ def _load_walk(
     """Load for each step the queries, their gradients, and the numbers of their rows; returns the uses of the rings."""
     QUERIES: gl.constexpr = q.block_shape[2]
     batch, key_head, q_offset = place
-    _of_pairs, start, stop, steps = cut_walk(
+    _of_pairs, start, stop, _steps_of_head, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([QUERIES // 32], [32], [1], [0])
@@ -171,7 +174,7 @@ def _add_walk(
     LINES_PER_ROW: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Add what each consumer has for the queries of a walk's steps."""
-    _of_pairs, start, stop, steps = cut_walk(
+    _of_pairs, start, stop, _steps_of_head, steps = cut_walk(
         n_start, lengths, far_window, heads_per_key, QUERIES, CAUSAL, WINDOWED, PAIRS
     )  # fmt: skip
     m_start = start
