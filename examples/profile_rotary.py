@@ -19,8 +19,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ropewalk import apply_rope, inverse_frequencies, rope_table, rotary_embedding
-from ropewalk.bench.records import describe_run
-from ropewalk.ops.rope.eager import choose, why_not
+from ropewalk.bench.core.records import describe_run
+from ropewalk.ops.rope.backends import choose, why_not
 from ropewalk.testing import assert_close_to_truth
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +81,7 @@ def by_triton(memory, q, k):
     return apply_rope(q, k, cos, sin, positions=positions, layout="thd", inplace=True, impl="triton")
 
 
-by_rotary_embedding(*make_inputs(torch.zeros_like(target)))  # the first call may build what serves the others
+by_rotary_embedding(*make_inputs(torch.zeros_like(target)))  # the first call may build the backend of the others
 calls = {
     "copy_ of the same bytes": copy_,
     "compiled PyTorch": compiled_pytorch,

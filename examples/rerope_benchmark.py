@@ -1,4 +1,4 @@
-"""Attention with two scores: checked against float64, then timed against eager PyTorch, as document 001 has it.
+"""Attention with two scores: checked against float64, then timed against eager PyTorch.
 
 python examples/rerope_benchmark.py [--tokens N] [--heads H] [--head-dim D] [--window W] [--heads-at-once N]
 
@@ -15,8 +15,8 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 
 from ropewalk import rerope_attention, torch_attention
-from ropewalk.bench.records import describe_run
-from ropewalk.ops.attention.choice import why_missing
+from ropewalk.bench.core.records import describe_run
+from ropewalk.ops.attention.backends import why_missing
 from ropewalk.testing import assert_close_to_truth, error_budget
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,6 +134,6 @@ for dtype in DTYPES:
         table.add_row(name, str(dtype).removeprefix("torch."), *cells)
 console.print(table)
 if not on_gpu:
-    console.print("No GPU here: a small shape, on the CPU, where the reference serves in plain PyTorch.")
+    console.print("No GPU here: a small shape, on the CPU, where by the reference in plain PyTorch.")
 if missing:
     console.print(f"{name_of('triton')}: not run, {missing}")

@@ -1,4 +1,8 @@
-"""Fixtures of the whole suite. ROPEWALK_TEST_DEVICE says where it runs: cpu (the default) or cuda."""
+"""Fixtures of the whole suite, and which of its tests a run takes.
+
+ROPEWALK_TEST_DEVICE says where tests run: cpu (the default) or cuda. `helpers.modes` says which tests a run with
+TRITON_INTERPRET=1 takes, `--cover` how many combinations of parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,36 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from helpers import cover, modes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cover",
+        choices=("few", "some", "all"),
+        default="all",
+        help="of each test that compiles or interprets kernels take few cases, some, or all (the default)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if cover.target_of(item) != "sm_90":
+        item.add_marker("target")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = cover.select(filter(modes.runs_here, items), config.getoption("--cover"))
+    kept = set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = selected
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device under test."""
-    return torch.device(os.environ.get("ROPEWALK_TEST_DEVICE", "cpu"))
+    return torch.device("cuda" if modes.ON_GPU else "cpu")
 
 
 @pytest.fixture(autouse=True)

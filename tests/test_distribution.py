@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.distribution
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ropewalk"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from documentation_families import (
+from helpers.documentation_families import (
     B,
     H,
     T,
@@ -26,17 +26,17 @@ from documentation_families import (
     rotate_by_row,
     share_rotated,
 )
-from documentation_pages import PAGES, ROOT, blocks, check_command, check_link, links, shell_lines
-from documentation_readme import prelude
-from documentation_stand_ins import stand_in
+from helpers.documentation_pages import PAGES, ROOT, blocks, check_command, check_link, links, shell_lines
+from helpers.documentation_stand_ins import stand_in
 from torch import Tensor
 
 import ropewalk
 from ropewalk.cli import app
 from ropewalk.integrations.huggingface.rotation import RopeHandle
-from ropewalk.positions import alibi_slopes
+from ropewalk.schemes import alibi_slopes
 from ropewalk.testing import error_budget
 
+pytestmark = pytest.mark.docs
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 MIGRATIONS = {path.stem for path in (ROOT / "docs" / "migrate").glob("*.md")}
 # The two sides of an example: each rounds its result, may round tables and probabilities, and adds up in its own order.
@@ -70,8 +70,8 @@ def _undone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
             value.remove()
 
 
-def run_page(page: Path, device: str) -> list[str]:
-    """Run a page's blocks in one namespace; return what was compared: the texts of blocks that made both sides."""
+def run_page(page: Path) -> list[str]:
+    """Run a page's blocks in one namespace; return the texts of the blocks that made both sides of a comparison."""
     module = ModuleType("documentation_page")
     module.__file__ = str(page)
     sys.modules[module.__name__] = module  # a scheme names its kernels by their module
@@ -80,15 +80,11 @@ def run_page(page: Path, device: str) -> list[str]:
     for block in blocks(page):
         if block.language != "python":
             continue
-        text = block.text
-        if page.name == "README.md":
-            exec(prelude(text, device), namespace)
-            text = text.replace('device="cuda"', f'device="{device}"')
         # Tracebacks and dataclasses name the page and the line.
-        exec(compile("\n" * (block.line - 1) + text, str(page), "exec"), namespace)
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
         if "theirs" in namespace and "ours" in namespace:
             compare(namespace.pop("theirs"), namespace.pop("ours"))
-            compared.append(text)
+            compared.append(block.text)
     assert "theirs" not in namespace, "a block has theirs, and no block has ours"
     assert "ours" not in namespace, "a block has ours, and no block has theirs"
     return compared
@@ -115,7 +111,7 @@ def test_every_block_runs(page, device, monkeypatch):
         stand_in(monkeypatch, device.type)
     if device.type == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    compared = run_page(page, str(device))
+    compared = run_page(page)
     tabs = re.findall(r'^=== "Ropewalk"$', text, re.MULTILINE)
     assert len(compared) >= len(tabs), "a tab of ours was not compared with theirs"
     if page.stem in MIGRATIONS:

@@ -12,8 +12,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import inverse_frequencies, rope_table
-from ropewalk.far_positions import ReRope, SelfExtend
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, T5Bias, alibi_slopes
+from ropewalk.schemes import (
+    Alibi,
+    ExpoSB,
+    NoPosition,
+    PositionScheme,
+    ReRope,
+    Rope,
+    Rotation,
+    SelfExtend,
+    T5Bias,
+    alibi_slopes,
+)
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -76,11 +86,11 @@ def test_alibi_slopes_of_no_head_are_refused(n_heads):
 
 
 def test_alibi_passes_its_slopes_to_the_score_functions(device):
-    published = Alibi().score_parameters(12, device)
+    published = Alibi().score_mod_params(12, device)
     assert published.device.type == device.type
     assert torch.equal(published.cpu(), alibi_slopes(12)[:, None])
     given = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
-    own = Alibi(given).score_parameters(3, device)
+    own = Alibi(given).score_mod_params(3, device)
     assert own.dtype == torch.float32
     assert own.tolist() == [[0.5], [3.0], [0.0]]
 
@@ -88,13 +98,13 @@ def test_alibi_passes_its_slopes_to_the_score_functions(device):
 @pytest.mark.parametrize("slopes", [torch.ones(3), torch.ones(4, 1), torch.tensor(1.0)])
 def test_alibi_slopes_of_another_number_of_heads_are_refused(slopes, device):
     with pytest.raises(ValueError, match=r"slopes has shape .*, but must be \(H,\) with H = 4"):
-        Alibi(slopes).score_parameters(4, device)
+        Alibi(slopes).score_mod_params(4, device)
 
 
 def test_alibi_subtracts_slope_times_distance_on_both_sides(device):
     scores = torch.zeros(1, 2, 2, 3, dtype=torch.float64, device=device)
     distance = torch.tensor([[1, 0, -1], [2, 1, 7]], device=device)[None, None]
-    changed = Alibi(torch.tensor([0.5, 2.0])).change_scores(scores, distance)
+    changed = Alibi(torch.tensor([0.5, 2.0])).score_mod(scores, distance)
     assert changed.tolist() == [[[[-0.5, 0, -0.5], [-1, -0.5, -3.5]], [[-2, 0, -2], [-4, -2, -14]]]]
 
 
@@ -128,10 +138,14 @@ def test_a_rope_that_contradicts_itself_is_refused(case):
 @pytest.mark.parametrize(
     ("rope", "head_dim", "pattern"),
     [
-        (Rope(rotary_dim=10), 8, "Rope turns 10 features, but the head dim is 8"),
-        (Rope(inv_freq=torch.ones(5)), 8, "Rope turns 10 features, but the head dim is 8"),
-        (Rope(rotary_dim=6, rotary_offset=4), 8, "Rope turns 6 features after the first 4, but the head dim is 8"),
-        (Rope(rotary_offset=8), 8, "Rope turns features from 8 on, but the head dim is 8"),
+        (Rope(rotary_dim=10), 8, "Rope rotates 10 features, but they must fit the head dim, 8"),
+        (Rope(inv_freq=torch.ones(5)), 8, "Rope rotates 10 features, but they must fit the head dim, 8"),
+        (
+            Rope(rotary_dim=6, rotary_offset=4),
+            8,
+            "Rope rotates 6 features after the first 4, but they must fit the head dim, 8",
+        ),
+        (Rope(rotary_offset=8), 8, "rotary_offset is 8, but must be below the head dim, 8"),
         (Rope(rotary_offset=3), 8, "rotary_dim is 5, but must be a positive even"),
         (Rope(), 7, "rotary_dim is 7, but must be a positive even"),
     ],
@@ -215,7 +229,7 @@ def test_exposb_stretches_by_its_amplitude_and_weighs_by_its_gain_squared(head_d
 
 @pytest.mark.parametrize("head_dim", [4, 6, 7, 9, 65])
 def test_exposb_refuses_head_dims_that_its_gain_is_not_made_for(head_dim):
-    with pytest.raises(ValueError, match=rf"head dim is {head_dim}, but ExpoSB needs an even one of at least 8"):
+    with pytest.raises(ValueError, match=rf"head dim is {head_dim}, but must be even and at least 8 for ExpoSB"):
         ExpoSB().rotation(torch.arange(3), head_dim)
 
 
@@ -223,8 +237,8 @@ def test_exposb_decays_by_the_distance_where_asked(device):
     scores = torch.tensor([[1.0, -2.0, 3.0, 4.0]], dtype=torch.float64, device=device)[None, None]
     distance = torch.tensor([[0, 200, -200, 100_000]], device=device)[None, None]
     factors = torch.tensor([1.0, 0.7 + 0.3 / math.e, 0.7 + 0.3 / math.e, 0.7], dtype=torch.float64, device=device)
-    torch.testing.assert_close(ExpoSB(distance_decay=True).change_scores(scores, distance), scores * factors)
-    assert torch.equal(ExpoSB().change_scores(scores, distance), scores)
+    torch.testing.assert_close(ExpoSB(distance_decay=True).score_mod(scores, distance), scores * factors)
+    assert torch.equal(ExpoSB().score_mod(scores, distance), scores)
 
 
 def test_exposb_weighs_heads_by_the_square(device):
@@ -233,14 +247,14 @@ def test_exposb_weighs_heads_by_the_square(device):
     distance = torch.tensor([[3, 1], [4, -2]], device=device)[None, None]
     weights = torch.tensor([0.25, 4.0, 0.0], dtype=torch.float64, device=device)[:, None, None]
     for decay in (False, True):
-        plain = ExpoSB(distance_decay=decay).change_scores(scores, distance)
+        plain = ExpoSB(distance_decay=decay).score_mod(scores, distance)
         scheme = ExpoSB(distance_decay=decay, band_weights=bands)
-        torch.testing.assert_close(scheme.change_scores(scores, distance), plain * weights)
-        assert scheme.score_functions().endswith(":EXPOSB_BANDS_DECAY" if decay else ":EXPOSB_BANDS")
-        numbers = scheme.score_parameters(3, device)
+        torch.testing.assert_close(scheme.score_mod(scores, distance), plain * weights)
+        assert scheme.kernel_score_mod().endswith(":EXPOSB_BANDS_DECAY" if decay else ":EXPOSB_BANDS")
+        numbers = scheme.score_mod_params(3, device)
         assert (numbers.dtype, numbers.tolist()) == (torch.float32, [[0.25], [4.0], [0.0]])
         assert scheme.rotation(distance[0, 0], 8).cos.equal(ExpoSB().rotation(distance[0, 0], 8).cos)
-    assert ExpoSB(distance_decay=True).score_parameters(3, device) is None
+    assert ExpoSB(distance_decay=True).score_mod_params(3, device) is None
 
 
 # Two encodings
@@ -307,7 +321,7 @@ def test_far_schemes_turn_near_pairs_as_rope_does(device):
 @pytest.mark.parametrize("scheme", [ReRope(3, rope=Rope(rotary_dim=10)), SelfExtend(3, 2, rope=Rope(rotary_dim=10))])
 def test_a_rope_that_does_not_fit_the_head_is_refused_within_another_scheme(scheme):
     for make in (lambda: scheme.rotation(torch.arange(3), 8), lambda: scheme.far_rotation(torch.arange(3), 8, "past")):
-        with pytest.raises(ValueError, match="Rope turns 10 features, but the head dim is 8"):
+        with pytest.raises(ValueError, match="Rope rotates 10 features, but they must fit the head dim, 8"):
             make()
 
 
@@ -315,11 +329,11 @@ def test_a_rope_that_does_not_fit_the_head_is_refused_within_another_scheme(sche
 
 
 def bucket_of(scheme, ahead):
-    """The bucket of n − m, as change_scores finds it: the table's rows count up."""
+    """The bucket of n − m, as score_mod finds it: the table's rows count up."""
     table = torch.arange(scheme.table.shape[0], dtype=torch.float64, device=ahead.device)[:, None]
     counting = dataclasses.replace(scheme, table=table)
     scores = torch.zeros(1, 1, 1, ahead.numel(), dtype=torch.float64, device=ahead.device)
-    return counting.change_scores(scores, -ahead[None, None, None]).flatten().long()
+    return counting.score_mod(scores, -ahead[None, None, None]).flatten().long()
 
 
 BUCKETS = list(
@@ -356,7 +370,7 @@ def test_t5_finds_the_published_buckets(device):
 def test_t5_passes_all_that_a_lookup_needs(device, name):
     scheme = SCHEMES[name]
     buckets, furthest = scheme.table.shape[0], scheme.max_distance
-    numbers = scheme.score_parameters(3, device)
+    numbers = scheme.score_mod_params(3, device)
     assert (numbers.dtype, numbers.device.type) == (torch.float32, device.type)
     assert numbers.shape == (3, 2 + buckets + 2 * furthest + 1)
     ahead = torch.arange(-furthest, furthest + 1, device=device)
@@ -371,8 +385,8 @@ def test_t5_adds_the_bias_of_head_and_batch_row(device):
     scores = torch.randn(2, 3, 4, 5, device=device)
     distance = torch.randint(-200, 200, (2, 1, 4, 5), device=device)
     bias = scheme.table.to(device)[bucket_of(scheme, -distance.flatten())].reshape(2, 4, 5, 3).permute(0, 3, 1, 2)
-    assert torch.equal(scheme.change_scores(scores, distance), scores + bias)
-    assert torch.equal(scheme.change_scores(scores, distance[:1]), scores + bias[:1])
+    assert torch.equal(scheme.score_mod(scores, distance), scores + bias)
+    assert torch.equal(scheme.score_mod(scores, distance[:1]), scores + bias[:1])
 
 
 BAD_T5S = {
@@ -407,8 +421,8 @@ def test_what_is_learned_must_be_for_as_many_heads(device):
     ):
         scores = torch.zeros(1, 4, 1, 1, device=device)
         for call in (
-            lambda scheme=scheme: scheme.score_parameters(4, device),
-            lambda scheme=scheme, scores=scores: scheme.change_scores(scores, scores.long()),
+            lambda scheme=scheme: scheme.score_mod_params(4, device),
+            lambda scheme=scheme, scores=scores: scheme.score_mod(scores, scores.long()),
         ):
             with pytest.raises(ValueError, match=rf"{name} has shape .*, but must be .* with H = 4"):
                 call()
@@ -436,14 +450,14 @@ def test_schemes_are_differentiable(name, device):
     weight = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
     scores = torch.randn(2, 3, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
     distance = torch.randint(-12, 12, (2, 1, 3, 4), device=device)
-    changed = lambda weight, scores: make(weight).change_scores(scores, distance)  # noqa: E731
+    changed = lambda weight, scores: make(weight).score_mod(scores, distance)  # noqa: E731
     assert torch.autograd.gradcheck(changed, (weight, scores))
     assert torch.autograd.gradgradcheck(changed, (weight, scores))
-    numbers = make(weight).score_parameters(3, device)
+    numbers = make(weight).score_mod_params(3, device)
     (grad,) = torch.autograd.grad(numbers, weight, torch.ones_like(numbers))
     torch.testing.assert_close(grad, 2 * weight.detach() if "exposb" in name else torch.ones_like(grad))
-    columns = make(weight).learned_columns() or numbers.shape[1]
-    (grad_columns,) = torch.autograd.grad(make(weight).score_parameters(3, device)[:, :columns].sum(), weight)
+    columns = make(weight).n_learned_params() or numbers.shape[1]
+    (grad_columns,) = torch.autograd.grad(make(weight).score_mod_params(3, device)[:, :columns].sum(), weight)
     assert torch.equal(grad_columns, grad)
 
 
@@ -470,9 +484,9 @@ def test_numbers_are_made_on_the_device(name):
             there = nn.Parameter(getattr(scheme, field.name).to("meta"))
             scheme = dataclasses.replace(scheme, **{field.name: there})
     with _Watch("meta"):
-        scheme.score_parameters(3, torch.device("meta"))
+        scheme.score_mod_params(3, torch.device("meta"))
         scores = torch.empty(1, 3, 4, 5, device="meta")
-        scheme.change_scores(scores, torch.empty(1, 1, 4, 5, dtype=torch.long, device="meta"))
+        scheme.score_mod(scores, torch.empty(1, 1, 4, 5, dtype=torch.long, device="meta"))
 
 
 @pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), T5Bias(torch.ones(32, 1)), PositionScheme()])
@@ -485,8 +499,8 @@ def test_schemes_that_leave_scores_alone_say_so(name, device):
     scheme = SCHEMES[name]
     scores = torch.randn(2, 3, 4, 5, device=device)
     distance = torch.arange(20, device=device).reshape(1, 1, 4, 5)
-    stays = torch.equal(scheme.change_scores(scores, distance), scores)
-    assert stays is (scheme.score_functions() is None) is not scheme.changes_scores()
+    stays = torch.equal(scheme.score_mod(scores, distance), scores)
+    assert stays is (scheme.kernel_score_mod() is None) is not scheme.has_score_mod()
     assert stays is (name == "none" or name.startswith(("rope", "rerope", "extend")) or name == "exposb")
 
 

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ropewalk.bench.documents import benchmark_rope as benchmark_rope
-    from ropewalk.far_positions import ReRope as ReRope
-    from ropewalk.far_positions import SelfExtend as SelfExtend
+    from ropewalk.bench.rope.benchmark_rope import benchmark_rope as benchmark_rope
+    from ropewalk.compat.attention import absolute_attention as absolute_attention
+    from ropewalk.compat.attention import exposb_attention as exposb_attention
+    from ropewalk.compat.attention import rope_attention as rope_attention
+    from ropewalk.compat.attention import standard_attention as standard_attention
+    from ropewalk.compat.rerope import rerope_attention as rerope_attention
+    from ropewalk.compat.rerope import torch_attention as torch_attention
+    from ropewalk.compat.rope import apply_rotary_emb as apply_rotary_emb
+    from ropewalk.compat.rope import precompute_freqs_cis as precompute_freqs_cis
+    from ropewalk.compat.rope import rope_pytorch as rope_pytorch
+    from ropewalk.compat.rope import rope_triton as rope_triton
     from ropewalk.frequencies import FREQUENCIES as FREQUENCIES
     from ropewalk.frequencies import inverse_frequencies as inverse_frequencies
     from ropewalk.frequencies import rope_table as rope_table
@@ -30,62 +38,54 @@ if TYPE_CHECKING:
     from ropewalk.modules.rotary import TritonRotary as TritonRotary
     from ropewalk.ops.attention.api import attention as attention
     from ropewalk.ops.attention.api import explain_choice as explain_choice
-    from ropewalk.ops.attention.documents import absolute_attention as absolute_attention
-    from ropewalk.ops.attention.documents import exposb_attention as exposb_attention
-    from ropewalk.ops.attention.documents import rope_attention as rope_attention
-    from ropewalk.ops.attention.documents import standard_attention as standard_attention
-    from ropewalk.ops.attention.rerope import rerope_attention as rerope_attention
-    from ropewalk.ops.attention.rerope import torch_attention as torch_attention
     from ropewalk.ops.rope.api import apply_rope as apply_rope
-    from ropewalk.ops.rope.documents import apply_rotary_emb as apply_rotary_emb
-    from ropewalk.ops.rope.documents import precompute_freqs_cis as precompute_freqs_cis
-    from ropewalk.ops.rope.documents import rope_pytorch as rope_pytorch
-    from ropewalk.ops.rope.documents import rope_triton as rope_triton
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
-    from ropewalk.position_scheme import PositionScheme as PositionScheme
-    from ropewalk.positions import Alibi as Alibi
-    from ropewalk.positions import ExpoSB as ExpoSB
-    from ropewalk.positions import NoPosition as NoPosition
-    from ropewalk.positions import Rope as Rope
-    from ropewalk.positions import T5Bias as T5Bias
+    from ropewalk.schemes import Alibi as Alibi
+    from ropewalk.schemes import ExpoSB as ExpoSB
+    from ropewalk.schemes import NoPosition as NoPosition
+    from ropewalk.schemes import PositionScheme as PositionScheme
+    from ropewalk.schemes import ReRope as ReRope
+    from ropewalk.schemes import Rope as Rope
+    from ropewalk.schemes import SelfExtend as SelfExtend
+    from ropewalk.schemes import T5Bias as T5Bias
 
 _MODULE_OF = {
     "ALiBiBERTAttention": "ropewalk.modules.bert",
     "AbsoluteBERTAttention": "ropewalk.modules.bert",
-    "Alibi": "ropewalk.positions",
-    "ExpoSB": "ropewalk.positions",
+    "Alibi": "ropewalk.schemes",
+    "ExpoSB": "ropewalk.schemes",
     "ExpoSBBERTAttention": "ropewalk.modules.bert",
     "FREQUENCIES": "ropewalk.frequencies",
-    "NoPosition": "ropewalk.positions",
-    "PositionScheme": "ropewalk.position_scheme",
+    "NoPosition": "ropewalk.schemes",
+    "PositionScheme": "ropewalk.schemes",
     "ReRoPEBERTAttention": "ropewalk.modules.bert",
-    "ReRope": "ropewalk.far_positions",
+    "ReRope": "ropewalk.schemes",
     "RoPEAttention": "ropewalk.modules.attention",
     "RoPEBERTAttention": "ropewalk.modules.bert",
-    "Rope": "ropewalk.positions",
+    "Rope": "ropewalk.schemes",
     "RotaryEmbedding": "ropewalk.modules.rotary",
-    "SelfExtend": "ropewalk.far_positions",
+    "SelfExtend": "ropewalk.schemes",
     "StandardBERTAttention": "ropewalk.modules.bert",
-    "T5Bias": "ropewalk.positions",
+    "T5Bias": "ropewalk.schemes",
     "TritonRotary": "ropewalk.modules.rotary",
-    "absolute_attention": "ropewalk.ops.attention.documents",
+    "absolute_attention": "ropewalk.compat.attention",
     "apply_rope": "ropewalk.ops.rope.api",
-    "apply_rotary_emb": "ropewalk.ops.rope.documents",
+    "apply_rotary_emb": "ropewalk.compat.rope",
     "attention": "ropewalk.ops.attention.api",
-    "benchmark_rope": "ropewalk.bench.documents",
+    "benchmark_rope": "ropewalk.bench.rope.benchmark_rope",
     "explain_choice": "ropewalk.ops.attention.api",
-    "exposb_attention": "ropewalk.ops.attention.documents",
+    "exposb_attention": "ropewalk.compat.attention",
     "get_attention_class": "ropewalk.modules.bert",
     "inverse_frequencies": "ropewalk.frequencies",
-    "precompute_freqs_cis": "ropewalk.ops.rope.documents",
-    "rerope_attention": "ropewalk.ops.attention.rerope",
-    "rope_attention": "ropewalk.ops.attention.documents",
-    "rope_pytorch": "ropewalk.ops.rope.documents",
+    "precompute_freqs_cis": "ropewalk.compat.rope",
+    "rerope_attention": "ropewalk.compat.rerope",
+    "rope_attention": "ropewalk.compat.attention",
+    "rope_pytorch": "ropewalk.compat.rope",
     "rope_table": "ropewalk.frequencies",
-    "rope_triton": "ropewalk.ops.rope.documents",
+    "rope_triton": "ropewalk.compat.rope",
     "rotary_embedding": "ropewalk.ops.rope.rotary_embedding",
-    "standard_attention": "ropewalk.ops.attention.documents",
-    "torch_attention": "ropewalk.ops.attention.rerope",
+    "standard_attention": "ropewalk.compat.attention",
+    "torch_attention": "ropewalk.compat.rerope",
 }
 
 __all__ = [*sorted(_MODULE_OF), "__version__"]
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

@@ -1,7 +1,7 @@
-"""How fast each pair of features turns, and the tables of cosines and sines that follow from it.
+"""Frequencies of the pairs of features, and the tables of cosines and sines made from them.
 
-A pair i of R/2 turns by ω_i radians per position. The variants here differ in ω alone, and in a factor on the rotated
-features (the attention factor, 1 for most). R is the rotary dim. All arithmetic is in float64, on the CPU.
+Pair i of R/2 rotates by ω_i radians per position. The variants differ in ω, and in a factor on the rotated features
+(the attention factor, 1 for most). R is the rotary dim. All arithmetic is in float64, on the CPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ BLOCK_ELEMENTS = 1 << 20  # of a table made at a time: 8 MiB for each float64 te
 
 
 def default(rotary_dim: int, base: float) -> tuple[Tensor, float]:
-    """ω_i = base^(−2i/R). Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.2."""
+    """Compute ω_i = base^(−2i/R). Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.2."""
     _check_dim_and_base(rotary_dim, base)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
     return float(base) ** -exponents, 1.0
 
 
 def linear(rotary_dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
-    """Every ω divided by `factor`. Source: position interpolation (https://arxiv.org/abs/2306.15595), equation 4."""
+    """Divide every ω by `factor`. Source: position interpolation (https://arxiv.org/abs/2306.15595), equation 4."""
     _check_at_least("factor", factor, 1)
     return default(rotary_dim, base)[0] / factor, 1.0
 
 
 def ntk(rotary_dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
-    """The default with base·factor^(R/(R−2)): the slowest ω is divided by `factor`, the fastest is left alone.
+    """Compute the default with base·factor^(R/(R−2)): the slowest ω is divided by `factor`, the fastest unchanged.
 
     Source: u/bloc97, “NTK-aware scaled RoPE” (reddit, r/LocalLLaMA, June 2023); YaRN
     (https://arxiv.org/abs/2309.00071), definition 1.
@@ -44,7 +44,7 @@ def ntk(rotary_dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
 def dynamic(
     rotary_dim: int, base: float, *, factor: float, max_position_embeddings: int, seq_len: int | None = None
 ) -> tuple[Tensor, float]:
-    """`ntk` with a factor that grows with the length: factor·L/max_position_embeddings − (factor − 1).
+    """Compute `ntk` with a factor that grows with the length: factor·L/max_position_embeddings − (factor − 1).
 
     L is `seq_len`, and at least max_position_embeddings, where the factor is 1.
     Source: u/emozilla, “dynamically scaled RoPE” (reddit, r/LocalLLaMA, June 2023); YaRN, §3.3, for the idea.
@@ -69,10 +69,10 @@ def yarn(
     mscale_all_dim: float | None = None,
     truncate: bool = True,
 ) -> tuple[Tensor, float]:
-    """Pairs that turn often are left alone, pairs that turn seldom are divided by `factor`, with a ramp between.
+    """Divide the slow pairs' ω by `factor`, leave the fast pairs alone, with a ramp between (YaRN).
 
-    The ramp runs from the pair that turns `beta_fast` times in the original length to the one that turns `beta_slow`
-    times; `truncate` rounds its ends outwards to whole pairs. Without a `factor` it is max_position_embeddings /
+    The ramp runs from the pair with `beta_fast` revolutions in the original length to the one with `beta_slow`;
+    `truncate` rounds its ends outwards to whole pairs. Without a `factor` it is max_position_embeddings /
     original_max_position_embeddings. The attention factor is 0.1·ln(factor) + 1; with mscale and mscale_all_dim
     (DeepSeek's) it is (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1).
     Source: YaRN (https://arxiv.org/abs/2309.00071), §3.2 to §3.4.
@@ -93,11 +93,11 @@ def yarn(
         attention_factor = (numerator * log_factor + 1) / (denominator * log_factor + 1)
     _check_at_least("attention_factor", attention_factor, 0)
 
-    def pair_that_turns(times: float) -> float:
-        period = original_max_position_embeddings / (2 * math.pi * times)
+    def pair_with(revolutions: float) -> float:
+        period = original_max_position_embeddings / (2 * math.pi * revolutions)
         return rotary_dim * math.log(period) / (2 * math.log(base))
 
-    start, end = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    start, end = pair_with(beta_fast), pair_with(beta_slow)
     if truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, rotary_dim - 1)
@@ -120,7 +120,7 @@ def longrope(
     attention_factor: float | None = None,
     seq_len: int | None = None,
 ) -> tuple[Tensor, float]:
-    """Each ω divided by its own searched factor: `long_factor` past the original length, `short_factor` up to it.
+    """Divide each ω by its own searched factor: `long_factor` past the original length, `short_factor` up to it.
 
     Both have R/2 values. The length is `seq_len` (None: short). The attention factor is
     sqrt(1 + ln(factor)/ln(original_max_position_embeddings)), where `factor`, if it is not given, is
@@ -157,9 +157,9 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> tuple[Tensor, float]:
-    """ω is divided by `factor` where it turns fewer than `low_freq_factor` times in the original length.
+    """Divide ω by `factor` for pairs with fewer than `low_freq_factor` revolutions in the original length.
 
-    Where it turns more than `high_freq_factor` times it is left alone; between the two it is mixed linearly.
+    Pairs with more than `high_freq_factor` revolutions are left alone; between the two ω is mixed linearly.
     Source: Llama 3 (https://arxiv.org/abs/2407.21783), §3.4.2 for the idea, and the Llama 3.1 reference code.
     """
     omega, _ = default(rotary_dim, base)
@@ -170,15 +170,15 @@ def llama3(
             f"low_freq_factor is {low_freq_factor!r} and high_freq_factor is {high_freq_factor!r}, but "
             f"high_freq_factor > low_freq_factor > 0 must hold"
         )
-    turns = original_max_position_embeddings * omega / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return omega * kept + omega / factor * (1 - kept), 1.0
+    revolutions = original_max_position_embeddings * omega / (2 * math.pi)
+    fast = ((revolutions - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return omega * fast + omega / factor * (1 - fast), 1.0
 
 
 def proportional(
     rotary_dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0
 ) -> tuple[Tensor, float]:
-    """The default, divided by `factor`, for the first partial_rotary_factor of the pairs; the others do not turn.
+    """Divide the default by `factor`, for the first partial_rotary_factor of the pairs; the others do not rotate.
 
     Unlike a smaller rotary dim, this pairs features across the whole head, and takes the exponents from all of R.
     Source: transformers' “proportional” rope type, made for Gemma.
@@ -192,15 +192,15 @@ def proportional(
 
 
 def half_truncated(rotary_dim: int, base: float) -> tuple[Tensor, float]:
-    """R/4 frequencies base^(−linspace(0, 1, R/4)), both ends included, then R/4 pairs that do not turn.
+    """Compute R/4 frequencies base^(−linspace(0, 1, R/4)), both ends included; the other R/4 pairs do not rotate.
 
     Source: the modded-nanogpt speedruns (https://github.com/KellerJordan/modded-nanogpt); `TritonRotary` uses it.
     """
     _check_dim_and_base(rotary_dim, base)
     if rotary_dim % 4:
         raise ValueError(f"rotary_dim is {rotary_dim!r}, but for 'half_truncated' it must be a multiple of 4")
-    turning = float(base) ** -torch.linspace(0, 1, rotary_dim // 4, dtype=torch.float64, device="cpu")
-    return torch.cat((turning, torch.zeros_like(turning))), 1.0
+    rotating = float(base) ** -torch.linspace(0, 1, rotary_dim // 4, dtype=torch.float64, device="cpu")
+    return torch.cat((rotating, torch.zeros_like(rotating))), 1.0
 
 
 FREQUENCIES: dict[str, Callable[..., tuple[Tensor, float]]] = {
@@ -217,7 +217,7 @@ FREQUENCIES: dict[str, Callable[..., tuple[Tensor, float]]] = {
 
 
 def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: object) -> tuple[Tensor, float]:
-    """Compute how far each pair turns per position, under the scaling called `name`.
+    """Compute the angle of each pair per position, for a scaling variant.
 
     The same in PyTorch, for "default"::
 
@@ -229,9 +229,9 @@ def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: o
 
     Args:
         name: a key of `FREQUENCIES`: default, linear, ntk, dynamic, yarn, longrope, llama3, proportional,
-            half_truncated. `FREQUENCIES[name]` is the function itself, and its docstring says what it computes.
+            half_truncated. The docstring of `FREQUENCIES[name]` describes the variant.
         rotary_dim: R, the number of rotated features, even.
-        base: the base of the geometric series of frequencies (θ, rope_theta), greater than 0.
+        base: of the geometric series of frequencies (θ, rope_theta), greater than 0.
         parameters: those of the variant, such as `factor` or `original_max_position_embeddings`.
 
     Returns:
@@ -239,7 +239,7 @@ def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: o
         multiplies cos and sin.
 
     Raises:
-        ValueError: an unknown name, or a value out of its range.
+        ValueError: a name that is not in `FREQUENCIES`, or a value out of its range.
         TypeError: a parameter that the variant does not have, or lacks.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864); each variant's docstring names its own.
@@ -252,16 +252,16 @@ def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: o
     accepted = frequency_parameters(name)
     for parameter in parameters:
         if parameter not in accepted:
-            known = ", ".join(accepted) or "none"
-            raise TypeError(f"{parameter} is not a parameter of {name!r}; its parameters are: {known}")
+            names = ", ".join(accepted) or "none"
+            raise TypeError(f"{parameter} is not a parameter of {name!r}; its parameters are: {names}")
     for parameter, required in accepted.items():
         if required and parameter not in parameters:
-            raise TypeError(f"{name!r} needs the parameter {parameter}, but it was not given")
+            raise TypeError(f"{parameter} was not given, but is a required parameter of {name!r}")
     return FREQUENCIES[name](rotary_dim, base, **parameters)
 
 
 def frequency_parameters(name: str) -> dict[str, bool]:
-    """The parameters that the variant `name` takes, and whether it needs each of them."""
+    """Return the parameters of a variant, and whether each is required."""
     if name not in FREQUENCIES:
         raise ValueError(f"the frequency scaling is {name!r}, but must be one of {', '.join(map(repr, FREQUENCIES))}")
     parameters = inspect.signature(FREQUENCIES[name]).parameters.values()
@@ -282,8 +282,8 @@ def rope_table(
         angles = positions[..., None].double() * inv_freq.double()
         cos, sin = (attention_factor * angles.cos()).float(), (attention_factor * angles.sin()).float()
 
-    Angles are taken in float64: a float32 product is off by 7.6e-3 at position 128k, and by 0.76 at 10M. The work goes
-    in blocks, so that beside the tables no more than a few float64 temporaries of 8 MiB are held. A device without
+    Angles are taken in float64: a float32 product is off by 7.6e-3 at position 128k, and by 0.76 at 10M. The
+    tables are made by blocks, so that beside them a few float64 temporaries of 8 MiB exist at most. A device without
     float64 (mps) gets its tables from the CPU. Nothing here is differentiated.
 
     Args:
@@ -291,7 +291,7 @@ def rope_table(
             shape.
         inv_freq: (R/2,), radians per position, floating point; float64 if the last bits of the angles matter.
         attention_factor: multiplies cos and sin.
-        device: where the tables are made; by default the positions' device, or inv_freq's for a length.
+        device: of the tables; by default the positions' device, or inv_freq's for a length.
 
     Returns:
         (cos, sin), float32, (n, R/2) or positions.shape + (R/2,).
@@ -335,7 +335,7 @@ def rope_table(
     flat = positions.reshape(-1).to(compute_device)
     pairs = omega.numel()
     if torch.compiler.is_compiling() or flat.numel() * pairs <= BLOCK_ELEMENTS:
-        # A compiler keeps no temporaries, and would unroll a loop anew for each length.
+        # Compiled code holds no temporaries, and would unroll the loop again for each length.
         cos, sin = _tabulate(flat, omega, attention_factor)
     else:
         cos = torch.empty(flat.numel(), pairs, dtype=torch.float32, device=compute_device)

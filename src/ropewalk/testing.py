@@ -1,4 +1,4 @@
-"""For our tests and for yours: error budgets derived from data, and memory that betrays whoever reads it unwritten."""
+"""Helpers for tests of kernels: error budgets from data, poisoned memory, unchanged inputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def error_budget(truth: Tensor, baseline: Tensor, roundings: int = 1) -> float:
-    """How far from `truth` a result may be: twice as far as `baseline` is, plus units in the last place.
+    """Compute the largest allowed distance to `truth`: twice that of `baseline`, plus units in the last place.
 
     The same in PyTorch::
 
         2 * (baseline.double() - truth).abs().max() + roundings * torch.finfo(baseline.dtype).eps * truth.abs().max()
 
-    `truth` is the result in float64, `baseline` what plain PyTorch computes in the dtype under test. NaN in both counts
-    as agreement here; `assert_close_to_truth` compares where NaN stands. `roundings` counts the results on the way that
-    are rounded to the dtype, 1 for an elementwise operation: each may move the last place once. Infinite values of
+    `truth` is the result in float64, `baseline` that of plain PyTorch in the dtype under test. NaN in both counts as
+    agreement here; `assert_close_to_truth` compares their indices. `roundings` counts the intermediate results that are
+    rounded to the dtype, 1 for an elementwise operation: each may change the last place once. Infinite values of
     `truth` do not count.
     """
     if truth.numel() == 0:
@@ -33,8 +33,8 @@ def error_budget(truth: Tensor, baseline: Tensor, roundings: int = 1) -> float:
 def assert_close_to_truth(actual: Tensor, truth: Tensor, baseline: Tensor, roundings: int = 1) -> None:
     """Raise AssertionError unless `actual` is as near to `truth` as `error_budget` demands.
 
-    actual and baseline have the dtype under test, truth is float64; all three have one shape, and NaN must stand in the
-    same places of `actual` and `truth`.
+    actual and baseline have the dtype under test, truth is float64; all three have one shape, and NaN must be at
+    the same indices of `actual` and `truth`.
 
     Example:
         >>> import torch
@@ -43,11 +43,11 @@ def assert_close_to_truth(actual: Tensor, truth: Tensor, baseline: Tensor, round
     """
     assert actual.shape == truth.shape, f"shape {tuple(actual.shape)}, but the truth has {tuple(truth.shape)}"
     assert actual.dtype == baseline.dtype, f"dtype {actual.dtype}, but the baseline has {baseline.dtype}"
-    assert torch.equal(actual.isnan(), truth.isnan()), "NaN does not stand where it must"
+    assert torch.equal(actual.isnan(), truth.isnan()), "NaN is at other indices than in the truth"
     if actual.numel() == 0:
         return
     distance, budget = _distance(actual, truth), error_budget(truth, baseline, roundings)
-    assert distance <= budget, f"the error is {distance:.3e}, and may be {budget:.3e}"
+    assert distance <= budget, f"the error is {distance:.3e}, but must be at most {budget:.3e}"
 
 
 def _distance(x: Tensor, truth: Tensor) -> float:
@@ -59,9 +59,9 @@ _ALLOCATORS = ("empty", "empty_like", "empty_strided")
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill all floating-point memory that `torch.empty` and its like hand out with NaN while the context is open.
+    """Fill floating-point memory from `torch.empty` and its like with NaN while the context is open.
 
-    A kernel that reads what it never wrote, or leaves out part of its result, then shows it.
+    A kernel that reads memory it never wrote, or does not write all of its result, then gives NaN.
 
     Example:
         >>> import torch

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.bench.attention_cases import (
+from ropewalk.bench.attention.cases import (
     ALIASES,
     CASES,
     MODES,
@@ -15,10 +15,10 @@ from ropewalk.bench.attention_cases import (
     direction_of,
     make_attention_inputs,
 )
-from ropewalk.bench.attention_settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
-from ropewalk.bench.cases import CASES as ROTATIONS
+from ropewalk.bench.attention.settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.rope.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
-from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention.api import make_call
 
 CASE = AttentionCase("small", 3, 16, 4, 2, 8, far_window=5)
 PACKED = replace(CASE, batch=200, form="packed", shortest=2, causal=True)
@@ -192,7 +192,7 @@ def test_settings_are_what_attention_takes(device: torch.device) -> None:
     inputs = make_attention_inputs(CASE, device)
     for setting in SETTINGS.values():
         keywords, parameters = setting.make(CASE, device)
-        check_call(inputs.q, inputs.k, inputs.v, **keywords)
+        make_call(inputs.q, inputs.k, inputs.v, **keywords)
         assert bool(parameters) == setting.learned
         assert all(x.is_leaf and x.requires_grad and x.shape[-1] == 4 for x in parameters)
     with pytest.raises(ValueError, match="window is None"):

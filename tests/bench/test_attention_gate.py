@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk.bench.attention_candidates import candidates_of
-from ropewalk.bench.attention_cases import AttentionCase, AttentionInputs, make_attention_inputs
-from ropewalk.bench.attention_gate import AttentionGate
-from ropewalk.bench.attention_settings import SETTINGS
-from ropewalk.bench.gate import Verdict
+from ropewalk.bench.attention.candidates import candidates_of
+from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs, make_attention_inputs
+from ropewalk.bench.attention.gate import AttentionGate
+from ropewalk.bench.attention.settings import SETTINGS
+from ropewalk.bench.core.gate import Verdict
 from ropewalk.ops.attention.api import attention
 
 CASE = AttentionCase("small", 2, 19, 4, 2, 16, far_window=6)

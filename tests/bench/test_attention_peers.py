@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ropewalk.bench import attention_peers
-from ropewalk.bench.attention_candidates import PAGE_SIZES, Candidate, _paged, candidates_of, yardsticks_of
-from ropewalk.bench.attention_cases import CASES, REROPE, AttentionCase, make_attention_inputs
-from ropewalk.bench.attention_gate import AttentionGate
-from ropewalk.bench.attention_peers import ATTENTION_PEERS, compile_rope
-from ropewalk.bench.attention_settings import LEARNED
-from ropewalk.bench.peers import find_peer
+from ropewalk.bench.attention import peers as attention_peers
+from ropewalk.bench.attention.candidates import PAGE_SIZES, Candidate, _paged, candidates_of, yardsticks_of
+from ropewalk.bench.attention.cases import CASES, REROPE, AttentionCase, make_attention_inputs
+from ropewalk.bench.attention.gate import AttentionGate
+from ropewalk.bench.attention.peers import ATTENTION_PEERS, compile_rope
+from ropewalk.bench.attention.settings import LEARNED
+from ropewalk.bench.core.peers import find_peer
 from ropewalk.ops.attention.api import attention
 from ropewalk.ops.rope.api import apply_rope
 
@@ -47,7 +47,7 @@ def nothing_compiled(device: torch.device) -> Iterator[None]:
 
 
 def complaints(name: str, device: torch.device, *, backward: bool = True) -> list[str]:
-    """Of a cache there is no backward, and its queries are not rotated here: no peer knows positions but ReRoPE's."""
+    """A cache has no backward, and its queries are not rotated here: peers support no positions but ReRoPE's."""
     peer = ATTENTION_PEERS[name]
     found = []
     with nothing_compiled(device):
@@ -223,7 +223,7 @@ def test_xformers_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_transformer_engine_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     class DotProductAttention:
-        """What it takes if it is not told otherwise: (T, B, H, D), causal."""
+        """The defaults: (T, B, H, D), causal."""
 
         def __init__(
             self,
@@ -394,10 +394,10 @@ def test_ways_that_cannot_serve_say_so() -> None:
     device = torch.device("cpu")
     inputs = make_attention_inputs(FAR, device)
     found = candidates_of(FAR, inputs, ("sdpa",), [])["rerope-train"]
-    reasons = {candidate.label: candidate.serves(True)[1] for candidate in found}
-    assert "cannot serve this call" in (reasons["sdpa + rerope"] or "")
+    reasons = {candidate.label: candidate.choose(True)[1] for candidate in found}
+    assert "cannot run this call" in (reasons["sdpa + rerope"] or "")
     assert reasons["sdpa + ready pairs"] == reasons["sdpa + rerope"]
-    assert "it knows no window" in (reasons["sdpa + two calls"] or "")
+    assert "window is not supported" in (reasons["sdpa + two calls"] or "")
     assert reasons["sdpa + rope"] is reasons["auto + rerope"] is None
 
 
@@ -405,7 +405,7 @@ def test_every_candidate_of_packed_sequences_and_of_caches_is_right(device: torc
     for case, mode in ((PACKED, "train"), (CACHE, "decode")):
         inputs = make_attention_inputs(case, device)
         found = candidates_of(case, inputs, ("reference",), [ATTENTION_PEERS["sdpa_default"]])[mode]
-        usable = [candidate for candidate in found if candidate.serves(mode == "train")[1] is None]
+        usable = [candidate for candidate in found if candidate.choose(mode == "train")[1] is None]
         labels = [candidate.label for candidate in usable]
         if mode == "train":
             assert labels == ["auto + rope", "reference + rope", "reference + apply_rope", "reference"]
@@ -418,7 +418,7 @@ def test_every_candidate_of_packed_sequences_and_of_caches_is_right(device: torc
 
 def check_candidates(gate: AttentionGate, candidates: Sequence[Candidate], *, backward: bool) -> None:
     for candidate in candidates:
-        served_by, reason = candidate.serves(backward)
+        served_by, reason = candidate.choose(backward)
         assert reason is None
         assert (served_by is None) == (candidate.kind == "peer")
         attend = candidate.from_inputs(candidate.build())

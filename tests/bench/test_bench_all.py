@@ -14,24 +14,29 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ropewalk.bench import attention, both, rates, rope
-from ropewalk.bench.attention_cases import AttentionCase
-from ropewalk.bench.attention_peers import ATTENTION_PEERS
-from ropewalk.bench.cases import Case
-from ropewalk.bench.loop import BenchResult
-from ropewalk.bench.peers import PEERS
-from ropewalk.bench.reading import read_bench_record
-from ropewalk.bench.records import END
-from ropewalk.bench.resuming import read_stopped, unit_of
+from ropewalk.bench.all import run_all_benches
+from ropewalk.bench.attention import run as attention
+from ropewalk.bench.attention.cases import AttentionCase
+from ropewalk.bench.attention.peers import ATTENTION_PEERS
+from ropewalk.bench.attention.rows import attention_row
+from ropewalk.bench.core import roofline
+from ropewalk.bench.core.records import END
+from ropewalk.bench.core.resume import read_stopped
+from ropewalk.bench.core.runner import BenchResult
+from ropewalk.bench.report.load import read_bench_record
+from ropewalk.bench.rope import run as rope
+from ropewalk.bench.rope.cases import Case
+from ropewalk.bench.rope.peers import PEERS
+from ropewalk.bench.rope.rows import RopeRow, rope_row
 from ropewalk.cli import app
 
-TURN = Case("turn", 2, 6, 3, 1, 16)
-ROTATIONS = (TURN, replace(TURN, name="shared", inplace=True, directions=("fwd",)))
+ROTATE = Case("rotate", 2, 6, 3, 1, 16)
+ROTATIONS = (ROTATE, replace(ROTATE, name="shared", inplace=True, directions=("fwd",)))
 ATTEND = AttentionCase("attend", 2, 19, 4, 2, 16, causal=True, modes=("fwd", "train"))
 ATTENTIONS = (ATTEND, replace(ATTEND, name="shared", modes=("fwd",), dtype="float32"))
 UNITS = [
-    ("rope", "turn", "fwd"),
-    ("rope", "turn", "bwd"),
+    ("rope", "rotate", "fwd"),
+    ("rope", "rotate", "bwd"),
     ("rope", "shared", "fwd"),
     ("attention", "attend", "fwd"),
     ("attention", "attend", "train"),
@@ -41,7 +46,7 @@ UNITS = [
 
 @pytest.fixture(autouse=True)
 def _small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes, size in ((rates.SIZES, 64), (rates.COPIED_BYTES, 4096)):
+    for sizes, size in ((roofline.SIZES, 64), (roofline.COPIED_BYTES, 4096)):
         for kind in sizes:
             monkeypatch.setitem(sizes, kind, size)
 
@@ -64,14 +69,13 @@ def run(path: Path, target: torch.device, **options: Any) -> tuple[BenchResult, 
         "attentions": ATTENTIONS,
         "console": Console(file=text, width=300),
     }
-    return both.run_all_benches(**{**given, **options}), text.getvalue()
+    return run_all_benches(**{**given, **options}), text.getvalue()
 
 
 def identities(path: Path) -> list[tuple[Any, ...]]:
-    """What each row is of, in the order of the record."""
+    """The identity of each row, in the order of the record."""
     return [
-        (*unit_of(row), row.impl, getattr(row, "position", None), getattr(row, "protocol", None), row.status)
-        for row in read_bench_record(path).rows
+        (*row.unit, row.description, getattr(row, "protocol", None), row.status) for row in read_bench_record(path).rows
     ]
 
 
@@ -93,7 +97,7 @@ def test_both_are_in_one_record(tmp_path: Path, device: torch.device) -> None:
     assert set(header["rates"]["matmul_tflops"]) == {"bfloat16", "float32"}
     assert list(json.loads(lines[-1])) == [END]
     kinds = [line.split(",")[0] for line in lines[:-1]]
-    count = len(result.record.rotations)
+    count = len(result.record.of(RopeRow))
     assert kinds == ['{"benchmark": "rope"'] * count + ['{"benchmark": "attention"'] * (len(kinds) - count)
     assert units_of(path) == UNITS
     assert not result.interrupted
@@ -111,7 +115,7 @@ def test_a_name_goes_to_those_that_know_it(tmp_path: Path, device: torch.device)
     assert units("attention", case_names=("attend",)) == [unit for unit in UNITS if unit[1] == "attend"]
     assert units("both", case_names=("shared",)) == [unit for unit in UNITS if unit[1] == "shared"]
     assert units("impl", impls=("sdpa",)) == [unit for unit in UNITS if unit[0] == "attention"]
-    assert "rates" not in run(tmp_path / "turn", device, case_names=("turn",))[0].record.run
+    assert "rates" not in run(tmp_path / "rotate", device, case_names=("rotate",))[0].record.run
     alias = replace(ATTEND, name="bert-512", modes=("fwd",))
     assert units("alias", case_names=("bert-base",), attentions=(alias,)) == [("attention", "bert-512", "fwd")]
 
@@ -134,10 +138,10 @@ def test_a_peer_of_which_a_part_is_missing_has_a_version(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: turn, shared, attend, bert-base"),
+        ({"case_names": ("llama",)}, "case 'llama' does not exist; there are: rotate, shared, attend, bert-base"),
         ({"impls": ("cuda",)}, "impl 'cuda' does not exist; there are: native, triton, reference, gluon, flash, sdpa"),
         ({"peers": "tiger"}, "peer 'tiger' does not exist; there are: compiled"),
-        ({"case_names": ("turn",), "impls": ("sdpa",)}, "no benchmark knows both"),
+        ({"case_names": ("rotate",), "impls": ("sdpa",)}, "no benchmark has both"),
         ({"dtype": "int8"}, "dtype 'int8' does not exist"),
         ({"device": "meta"}, "only 'cpu' and 'cuda' can be timed"),
     ],
@@ -228,7 +232,7 @@ def test_what_was_cut_off_is_measured_anew(cut: str, tmp_path: Path, device: tor
     half = lines[len(whole) + 1]
     assert unit_name(half) == UNITS[4]
     path.write_text("".join([lines[0], *whole, half[:40] if cut == "in a line" else half]))
-    units = read_stopped(path).units
+    units = read_stopped(path, json.loads(lines[0]), {"rope": rope_row, "attention": attention_row}).units
     # Of a unit of which no line is whole nothing is known, so that the one before it counts as the last.
     assert len(units) == (3 if cut == "in a line" else 4)
     if cut == "in a line":
@@ -250,7 +254,7 @@ def test_a_run_that_came_to_its_end_stays_as_it_is(
     assert "record: " in text
     assert timed == []
     assert path.read_text() == before
-    more = (*ROTATIONS, replace(TURN, name="more", directions=("fwd",)))
+    more = (*ROTATIONS, replace(ROTATE, name="more", directions=("fwd",)))
     result, _ = run(path, device, resume=True, rotations=more)
     assert timed == [("more", "fwd")]
     assert len(result.record.rows) > len(before.splitlines()) - 2
@@ -271,20 +275,20 @@ def test_a_run_that_came_to_its_end_stays_as_it_is(
 )
 def test_another_machine_does_not_go_on(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path, cpu = tmp_path / "record.jsonl", torch.device("cpu")
-    run(path, cpu, case_names=("turn",))
+    run(path, cpu, case_names=("rotate",))
     first, *lines = path.read_text().splitlines()
     altered = "\n".join([json.dumps({**json.loads(first), **changes}), *lines[:-1]]) + "\n"
     path.write_text(altered)
     with pytest.raises(ValueError, match=f"record.jsonl cannot be resumed: {message}"):
-        run(path, cpu, case_names=("turn",), resume=True)
+        run(path, cpu, case_names=("rotate",), resume=True)
     assert path.read_text() == altered
 
 
 def test_other_options_do_not_go_on(tmp_path: Path) -> None:
     path, cpu = tmp_path / "record.jsonl", torch.device("cpu")
-    run(path, cpu, case_names=("turn",))
+    run(path, cpu, case_names=("rotate",))
     with pytest.raises(ValueError, match="options rope rounds was 3, and is 4"):
-        run(path, cpu, case_names=("turn",), resume=True, rounds=4)
+        run(path, cpu, case_names=("rotate",), resume=True, rounds=4)
     with pytest.raises(ValueError, match=r"missing\.jsonl does not exist: there is no record to resume"):
         run(tmp_path / "missing.jsonl", cpu, resume=True)
     with pytest.raises(ValueError, match="there is no record to resume: say with output which"):
@@ -312,7 +316,7 @@ def test_the_command_hands_its_options_on(tmp_path: Path, monkeypatch: pytest.Mo
         given.append(options)
         return SimpleNamespace(interrupted=len(given) > 1)
 
-    monkeypatch.setattr("ropewalk.bench.both.run_all_benches", fake)
+    monkeypatch.setattr("ropewalk.bench.all.run_all_benches", fake)
     path = tmp_path / "r.jsonl"
     options = ["--case", "a", "--impl", "triton", "--peers", "flex", "-o", str(path), "--resume", "--device", "cpu"]
     assert CliRunner().invoke(app, ["bench", "all", *options, "--dtype", "float16", "--rounds", "5"]).exit_code == 0

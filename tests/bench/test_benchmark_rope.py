@@ -8,7 +8,7 @@ from ropewalk import benchmark_rope
 
 def test_without_a_gpu_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="needs a GPU, and PyTorch sees none"):
+    with pytest.raises(RuntimeError, match="needs a GPU, and PyTorch finds none"):
         benchmark_rope(1, 4, 1, 8)
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ropewalk.bench.attention_cases import AttentionCase
-from ropewalk.bench.attention_records import AttentionRow
-from ropewalk.bench.cases import Case
-from ropewalk.bench.compare import Change, Interval, changed, compare_records
-from ropewalk.bench.reading import BenchRecord
-from ropewalk.bench.records import RecordWriter, Row
-from ropewalk.bench.timing import HostTime, Quantiles
+from ropewalk.bench.attention.cases import AttentionCase
+from ropewalk.bench.attention.rows import AttentionRow
+from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.records import RecordWriter
+from ropewalk.bench.core.timing import HostTime, Quantiles
+from ropewalk.bench.report.compare import Change, Interval, changed, compare_records
+from ropewalk.bench.rope.cases import Case
+from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.cli import app
 
-CASE = Case("turn", 2, 6, 3, 1, 16)
+CASE = Case("rotate", 2, 6, 3, 1, 16)
 ATTEND = AttentionCase("attend", 2, 19, 4, 2, 16, causal=True, modes=("fwd",))
 CACHE = AttentionCase("cache", 2, 19, 4, 2, 16, modes=("decode",), form="cache", shortest=3)
 RATES = {"copy_gb_per_s": 4000.0, "matmul_tflops": {"bfloat16": 700.0}}
@@ -29,8 +30,10 @@ def spread(middle: float, noise: float = 0.01) -> Quantiles:
     return Quantiles(middle * (1 - noise), middle, middle * (1 + noise))
 
 
-def turn(time: float = 100.0, impl: str = "triton", kind: str = "ours", **more: Any) -> Row:
-    return Row(**{"case": CASE, "direction": "fwd", "status": "ok", "time": spread(time), **more}, impl=impl, kind=kind)
+def rotate(time: float = 100.0, impl: str = "triton", kind: str = "ours", **more: Any) -> RopeRow:
+    return RopeRow(
+        **{"case": CASE, "direction": "fwd", "status": "ok", "time": spread(time), **more}, impl=impl, kind=kind
+    )
 
 
 def attend(time: float = 100.0, impl: str = "triton", kind: str = "ours", **more: Any) -> AttentionRow:
@@ -38,11 +41,8 @@ def attend(time: float = 100.0, impl: str = "triton", kind: str = "ours", **more
     return AttentionRow(**{**given, **more}, impl=impl, kind=kind)
 
 
-def record(*rows: Row | AttentionRow, **run: Any) -> BenchRecord:
-    rotations = [row for row in rows if isinstance(row, Row)]
-    return BenchRecord(
-        Path("r.jsonl"), {**RUN, **run}, rotations, [row for row in rows if isinstance(row, AttentionRow)]
-    )
+def record(*rows: RopeRow | AttentionRow, **run: Any) -> BenchRecord:
+    return BenchRecord(Path("r.jsonl"), {**RUN, **run}, rows)
 
 
 def compare(before: Sequence[Any], after: Sequence[Any], **options: Any) -> list[Change]:
@@ -70,13 +70,13 @@ def test_a_change_is_apart_from_the_noise_and_above_the_floor(
 
 
 def test_a_record_is_no_worse_than_itself() -> None:
-    rows = [turn(), turn(impl="copy_", kind="anchor"), attend(), attend(protocol="cool"), attend(position="rope")]
+    rows = [rotate(), rotate(impl="copy_", kind="anchor"), attend(), attend(protocol="cool"), attend(position="rope")]
     found = compare_records(record(*rows), record(*rows))
     assert found.changes == found.regressions == []
     assert found.compared == 4  # of attention's first both protocols are one
 
 
-@pytest.mark.parametrize("make", [turn, attend])
+@pytest.mark.parametrize("make", [rotate, attend])
 @pytest.mark.parametrize(
     ("time", "verdict"), [(104.0, "slower"), (106.0, "regression"), (90.0, "faster"), (100.5, None)]
 )
@@ -92,19 +92,19 @@ def test_past_the_threshold_it_is_a_regression(make: Any, time: float, verdict: 
 
 
 def test_wide_noise_hides_a_change() -> None:
-    assert compare([replace(turn(), time=spread(100, 0.2))], [replace(turn(), time=spread(130, 0.2))]) == []
+    assert compare([replace(rotate(), time=spread(100, 0.2))], [replace(rotate(), time=spread(130, 0.2))]) == []
 
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("kind", ["peer", "anchor"])
 def test_what_is_not_ours_fails_only_if_it_is_asked(kind: str, every: bool) -> None:
-    changes = compare([turn(kind=kind), attend(kind=kind)], [turn(200, kind=kind)], every=every)
+    changes = compare([rotate(kind=kind), attend(kind=kind)], [rotate(200, kind=kind)], every=every)
     assert [(change.quantity, change.regression) for change in changes] == [("status", every), ("device", every)]
     assert {change.kind for change in changes} == {kind}
 
 
 def test_graphs_hosts_and_memory_are_compared() -> None:
-    before = turn(
+    before = rotate(
         graph=spread(10), host=HostTime(5, 6), host_forward=HostTime(7, 8), peak_bytes=2 << 20, direction="bwd"
     )
     worse = {
@@ -124,7 +124,7 @@ def test_graphs_hosts_and_memory_are_compared() -> None:
 
 
 @pytest.mark.parametrize("status", ["wrong", "failed", "unsupported", None])
-@pytest.mark.parametrize("make", [turn, attend])
+@pytest.mark.parametrize("make", [rotate, attend])
 def test_what_was_right_must_stay_right(status: str | None, make: Any) -> None:
     bad = [] if status is None else [replace(make(status=status), time=None)]
     if make is attend:
@@ -144,9 +144,9 @@ def test_a_protocol_or_a_graph_that_is_gone_is_told() -> None:
     both = [attend(), attend(protocol="cool")]
     (change,) = compare(both, both[:1])
     assert (change.label, change.after, change.verdict) == ("attend bfloat16 fwd cool, device", "gone", "regression")
-    (change,) = compare([turn(graph=spread(5))], [turn(graph_reason="RuntimeError")])
-    assert (change.label, change.verdict) == ("turn bfloat16 half/out of place fwd, graph", "regression")
-    (change,) = compare([turn()], [turn(graph=spread(5))])
+    (change,) = compare([rotate(graph=spread(5))], [rotate(graph_reason="RuntimeError")])
+    assert (change.label, change.verdict) == ("rotate bfloat16 half/out of place fwd, graph", "regression")
+    (change,) = compare([rotate()], [rotate(graph=spread(5))])
     assert change.verdict == "in one alone"
 
 
@@ -154,7 +154,7 @@ def test_only_rows_of_the_same_thing_are_compared() -> None:
     """Each of these differs from the first by one field of those that say what a row is of."""
     rows: list[Any] = [attend(), attend(impl="flash"), attend(position="rope"), attend(protocol="cool")]
     rows += [attend(yardstick="other"), attend(mode="bwd"), attend(case=replace(ATTEND, dtype="float16"))]
-    rows += [turn(), turn(direction="bwd"), turn(impl="native"), turn(case=replace(CASE, interleaved=True))]
+    rows += [rotate(), rotate(direction="bwd"), rotate(impl="native"), rotate(case=replace(CASE, interleaved=True))]
     slower = [replace(row, time=spread(100.0 + 10 * (i + 1))) for i, row in enumerate(rows)]
     found = compare(rows, slower)
     assert sorted(change.ratio or 0 for change in found) == pytest.approx([1 + 0.1 * (i + 1) for i in range(len(rows))])
@@ -163,13 +163,13 @@ def test_only_rows_of_the_same_thing_are_compared() -> None:
 def test_modes_that_a_case_gained_do_not_part_it() -> None:
     more = attend(200, case=replace(ATTEND, modes=("fwd", "bwd")))
     assert [change.verdict for change in compare([attend()], [more])] == ["regression"]
-    more_directions = turn(200, case=replace(CASE, directions=("fwd",)))
-    assert [change.verdict for change in compare([turn()], [more_directions])] == ["regression"]
+    more_directions = rotate(200, case=replace(CASE, directions=("fwd",)))
+    assert [change.verdict for change in compare([rotate()], [more_directions])] == ["regression"]
 
 
 def test_the_worst_comes_first() -> None:
-    before = [turn(impl=name) for name in "abcd"] + [attend()]
-    after = [turn(time, impl=name) for time, name in zip((103.0, 120.0, 50.0, 150.0), "abcd", strict=True)]
+    before = [rotate(impl=name) for name in "abcd"] + [attend()]
+    after = [rotate(time, impl=name) for time, name in zip((103.0, 120.0, 50.0, 150.0), "abcd", strict=True)]
     found = [(change.impl, change.verdict) for change in compare(before, after)]
     regressions = [("triton", "regression"), ("d", "regression"), ("b", "regression")]
     assert found == [*regressions, ("a", "slower"), ("c", "faster")]
@@ -178,8 +178,8 @@ def test_the_worst_comes_first() -> None:
 # Relative to what the device could do
 
 
-def with_copy(time: float, copy: float, **more: Any) -> list[Row]:
-    return [turn(time, **more), turn(copy, impl="copy_", kind="anchor", **more)]
+def with_copy(time: float, copy: float, **more: Any) -> list[RopeRow]:
+    return [rotate(time, **more), rotate(copy, impl="copy_", kind="anchor", **more)]
 
 
 def test_rotations_are_relative_to_their_copy() -> None:
@@ -206,7 +206,7 @@ def test_attention_is_relative_to_the_matrix_product_and_decoding_to_the_copy() 
     assert change.ratio == pytest.approx(2)
 
 
-@pytest.mark.parametrize("row", [turn(), attend(), attend(case=CACHE, mode="decode")])
+@pytest.mark.parametrize("row", [rotate(), attend(), attend(case=CACHE, mode="decode")])
 def test_without_what_times_are_relative_to_there_is_no_comparison(row: Any) -> None:
     with pytest.raises(ValueError, match=r"r\.jsonl does not have what the times of \w+ bf.* relative to"):
         compare([row], [row], relative=True)
@@ -214,16 +214,16 @@ def test_without_what_times_are_relative_to_there_is_no_comparison(row: Any) -> 
 
 def test_records_that_have_nothing_in_common_are_refused() -> None:
     with pytest.raises(ValueError, match="have no row in common: nothing can be compared"):
-        compare([turn()], [attend()])
+        compare([rotate()], [attend()])
 
 
 # The command
 
 
-def write(path: Path, *rows: Row | AttentionRow, **run: Any) -> str:
+def write(path: Path, *rows: RopeRow | AttentionRow, **run: Any) -> str:
     with RecordWriter(path, {**RUN, **run}) as writer:
         for row in rows:
-            writer.append(row, "rope" if isinstance(row, Row) else "attention")
+            writer.append(row, "rope" if isinstance(row, RopeRow) else "attention")
     return str(path)
 
 
@@ -232,8 +232,8 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_the_command_says_what_changed_by_its_exit_code(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", turn(), attend(kind="peer", impl="flex"))
-    b = write(tmp_path / "b.jsonl", turn(107), attend(200, kind="peer", impl="flex"), torch="2.12")
+    a = write(tmp_path / "a.jsonl", rotate(), attend(kind="peer", impl="flex"))
+    b = write(tmp_path / "b.jsonl", rotate(107), attend(200, kind="peer", impl="flex"), torch="2.12")
     same = invoke(a, a)
     assert same.exit_code == 0
     assert "2 rows compared: nothing changed beyond the noise" in same.stdout
@@ -252,9 +252,9 @@ def test_the_command_says_what_changed_by_its_exit_code(tmp_path: Path) -> None:
 
 
 def test_the_command_counts_peers_that_are_in_one_alone(tmp_path: Path) -> None:
-    with_peers = [turn(), turn(impl="quack", kind="peer"), attend(impl="flex", kind="peer"), turn(impl="native")]
+    with_peers = [rotate(), rotate(impl="quack", kind="peer"), attend(impl="flex", kind="peer"), rotate(impl="native")]
     a = write(tmp_path / "a.jsonl", *with_peers)
-    b = write(tmp_path / "b.jsonl", turn(), turn(impl="other"))
+    b = write(tmp_path / "b.jsonl", rotate(), rotate(impl="other"))
     result = invoke(a, b)
     assert result.exit_code == 1
     assert "1 rows compared: 1 regression, 3 in one alone" in result.stdout
@@ -264,8 +264,8 @@ def test_the_command_counts_peers_that_are_in_one_alone(tmp_path: Path) -> None:
 
 
 def test_the_command_notes_another_device(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", turn(), driver_version="1")
-    b = write(tmp_path / "b.jsonl", turn(), driver_version="2", device="another GPU")
+    a = write(tmp_path / "a.jsonl", rotate(), driver_version="1")
+    b = write(tmp_path / "b.jsonl", rotate(), driver_version="2", device="another GPU")
     text = invoke(a, b).stdout
     assert "NOTE: device was 'some GPU', and is 'another GPU'" in text
     assert "NOTE: driver_version was '1', and is '2'" in text
@@ -280,7 +280,7 @@ def test_the_command_compares_relative_to_rates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [None, "no JSON", '{"format": 1, "benchmark": "training"}', ""])
 def test_what_cannot_be_read_is_a_usage_error(text: str | None, tmp_path: Path) -> None:
-    a, other = write(tmp_path / "a.jsonl", turn()), tmp_path / "other.jsonl"
+    a, other = write(tmp_path / "a.jsonl", rotate()), tmp_path / "other.jsonl"
     if text is not None:
         other.write_text(text)
     for arguments in ((a, str(other)), (str(other), a)):

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropewalk.bench.cases import CASES, Case
-from ropewalk.bench.reading import read_bench_record
-from ropewalk.bench.records import END, RecordWriter, Row, default_path, describe_run
-from ropewalk.bench.timing import HostTime, Quantiles
+from ropewalk.bench.core.records import END, RecordWriter, default_path, describe_run
+from ropewalk.bench.core.timing import HostTime, Quantiles
+from ropewalk.bench.report.load import read_bench_record
+from ropewalk.bench.rope.cases import CASES, Case
+from ropewalk.bench.rope.rows import RopeRow
 
 RUN = {"benchmark": "rope", "device": "NVIDIA H200", "date": "2026-11-21T03:37:22+00:00"}
 ROWS = [
-    Row(
+    RopeRow(
         CASES[0],
         "fwd",
         "triton",
@@ -31,8 +32,10 @@ ROWS = [
         host_forward=HostTime(12.0, 13.0),
         peak_bytes=1 << 40,
     ),
-    Row(Case("packed", 1, 9, 3, 1, 8, layout="thd", sequences=(4, 1, 4)), "bwd", "quack", "peer", "failed", "OSError"),
-    Row(CASES[-1], "decode", "liger_kernel", "peer", "wrong", "the error is past the budget", 0.7, 0.5),
+    RopeRow(
+        Case("packed", 1, 9, 3, 1, 8, layout="thd", sequences=(4, 1, 4)), "bwd", "quack", "peer", "failed", "OSError"
+    ),
+    RopeRow(CASES[-1], "decode", "liger_kernel", "peer", "wrong", "the error is past the budget", 0.7, 0.5),
 ]
 
 

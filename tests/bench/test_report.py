@@ -16,12 +16,11 @@ pytest.importorskip("plotly")
 import typer
 from typer.testing import CliRunner
 
-from ropewalk.bench.attention_cases import CASES as ATTENTION_CASES
-from ropewalk.bench.attention_peers import ATTENTION_PEERS
-from ropewalk.bench.attention_records import AttentionRow
-from ropewalk.bench.cases import CASES, SWEEP, Case
-from ropewalk.bench.peers import PEERS
-from ropewalk.bench.records import FORMAT, Row
+from ropewalk.bench.attention.cases import CASES as ATTENTION_CASES
+from ropewalk.bench.attention.peers import ATTENTION_PEERS
+from ropewalk.bench.attention.rows import AttentionRow
+from ropewalk.bench.core.records import FORMAT
+from ropewalk.bench.core.timing import COPY, HostTime, Quantiles
 from ropewalk.bench.report import charts, formats, sections
 from ropewalk.bench.report.entries import read_sources
 from ropewalk.bench.report.markup import Markup, element
@@ -30,8 +29,10 @@ from ropewalk.bench.report.strip import draw_strip, scale_of
 from ropewalk.bench.report.styles import style_of
 from ropewalk.bench.report.table import table_of
 from ropewalk.bench.report.verdicts import costs, host_sentence, losses, sentence, verdict_groups
-from ropewalk.bench.rope import MULTIPLY
-from ropewalk.bench.timing import COPY, HostTime, Quantiles
+from ropewalk.bench.rope.cases import CASES, SWEEP, Case
+from ropewalk.bench.rope.peers import PEERS
+from ropewalk.bench.rope.rows import RopeRow
+from ropewalk.bench.rope.run import MULTIPLY
 from ropewalk.cli.report import report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'{{plotly}}"
@@ -65,9 +66,9 @@ def rotation(
     graph: float | None = None,
     host: float | None = None,
     copy: float = 10.0,
-) -> Row:
+) -> RopeRow:
     """A row that was timed."""
-    return Row(
+    return RopeRow(
         case,
         direction,
         impl,
@@ -104,7 +105,7 @@ def attention(case, mode: str, times: dict[tuple[str, str, str], float], ratios:
     return rows if ratios is None else [replace(rows[0], ratios=ratios), *rows[1:]]
 
 
-def write(path: Path, run: dict, rows: Sequence[Row | AttentionRow]) -> Path:
+def write(path: Path, run: dict, rows: Sequence[RopeRow | AttentionRow]) -> Path:
     """A record; of both benchmarks where rows are."""
     kinds = {"attention" if isinstance(row, AttentionRow) else "rope" for row in rows} or {"rope"}
     benchmark = kinds.pop() if len(kinds) == 1 else "all"
@@ -122,8 +123,8 @@ ROTATIONS = [
     rotation(LARGE, "fwd", "triton", "ours", 10.5, host=15.0),
     rotation(LARGE, "fwd", "quack", "peer", 12.6, host=10.0),
     rotation(LARGE, "fwd", "compiled", "peer", 20.0),
-    Row(LARGE, "fwd", "vllm", "peer", "wrong", HOSTILE, 0.7, 0.5),
-    Row(LARGE, "fwd", "flashinfer", "peer", "failed", "OSError"),
+    RopeRow(LARGE, "fwd", "vllm", "peer", "wrong", HOSTILE, 0.7, 0.5),
+    RopeRow(LARGE, "fwd", "flashinfer", "peer", "failed", "OSError"),
     rotation(LARGE, "bwd", "copy_", "anchor", 10.0),
     rotation(LARGE, "bwd", "native", "ours", 20.0),
     rotation(LARGE, "bwd", "liger_kernel", "peer", 16.0),
@@ -157,11 +158,11 @@ ATTENTIONS = [
 ]
 
 
-def sources_of(tmp_path: Path, rows: Sequence[Row | AttentionRow], run: dict = GPU, name: str = "record"):
+def sources_of(tmp_path: Path, rows: Sequence[RopeRow | AttentionRow], run: dict = GPU, name: str = "record"):
     return read_sources([write(tmp_path / f"{name}.jsonl", run, rows)])
 
 
-def groups_of(tmp_path: Path, rows: Sequence[Row | AttentionRow], run: dict = GPU):
+def groups_of(tmp_path: Path, rows: Sequence[RopeRow | AttentionRow], run: dict = GPU):
     return {group.title: group for group in verdict_groups(sources_of(tmp_path, rows, run)[0].entries)}
 
 
@@ -244,7 +245,7 @@ def test_without_peers_nothing_is_claimed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_peer", [True, False])
 def test_our_own_failures_count_against_us(with_peer: bool, tmp_path: Path) -> None:
-    rows = [Row(LARGE, "fwd", "native", "ours", "wrong", "the error is past the budget", 1.0, 0.5)]
+    rows = [RopeRow(LARGE, "fwd", "native", "ours", "wrong", "the error is past the budget", 1.0, 0.5)]
     rows += [rotation(LARGE, "fwd", "quack", "peer", 12.0)] if with_peer else []
     groups = list(groups_of(tmp_path, rows).values())
     assert "in 0 of 1 comparisons; without a time of ours in 1" in sentence(groups)
@@ -500,8 +501,8 @@ def test_nothing_of_a_cpu_is_said_to_be_of_a_gpu(tmp_path: Path) -> None:
     assert data["speed"][0]["metrics"]["time"] == "time of the call, µs"
 
 
-@pytest.mark.parametrize("rows", [[], [Row(LARGE, "fwd", "native", "ours", "wrong", "why")], ATTENTIONS])
-def test_any_rows_make_a_page(rows: Sequence[Row], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [[], [RopeRow(LARGE, "fwd", "native", "ours", "wrong", "why")], ATTENTIONS])
+def test_any_rows_make_a_page(rows: Sequence[RopeRow], tmp_path: Path) -> None:
     output = tmp_path / "new" / "report.html"
     assert write_report([write(tmp_path / "record.jsonl", GPU, rows)], output) == output
     assert output.read_text(encoding="utf-8").startswith("<!doctype html>")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ropewalk.bench import timing
+from ropewalk.bench.core import timing
 
 
 def test_quantiles_are_those_of_the_samples() -> None:
@@ -43,7 +43,7 @@ def test_a_device_that_cannot_be_timed_is_refused() -> None:
     with pytest.raises(ValueError, match="'meta'"):
         timing.check_device(torch.device("meta"))
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="sees no GPU"):
+        with pytest.raises(ValueError, match="finds no GPU"):
             timing.check_device(torch.device("cuda"))
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_models import (
+from helpers.huggingface_models import (
     CAUSAL,
     NAMES,
     ROUNDINGS,
@@ -350,7 +350,7 @@ def test_determinism_may_be_asked_for_and_not_forbidden(calls, device):
     ids=lambda keyword: next(iter(keyword)),
 )
 def test_what_it_cannot_do_raises_by_name(keyword):
-    with pytest.raises(ValueError, match=f"{next(iter(keyword))} was passed to Ropewalk's attention"):
+    with pytest.raises(ValueError, match=f"{next(iter(keyword))} is not supported by Ropewalk's attention"):
         attend(*heads(), **keyword)
 
 
@@ -422,11 +422,15 @@ def test_a_mask_seen_in_inference_serves_training(calls, device):
 @pytest.mark.parametrize(
     ("mask", "keywords", "message"),
     [
-        (torch.randn(2, 1, 6, 6), {}, "attention_mask holds other numbers"),
-        (torch.tensor([0, -torch.inf, 0, 0, 0, 0.5]).expand(2, 1, 6, 6), {}, "attention_mask holds other numbers"),
+        (torch.randn(2, 1, 6, 6), {}, "attention_mask is a bias"),
+        (torch.tensor([0, -torch.inf, 0, 0, 0, 0.5]).expand(2, 1, 6, 6), {}, "attention_mask is a bias"),
         (torch.zeros(2, 1, 6, 6, requires_grad=True), {}, "attention_mask requires grad"),
-        (torch.full((2, 1, 6, 6), torch.nan), {}, "attention_mask holds other numbers"),
-        (torch.zeros(1, 5, 1, 0, dtype=torch.uint8), {"sliding_window": 3}, "sliding_window is 3, but the config's"),
+        (torch.full((2, 1, 6, 6), torch.nan), {}, "attention_mask is a bias"),
+        (
+            torch.zeros(1, 5, 1, 0, dtype=torch.uint8),
+            {"sliding_window": 3},
+            "sliding_window is 3, but must be the mask's and the config's, 5",
+        ),
         (
             torch.ones(2, 1, 1, 6, dtype=torch.uint8),
             {"cu_seq_lens_q": torch.tensor([0, 6])},
@@ -521,14 +525,14 @@ def test_another_name_is_another_door(interfaces):
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", "my_flash", "someone/kernel", "paged|ropewalk"])
 def test_names_that_mean_something_else_are_refused(name, interfaces):
-    with pytest.raises(ValueError, match="means something else to transformers"):
+    with pytest.raises(ValueError, match="which transformers reserves"):
         huggingface.register(name)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_another_implementation_is_not_pushed_aside(which, interfaces):
     interfaces[which].register("theirs", print)
-    with pytest.raises(ValueError, match=f"name is 'theirs', but {interfaces[which].__name__} has another function"):
+    with pytest.raises(ValueError, match=f"name is 'theirs', but must be free: {interfaces[which].__name__}"):
         huggingface.register("theirs")
     assert interfaces[which]()["theirs"] is print
     assert "theirs" not in interfaces[1 - which]()
@@ -548,7 +552,5 @@ def test_another_interface_is_refused(missing, monkeypatch):
     delattr(stub if missing.startswith("Att") else without, missing)
     modules = {"transformers": stub, "transformers.masking_utils": without}
     monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
-    with pytest.raises(
-        RuntimeError, match=rf"transformers 9\.9 is not what it must be: \w+ has no {missing}; .*5\.0 to"
-    ):
+    with pytest.raises(RuntimeError, match=rf"transformers 9\.9 is not supported: \w+ has no {missing}; .*5\.0 to"):
         huggingface.register()

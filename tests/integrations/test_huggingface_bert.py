@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_models import ROUNDINGS, VOCABULARY, B, T, build, padding, tokens, transformers
+from helpers.huggingface_models import ROUNDINGS, VOCABULARY, B, T, build, padding, tokens, transformers
 from safetensors.torch import load_model
 from torch import nn
 
@@ -278,7 +278,7 @@ def test_layers_get_one_mask_of_keys(device, monkeypatch):
 
 
 def test_what_it_does_not_hold_is_refused_by_name(device):
-    with pytest.raises(ValueError, match="RoPEBERTAttention does not serve output_attentions"):
+    with pytest.raises(ValueError, match=r"output_attentions must be None .* by RoPEBERTAttention"):
         convert(make(device), "rope")(tokens(device), output_attentions=True)
 
 
@@ -378,8 +378,13 @@ def with_crossattention():
 
 REFUSED = {
     "no module": (lambda: "bert-base-uncased", {}, TypeError, "model is str, but must be a torch.nn.Module"),
-    "no BERT": (lambda: nn.Linear(2, 2), {}, ValueError, "model is Linear, without transformers' BertSelfAttention"),
-    "another model": (lambda: build("Llama", "cpu"), {}, ValueError, "model is LlamaForCausalLM, without"),
+    "no BERT": (
+        lambda: nn.Linear(2, 2),
+        {},
+        ValueError,
+        "model is Linear, but must have transformers' BertSelfAttention",
+    ),
+    "another model": (lambda: build("Llama", "cpu"), {}, ValueError, "model is LlamaForCausalLM, but must have"),
     "unknown position": (
         lambda: make("cpu"),
         {"position": "sinusoidal"},
@@ -399,19 +404,19 @@ REFUSED = {
         lambda: make("cpu", hidden_size=24),
         {"position": "exposb"},
         ValueError,
-        "the head dim is 6, but ExpoSB",
+        "the head dim is 6, but must be even and at least 8 for ExpoSB",
     ),
     "converted": (
         lambda: convert_bert(make("cpu"), "alibi"),
         {},
         ValueError,
-        r"model\.bert\.encoder\.layer\.0\.attention\.self is ALiBiBERTAttention: the model is converted already",
+        r"model\.bert\.encoder\.layer\.0\.attention\.self is ALiBiBERTAttention, but the model must not be converted",
     ),
     "half converted": (
         lambda: nn.ModuleList([make("cpu"), convert_bert(make("cpu"))]),
         {},
         ValueError,
-        r"model\.1\..* is RoPEBERTAttention: the model is converted already",
+        r"model\.1\..* is RoPEBERTAttention, but the model must not be converted already",
     ),
     "decoder": (
         lambda: build("BertDecoder", "cpu"),
@@ -437,7 +442,7 @@ REFUSED = {
         lambda: attentions(make("cpu"))[0],
         {},
         ValueError,
-        "model is BertSelfAttention, but must be what holds it",
+        "model is BertSelfAttention, but must be inside the model",
     ),
 }
 
@@ -466,7 +471,7 @@ def test_without_transformers_the_error_says_so(monkeypatch):
 def test_a_name_that_someone_else_took_changes_nothing(monkeypatch):
     model = make("cpu")
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "ropewalk", print)
-    with pytest.raises(ValueError, match="name is 'ropewalk', but AttentionInterface has another function"):
+    with pytest.raises(ValueError, match="name is 'ropewalk', but must be free: AttentionInterface has another"):
         huggingface.convert_bert(model)
     assert "bert.embeddings.position_embeddings.weight" in model.state_dict()
     assert model.config._attn_implementation == "eager"

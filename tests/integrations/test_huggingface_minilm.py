@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_models import transformers
+from helpers.huggingface_models import transformers
 
 from ropewalk import get_attention_class
 from ropewalk.integrations import huggingface

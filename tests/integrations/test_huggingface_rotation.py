@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from huggingface_models import (
+from helpers.huggingface_models import (
     CAUSAL,
     LAYERS,
     OTHER_ROTATIONS,
@@ -78,7 +78,7 @@ def test_another_replacement_is_left_alone(monkeypatch, device):
     monkeypatch.setattr(modeling(model), "apply_rotary_pos_emb", modeling(model).apply_rotary_pos_emb)
     handle = huggingface.use_ropewalk_rope(model)
     modeling(model).apply_rotary_pos_emb = print
-    with pytest.raises(RuntimeError, match=r"was replaced by someone else since, .*modeling_llama"):
+    with pytest.raises(RuntimeError, match=r"was replaced by other code since, .*modeling_llama"):
         handle.remove()
     assert modeling(model).apply_rotary_pos_emb is print
 
@@ -175,7 +175,10 @@ def stub(monkeypatch):
 )
 def test_other_rotations_are_refused_and_nothing_is_replaced(function, stub):
     good, bad = stub(like_llama, "modeling_good"), stub(function, "modeling_bad")
-    with pytest.raises(ValueError, match=r"modeling_bad\.apply_rotary_pos_emb\(.*\) rotates in no way"):
+    with pytest.raises(
+        ValueError,
+        match=r"modeling_bad\.apply_rotary_pos_emb\(.*\) must stay: apply_rope does not support its rotation",
+    ):
         huggingface.use_ropewalk_rope(nn.ModuleList([good, bad]))
     assert sys.modules["modeling_good"].apply_rotary_pos_emb is like_llama
     assert sys.modules["modeling_bad"].apply_rotary_pos_emb is function

@@ -325,7 +325,7 @@ def test_without_vllm_the_error_says_so(install):
 )
 def test_another_interface_of_operators_is_refused(old, new, message, install):
     install(custom_op=CUSTOM_OP.replace(old, new))
-    with pytest.raises(RuntimeError, match=rf"({message}).*knows vLLM 0\.12 to"):
+    with pytest.raises(RuntimeError, match=rf"({message}).*supports vLLM 0\.12 to"):
         vllm_ops.register()
 
 
@@ -349,5 +349,5 @@ def test_another_interface_of_rotation_is_refused(old, new, message, install):
     if "class Rotary(" in new:
         rotary = rotary.split("    class Llama3RotaryEmbedding")[0]
     install(rotary=rotary)
-    with pytest.raises(RuntimeError, match=rf"({message}).*knows vLLM 0\.12 to"):
+    with pytest.raises(RuntimeError, match=rf"({message}).*supports vLLM 0\.12 to"):
         vllm_ops.register()

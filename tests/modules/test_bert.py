@@ -584,8 +584,8 @@ BAD_MASKS = {
     "batch": (torch.ones(1, T), ValueError, "attention_mask has shape"),
     "keys": (torch.ones(B, 1, T, T - 1) > 0, ValueError, "attention_mask has shape"),
     "heads": (torch.ones(B, B, T, T) > 0, ValueError, "attention_mask has shape"),
-    "padding of 2": (torch.full((B, T), 2), ValueError, r"holds values other than 1 \(token\) and 0 \(padding\)"),
-    "additive padding": (torch.full((B, T), -1e4), ValueError, "holds values other than 1"),
+    "padding of 2": (torch.full((B, T), 2), ValueError, r"must hold 1 \(token\) and 0 \(padding\) alone"),
+    "additive padding": (torch.full((B, T), -1e4), ValueError, "must hold 1"),
     "integers": (
         torch.ones(B, 1, T, T).long(),
         TypeError,
@@ -594,12 +594,12 @@ BAD_MASKS = {
     "a bias": (
         torch.full((B, 1, T, T), -0.5),
         ValueError,
-        "a bias of the scores, but of floating point may hold nothing",
+        "a bias of the scores, but a floating-point mask must hold 0",
     ),
     "ones": (torch.ones(B, 1, 1, T), ValueError, "a bias of the scores"),
     "not quite masked": (torch.full((B, 1, T, T), -1e4), ValueError, "a bias of the scores"),
     "nan": (torch.full((B, 1, T, T), math.nan), ValueError, "a bias of the scores"),
-    "to be learned": (torch.zeros(B, 1, T, T).requires_grad_(), ValueError, "and learn nothing; a bias can be"),
+    "to be learned": (torch.zeros(B, 1, T, T).requires_grad_(), ValueError, "and not require grad; a bias can be"),
 }
 
 
@@ -635,10 +635,10 @@ def test_what_is_not_served_is_refused_by_name():
         "is_causal": True,
         "cu_seq_lens_q": torch.tensor([0, T]),
     }.items():
-        with pytest.raises(ValueError, match=f"RoPEBERTAttention does not serve {name}: pass None"):
+        with pytest.raises(ValueError, match=f"{name} must be None or left out: not supported by RoPEBERTAttention"):
             layer(x, **{name: value})
         layer(x, **{name: None})
-    with pytest.raises(ValueError, match="does not serve head_mask, output_attentions"):
+    with pytest.raises(ValueError, match="head_mask, output_attentions must be None"):
         layer(x, output_attentions=True, head_mask=x, use_cache=False)
     expected = layer(x)[0]
     of_no_concern = {
@@ -675,7 +675,7 @@ def test_widths_that_a_scheme_cannot_have():
     for name in ("rope", "rerope", "exposb"):
         with pytest.raises(ValueError, match="9"):
             get_attention_class(name)(18, 2)
-    with pytest.raises(ValueError, match="the head dim is 6, but ExpoSB needs an even one of at least 8"):
+    with pytest.raises(ValueError, match="the head dim is 6, but must be even and at least 8 for ExpoSB"):
         get_attention_class("exposb")(12, 2)
     with pytest.raises(ValueError, match="hidden_size is 9, but must be even"):
         get_attention_class("absolute")(9, 1)
@@ -720,7 +720,7 @@ def test_drops_into_transformers_bert(device, implementation):
             results.append((y.last_hidden_state, *y.hidden_states, y.pooler_output, query.weight.grad))
         for mine, expected in zip(*results[::-1], strict=True):
             torch.testing.assert_close(mine, expected)
-    with pytest.raises(ValueError, match="BERTAttention does not serve output_attentions"):
+    with pytest.raises(ValueError, match=r"output_attentions must be None .* by BERTAttention"):
         ours(tokens, output_attentions=True)
 
 

@@ -315,8 +315,8 @@ class TestCompile:
         ({"layout": "tbhd"}, ValueError, "layout is 'tbhd', but must be one of 'bthd', 'bhtd', 'thd'"),
         ({"max_positions": -1}, ValueError, "max_positions is -1, but must not be negative"),
         ({"scaling": "yaarn"}, ValueError, "'yaarn', but must be one of 'default'"),
-        ({"scaling": "linear"}, TypeError, "'linear' needs the parameter factor"),
-        ({"scaling": "dynamic", "factor": 2.0}, TypeError, "'dynamic' needs the parameter max_position_embeddings"),
+        ({"scaling": "linear"}, TypeError, "factor was not given, but is a required parameter of 'linear'"),
+        ({"scaling": "dynamic", "factor": 2.0}, TypeError, "max_position_embeddings was not given, but is a required"),
         ({"factor": 2.0}, TypeError, "factor is not a parameter of 'default'"),
         (
             {"scaling": "dynamic", "factor": 2.0, "max_position_embeddings": 8, "seq_len": 9},

@@ -50,14 +50,14 @@ def build(
     force: Annotated[bool, typer.Option("--force", help="Compile in any case.")] = False,
 ) -> None:
     """Compile the native extension ahead of its first use."""
-    from ropewalk.ops.rope import native_build
+    from ropewalk.ops.rope.cuda import build as native_build
 
     with user_errors(native_build.BuildError):
         chosen = {native_build.parse_architecture(text) for text in arch or native_build.visible_architectures()}
         architectures = sorted(chosen, key=int)
         if not architectures:
             raise ValueError(
-                "PyTorch sees no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
+                "PyTorch finds no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
                 "as in --arch 90"
             )
         library = None if force else native_build.find_library(architectures)

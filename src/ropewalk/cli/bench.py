@@ -11,9 +11,9 @@ import typer
 from ropewalk.cli.options import split_names, user_errors
 
 if TYPE_CHECKING:
-    from ropewalk.bench.attention_cases import AttentionCase
-    from ropewalk.bench.cases import Case
-    from ropewalk.bench.loop import BenchResult
+    from ropewalk.bench.attention.cases import AttentionCase
+    from ropewalk.bench.core.runner import BenchResult
+    from ropewalk.bench.rope.cases import Case
 
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
@@ -67,14 +67,14 @@ def rope(
 
     Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
     """
-    from ropewalk.bench.cases import CASES, SWEEP
+    from ropewalk.bench.rope.cases import CASES, SWEEP
 
     cases = SWEEP if sweep else CASES
     if list_cases:
         _list_rotations(cases)
         return
     _check_resume(resume, output)
-    from ropewalk.bench.rope import run_rope_bench
+    from ropewalk.bench.rope.run import run_rope_bench
 
     own = {"modes": split_names(mode), "rounds": rounds, "cases": cases}
     _run(run_rope_bench, case, impl, peers, output, resume, device, dtype, **own)
@@ -101,7 +101,7 @@ def attention(
     A copy and a product of large matrices are measured first: what the device can do at best. Everything is checked
     against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
     """
-    from ropewalk.bench.attention_cases import CASES, MODES
+    from ropewalk.bench.attention.cases import CASES, MODES
 
     if list_cases:
         _list_attentions(CASES)
@@ -109,14 +109,14 @@ def attention(
             typer.echo(f"mode {name}: {meaning}")
         return
     _check_resume(resume, output)
-    from ropewalk.bench.attention import run_attention_bench
+    from ropewalk.bench.attention.run import run_attention_bench
 
     own = {"modes": split_names(mode) or tuple(MODES), "protocols": split_names(protocol), "rounds": rounds}
     _run(run_attention_bench, case, impl, peers, output, resume, device, dtype, **own)
 
 
 @app.command("all")
-def both(
+def all_(
     case: Cases = None,
     impl: Impls = None,
     peers: Peers = "auto",
@@ -129,11 +129,11 @@ def both(
 ) -> None:
     """Measure the rotation, then attention, into one record, with a figure of each.
 
-    A name of a case, an implementation or a peer goes to each of the two benchmarks that knows it; one that knows none
+    A name of a case, an implementation or a peer goes to each of the two benchmarks that has it; one that has none
     of the names is left out. Otherwise it is as `bench rope` and `bench attention` are.
     """
-    from ropewalk.bench.attention_cases import CASES as ATTENTIONS
-    from ropewalk.bench.cases import CASES as ROTATIONS
+    from ropewalk.bench.attention.cases import CASES as ATTENTIONS
+    from ropewalk.bench.rope.cases import CASES as ROTATIONS
 
     if list_cases:
         typer.echo("ROTATION")
@@ -142,7 +142,7 @@ def both(
         _list_attentions(ATTENTIONS)
         return
     _check_resume(resume, output)
-    from ropewalk.bench.both import run_all_benches
+    from ropewalk.bench.all import run_all_benches
 
     _run(run_all_benches, case, impl, peers, output, resume, device, dtype, rounds=rounds)
 
@@ -166,14 +166,14 @@ def compare(
     """Show what B changed against A beyond the noise, and fail if one of ours is worse.
 
     Compared are times on the device, in CUDA graphs and of the host, and peaks of memory. A change is beyond the noise
-    if the intervals from the 10 % to the 90 % quantile do not meet and the median changed by more than 1 %. Exits with
-    1 where one of ours is worse by more than the threshold, or was right and now is wrong, failed or gone; with 2 where
-    a file cannot be read or compared; else with 0.
+    if the intervals from the 10 % to the 90 % quantile do not overlap and the median changed by more than 1 %. Exits
+    with 1 where one of ours is worse by more than the threshold, or was right and now is wrong, failed or gone; with 2
+    where a file cannot be read or compared; else with 0.
     """
-    from ropewalk.bench.compare import compare_records
-    from ropewalk.bench.compare_summary import print_comparison
-    from ropewalk.bench.reading import read_bench_record
-    from ropewalk.bench.summary import default_console
+    from ropewalk.bench.core.terminal import default_console
+    from ropewalk.bench.report.compare import compare_records
+    from ropewalk.bench.report.compare_summary import print_comparison
+    from ropewalk.bench.report.load import read_bench_record
 
     with user_errors(OSError):
         records = read_bench_record(before), read_bench_record(after)
@@ -194,8 +194,8 @@ def training(
 ) -> None:
     """Measure training steps of BERT and Llama models with attention by Ropewalk, by SDPA and by eager PyTorch."""
     with user_errors():
-        from ropewalk.bench.training import run_training_bench
-        from ropewalk.bench.training_models import CASES
+        from ropewalk.bench.training.cases import CASES
+        from ropewalk.bench.training.run import run_training_bench
 
         if list_cases:
             for known in CASES:
@@ -218,8 +218,8 @@ def _run(
     dtype: str | None,
     **own: Any,
 ) -> None:
-    """Run a benchmark with what all have in common and what is its own; exit as Ctrl-C and errors ask for."""
-    from ropewalk.bench.loop import OursError
+    """Run a benchmark with the common options and its own; exit as Ctrl-C and errors require."""
+    from ropewalk.bench.core.runner import OursError
 
     with user_errors(OursError):
         result = run_bench(
@@ -259,7 +259,7 @@ def _list_rotations(cases: Sequence[Case]) -> None:
 
 
 def _list_attentions(cases: Sequence[AttentionCase]) -> None:
-    from ropewalk.bench.attention_cases import ALIASES
+    from ropewalk.bench.attention.cases import ALIASES
 
     for case in cases:
         also = [name for name, of in ALIASES.items() if of == case.name]

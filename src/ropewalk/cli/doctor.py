@@ -8,17 +8,18 @@ import ropewalk
 
 
 def doctor() -> None:
-    """Print versions, devices, and which implementations and peers exist here and why the others don't."""
+    """Print versions and devices, the implementations and peers that run here, and why others do not."""
     import torch
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from ropewalk.bench.attention_peers import ATTENTION_PEERS
-    from ropewalk.bench.peers import PEERS, find_peer
-    from ropewalk.bench.records import version_of
-    from ropewalk.ops.attention import choice
-    from ropewalk.ops.rope.eager import IMPLEMENTATIONS, choose, why_not
+    from ropewalk.bench.attention.peers import ATTENTION_PEERS
+    from ropewalk.bench.core.peers import find_peer
+    from ropewalk.bench.core.records import version_of
+    from ropewalk.bench.rope.peers import PEERS
+    from ropewalk.ops.attention import backends
+    from ropewalk.ops.rope.backends import IMPLEMENTATIONS, choose, why_not
 
     console = Console()
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -53,18 +54,18 @@ def doctor() -> None:
             rotation.add_row(name, impl, verdict if reason is None else escape(f"no: {reason}"))
     console.print(rotation)
     if not gpus:
-        console.print("PyTorch sees no GPU.")
+        console.print("PyTorch finds no GPU.")
 
     attention = Table(title="implementations of attention")
     attention.add_column("device")
     attention.add_column("implementation")
     attention.add_column("here")
     for device in devices:
-        for impl in choice.IMPLEMENTATIONS:
-            reason = choice.why_missing(impl, device)
+        for impl in backends.BACKENDS:
+            reason = backends.why_missing(impl, device)
             attention.add_row(str(device), impl, "yes" if reason is None else escape(f"no: {reason}"))
     console.print(attention)
-    console.print("Which of them serves a call, `ropewalk.explain_choice` tells.")
+    console.print("`ropewalk.explain_choice` names the one that runs a call.")
 
     native = Table(title="native extension")
     native.add_column("what")
@@ -85,8 +86,8 @@ def doctor() -> None:
 
 
 def _native_extension() -> dict[str, str]:
-    """What there is of the compiled extension, and of what compiles it. Nothing is compiled here."""
-    from ropewalk.ops.rope import native_build
+    """Describe the compiled extension and its compilers. Nothing is compiled here."""
+    from ropewalk.ops.rope.cuda import build as native_build
 
     compilers = native_build.find_compilers()
     rows = {"nvcc": compilers.nvcc or "no", "host compiler": compilers.cxx or "no"}
@@ -96,7 +97,7 @@ def _native_extension() -> dict[str, str]:
     try:
         rows["cache"] = str(native_build.cache_dir())
         if not architectures:
-            rows["library"] = "no: PyTorch sees no NVIDIA GPU of compute capability 8.0 or more"
+            rows["library"] = "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more"
         elif (library := native_build.find_library(architectures)) is not None:
             rows["library"] = f"yes, {library}"
         elif (reason := native_build.failed_before(architectures)) is not None:

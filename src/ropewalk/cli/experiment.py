@@ -82,8 +82,8 @@ def bert_positions(
 ) -> None:
     """Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.
 
-    What was stopped or killed goes on with --resume where it was, by the settings in its output folder if no others are
-    given. On several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …
+    A stopped or killed run goes on with --resume, by the settings in its output folder if no others are given. On
+    several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …
     """
     from ropewalk.experiments.bert_positions.config import load_config
     from ropewalk.experiments.bert_positions.run import CONFIG, run_bert_positions

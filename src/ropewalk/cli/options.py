@@ -1,4 +1,4 @@
-"""What the commands share: errors without tracebacks, and lists in one option."""
+"""Common code of the commands: errors without tracebacks, and lists in one option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 @contextmanager
 def user_errors(*more: type[Exception]) -> Iterator[None]:
-    """Show what a user can put right, and errors of the classes `more`, by their message, not as a traceback."""
+    """Show errors that a user can fix, and those of the classes `more`, by their message, without a traceback."""
     expected: tuple[type[Exception], ...] = (ValueError, ModuleNotFoundError, *more)
     try:
         yield
@@ -20,12 +20,12 @@ def user_errors(*more: type[Exception]) -> Iterator[None]:
 
 
 def split_names(text: str) -> list[str]:
-    """Names with commas between."""
+    """Split names at commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Whole numbers with commas between."""
+    """Split whole numbers at commas."""
     names = split_names(text)
     if not all(name.isdecimal() for name in names):
         raise ValueError(f"{option} is {text!r}, but must be whole numbers with commas between, as in 512,1024")

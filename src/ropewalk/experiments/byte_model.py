@@ -1,4 +1,4 @@
-"""A small causal transformer over bytes, and how it learns: what the experiments share.
+"""A small causal transformer over bytes, and its training: common to the experiments.
 
 Shape letters: B batch, T tokens (here bytes), H heads, D head dim.
 """
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from ropewalk.ops.attention.api import attention
-from ropewalk.positions import PositionScheme, Rope
+from ropewalk.schemes import PositionScheme, Rope
 
 N_BYTES = 256
 ROPE = Rope()
@@ -25,7 +25,7 @@ ROPE = Rope()
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a model is, and how long it trains."""
+    """The size of a model, and its training."""
 
     n_layers: int
     d_model: int
@@ -37,7 +37,7 @@ class ModelSize:
 
 
 class AnyPositionAttention(nn.Module):
-    """Multi-head self-attention by whichever position scheme a forward names."""
+    """Multi-head self-attention with the position scheme as an argument of forward."""
 
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class Block(nn.Module):
 class ByteTransformer(nn.Module):
     """A causal language model over bytes: (B, T) int64 to logits (B, T, 256).
 
-    `make_attention`, (d_model, n_heads) -> module, makes each block's attention. What a forward gets beside the bytes
-    goes to that: `model(tokens, position=Rope())`, where it is `AnyPositionAttention`.
+    `make_attention`, (d_model, n_heads) -> module, makes each block's attention. Further arguments of a forward go
+    to that: `model(tokens, position=Rope())`, where it is `AnyPositionAttention`.
     """
 
     def __init__(self, size: ModelSize, make_attention: Callable[[int, int], nn.Module] = AnyPositionAttention) -> None:
@@ -94,24 +94,24 @@ class ByteTransformer(nn.Module):
 
 
 def byte_losses(model: nn.Module, windows: Tensor, **options: object) -> Tensor:
-    """The loss, in nats, of predicting each byte of (B, T + 1) windows from those before it, (B, T)."""
+    """Return the loss, in nats, of predicting each byte of (B, T + 1) windows from those before it, (B, T)."""
     windows = windows.to(next(model.parameters()).device).long()
     logits = model(windows[:, :-1], **options)
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean loss, in nats per byte, of predicting each byte of (B, T + 1) windows from those before it."""
+    """Return the mean loss, in nats per byte, of predicting each byte of (B, T + 1) windows."""
     return byte_losses(model, windows).mean()
 
 
 def linear_decay(done: float) -> float:
-    """From 1 to 0 along a line, as `done` goes from 0 to 1."""
+    """Decay from 1 to 0 along a line, as `done` goes from 0 to 1."""
     return 1 - done
 
 
 def cosine_decay(done: float) -> float:
-    """From 1 to 0 along half a wave, as `done` goes from 0 to 1."""
+    """Decay from 1 to 0 along half a wave, as `done` goes from 0 to 1."""
     return (1 + math.cos(math.pi * done)) / 2
 
 

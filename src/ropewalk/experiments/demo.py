@@ -1,4 +1,4 @@
-"""The demo: a small transformer learns real text, then its own q and k go through every rotation of this machine.
+"""The demo: a small transformer learns real text, then every rotation of this machine runs on its own q and k.
 
 Shape letters: B batch, T tokens (here bytes), H heads, D head dim.
 """
@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ropewalk.bench.timing import check_device, time_rounds
+from ropewalk.bench.core.timing import check_device, time_rounds
 from ropewalk.experiments.byte_model import N_BYTES, ByteTransformer, ModelSize, next_byte_loss, train
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.modules.attention import RoPEAttention
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.ops.rope.eager import IMPLEMENTATIONS, why_not
+from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
 
 HELD_OUT = 0.1  # of the text, its end
 THETA = 10000.0
@@ -33,7 +33,7 @@ QK = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Size(ModelSize):
-    """How large the model is, how long it trains, and the shape in which its q and k are rotated."""
+    """The size of the model, its training, and the shape of the rotated q and k."""
 
     rotated_tokens: int
     rotated_q_heads: int = 32
@@ -50,7 +50,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """What one implementation did with q and k."""
+    """The error and the time of one implementation's rotation of q and k."""
 
     name: str
     error: float  # the largest ‖y − truth‖ / ‖truth‖ of a token's head
@@ -59,7 +59,7 @@ class Rotation:
 
 
 def make_model(size: Size) -> ByteTransformer:
-    """The demo's model: its attention is `RoPEAttention`."""
+    """Make the demo's model: its attention is `RoPEAttention`."""
     return ByteTransformer(size, lambda d_model, n_heads: RoPEAttention(d_model, n_heads, dropout=0.0, theta=THETA))
 
 
@@ -84,9 +84,9 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("the demo draws its figure with matplotlib: pip install 'ropewalk[bench]'")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(place)
-    size = SIZES[place.type]
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(target)
+    size = SIZES[target.type]
     max_seconds = size.max_seconds if steps is None else math.inf
     steps = size.steps if steps is None else steps
     if steps < 1:
@@ -96,11 +96,11 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
 
     console = Console(highlight=False)
     torch.manual_seed(seed)
-    model = make_model(size).to(place)
+    model = make_model(size).to(target)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"Training {n_parameters:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
-        f"{size.d_model // size.n_heads}) on {describe(place)}, on {source} ({training.numel():,} bytes)",
+        f"{size.d_model // size.n_heads}) on {describe(target)}, on {source} ({training.numel():,} bytes)",
         markup=False,
     )
     losses = train(model, training, size, steps, console, max_seconds)
@@ -115,24 +115,24 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     console.print(Text.assemble("It writes: ", (as_line(prompt), "dim"), " ", (as_line(line), "bold")))
 
     q, k = capture_qk(model, held_out, size)
-    missing = {name: reason for name in IMPLEMENTATIONS if (reason := why_missing(name, place)) is not None}
+    missing = {name: reason for name in IMPLEMENTATIONS if (reason := why_missing(name, target)) is not None}
     rotations = compare_rotations(q, k, [name for name in IMPLEMENTATIONS if name not in missing])
     console.print(rotation_table(rotations, q, k))
     for name, reason in missing.items():
         console.print(f"Not here: {name}: {reason}.", markup=False)
-    draw(figure, losses, held_out_loss, entropy, rotations, describe(place))
+    draw(figure, losses, held_out_loss, entropy, rotations, describe(target))
     console.print(f"Figure: {figure}", markup=False)
 
 
 def describe(device: torch.device) -> str:
-    """The device in words."""
+    """Describe the device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU, {torch.get_num_threads()} threads"
 
 
 def read_text(path: Path | None) -> bytes:
-    """The bytes of `path`, or of the documentation that ships with Python."""
+    """Read the bytes of `path`, or of the documentation that ships with Python."""
     if path is not None:
         return path.read_bytes()
     from pydoc_data.topics import topics
@@ -141,7 +141,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def split(text: bytes, context: int) -> tuple[Tensor, Tensor]:
-    """The text as int64 bytes, cut into what is learnt and what is held out."""
+    """Split the text, as int64 bytes, into a training and a held-out part."""
     least = math.ceil((context + 1) / HELD_OUT)
     if len(text) < least:
         raise ValueError(f"the text has {len(text)} bytes, but must have at least {least}")
@@ -151,14 +151,14 @@ def split(text: bytes, context: int) -> tuple[Tensor, Tensor]:
 
 
 def byte_entropy(tokens: Tensor) -> float:
-    """The entropy of the bytes' frequencies, in nats per byte."""
+    """Return the entropy of the bytes' frequencies, in nats per byte."""
     p = tokens.bincount(minlength=N_BYTES).double() / tokens.numel()
     return float(torch.special.entr(p).sum())
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, size: Size, max_windows: int = 256) -> float:
-    """Mean loss over the windows that the text falls into, in nats per byte."""
+    """Return the mean loss over the text's windows, in nats per byte."""
     model.eval()
     windows = tokens.unfold(0, size.context + 1, size.context)[:max_windows]
     total = sum(float(next_byte_loss(model, part)) * len(part) for part in windows.split(size.batch))
@@ -181,7 +181,7 @@ def generate(
 
 
 def opening(tokens: Tensor) -> Tensor:
-    """Three words to begin with, from the first line of the text that looks like prose."""
+    """Return three words to begin with, from the first line of the text that looks like prose."""
     lines = bytes(tokens.tolist()).decode(errors="replace").splitlines()
     prose = (words for line in lines if line[:1].isalpha() and len(words := line.split()) >= 6)
     words = next(prose, ["The"])
@@ -189,13 +189,13 @@ def opening(tokens: Tensor) -> Tensor:
 
 
 def as_line(tokens: Tensor) -> str:
-    """Bytes as text on one line."""
+    """Decode bytes as text on one line."""
     return " ".join(bytes(tokens.tolist()).decode(errors="replace").split())
 
 
 @torch.no_grad()
 def capture_qk(model: ByteTransformer, tokens: Tensor, size: Size) -> QK:
-    """q and k of the middle layer on held-out text, repeated to the size that a server rotates, (1, T, H, D)."""
+    """Capture the middle layer's q and k on held-out text, repeated to the size that is timed, (1, T, H, D)."""
     captured: list[Tensor] = []
     layer = model.get_submodule(f"blocks.{size.n_layers // 2}.attention")
     projections = [layer.get_submodule(name) for name in ("q_proj", "k_proj")]
@@ -216,14 +216,14 @@ def capture_qk(model: ByteTransformer, tokens: Tensor, size: Size) -> QK:
 
 
 def why_missing(name: str, device: torch.device) -> str | None:
-    """Why the implementation `name` has no place in the comparison on `device`; None if it has."""
+    """Return why the implementation `name` is left out of the comparison on `device`; None if it is in."""
     if name == "triton" and device.type == "cpu" and why_not(name, device) is None:
         return "on the CPU there is only Triton's interpreter, which is for tests"
     return why_not(name, device)
 
 
 def rotate_complex(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Rotate (B, T, H, D) by (T, D/2) complex numbers, in the precision of these: what models do in eager PyTorch."""
+    """Rotate (B, T, H, D) by (T, D/2) complex numbers, in their precision, as models do in eager PyTorch."""
     pairs = torch.view_as_complex(x.to(freqs_cis.real.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2).to(x.dtype)
 
@@ -264,13 +264,13 @@ def compare_rotations(q: Tensor, k: Tensor, implementations: list[str]) -> list[
 
 
 def speed_up(rotation: Rotation, rotations: list[Rotation]) -> float:
-    """How many times faster than eager PyTorch."""
+    """Return how many times faster than eager PyTorch it is."""
     eager = next(other for other in rotations if other.name == EAGER)
     return eager.microseconds / rotation.microseconds
 
 
 def rotation_table(rotations: list[Rotation], q: Tensor, k: Tensor) -> Table:
-    """The comparison, for the console."""
+    """Make the table of the comparison, for the console."""
     dtype = str(q.dtype).removeprefix("torch.")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype}"
     table = Table(title="Rotating the model's own q and k", caption=shapes)

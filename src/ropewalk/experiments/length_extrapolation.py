@@ -21,14 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ropewalk.bench.records import RecordWriter, describe_run, read_lines
-from ropewalk.bench.running import choose_path, progress_bar
-from ropewalk.bench.summary import default_console
-from ropewalk.bench.timing import check_device
+from ropewalk.bench.core.options import choose_path
+from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
+from ropewalk.bench.core.terminal import default_console, progress_bar
+from ropewalk.bench.core.timing import check_device
 from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, cosine_decay, train
-from ropewalk.far_positions import ReRope, SelfExtend
 from ropewalk.frequencies import inverse_frequencies
-from ropewalk.positions import PositionScheme, Rope
+from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
 
 BENCHMARK = "length-extrapolation"
 BASE = 10000.0
@@ -40,7 +39,7 @@ ZOOM = 0.25  # nats per byte that the figure shows large
 
 @dataclass(frozen=True)
 class Size(ModelSize):
-    """How large the model is, how long it trains, and how it is evaluated."""
+    """The size of the model, its training and its evaluation."""
 
     multiples: tuple[int, ...]  # of the training length: at which lengths, unless the caller says
     windows: int  # of held-out text, at most
@@ -136,7 +135,7 @@ def run_length_extrapolation(
 
     Raises:
         ValueError: a text too short, fewer than one step, a training length or a length too small, a record that exists
-            already, or a device that is neither a CPU nor a GPU that PyTorch sees.
+            already, or a device that is neither a CPU nor a GPU that PyTorch finds.
         ModuleNotFoundError: with a `figure`, where matplotlib is missing.
 
     Example:
@@ -147,9 +146,9 @@ def run_length_extrapolation(
     if figure is not None and not can_draw:
         raise ModuleNotFoundError("the figure is drawn with matplotlib: pip install 'ropewalk[bench]'")
     console = console or default_console()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(place)
-    size = SIZES[place.type]
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(target)
+    size = SIZES[target.type]
     size = dataclasses.replace(
         size,
         context=size.context if train_length is None else train_length,
@@ -171,7 +170,7 @@ def run_length_extrapolation(
         )
     windows = cut_windows(corpus.held_out, lengths[-1] + 1, size.windows)
     run = {
-        **describe_run(BENCHMARK, place, {}),
+        **describe_run(BENCHMARK, target, {}),
         "seed": seed,
         "text": corpus.name,
         "training_bytes": corpus.training.numel(),
@@ -180,7 +179,7 @@ def run_length_extrapolation(
         "position": f"Rope({BASE})",
         "train_length": size.context,
         **{key: getattr(size, key) for key in ("batch", "steps", "learning_rate")},
-        "dtype": "bfloat16 autocast" if place.type == "cuda" else "float32",
+        "dtype": "bfloat16 autocast" if target.type == "cuda" else "float32",
         "lengths": lengths,
         "scored_bytes": scored,
         "windows": len(windows),
@@ -188,7 +187,7 @@ def run_length_extrapolation(
     path = choose_path(output, run)
 
     torch.manual_seed(seed)
-    model = ByteTransformer(size).to(place)
+    model = ByteTransformer(size).to(target)
     run["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"Training {run['parameters']:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
@@ -222,7 +221,7 @@ def run_length_extrapolation(
 
 
 def read_corpus(text: Path | None) -> Corpus:
-    """The bytes of `text`, its last tenth held out; or PyTorch's own Python sources, one file in ten held out.
+    """Read the bytes of `text`, its last tenth held out; or PyTorch's own Python sources, one file in ten held out.
 
     Those are on every machine that this runs on, and more than 40 MB, so that the default training reads them twice or
     so and cannot learn them by heart; the documentation that ships with Python has less than 1 MB. Source code also
@@ -246,7 +245,7 @@ def _as_tokens(text: bytes) -> Tensor:
 
 
 def cut_windows(documents: Sequence[Tensor], n_bytes: int, most: int) -> Tensor:
-    """Windows of so many bytes, each within one document, (windows, n_bytes); their ends are spread evenly."""
+    """Cut windows of so many bytes, each within one document, (windows, n_bytes); their ends are spread evenly."""
     ends = [
         (document, end) for document in documents for end in range(n_bytes, document.numel() + 1, SCORED_BYTES)
     ]  # so far apart that no byte is scored twice
@@ -264,7 +263,7 @@ def cut_windows(documents: Sequence[Tensor], n_bytes: int, most: int) -> Tensor:
 def schemes_at(
     length: int, *, train_length: int, longest: int, head_dim: int
 ) -> dict[str, tuple[PositionScheme, dict[str, float]]]:
-    """The schemes by which a model that learnt RoPE reads a text of this length, and their settings, by name.
+    """Make the schemes by which a model with RoPE reads a text of this length, and their settings, by name.
 
     The base of NTK goes with the length, and is RoPE's up to the training length. The others are the same at all
     lengths, chosen for the `longest`: the window is half of the training length, which leaves the other half to what is
@@ -291,7 +290,7 @@ def schemes_at(
 def evaluate_at(
     model: nn.Module, size: Size, windows: Tensor, length: int, longest: int, scored: int
 ) -> list[LengthRow]:
-    """The losses by each scheme at one length."""
+    """Compute the losses by each scheme at one length."""
     schemes = schemes_at(length, train_length=size.context, longest=longest, head_dim=size.d_model // size.n_heads)
     rows = []
     for name, (position, settings) in schemes.items():
@@ -305,7 +304,7 @@ def evaluate_at(
 def evaluate(
     model: nn.Module, windows: Tensor, length: int, position: PositionScheme, scored: int, tokens_at_once: int
 ) -> tuple[Tensor, float]:
-    """The loss of the last `scored` bytes of each window when `length` bytes at its end are read, and that of all."""
+    """Compute the loss of the last `scored` bytes of each window, of which `length` at its end are read, and of all."""
     model.eval()
     parts = windows[:, -(length + 1) :].split(max(1, tokens_at_once // length))
     losses = [byte_losses(model, part, position=position).cpu().double() for part in parts]
@@ -314,13 +313,13 @@ def evaluate(
 
 
 def read_length_record(path: Path) -> LengthRecord:
-    """Read back what a run wrote."""
+    """Read a record of a run."""
     run, lines = read_lines(path, BENCHMARK)
     return LengthRecord(run, [LengthRow(**line) for line in lines])
 
 
 def _by_scheme(record: LengthRecord) -> dict[str, list[LengthRow]]:
-    """The rows of each scheme, by length."""
+    """Group the rows of each scheme, by length."""
     schemes: dict[str, list[LengthRow]] = {}
     for row in record.rows:
         schemes.setdefault(row.scheme, []).append(row)
@@ -328,14 +327,14 @@ def _by_scheme(record: LengthRecord) -> dict[str, list[LengthRow]]:
 
 
 def _label(rows: Sequence[LengthRow]) -> str:
-    """A scheme, with those of its settings that are the same at all lengths."""
+    """Name a scheme, with those of its settings that are the same at all lengths."""
     settings = rows[0].settings.items()
     kept = [f"{key} {value:g}" for key, value in settings if all(row.settings[key] == value for row in rows)]
     return f"{rows[0].scheme} ({', '.join(kept)})" if kept else rows[0].scheme
 
 
 def length_table(record: LengthRecord) -> Table:
-    """The losses, for the console."""
+    """Make the table of losses, for the console."""
     run = record.run
     table = Table(
         title=f"Loss of the last {run['scored_bytes']} bytes, nats/byte, by length",

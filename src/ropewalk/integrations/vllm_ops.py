@@ -1,12 +1,12 @@
-"""vLLM's rotary embedding by Ropewalk's operator, through vLLM's own door for out-of-tree operators.
+"""Integration with vLLM: its rotary embedding by Ropewalk's operator, as an out-of-tree operator.
 
 vLLM looks up each custom operator's class by name when it is instantiated (`CustomOp.register_oot`), so that a subclass
-registered before the model is built takes its place. Nothing is registered unless it is asked for: set
+registered before the model is built replaces it. Registration is explicit: set
 `VLLM_PLUGINS=ropewalk`, or call `register()` in every process that builds a model.
 
-Where vLLM compiles the model, its custom operators are off by default and plain PyTorch rotates: pass
-`compilation_config={"custom_ops": ["+rotary_embedding"]}`, the name that vLLM's own operator goes by. vLLM's compiler
-passes know that operator alone: this one they do not fuse, and a compiled model may copy q and k around it.
+If vLLM compiles the model, its custom operators are off by default, and plain PyTorch rotates: pass
+`compilation_config={"custom_ops": ["+rotary_embedding"]}`, the name of vLLM's own operator. vLLM's compiler passes
+fuse that operator alone: a compiled model may copy q and k around this one.
 
 Written for vLLM 0.12 to 0.33.
 """
@@ -25,14 +25,14 @@ from torch import Tensor
 
 _PLUGIN = "ropewalk"  # the entry point's name, which VLLM_PLUGINS lists
 _PARAMETERS = ["self", "positions", "query", "key"]
-_KNOWN = "ropewalk.integrations.vllm_ops knows vLLM 0.12 to 0.33"
+_SUPPORTED = "ropewalk.integrations.vllm_ops supports vLLM 0.12 to 0.33"
 
 
 def plugin() -> None:
     """Call `register` if the environment variable VLLM_PLUGINS lists "ropewalk": vLLM's general plugin.
 
-    vLLM calls the plugins of all that is installed, in each of its processes, where VLLM_PLUGINS is not set. That
-    Ropewalk is installed is not yet a wish to have it serve.
+    Without VLLM_PLUGINS, vLLM calls the plugins of all installed packages, in each of its processes. Ropewalk then does
+    nothing, as installing it does not mean that vLLM should use it.
 
     Example:
         $ VLLM_PLUGINS=ropewalk vllm serve MODEL --enforce-eager
@@ -42,20 +42,20 @@ def plugin() -> None:
 
 
 def register() -> list[str]:
-    """Let `torch.ops.ropewalk.rotary_embedding` rotate in every vLLM model that this process builds from now on.
+    """Make every vLLM model that this process builds from now on rotate by `torch.ops.ropewalk.rotary_embedding`.
 
-    It serves vLLM's RotaryEmbedding and those of its subclasses that change the table alone (linear, NTK, YaRN and
-    Llama 3 scaling among them); those that rotate otherwise, M-RoPE for one, stay vLLM's. It replaces the forward for
-    CUDA and for out-of-tree platforms, and with it what vLLM sends there: ROCm's without AITER, in 0.12 the CPU's too.
-    A second call does nothing.
+    It replaces vLLM's RotaryEmbedding and those of its subclasses that change the table alone (linear, NTK, YaRN and
+    Llama 3 scaling among them). Subclasses that rotate in another way, such as M-RoPE, stay vLLM's. The new forward is
+    that for CUDA and for out-of-tree platforms, which vLLM also runs on ROCm without AITER, and 0.12 on the CPU. A
+    second call does nothing.
 
     Returns:
-        The names of vLLM's classes that are served.
+        The names of the vLLM classes that are replaced.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
-        RuntimeError: vLLM's interface is not the one that this module is written for, or another plugin has
-            registered its own class for one of these.
+        RuntimeError: vLLM's interface is not the one that this module supports, or another plugin has registered its
+            own class for one of these.
 
     Source: https://docs.vllm.ai/en/stable/design/custom_op/
 
@@ -63,7 +63,7 @@ def register() -> list[str]:
         >>> import importlib.util
         >>> from ropewalk.integrations import vllm_ops
         >>> if importlib.util.find_spec("vllm") is not None:
-        ...     served = vllm_ops.register()
+        ...     replaced = vllm_ops.register()
     """
     custom_op, rotary_embedding = _find_vllm()
     importlib.import_module("ropewalk.ops.rope.rotary_embedding")  # defines the operator
@@ -75,14 +75,14 @@ def register() -> list[str]:
         other = registry.get(base.__name__)
         if other is not None and not _is_ours(other):
             raise RuntimeError(
-                f"vLLM's {base.__name__} is already replaced by {other.__module__}.{other.__qualname__}, but Ropewalk "
-                f"can serve it only alone: load one of the two plugins"
+                f"vLLM's {base.__name__} is already replaced by {other.__module__}.{other.__qualname__}, but must be "
+                f"vLLM's own: load one of the two plugins"
             )
     for base in classes:
         if base.__name__ not in registry:
             ours: Any = type(f"Ropewalk{base.__name__}", (base,), {"forward_cuda": _forward, "forward_oot": _forward})
             custom_op.CustomOp.register_oot(ours, name=base.__name__)
-            # The registration renamed it, and by this name the user switches the operator on and off.
+            # The registration renamed it, but custom_ops switches the operator on and off by this name.
             ours.name = base.name
     return [base.__name__ for base in classes]
 
@@ -91,7 +91,7 @@ def _forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = N
     """Rotate query and key in place, by a table of the query's dtype and device, as vLLM does."""
     matched = self._match_cos_sin_cache_dtype(query)
     # vLLM 0.12 overwrites the buffer and returns nothing; later ones return the table, and leave the buffer as it is
-    # while a compiler looks on.
+    # in compiled code.
     cos_sin_cache = self.cos_sin_cache if matched is None else matched
     torch.ops.ropewalk.rotary_embedding(positions, query, key, self.head_size, cos_sin_cache, self.is_neox_style)
     return query, key
@@ -102,7 +102,7 @@ def _is_ours(registered: Any) -> bool:
 
 
 def _same_rotation(base: Any) -> Iterator[Any]:
-    """`base`, and vLLM's own subclasses of it that rotate as it does."""
+    """Yield `base`, and vLLM's own subclasses of it with the same rotation."""
     yield base
     for subclass in base.__subclasses__():
         if not subclass.__module__.startswith("vllm."):
@@ -114,16 +114,16 @@ def _same_rotation(base: Any) -> Iterator[Any]:
 
 
 def _find_vllm() -> tuple[Any, Any]:
-    """vLLM's module of custom operators and its RotaryEmbedding, once they prove to be what we think they are."""
+    """Return vLLM's module of custom operators and its RotaryEmbedding, after checking their interface."""
     if importlib.util.find_spec("vllm") is None:
-        raise ModuleNotFoundError("vllm is not installed, but must be for Ropewalk to serve it", name="vllm")
+        raise ModuleNotFoundError("vllm is not installed, but must be for this", name="vllm")
     try:
         version = importlib.import_module("vllm").__version__
         custom_op: Any = importlib.import_module("vllm.model_executor.custom_op")
         rotary_embedding = importlib.import_module("vllm.model_executor.layers.rotary_embedding").RotaryEmbedding
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"vLLM is not what it must be: {error}; {_KNOWN}") from error
-    for what, holds in (
+        raise RuntimeError(f"vLLM's interface is not supported: {error}; {_SUPPORTED}") from error
+    for fault, holds in (
         ("CustomOp has no register_oot", hasattr(custom_op.CustomOp, "register_oot")),
         ("RotaryEmbedding is no CustomOp", issubclass(rotary_embedding, custom_op.CustomOp)),
         ("RotaryEmbedding has no name", hasattr(rotary_embedding, "name")),
@@ -131,7 +131,7 @@ def _find_vllm() -> tuple[Any, Any]:
         ("RotaryEmbedding has no _match_cos_sin_cache_dtype", hasattr(rotary_embedding, "_match_cos_sin_cache_dtype")),
     ):
         if not holds:
-            raise RuntimeError(f"vLLM {version} is not what it must be: its {what}; {_KNOWN}")
+            raise RuntimeError(f"the interface of vLLM {version} is not supported: its {fault}; {_SUPPORTED}")
     return custom_op, rotary_embedding
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.ops.attention.api import attention
-from ropewalk.positions import Rope
+from ropewalk.schemes import Rope
 
 
 class RoPEAttention(nn.Module):
@@ -21,7 +21,7 @@ class RoPEAttention(nn.Module):
         y = out_proj(torch.einsum("bhmn,bnhd->bmhd", p, v).flatten(2))
 
     A query that may attend nothing gives zeros before out_proj, and passes back no gradient. Interleaved pairs
-    (2i, 2i + 1), positions by index. The attention is `ropewalk.attention`, with the rotation and the dropout inside.
+    (2i, 2i + 1), positions by index. `ropewalk.attention` does the rotation, the attention and the dropout.
 
     Args:
         d_model: width of the model, n_heads·head_dim with an even head_dim.
@@ -31,14 +31,14 @@ class RoPEAttention(nn.Module):
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: `nn.Linear(d_model, d_model)`.
-        position: the `Rope` that it attends by.
+        position: the `Rope` of its scores.
         d_model, n_heads, head_dim, dropout: as given.
 
     Raises:
         ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1); in a call an x
             or a mask of another shape.
 
-    Source: Ropewalk's document 003; Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
+    Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
     (https://arxiv.org/abs/2104.09864), §3.2.
 
     Example:
@@ -76,13 +76,13 @@ class RoPEAttention(nn.Module):
         self.position = Rope(theta, interleaved=True)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-        """Attend from every token to every token that the mask, and the order if `causal`, lets it.
+        """Attend from each token to the tokens that the mask, and causality, allow.
 
         Args:
             x: (B, T, d_model).
             mask: 1 or True to attend, 0 or False not to, of any dtype: (T, T); (B, T, T), the same for all heads; or
-                (B or 1, H or 1, T, T). Rows are queries. Other values are an error on CPU tensors; on a device, whose
-                values are not waited for, they count as 1.
+                (B or 1, H or 1, T, T). Rows are queries. Other values are an error on CPU tensors; on a GPU,
+                where values are not waited for, they count as 1.
             causal: let no token attend a later one; together with a mask, both must allow it.
 
         Returns:
@@ -101,7 +101,7 @@ class RoPEAttention(nn.Module):
         return merged
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
-        """The mask as a bool tensor of 4 dimensions that broadcasts against the scores, (B, H, T, T)."""
+        """Return the mask as bool, broadcastable to the scores, (B, H, T, T)."""
         shape = tuple(mask.shape)
         square = (tokens, tokens)
         fits = (
@@ -118,12 +118,12 @@ class RoPEAttention(nn.Module):
             is_readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
             if is_readable and not bool(((mask == 0) | (mask == 1)).all()):
                 raise ValueError(
-                    "mask holds values other than 0 (mask out) and 1 (attend); of a mask made to be added to the "
-                    "scores, pass `mask == 0`"
+                    "mask holds other values, but must hold 0 (mask out) and 1 (attend) alone; of an additive mask, "
+                    "pass `mask == 0`"
                 )
             mask = mask != 0
         if mask.ndim == 3:
-            mask = mask.unsqueeze(1)  # never by broadcasting: with B = H that would read the batch as the heads
+            mask = mask.unsqueeze(1)  # not by broadcasting: with B = H it would take the batch for the heads
         return mask if mask.ndim == 4 else mask[None, None]
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Self-attention for BERT, one class for each position scheme, with the calls, masks and results of transformers.
+"""Self-attention for BERT with the interface of transformers, one class per position scheme.
 
 Shape letters: B batch, T tokens, H heads, D head dim.
 """
@@ -11,25 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ropewalk.far_positions import ReRope
 from ropewalk.modules.masks import is_readable, read_mask
 from ropewalk.modules.rotary import RotaryEmbedding
 from ropewalk.ops.attention.api import attention
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope
+from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope
 
-# What transformers hands down to every layer, and what asks nothing of attention.
-_OF_NO_CONCERN = {
+# Keywords that transformers passes to every layer, and that do not change attention.
+_WITHOUT_EFFECT = {
     *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
-    "cache_position",  # of queries among the keys of a cache, and there is none
+    "cache_position",  # for a cache, which there is not
 }
 
-# Schemes by which keys may start anywhere at no cost; the tables of others would be gathered anew for each batch row,
-# and ExpoSB's amplitude counts from the start.
+# Schemes for which key_starts cost nothing: others would gather their tables for each batch row, and ExpoSB's amplitude
+# depends on the distance to the start.
 _WITHOUT_ORIGIN = (NoPosition, Alibi)
 
 
 class BERTAttention(nn.Module):
-    """Bidirectional self-attention in the place of transformers' `BertSelfAttention`; here without positions.
+    """Bidirectional self-attention with the interface of transformers' `BertSelfAttention`, without positions.
 
     The same in PyTorch, for a bool mask (B, 1 or H, 1 or T, T) that lets every query attend something::
 
@@ -38,26 +37,26 @@ class BERTAttention(nn.Module):
         y = (F.dropout(p, dropout, training) @ v).transpose(1, 2).flatten(2), None
 
     A query that may attend nothing gives zeros, before `out`, and passes back no gradient. The attention is
-    `ropewalk.attention`. `get_attention_class` knows the classes below, one for each scheme, by name.
+    `ropewalk.attention`. `get_attention_class` returns the subclasses, one for each scheme, by name.
 
     Args:
         hidden_size: width of the model, num_heads·D.
         num_heads: H.
-        max_position_embeddings: the length that the model is made for; no limit, but where there is a learned table.
+        max_position_embeddings: the length that the model is made for; a limit only for a learned table.
         dropout: probability, in [0, 1), that an attention probability is dropped in training.
-        output_projection: put a linear layer `out` behind, as document 002 does. transformers' BERT has one of its own.
+        output_projection: add a linear layer `out` after the attention. transformers' BERT has one of its own.
 
     Attributes:
         query, key, value: `nn.Linear(hidden_size, hidden_size)`.
         out: the same, or None.
-        position: the scheme that it attends by.
+        position: the scheme of its scores.
         hidden_size, num_heads, head_dim, max_position_embeddings, dropout: as given, and D.
 
     Raises:
         ValueError: "hidden_size must be divisible by num_heads", a dropout outside [0, 1), a max_position_embeddings
-            below 1, a head dim that the scheme cannot have; in a call what `forward` says.
+            below 1, a head dim that the scheme does not support; in a call as `forward`.
 
-    Source: BERT (https://arxiv.org/abs/1810.04805), §3, by transformers' `BertSelfAttention`; Ropewalk's document 002.
+    Source: BERT (https://arxiv.org/abs/1810.04805), §3, and transformers' `BertSelfAttention`.
 
     Example:
         >>> import torch
@@ -98,19 +97,19 @@ class BERTAttention(nn.Module):
         self._make_positions(**options)
 
     def _make_positions(self) -> None:
-        """Set up what a scheme needs; keywords with a default are more of the class's arguments."""
+        """Set up the scheme; keywords with a default are further arguments of the class."""
 
     @property
     def position(self) -> PositionScheme:
-        """The scheme that it attends by."""
+        """Return the scheme of its scores."""
         return self._position
 
-    def _attend_by(self, position: PositionScheme) -> None:
-        position.rotation(torch.arange(1, device="cpu"), self.head_dim)  # raises if it cannot have this head dim
+    def _set_position(self, position: PositionScheme) -> None:
+        position.rotation(torch.arange(1, device="cpu"), self.head_dim)  # raises if it does not support this head dim
         self._position = position
 
     def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The input of query and key, and the input of value: here the same, as it is."""
+        """Return the input of query and key, and the input of value: here both are hidden_states."""
         return hidden_states, hidden_states
 
     def forward(
@@ -122,34 +121,36 @@ class BERTAttention(nn.Module):
         position_ids: Tensor | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from every token to every token that the mask lets it.
+        """Attend from each token to the tokens that the mask allows.
 
         Args:
             hidden_states: (B, T, hidden_size).
             attention_mask: one of transformers'. (B, T), of any dtype: 1 for tokens, 0 for padding. (B or 1, H or 1, T
                 or 1, T or 1), whose rows are queries: bool, True to attend; or floating point, for adding to the
                 scores: 0 to attend, −inf or at most half of the dtype's lowest number not to. Other values are an error
-                on CPU tensors. On a device, whose values are not waited for, all but 0 counts as 1 in (B, T), and as
+                on CPU tensors. On a GPU, where values are not waited for, all but 0 counts as 1 in (B, T), and as
                 masked in 4 dimensions.
             past_key_values: None: there is no cache.
             position_ids: (B, T) or (1, T), int32 or int64; by default the index.
-            keywords: what else transformers hands down, if it asks for nothing.
+            keywords: others that transformers passes to layers; they must have no effect.
 
         Returns:
-            The context, (B, T, hidden_size), and None in the place of probabilities, which are never held.
+            The context, (B, T, hidden_size), and None instead of probabilities, which are never held.
 
-        Keys past the last that the mask shows are never read: padding on the right may hold anything, NaN too. Masked
-        keys before it count for nothing, but must be finite.
+        Keys past the last attended one are never read: padding on the right may hold anything, NaN too. Masked keys
+        before it have no weight, but must be finite.
 
         Raises:
             TypeError: a mask or position_ids of another type or dtype.
-            ValueError: other shapes; a mask with other values, or one to be learned; a keyword, neither None nor False,
-                that asks for more: past_key_values, output_attentions, encoder_hidden_states, head_mask and so on.
+            ValueError: other shapes; a mask with other values, or that requires grad; a keyword, neither None nor
+                False, that is not supported: past_key_values, output_attentions, encoder_hidden_states and so on.
         """
         keywords["past_key_values"] = past_key_values
-        asked = {name for name, value in keywords.items() if value is not None and value is not False} - _OF_NO_CONCERN
-        if asked:
-            raise ValueError(f"{type(self).__name__} does not serve {', '.join(sorted(asked))}: pass None, or nothing")
+        given = {name for name, value in keywords.items() if value is not None and value is not False}
+        unsupported = given - _WITHOUT_EFFECT
+        if unsupported:
+            names = ", ".join(sorted(unsupported))
+            raise ValueError(f"{names} must be None or left out: not supported by {type(self).__name__}")
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             shape = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states has shape {shape}, but must be (B, T, hidden_size = {self.hidden_size})")
@@ -186,13 +187,13 @@ class StandardBERTAttention(BERTAttention):
     """`BERTAttention` with a learned table of positions, added to the input of query, key and value in every layer.
 
     The same in PyTorch: `BERTAttention` of ``x + position_embeddings.weight[:T]``. Arguments, results and errors are
-    its own, but that an input longer than max_position_embeddings raises ValueError. So do position_ids past it on CPU
-    tensors; on a device, whose values are not waited for, their tokens become NaN.
+    the same, but an input longer than max_position_embeddings raises ValueError. So do position_ids past it on CPU
+    tensors; on a GPU, where values are not waited for, their tokens become NaN.
 
     Attributes:
         position_embeddings: `nn.Embedding(max_position_embeddings, hidden_size)`, from N(0, 0.02).
 
-    Source: Ropewalk's document 002.
+    Source: BERT (https://arxiv.org/abs/1810.04805), §3, with the table in every layer.
 
     Example:
         >>> import torch
@@ -207,7 +208,7 @@ class StandardBERTAttention(BERTAttention):
         nn.init.normal_(self.position_embeddings.weight, std=0.02)
 
     def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The input of all three, with the table's rows added."""
+        """Add the rows of the table to the input of all three."""
         table, rows, tokens = self.position_embeddings.weight, self.max_position_embeddings, hidden_states.shape[1]
         if position_ids is None:
             if tokens > rows:
@@ -231,13 +232,13 @@ class AbsoluteBERTAttention(BERTAttention):
         angles = p[:, None] * base ** (-torch.arange(0, hidden_size, 2) / hidden_size)
         pe = torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)  # (T, hidden_size)
 
-    Arguments, results and errors are its own, but that hidden_size must be even, and beside them:
+    Arguments, results and errors are the same, but hidden_size must be even; in addition:
 
     Args:
         base: of the frequencies.
-        add_to_values: add them to the input of value too, as where they are added to a model's input.
+        add_to_values: add them to the input of value too, as a model does that adds them to its input.
 
-    Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.5; Ropewalk's document 002.
+    Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.5.
 
     Example:
         >>> import torch
@@ -254,7 +255,7 @@ class AbsoluteBERTAttention(BERTAttention):
         self.add_to_values = add_to_values
 
     def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The input of query and key with the sinusoids added; that of value without, unless `add_to_values`."""
+        """Add the sinusoids to the input of query and key; to that of value only with `add_to_values`."""
         if position_ids is None:
             tokens = hidden_states.shape[1]
             self.sinusoids.reserve(tokens)
@@ -269,13 +270,13 @@ class RoPEBERTAttention(BERTAttention):
     """`BERTAttention` whose queries and keys are rotated by their positions.
 
     The same in PyTorch: `BERTAttention` with the scores of ``Rope(base, interleaved=interleaved)``. Arguments, results
-    and errors are its own, but that the head dim must be even, and beside them:
+    and errors are the same, but the head dim must be even; in addition:
 
     Args:
         base: of the frequencies.
-        interleaved: pair features (2i, 2i + 1), as document 002 does, rather than (i, i + D/2).
+        interleaved: pair features (2i, 2i + 1) rather than (i, i + D/2).
 
-    Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2; Ropewalk's document 002.
+    Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
 
     Example:
         >>> import torch
@@ -285,22 +286,22 @@ class RoPEBERTAttention(BERTAttention):
     """
 
     def _make_positions(self, *, base: float = 10000.0, interleaved: bool = True) -> None:
-        self._attend_by(Rope(base, interleaved=interleaved))
+        self._set_position(Rope(base, interleaved=interleaved))
 
 
 class ExpoSBBERTAttention(BERTAttention):
     """`BERTAttention` by “exponential stick breaking”, with a learned weight for each head.
 
     The same in PyTorch: `BERTAttention` with the scores of ``ExpoSB(distance_decay=…, band_weights=band_weights)``.
-    Arguments, results and errors are its own, but that the head dim must be even and at least 8, and beside them:
+    Arguments, results and errors are the same, but the head dim must be even and at least 8; in addition:
 
     Args:
         distance_decay: whether scores fall with the distance of their positions.
 
     Attributes:
-        band_weights: (H,), what q and k of each head are multiplied by; 1 at first.
+        band_weights: (H,), the factor of q and k of each head; 1 at first.
 
-    Source: Ropewalk's document 002.
+    Source: unpublished; `ExpoSB` defines it.
 
     Example:
         >>> import torch
@@ -310,20 +311,20 @@ class ExpoSBBERTAttention(BERTAttention):
     """
 
     def _make_positions(self, *, distance_decay: bool = False) -> None:
-        self._attend_by(ExpoSB(distance_decay=distance_decay))
+        self._set_position(ExpoSB(distance_decay=distance_decay))
         self.distance_decay = distance_decay
         self.band_weights = nn.Parameter(torch.ones(self.num_heads))
 
     @property
     def position(self) -> ExpoSB:
-        """The scheme, of the weights that the module has now: a copy of it, or what shards it, has others."""
+        """Return the scheme with the module's current weights: a copy of the module, or a sharded one, has others."""
         return ExpoSB(distance_decay=self.distance_decay, band_weights=self.band_weights)
 
 
 class ALiBiBERTAttention(BERTAttention):
-    """`BERTAttention` whose scores fall with the distance, in both directions, each head's at its published slope.
+    """`BERTAttention` by ALiBi: scores fall with distance, in both directions, at the published slope of each head.
 
-    The same in PyTorch: `BERTAttention` with the scores of ``Alibi()``. Arguments, results and errors are its own.
+    The same in PyTorch: `BERTAttention` with the scores of ``Alibi()``. Arguments, results and errors are the same.
 
     Source: ALiBi (https://arxiv.org/abs/2108.12409), §3.
 
@@ -338,14 +339,14 @@ class ALiBiBERTAttention(BERTAttention):
 
 
 class ReRoPEBERTAttention(BERTAttention):
-    """`BERTAttention` by RoPE whose relative positions stop, or leak, a window away, in both directions.
+    """`BERTAttention` by ReRoPE: past a window, relative positions stay constant or grow slowly, in both directions.
 
     The same in PyTorch: `BERTAttention` with the scores of ``ReRope(window, leak=…, log_n=…, rope=Rope(base, …))``.
-    Arguments, results and errors are its own and `ReRope`'s, and beside them it has those of `RoPEBERTAttention`, whose
-    state_dict is the same: what that one has learned, this one can extend.
+    Arguments, results and errors are those of `RoPEBERTAttention` and `ReRope`. The state_dict is that of
+    `RoPEBERTAttention`: it can load the weights of one, to read longer inputs.
 
     Args:
-        window: from how many positions apart on a pair is far; by default half of max_position_embeddings.
+        window: pairs with |m − n| < window are near, all others far; by default half of max_position_embeddings.
         leak, log_n: as for `ReRope`.
 
     Source: Su Jianlin, “Rectified Rotary Position Embeddings” (https://github.com/bojone/rerope).
@@ -368,7 +369,7 @@ class ReRoPEBERTAttention(BERTAttention):
     ) -> None:
         window = max(1, self.max_position_embeddings // 2) if window is None else window
         self._shown["window"] = window
-        self._attend_by(ReRope(window, leak=leak, log_n=log_n, rope=Rope(base, interleaved=interleaved)))
+        self._set_position(ReRope(window, leak=leak, log_n=log_n, rope=Rope(base, interleaved=interleaved)))
 
 
 _CLASSES: dict[str, type[BERTAttention]] = {
@@ -382,11 +383,9 @@ _CLASSES: dict[str, type[BERTAttention]] = {
 
 
 def get_attention_class(name: str) -> type[BERTAttention]:
-    """The class of BERT's self-attention for "standard", "absolute", "rope", "exposb", "alibi" or "rerope" positions.
+    """Return the self-attention class of "standard", "absolute", "rope", "exposb", "alibi" or "rerope" positions.
 
-    An unknown name raises ValueError, “Unknown attention type: …”, with the known ones.
-
-    Source: Ropewalk's document 002.
+    Any other name raises ValueError, “Unknown attention type: …”.
 
     Example:
         >>> from ropewalk import get_attention_class

@@ -1,4 +1,4 @@
-"""Masks as transformers hands them down to every layer: what they say, worked out once for all that get the same one.
+"""Masks of transformers' models: converted once, and reused by all layers that get the same one.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H heads.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ropewalk.ops.rope.operator import is_transformed
+from ropewalk.ops.tracing import is_transformed
 
 
 class ReadMask(NamedTuple):
-    """What `ropewalk.attention` is to know of a mask."""
+    """A mask as `ropewalk.attention` takes it."""
 
     allowed: Tensor  # bool, (B or 1, H or 1, T or 1, T or 1), True where a query may attend
     key_starts: Tensor  # (B,), int32: the first key that any query of a batch row may attend
@@ -25,7 +25,7 @@ class ReadMask(NamedTuple):
 
 
 def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
-    """Read one of transformers' masks for self-attention; `BERTAttention` says which there are, and what raises."""
+    """Convert one of transformers' masks for self-attention; `BERTAttention.forward` lists them and the errors."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}, but must be a tensor")
     shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
@@ -47,9 +47,9 @@ def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
 
 
 def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the keys that any query may attend start and end: (B or 1,) each, int32, and 0 where there are none.
+    """Return the start and the end of the keys that any query may attend: (B or 1,) each, int32, 0 without keys.
 
-    mask is bool, or uint8 of 0 and 1, and (B or 1, Tk) or (B or 1, H or 1, Tq or 1, Tk). No value is waited for.
+    mask is bool, or uint8 of 0 and 1, (B or 1, Tk) or (B or 1, H or 1, Tq or 1, Tk). The host does not wait for it.
     """
     kept = mask.view(torch.bool)
     if kept.ndim == 4:
@@ -59,9 +59,8 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
     if keys == 0:
         none = torch.zeros(batch, dtype=torch.int32, device=mask.device)
         return none, none
-    # In int64 to the end: a length that torch.compile does not know is an int64 in the kernels that Inductor writes,
-    # and reductions of int32 that it meets do not compile with torch 2.11 (“initial type int32 but is re-assigned to
-    # int64”).
+    # In int64 to the end: a dynamic length is an int64 in the kernels that Inductor writes, and int32 reductions over
+    # it do not compile with torch 2.11 (“initial type int32 but is re-assigned to int64”).
     index = torch.arange(keys, device=mask.device)
     ends = torch.where(kept, index + 1, 0).amax(dim=1)
     starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
@@ -69,9 +68,9 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop_equal_rows(mask: Tensor) -> Tensor:
-    """A mask with one row for all heads, or queries, that it is expanded for, as transformers expands padding.
+    """Undo the expansion of a mask over heads and queries, by which transformers expands padding.
 
-    Masks of other than 4 dimensions come back as they are.
+    Masks of other than 4 dimensions are returned unchanged.
     """
     for dim in (1, 2) if mask.ndim == 4 else ():
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
@@ -80,18 +79,18 @@ def drop_equal_rows(mask: Tensor) -> Tensor:
 
 
 def masks_only(mask: Tensor) -> Tensor:
-    """Whether an additive mask holds nothing but 0 and the lowest numbers, −inf among them: a bool tensor, ()."""
+    """Test whether an additive mask holds 0 and the lowest numbers, or −inf, alone: a bool tensor, ()."""
     return ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether x's values can be looked at: those on a device would have to be waited for."""
+    """Say whether x's values can be read without waiting for a device."""
     return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def _padding_as_bool(mask: Tensor) -> Tensor:
     if is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("attention_mask, of shape (B, T), holds values other than 1 (token) and 0 (padding)")
+        raise ValueError("attention_mask, (B, T), holds other values, but must hold 1 (token) and 0 (padding) alone")
     return mask != 0
 
 
@@ -106,9 +105,9 @@ def _additive_as_bool(mask: Tensor) -> Tensor:
 
 def _bias_error(mask: Tensor) -> ValueError:
     return ValueError(
-        "attention_mask is a bias of the scores, but of floating point may hold nothing but 0 (attend) and "
-        f"{torch.finfo(mask.dtype).min:.4g} or -inf (mask out), and learn nothing; a bias can be a position scheme, "
-        "such as T5Bias"
+        "attention_mask is a bias of the scores, but a floating-point mask must hold 0 (attend) and "
+        f"{torch.finfo(mask.dtype).min:.4g} or -inf (mask out) alone, and not require grad; a bias can be a position "
+        "scheme, such as T5Bias"
     )
 
 
@@ -116,9 +115,9 @@ _MADE: Any = WeakTensorKeyDictionary()  # by mask: {make: (the mask's version, w
 
 
 def remember(mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """What `make` makes of a mask, once for all the layers that get it; anew where it was, or may be, written to.
+    """Return `make(mask)`, cached for all layers that get the mask; made again if the mask was, or may be, written to.
 
-    `make` is a function of a module, and gives new tensors: a view of the mask would keep it alive.
+    `make` is a module-level function, and returns new tensors: a view of the mask would keep the mask alive.
     """
     is_traced = torch.compiler.is_compiling() or isinstance(mask, FakeTensor) or is_transformed()
     if is_traced or mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -1,4 +1,4 @@
-"""Rotary position embedding as modules: they hold the tables, and `apply_rope` does the work."""
+"""Rotary position embedding as modules, which hold the tables and call `apply_rope`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ropewalk.ops.rope.api import apply_rope
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 
-# Scalings whose frequencies depend on the length of the call, and the parameter that says where they change.
+# Scalings whose frequencies depend on the length of the call, and the parameter with the length at which they change.
 _ORIGINAL_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
 class _FloatTables(nn.Module):
     """Float32 tables `cos` and `sin`, (rows, R/2), that follow the module to a device but never change their dtype.
 
-    They are not in the state_dict. `inv_freq` stays in float64 on the CPU, so that the tables can always be made again.
+    They are not in the state_dict. `inv_freq` stays in float64 on the CPU, to make the tables again from.
     """
 
     cos: Tensor
@@ -35,14 +35,14 @@ class _FloatTables(nn.Module):
         self._tabulate(rows, torch.get_default_device() if device is None else device)
 
     def _tabulate(self, rows: int, device: torch.device | str) -> None:
-        # A table first needed in inference mode must not be an inference tensor: training may come next.
+        # A table first made in inference mode must not be an inference tensor: training may follow.
         with torch.inference_mode(False):
             self.cos, self.sin = rope_table(rows, self.inv_freq, attention_factor=self.attention_factor, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _FloatTables:
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
-        device = self.cos.device  # of what `fn` made, all else is dropped: it may be rounded, or uninitialised memory
+        device = self.cos.device  # the rest of what `fn` made is dropped: it may be rounded, or uninitialised memory
         if cos.is_meta:
             self._tabulate(cos.shape[0], device)
         else:
@@ -51,27 +51,26 @@ class _FloatTables(nn.Module):
 
 
 class RotaryEmbedding(_FloatTables):
-    """Rotate queries and keys by their positions, with tables that grow with the longest sequence seen.
+    """Rotate queries and keys by their positions, with tables that grow with the longest sequence so far.
 
     The same in PyTorch, for the default scaling and `layout="bthd"`::
 
         angles = torch.arange(T).double()[:, None] * inv_freq  # (T, R/2)
         q, k = apply_rope(q, k, angles.cos().float(), angles.sin().float())
 
-    The tables are float32 whatever `.half()`, `.bfloat16()` or `.to(dtype)` do to the model, move with it to a device,
-    and are not in its state_dict. One module can serve all the layers of a model, and should: its tables take 4·R
-    bytes for each position.
+    The tables stay float32 under `.half()`, `.bfloat16()` and `.to(dtype)`, move with the model to a device, and are
+    not in its state_dict. Share one module among all layers of a model: its tables take 4·R bytes per position.
 
-    Growth: where the host knows that a call needs more rows than there are (`positions` is None, an int, or a tensor on
-    the CPU; for packed sequences `cu_seqlens` on the CPU), the tables are made again with at least twice as many.
-    Positions on a GPU are never waited for, nor is the value of any tensor inside `torch.compile`: there a position
-    past the tables turns its token into NaN, and `reserve` grows them ahead. Each growth, or change of frequencies,
-    compiles a compiled caller again; lengths within the tables do not.
+    Growth: if a call needs more rows than the tables have, they are made again with at least twice as many. The host
+    can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the CPU).
+    It never waits for positions on a GPU, nor for a tensor's values inside `torch.compile`: there the token of a
+    position past the tables becomes NaN, and `reserve` grows them ahead. Each growth, or change of frequencies,
+    recompiles a compiled caller; lengths within the tables do not.
 
     Scalings whose frequencies depend on the length go by the longest position of each call plus one, like transformers,
-    and keep their frequencies in a call whose length the host does not know: "longrope" has its long factors past
+    and keep their frequencies in a call whose length the host cannot tell: "longrope" has its long factors past
     original_max_position_embeddings and its short ones up to it; "dynamic" has the frequencies of the longest call
-    past max_position_embeddings, until a call shorter than max_position_embeddings takes it back to the start.
+    past max_position_embeddings, until a call shorter than max_position_embeddings resets it.
 
     Args:
         dim: R, the number of rotated features; the rest of a longer head passes through.
@@ -82,12 +81,12 @@ class RotaryEmbedding(_FloatTables):
         layout: "bthd", "bhtd" or "thd".
         impl: the implementation that `apply_rope` uses; None for the fastest that fits.
         device: of the tables; None for torch's default device.
-        parameters: those of the scaling, by transformers' names (`inverse_frequencies`); not seq_len, which is taken
-            from the calls.
+        parameters: of the scaling, by transformers' names (`inverse_frequencies`); not seq_len, which is taken from
+            the calls.
 
     Attributes:
         inv_freq: (R/2,), radians per position; float64, and always on the CPU.
-        attention_factor: what cos and sin are multiplied by.
+        attention_factor: the factor of cos and sin.
         cos, sin: the tables, (rows, R/2), float32.
 
     Raises:
@@ -142,16 +141,16 @@ class RotaryEmbedding(_FloatTables):
     def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> RotaryEmbedding:
         """Make the rotary embedding that a transformers config describes.
 
-        Read are `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor`
+        It reads `rope_parameters` (transformers 5), or `rope_scaling`, `rope_theta` and `partial_rotary_factor`
         (before it; GPT-NeoX's `rotary_emb_base` and `rotary_pct` too), and `head_dim`, or hidden_size //
         num_attention_heads. The tables begin with max_position_embeddings rows. transformers itself is not imported.
 
         Args:
             config: the config; of a multimodal model, its text config.
-            layer_type: which layers' parameters to read, where the config holds some for each type of layer; ignored
-                where all layers share theirs.
-            overrides: keywords of `RotaryEmbedding`, which prevail. None takes a keyword away, such as a parameter
-                that is in the config by accident; a `scaling` leaves the config's scaling parameters aside.
+            layer_type: the layers whose parameters to read, if the config holds some for each type of layer; ignored
+                if all layers share theirs.
+            overrides: keywords of `RotaryEmbedding`, which prevail. None removes a keyword, such as a parameter that is
+                in the config by accident; a `scaling` discards the config's scaling parameters.
 
         Raises:
             ValueError: a layer_type that is missing or unknown, or layers of that type that have no rotary embedding.
@@ -170,9 +169,9 @@ class RotaryEmbedding(_FloatTables):
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
     def reserve(self, length: int) -> None:
-        """Make room for positions 0 … length − 1, as a call of that length would; nothing ever shrinks.
+        """Grow the tables for positions 0 … length − 1, as a call of that length does; they never shrink.
 
-        For calls whose positions the host does not know, and before a CUDA graph is captured.
+        For calls whose positions are on a GPU, and before a CUDA graph is captured.
         """
         scaled_length = self._length_to_scale_for(length)
         rows = self.cos.shape[0]
@@ -216,9 +215,9 @@ class RotaryEmbedding(_FloatTables):
         )
 
     def _known_length(self, q: Tensor, positions: Tensor | int | None, cu_seqlens: Tensor | None) -> int | None:
-        """One past the last position of a call, or None where the host does not know it."""
+        """Return one past the last position of a call, or None where the host cannot tell it."""
         if q.ndim != len(self.layout):
-            return None  # apply_rope says what is wrong
+            return None  # apply_rope raises
         tokens: int = q.shape[self.layout.index("t")]
         for index in (positions, cu_seqlens):
             if isinstance(index, Tensor) and (index.device.type != "cpu" or torch.compiler.is_compiling()):
@@ -244,7 +243,7 @@ class RotaryEmbedding(_FloatTables):
 
 
 class TritonRotary(_FloatTables):
-    """Rotate q and k by −θ, with the frequencies of `half_truncated`: half of the pairs do not turn.
+    """Rotate q and k by −θ, with the frequencies of `half_truncated`: half of the pairs do not rotate.
 
     The same in PyTorch::
 
@@ -253,7 +252,7 @@ class TritonRotary(_FloatTables):
         x1, x2 = x.float().chunk(2, dim=-1)
         y = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).to(x.dtype)
 
-    Out of place, differentiable, on any device: the name is that of the class it stands in for.
+    Out of place, differentiable, on any device: the name is that of the class it replaces.
 
     Args:
         dim: D, the head dim, a multiple of 4. All of it is rotated, as half-split pairs (i, i + D/2).
@@ -264,7 +263,7 @@ class TritonRotary(_FloatTables):
         cos, sin: the tables, (max_seq_len, D/2), float32, not in the state_dict.
 
     Raises:
-        ValueError: a dim that is no positive multiple of 4, a negative max_seq_len, or in a call more than
+        ValueError: a dim that is not a positive multiple of 4, a negative max_seq_len, or in a call more than
             max_seq_len tokens or another head dim.
 
     Source: the rotary class of the modded-nanogpt speedruns (https://github.com/KellerJordan/modded-nanogpt).
@@ -301,16 +300,16 @@ def _largest(values: Tensor) -> int:
 
 
 def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `RotaryEmbedding` that a transformers config holds."""
+    """Read the keywords of `RotaryEmbedding` from a transformers config."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # An attribute of the whole config does not speak for one type of layer.
+    # An attribute of the whole config does not hold for one type of layer.
     original_length = getattr(config, "original_max_position_embeddings", None)
     if any(isinstance(value, dict) for value in rope.values()):
         if layer_type is None or rope.get(layer_type) is None:
-            known = ", ".join(repr(name) for name, value in rope.items() if value is not None)
+            names = ", ".join(repr(name) for name, value in rope.items() if value is not None)
             raise ValueError(
                 f"layer_type is {layer_type!r}, but this config holds parameters for each type of layer, so it must be "
-                f"one of {known}"
+                f"one of {names}"
             )
         rope = rope[layer_type]
         original_length = None

@@ -1,4 +1,4 @@
-"""How models are read: which tokens are scored, and what their loss and accuracy are."""
+"""Evaluation: the scored tokens, and their loss and accuracy."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is said of ExpoSB: measured on the scheme itself, and different where the scheme is another."""
+"""Claims about ExpoSB: measured on the scheme itself, and different for another scheme."""
 
 import math
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def test_norms():
     assert feature_high == pytest.approx(1.2 * 1.2)
     assert feature_low == pytest.approx((1 + 0.2 * math.exp(-0.255)) * 0.8, rel=1e-3)
     assert feature_low < low < last < first < high < feature_high
-    norms = draw(exposb.PAIRS, D)
+    norms = draw(exposb.N_PAIRS, D)
     by_definition = encode(norms, 0).norm(dim=-1) / norms.norm(dim=-1)
     assert first == pytest.approx(float(by_definition.mean()), rel=1e-6)
     assert rope < 1e-6
@@ -117,7 +117,7 @@ def test_positions_are_not_relative():
     assert 0.05 < by_gains < mean
     assert rope < 1e-5
 
-    q, k = draw(2, exposb.PAIRS, D)
+    q, k = draw(2, exposb.N_PAIRS, D)
     n = torch.linspace(0, LONGEST - 9, exposb.POSITIONS).long().tolist()
     scores = torch.stack([(encode(q, p + 8) * encode(k, p)).sum(-1) for p in n])
     change = (scores.amax(0) - scores.amin(0)) / scores.std()
@@ -141,8 +141,8 @@ def test_scores_grow_towards_the_beginning():
     assert 1.02 < back < 1.1
     assert 0.9 < ahead < 0.98
     assert (rope_back, rope_ahead) == pytest.approx((1, 1))
-    turns = 32 * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
-    assert rope_alike == pytest.approx(float(turns.cos().mean()), abs=1e-6)
+    angles = 32 * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    assert rope_alike == pytest.approx(float(angles.cos().mean()), abs=1e-6)
     assert alike < rope_alike
 
 
@@ -170,7 +170,7 @@ def test_gains_are_of_features():
 class Falling(PositionScheme):
     """Scores that do fall exponentially with distance."""
 
-    def change_scores(self, scores, distance):
+    def score_mod(self, scores, distance):
         return scores * torch.exp(-0.02 * distance.abs().double())
 
 
@@ -235,8 +235,8 @@ def test_band_weights_are_one_for_each_head():
 
 def test_band_weights_that_do_something_else_are_noticed(monkeypatch):
     class Cubes(ExpoSB):
-        def change_scores(self, scores, distance):
-            return super().change_scores(scores, distance) * (1 if self.band_weights is None else 1.5)
+        def score_mod(self, scores, distance):
+            return super().score_mod(scores, distance) * (1 if self.band_weights is None else 1.5)
 
     monkeypatch.setattr(exposb_training, "ExpoSB", Cubes)
     assert exposb.check_band_weights(64, 4, {}).verdict == "true"

@@ -65,7 +65,7 @@ def record(tmp_path):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is drawn, in the place of a file."""
+    """The drawn figures, instead of a file."""
     found = []
     monkeypatch.setattr(figures, "_save", lambda figure, path: found.append(figure))
     return found

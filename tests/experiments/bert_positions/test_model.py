@@ -152,7 +152,7 @@ def test_every_parameter_gets_a_gradient(scheme, device):
     mlm_loss(model, batch).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     without = [name for name, gradient in gradients.items() if gradient is None or not gradient.any()]
-    # A key's bias adds the same to all scores of a query where nothing turns or scales it.
+    # A key's bias adds the same to all scores of a query where nothing rotates or scales it.
     assert not [name for name in without if not name.endswith("key.bias")]
     if scheme == "standard":
         table = gradients["bert.encoder.layer.0.attention.self.position_embeddings.weight"]

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers.bert_runs import TEXT
 from typer.testing import CliRunner
 
 from ropewalk.cli import app
@@ -41,7 +42,6 @@ evaluation_windows: 8
 checkpoint_every: 50
 log_every: 5
 """
-TEXT = "a rope is laid of three strands each of yarns that turn the other way so that it holds by its own strain"
 ARTEFACTS = ["config.yaml", "data", "learning.png", "record.jsonl", "runs", "speed.png", "tables.md"]
 
 
@@ -305,7 +305,7 @@ def test_two_processes_do_it_together(tmp_path, corpus, settings):
 
 
 def fail(*options):
-    """What the command says when it ends with code 2."""
+    """Return the output of a command that ends with code 2."""
     result = invoke(*options)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ")
@@ -382,7 +382,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, corpus, 
     options = ("--config", settings, "--corpus", corpus, "-o", output)
     assert "the device is 'meta'" in fail(*options, "--device", "meta")
     if not torch.cuda.is_available():
-        assert "the device is 'cuda', but PyTorch sees no GPU" in fail(*options, "--device", "cuda")
+        assert "the device is 'cuda', but PyTorch finds no GPU" in fail(*options, "--device", "cuda")
     record = tmp_path / "record.jsonl"
     record.touch()
     assert f"{record} exists already, and is not overwritten" in fail(*options, "--record", record, "--device", "cpu")

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
+from helpers.bert_runs import TEXT
 from rich.console import Console
-from test_run import TEXT
 
 from ropewalk.experiments.bert_positions.config import load_config
 from ropewalk.experiments.bert_positions.corpus import prepare_corpus

@@ -123,27 +123,27 @@ def test_gradients_are_clipped_as_in_training(monkeypatch):
 
 def test_candidates_take_turns(monkeypatch):
     monkeypatch.setitem(speed.EFFORTS, "cpu", Effort(1 << 10, 1, 1, least_rounds=3, most_rounds=5, seconds=60.0))
-    turns = []
+    timed = []
 
     def canned(candidate, batch, device, steps):
-        turns.append((batch.input_ids.shape[1], candidate.name, candidate.attention))
-        return float(len(turns))
+        timed.append((batch.input_ids.shape[1], candidate.name, candidate.attention))
+        return float(len(timed))
 
     monkeypatch.setattr(speed, "_time_steps", canned)
     measure()
-    assert len(turns) == 2 * 5 * len(CANDIDATES)
-    orders = [tuple(turns[start : start + 5]) for start in range(0, len(turns), 5)]
+    assert len(timed) == 2 * 5 * len(CANDIDATES)
+    orders = [tuple(timed[start : start + 5]) for start in range(0, len(timed), 5)]
     for order in orders:
-        assert {turn[1:] for turn in order} == set(CANDIDATES)
-        assert len({turn[0] for turn in order}) == 1
-    assert len({tuple(turn[1:] for turn in order) for order in orders}) > 3  # in new orders
+        assert {one[1:] for one in order} == set(CANDIDATES)
+        assert len({one[0] for one in order}) == 1
+    assert len({tuple(one[1:] for one in order) for order in orders}) > 3  # in new orders
 
 
 def test_no_round_begins_after_the_last_second(monkeypatch):
-    turns = []
-    monkeypatch.setattr(speed, "_time_steps", lambda *arguments: turns.append(1) or 1.0)
+    timed = []
+    monkeypatch.setattr(speed, "_time_steps", lambda *arguments: timed.append(1) or 1.0)
     measure()
-    assert len(turns) == 2 * 2 * len(CANDIDATES)  # the least number of rounds
+    assert len(timed) == 2 * 2 * len(CANDIDATES)  # the least number of rounds
 
 
 def test_times_become_quantiles(monkeypatch):

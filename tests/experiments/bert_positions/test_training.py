@@ -9,58 +9,18 @@ import sys
 
 import pytest
 import torch
+from helpers.bert_runs import SHARED, TINY, make_corpus
 from rich.console import Console
 
 from ropewalk.experiments.bert_positions import training
 from ropewalk.experiments.bert_positions.batches import training_batch
-from ropewalk.experiments.bert_positions.config import SCHEMES, Config
-from ropewalk.experiments.bert_positions.corpus import Corpus
+from ropewalk.experiments.bert_positions.config import SCHEMES
 from ropewalk.experiments.bert_positions.model import make_model
 from ropewalk.experiments.bert_positions.training import learning_rate, make_optimizer, train_run
 from ropewalk.experiments.bert_positions.training_log import TrainingLog, read_metrics
 
 for package in ("transformers", "accelerate", "tensorboard"):
     pytest.importorskip(package)
-
-TINY = Config(
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    intermediate_size=32,
-    vocab_size=512,
-    train_length=16,
-    length_multiples=(1, 2),
-    batch_size=8,
-    steps=12,
-    learning_rate=1e-2,
-    warmup=0.25,
-    dropout=0.1,
-    log_every=2,
-    checkpoint_every=5,
-)
-
-
-def make_corpus(n_documents=20, seed=0):
-    """Words that follow each other by a rule, so that masked ones can be told; some windows are short."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(20, (n_documents, 1), generator=generator)
-    tokens = (5 + (starts + 3 * torch.arange(60)) % 20).int()
-    lengths = torch.tensor([16, 16, 16, 12])
-    windows = torch.tensor([[d * 60 + 16 * w, int(lengths[w])] for d in range(n_documents) for w in range(4)])
-    return Corpus(
-        name="a rule",
-        n_documents=n_documents,
-        n_bytes=0,
-        sha256="0" * 64,
-        vocab_size=30,
-        pad_id=0,
-        mask_id=4,
-        n_special=5,
-        tokenizer=None,
-        tokens=tokens.flatten(),
-        windows=windows,
-        held_out=tokens[:4, :32],
-    )
 
 
 @pytest.fixture
@@ -425,7 +385,7 @@ from pathlib import Path
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from rich.console import Console
-import test_training as t
+from helpers import bert_runs as t
 from ropewalk.experiments.bert_positions.training import train_run
 
 config = dataclasses.replace(t.TINY, dropout=0.0, accumulation_steps=2)
@@ -437,7 +397,6 @@ for precision, scheme in t.SHARED:
     train_run(config, t.make_corpus(), scheme, 0, folder, accelerator, Console(quiet=True))
 accelerator.end_training()
 """
-SHARED = (("no", "standard"), ("no", "absolute"), ("no", "exposb"), ("bf16", "exposb"))
 
 
 def in_processes(tmp_path, n_processes, folder):

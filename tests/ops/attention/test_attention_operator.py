@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_calls import (
-    HAS_KERNELS,
-    INTERPRETED,
-    ON_GPU,
-    SCHEMES,
-    TK,
-    TQ,
-    B,
-    D,
-    H,
-    K,
-    draw,
-    needs_kernels,
-    value_and_grads,
-)
+from helpers.attention_calls import SCHEMES, TK, TQ, B, D, H, K, draw, value_and_grads
+from helpers.modes import ON_GPU, needs_kernels, on_gpu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, ReRope, Rope, SelfExtend, T5Bias, attention
-from ropewalk.ops.attention.checks import as_bhtd, check_call
-from ropewalk.ops.attention.cores import may_use_cudnn
-from ropewalk.ops.attention.eager import join, split
-from ropewalk.ops.attention.prepare import Prepared, prepare
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.call import LEAVES, SCHEMA, flatten, unflatten
+from ropewalk.ops.attention.libraries.sdpa import may_use_cudnn
 
+pytestmark = pytest.mark.slow
 LENGTHS = [17, 23, 5, 40] + [300, 1000] * ON_GPU
-compiles_for_long = pytest.mark.skipif(not ON_GPU, reason="compiles for long")
-# The interpreter's runs are for what needs it.
-IMPLS = ["triton"] * HAS_KERNELS + ["reference", None] * (not INTERPRETED)
+compiles_for_long = on_gpu
+IMPLS = [pytest.param("triton", marks=needs_kernels), "reference", None]
 
 CALLS = {
     "plain": lambda device: {},
@@ -116,16 +102,23 @@ def _forget_what_was_compiled():
     torch._dynamo.reset()
 
 
-NOTHING_FAR = (None, None, None)  # features of far pairs are made by the scheme
-
-
-def operator_arguments(tensors, keep, layout="bthd", **call):
+def operator_arguments(tensors, save, **call):
     """A call as `torch.ops.ropewalk.attend` takes it."""
-    call = check_call(*tensors, layout=layout, **call)
+    call = make_call(*tensors, **call)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.tensor([12345], device=tensors[0].device))
-    q, k, v = (as_bhtd(x, layout) for x in tensors)
-    return q, k, v, *NOTHING_FAR, keep, "triton", *prepare(q, k, call)
+    return *flatten(call), save, "triton"
+
+
+def backward_arguments(arguments, grad_out, grad_lse, out, lse, rotated, learned=(False, False)):
+    """The backward of a call as `torch.ops.ropewalk.attend_backward` takes it, of what the forward returned."""
+    *leaves, _, impl = arguments
+    call = unflatten(leaves)
+    k_far = call.k if call.far is not None and call.far.tables is not None else None
+    given = (None, None, k_far) if call.far is None or call.far.given is None else call.far.given
+    saved = (x if x.numel() else y for x, y in zip(rotated, (call.q, call.k, *given), strict=True))
+    q, k, *far = saved
+    return grad_out, grad_lse, out, lse, *far, *learned, impl, *flatten(call._replace(q=q, k=k))
 
 
 def as_leaves(arguments):
@@ -186,33 +179,33 @@ def test_its_backward_is_what_its_schema_says(device, call, with_lse):
     tensors, keywords = make(call, device)
     learned = [bool(learned_of(sinks=keywords.get("sinks"))), bool(learned_of(keywords.get("position")))]
     with torch.no_grad():
-        q, k, v, *_ = arguments = operator_arguments(tensors, True, **keywords)
-        prepared = arguments[8:]
-        prepared = [x.detach() if isinstance(x, torch.Tensor) else x for x in prepared]
-        out, lse, *mapped = torch.ops.ropewalk.attend(q, k, v, *NOTHING_FAR, True, "triton", *prepared)
-    far = (None, None, k) if Prepared(*prepared).far_window is not None else NOTHING_FAR
-    q, k, *far = (x if x is not None and x.numel() else y for x, y in zip(mapped, (q, k, *far), strict=True))
+        arguments = operator_arguments(tensors, True, **keywords)
+        arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+        out, lse, *rotated = torch.ops.ropewalk.attend(*arguments)
     grad_lse = torch.randn_like(lse) if with_lse else None
-    arguments = (torch.randn_like(out), grad_lse, q, k, v, *far, out, lse, *learned[::-1], "triton", *prepared)
+    arguments = backward_arguments(arguments, torch.randn_like(out), grad_lse, out, lse, rotated, learned[::-1])
     torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_autograd_keeps_every_tensor(device, call):
+def test_a_call_is_the_same_when_it_was_flat(device, call):
     tensors, keywords = make(call, device)
-    with torch.no_grad():
-        prepared = Prepared(*operator_arguments(tensors, True, **keywords)[8:])
-    kept, numbers = split(prepared)
-    assert all(x is None or isinstance(x, torch.Tensor) for x in kept)
-    assert not any(isinstance(x, torch.Tensor) for x in numbers)
-    assert all(x is y for x, y in zip(join(kept, numbers), prepared, strict=True))
+    whole = make_call(*tensors, **keywords)
+    leaves = flatten(whole)
+    assert len(leaves) == len(LEAVES) == len(SCHEMA.split(", "))
+    for name, leaf, again in zip(LEAVES, leaves, flatten(unflatten(leaves)), strict=True):
+        assert leaf is again or leaf == again, name
+    left_out = {"scheme": None, "return_lse": False, "needs_backward": False}
+    for name, value in whole._asdict().items():
+        expected = left_out.get(name, value)
+        assert getattr(unflatten(leaves), name) is expected or getattr(unflatten(leaves), name) == expected, name
 
 
 @needs_kernels
-def test_without_keep_there_is_no_backward(device):
+def test_without_save_there_is_no_backward(device):
     tensors = [x.requires_grad_() for x in draw(device)]
     out, *_ = torch.ops.ropewalk.attend(*operator_arguments(tensors, False, position=Rope()))
-    with pytest.raises(RuntimeError, match="was called with keep=False"):
+    with pytest.raises(RuntimeError, match="was called with save=False"):
         out.sum().backward()
 
 
@@ -264,7 +257,12 @@ def test_one_graph_serves_many_lengths(device, impl, scheme, dynamic, backend):
 
 
 @pytest.mark.parametrize(
-    ("impl", "call"), [(impl, call) for impl in IMPLS for call in CALLS if impl != "reference" or call in PLAIN_CALLS]
+    ("impl", "call"),
+    [
+        *(pytest.param("triton", call, marks=needs_kernels) for call in CALLS),
+        *(("reference", call) for call in PLAIN_CALLS),
+        *((None, call) for call in CALLS),
+    ],
 )
 def test_compiled_calls_equal_eager_ones(device, impl, call):
     tensors, keywords = make(call, device)

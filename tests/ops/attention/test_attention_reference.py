@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,14 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk.ops.attention import reference
-from ropewalk.ops.attention.checks import check_call
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, PositionScheme, Rope
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import REFERENCE
+from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, Rope
 from ropewalk.testing import assert_close_to_truth, unchanged
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="a run without Triton's interpreter tests what needs no Triton"
-)
-
 
 B, H, K, D = 4, 4, 2, 16  # as many batches as heads: the two are easily mistaken for one another
 TQ, TK = 5, 7
@@ -180,7 +175,7 @@ def define(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, position: PositionScheme, **arguments) -> tuple[Tensor, Tensor]:
-    return reference.attention(q, k, v, check_call(q, k, v, layout="bhtd", position=position, **arguments))
+    return REFERENCE.attend(make_call(q, k, v, layout="bhtd", position=position, **arguments))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, definition: Definition, **arguments) -> None:
@@ -483,12 +478,11 @@ def test_low_precision_is_no_worse_than_torchs_own(device, monkeypatch, definiti
 
     def run(attention, working_dtype):
         tensors = [x.detach().to(working_dtype).requires_grad_() for x in inputs]
-        call = check_call(*tensors, layout="bhtd", position=definition.scheme, causal=True)
-        out, lse = attention(*tensors, call)
+        out, lse = attention(make_call(*tensors, layout="bhtd", position=definition.scheme, causal=True))
         return out, lse, *gradients(out, tensors, cotangent.to(working_dtype))
 
-    out, lse, *grads = run(reference.attention, dtype)
-    truth_out, truth_lse, *truth_grads = run(reference.attention, torch.float64)
+    out, lse, *grads = run(REFERENCE.attend, dtype)
+    truth_out, truth_lse, *truth_grads = run(REFERENCE.attend, torch.float64)
     base_out, _, *base_grads = run(reference.attend, dtype)
     assert (out.dtype, lse.dtype, *(x.dtype for x in grads)) == (dtype, torch.float32, dtype, dtype, dtype)
     assert_close_to_truth(out, truth_out, base_out)

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
-from attention_calls import SCHEMES
-from plain_philox import stays
+from helpers import attention_calls
+from helpers.attention_calls import SCHEMES
+from helpers.plain_philox import stays
 from torch import Tensor
 
 from ropewalk.ops.attention import reference
-from ropewalk.ops.attention.checks import PAGE_SIZES, as_bhtd, check_call, from_bhtd
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import REFERENCE
+from ropewalk.ops.attention.call import as_bhtd, from_bhtd
+from ropewalk.ops.attention.validate import PAGE_SIZES
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.positions import Alibi, ExpoSB, Rope
+from ropewalk.schemes import Alibi, ExpoSB, Rope
 from ropewalk.testing import unchanged
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="a run without Triton's interpreter tests what needs no Triton"
-)
 
 H, K, D = 4, 2, 16
 MASKS = {
@@ -41,21 +41,17 @@ def normal(device, *shape):
     return torch.randn(*shape, dtype=torch.float64).to(device)
 
 
-def draw(device, queries, keys, *, batch=2, value_dim=D):
-    """q, k and v, (B, T, H, D); packed, (T, H, D), without a batch."""
-    first = () if batch is None else (batch,)
-    shapes = (queries, H, D), (keys, K, D), (keys, K, value_dim)
-    return [normal(device, *first, *shape) for shape in shapes]
+draw = partial(attention_calls.draw, dtype=torch.float64)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, layout="bthd", seed=SEED, **keywords) -> tuple[Tensor, Tensor]:
     """The output in the layout of q, and the log-sum-exp, (B, H, T) or (H, total)."""
-    call = check_call(q, k, v, layout=layout, **keywords)
+    call = make_call(q, k, v, layout=layout, **keywords)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.tensor([seed], device=q.device))
     tensors = [x for x in (q, k, v, *keywords.values()) if isinstance(x, Tensor)]
     with unchanged(tensors):
-        out, lse = reference.attention(as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout), call)
+        out, lse = REFERENCE.attend(call)
     return from_bhtd(out, layout), lse[0] if layout == "thd" else lse
 
 
@@ -92,7 +88,7 @@ def packed_and_alone(device, lengths_q, lengths_k, tail_q, tail_k, *, same_bound
     Rows of no sequence hold NaN.
     """
     queries, keys = sum(lengths_q), sum(lengths_k)
-    tensors = draw(device, queries + tail_q, keys + tail_k, batch=None)
+    tensors = draw(device, queries=queries + tail_q, keys=keys + tail_k, batch=None)
     tensors[0][queries:] = NAN
     for x in tensors[1:]:
         x[keys:] = NAN
@@ -147,7 +143,7 @@ def test_packed_sequences_of_one_set_of_bounds(device):
 @pytest.mark.parametrize("given", [("positions_q",), ("positions_k",), ("positions_q", "positions_k")])
 def test_positions_of_packed_tokens_override_the_defaults(device, given):
     lengths_q, lengths_k = [3, 2], [4, 5]
-    q, k, v = draw(device, 5, 9, batch=None)
+    q, k, v = draw(device, queries=5, keys=9, batch=None)
     positions = {"positions_q": torch.randint(99, (5,)), "positions_k": torch.randint(99, (9,))}
     positions = {name: positions[name].to(device) for name in given}
     cu_seqlens = {"cu_seqlens_q": bounds(lengths_q, device), "cu_seqlens_k": bounds(lengths_k, device)}
@@ -164,7 +160,7 @@ def test_positions_of_packed_tokens_override_the_defaults(device, given):
 def test_padding_on_the_left_changes_nothing(device, scheme, queries, masks):
     """Alignment is at the bottom right, so it stays; positions count from the first key."""
     keys, starts, ends = 9, [0, 3, 9, 4], [9, 9, 9, 7]
-    tensors = draw(device, queries, keys, batch=4)
+    tensors = draw(device, queries=queries, keys=keys, batch=4)
     for x in tensors[1:]:
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             x[row, :start] = x[row, end:] = NAN
@@ -191,7 +187,7 @@ def pad(x: Tensor, start: int) -> Tensor:
 def test_a_padded_batch_is_its_sequences_and_padding_may_be_nan(device, scheme):
     """What stands in the padding, queries too, reaches neither outputs nor gradients where attention is causal."""
     tokens, starts = 8, [0, 3, 7, 8]
-    tensors = draw(device, tokens, tokens, batch=4)
+    tensors = draw(device, queries=tokens, keys=tokens, batch=4)
     for x in tensors:
         for row, start in enumerate(starts):
             x[row, :start] = NAN
@@ -220,7 +216,7 @@ CHUNKS = {"prefill": [13], "chunks": [5, 1, 7], "decode": [1] * 13, "prefill-and
 def test_a_cache_filled_in_steps_gives_what_one_prefill_gives(device, scheme, chunks, masks):
     """Rows of the batch stand at different places in a cache that is not full, one of them after padding."""
     tokens, room, starts = 13, 20, [0, 4, 2]
-    tensors = draw(device, tokens, tokens, batch=3)
+    tensors = draw(device, queries=tokens, keys=tokens, batch=3)
     whole = attend(*tensors, position=SCHEMES[scheme], **MASKS[masks])
     caches = [torch.full((3, room, K, D), NAN, dtype=torch.float64, device=device) for _ in range(2)]
     first, done = torch.tensor(starts, dtype=torch.int32, device=device), 0
@@ -240,7 +236,7 @@ def test_a_cache_filled_in_steps_gives_what_one_prefill_gives(device, scheme, ch
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_queries_that_start_early_in_a_cache_have_gradients(device, scheme):
-    q, k, v = (x.requires_grad_() for x in draw(device, 3, 10, batch=2))
+    q, k, v = (x.requires_grad_() for x in draw(device, queries=3, keys=10, batch=2))
     starts = torch.tensor([0, 6], device=device)
     options = {"position": SCHEMES[scheme], "causal": True, "window": 4}
     weights = normal(device, 2, 3, H, D), normal(device, 2, H, 3)
@@ -268,7 +264,7 @@ def test_pages_in_any_order_are_one_cache(device, scheme, page_size, layout):
     n_pages, queries = 3, 4
     room = n_pages * page_size
     lengths = torch.tensor([room, page_size + 3, queries, 2 * page_size], dtype=torch.int32, device=device)
-    q, k, v = draw(device, queries, room, batch=4, value_dim=8)
+    q, k, v = draw(device, queries=queries, keys=room, batch=4, v_head_dim=8)
     for row, length in enumerate(lengths.tolist()):
         k[row, length:] = v[row, length:] = NAN
     table = (torch.randperm(4 * n_pages + 5)[: 4 * n_pages]).view(4, n_pages).to(device)
@@ -284,7 +280,7 @@ def test_pages_in_any_order_are_one_cache(device, scheme, page_size, layout):
 
 
 def test_pages_behind_the_first_key_are_never_read(device):
-    q, k, v = draw(device, 2, 48, batch=2)
+    q, k, v = draw(device, queries=2, keys=48, batch=2)
     where = {"key_starts": torch.tensor([17, 40], device=device), "key_lengths": torch.tensor([48, 45], device=device)}
     table = torch.tensor([[0, 1, 2], [3, 4, 5]], device=device)
     pages = [paged(x, 16, table, 6) for x in (k, v)]
@@ -297,17 +293,17 @@ def test_pages_behind_the_first_key_are_never_read(device):
 
 def test_a_table_that_lies_is_read_within_the_pages(device):
     """On a device values are not checked: whatever they are, nothing outside is read."""
-    q, k, v = (as_bhtd(x, "bthd") for x in draw(device, 2, 32, batch=2))
+    q, k, v = (as_bhtd(x, "bthd") for x in draw(device, queries=2, keys=32, batch=2))
     lengths = torch.tensor([32, 20], device=device)
     table = torch.tensor([[0, 1], [1, 0]], device=device)
     pages = [x.reshape(2, K, 2, 16, D).transpose(1, 2).flatten(0, 1) for x in (k, v)]
-    call = check_call(q, *pages, layout="bhtd", key_lengths=lengths, block_table=table)
+    call = make_call(q, *pages, layout="bhtd", key_lengths=lengths, block_table=table)
     wild = torch.tensor([[-(2**40), 2**40], [3, -1]], device=device)
-    out, _ = reference.attention(q, *pages, call._replace(block_table=wild))
-    expected, _ = reference.attention(q, *pages, call._replace(block_table=wild.clamp(0, 3)))
+    out, _ = REFERENCE.attend(call._replace(block_table=wild))
+    expected, _ = REFERENCE.attend(call._replace(block_table=wild.clamp(0, 3)))
     assert torch.equal(out, expected)
     nothing = [x[:0] for x in pages]
-    out, _ = reference.attention(q, *nothing, call._replace(key_lengths=torch.zeros_like(lengths)))
+    out, _ = REFERENCE.attend(call._replace(k=nothing[0], v=nothing[1], key_lengths=torch.zeros_like(lengths)))
     assert not out.any()
 
 
@@ -363,7 +359,7 @@ def dense(q, k, v, sinks, slopes, may, case: Case) -> tuple[Tensor, Tensor]:
 
 def case_inputs(device, case: Case):
     """q, k, v, sinks and slopes that require grad, and which keys are attended: query 2 of row 1 attends none."""
-    tensors = draw(device, QUERIES, KEYS, batch=BATCH, value_dim=case.value_dim)
+    tensors = draw(device, queries=QUERIES, keys=KEYS, batch=BATCH, v_head_dim=case.value_dim)
     may = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool, device=device)
     if case.masked:
         may = torch.rand(BATCH, 1, QUERIES, KEYS, device=device) < 0.6
@@ -420,7 +416,7 @@ def test_gradients_of_options_are_the_derivatives(device, monkeypatch, case):
 
 @pytest.mark.parametrize("name", ["rope-interleaved", "exposb-decay"])
 def test_gradients_of_packed_calls_with_everything_are_the_derivatives(device, name):
-    q, k, v = (x.requires_grad_() for x in draw(device, 7, 9, batch=None, value_dim=6))
+    q, k, v = (x.requires_grad_() for x in draw(device, queries=7, keys=9, batch=None, v_head_dim=6))
     sinks = normal(device, H).requires_grad_()
     options = {"cu_seqlens_q": bounds([3, 0, 2, 1], device), "cu_seqlens_k": bounds([4, 1, 0, 3], device)}
     options |= {"position": SCHEMES[name], "causal": True, "softcap": 2.0, "dropout_p": 0.4, "layout": "thd"}
@@ -435,7 +431,7 @@ def test_gradients_of_packed_calls_with_everything_are_the_derivatives(device, n
 @pytest.mark.parametrize("what", ["mask", "no-keys", "lengths"])
 def test_a_row_with_sinks_that_attends_nothing_is_its_sink(device, what):
     keys = 0 if what == "no-keys" else 6
-    leaves = [x.requires_grad_() for x in (*draw(device, 3, keys), normal(device, H))]
+    leaves = [x.requires_grad_() for x in (*draw(device, queries=3, keys=keys), normal(device, H))]
     nothing = {
         "mask": {"mask": torch.zeros(3, keys, dtype=torch.bool, device=device)},
         "no-keys": {},
@@ -452,7 +448,7 @@ def test_a_row_with_sinks_that_attends_nothing_is_its_sink(device, what):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_sink_of_minus_infinity_is_none(device, dtype):
-    q, k, v = (x.to(dtype).requires_grad_() for x in draw(device, 5, 5))
+    q, k, v = (x.to(dtype).requires_grad_() for x in draw(device, queries=5, keys=5))
     options = {"causal": True, "key_starts": torch.tensor([0, 2], device=device)}
     sinks = torch.full((H,), -math.inf, dtype=torch.bfloat16, device=device)
     weights = torch.randn(2, 5, H, D, device=device), torch.randn(2, H, 5, device=device)
@@ -468,7 +464,7 @@ def test_a_sink_of_minus_infinity_is_none(device, dtype):
 def test_blocks_of_queries_drop_the_same(device, monkeypatch, packed, rows):
     queries, keys = 7, 10
     batch, layout = (None, "thd") if packed else (2, "bthd")
-    leaves = [x.requires_grad_() for x in (*draw(device, queries, keys, batch=batch), normal(device, H))]
+    leaves = [x.requires_grad_() for x in (*draw(device, queries=queries, keys=keys, batch=batch), normal(device, H))]
     slopes = torch.rand(H, device=device, requires_grad=True)
     options = {"position": Alibi(slopes), "causal": True, "softcap": 3.0, "dropout_p": 0.5, "layout": layout}
     if packed:
@@ -490,7 +486,7 @@ def test_blocks_of_queries_drop_the_same(device, monkeypatch, packed, rows):
 @pytest.mark.parametrize("what", ["sinks", "slopes"])
 def test_what_is_learned_alone_is_computed_in_blocks(device, monkeypatch, what):
     """Nor do sinks and slopes, where nothing else needs a gradient, keep a matrix for the backward."""
-    q, k, v = draw(device, 64, 64, batch=1)
+    q, k, v = draw(device, queries=64, keys=64, batch=1)
     learned = torch.rand(H, device=device).requires_grad_()
     options = {"sinks": learned} if what == "sinks" else {"position": Alibi(learned)}
     sizes, gradients = [], []
@@ -513,7 +509,7 @@ def test_what_is_learned_alone_is_computed_in_blocks(device, monkeypatch, what):
 
 def test_packed_tokens_are_dropped_by_their_indices_in_the_sequence(device):
     p, lengths_q, lengths_k = 0.5, [2, 6], [7, 13]
-    q, k, _ = draw(device, sum(lengths_q), sum(lengths_k), batch=None)
+    q, k, _ = draw(device, queries=sum(lengths_q), keys=sum(lengths_k), batch=None)
     v = torch.eye(max(lengths_k), dtype=q.dtype, device=device)  # the output: probabilities
     v = torch.cat([v[:length] for length in lengths_k])[:, None].repeat(1, K, 1)
     starts = {"cu_seqlens_q": bounds(lengths_q, device), "cu_seqlens_k": bounds(lengths_k, device)}
@@ -526,17 +522,17 @@ def test_packed_tokens_are_dropped_by_their_indices_in_the_sequence(device):
 
 
 def test_dropout_needs_a_seed_and_follows_it(device):
-    q, k, v = draw(device, 6, 20)
-    call = check_call(q, k, v, dropout_p=0.5)
+    q, k, v = draw(device, queries=6, keys=20)
+    call = make_call(q, k, v, dropout_p=0.5)
     with pytest.raises(ValueError, match="seed is None, but dropout_p is above 0"):
-        reference.attention(*(as_bhtd(x, "bthd") for x in (q, k, v)), call)
+        REFERENCE.attend(call)
     one, other = (attend(q, k, v, dropout_p=0.5, seed=seed)[0] for seed in (1, 2))
     assert torch.equal(one, attend(q, k, v, dropout_p=0.5, seed=1)[0])
     assert not torch.isclose(one, other).all(dim=-1).any()
 
 
 def test_dropout_keeps_the_mean_and_the_log_sum_exp(device):
-    q, k, v = draw(device, 3, 200, batch=1)
+    q, k, v = draw(device, queries=3, keys=200, batch=1)
     truth, lse = attend(q, k, v)
     sum_of_outs = torch.zeros_like(truth)
     for seed in range(200):
@@ -561,7 +557,7 @@ def test_half_precision_rounds_once(device, dtype):
 
 @pytest.mark.parametrize("name", ["rope", "rope-interleaved"])
 def test_keys_that_were_rotated_before_are_left_alone(device, name):
-    q, k, v = draw(device, 4, 9)
+    q, k, v = draw(device, queries=4, keys=9)
     scheme = SCHEMES[name]
     table = scheme.rotation(torch.arange(9, device=device), D)
     rotated = apply_rope(k, None, table.cos, table.sin, interleaved=scheme.interleaved)
@@ -573,11 +569,11 @@ def test_keys_that_were_rotated_before_are_left_alone(device, name):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_keys_rotated_maps_queries_alone(device, scheme):
-    q, k, v = draw(device, 4, 9)
+    q, k, v = draw(device, queries=4, keys=9)
     scheme = SCHEMES[scheme]
     where = torch.arange(9, device=device)[None]
-    call = check_call(q, k, v, position=scheme)
-    _, mapped = reference.map_features(as_bhtd(q, "bthd"), as_bhtd(k, "bthd"), where[:, 5:], where, call)
+    call = make_call(q, k, v, position=scheme)
+    _, mapped = reference.map_features(call, where[:, 5:], where)
     mapped = from_bhtd(mapped, "bthd")
     same(attend(q, mapped, v, position=scheme, keys_rotated=True), attend(q, k, v, position=scheme))
     assert torch.equal(mapped, k) == (scheme.rotation(where, D) is None)
@@ -585,7 +581,7 @@ def test_keys_rotated_maps_queries_alone(device, scheme):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_features_turn_from_the_offset_on(device, interleaved):
-    q, k, v = draw(device, 4, 9)
+    q, k, v = draw(device, queries=4, keys=9)
     options = {"rotary_dim": 6, "interleaved": interleaved}
     found = attend(q, k, v, position=Rope(rotary_offset=7, **options))
     q, k = (torch.cat((x[..., 7:], x[..., :7]), dim=-1) for x in (q, k))
@@ -604,16 +600,15 @@ COMPILED = {
 def test_checks_and_reference_are_one_graph(device, case):
     options = {name: torch.tensor(x, device=device) if isinstance(x, list) else x for name, x in COMPILED[case].items()}
     options |= {"position": Rope(), "causal": True, "sinks": normal(device, H)}
-    q, k, v = draw(device, 4, 9, batch=None if case == "packed" else 2)
+    q, k, v = draw(device, queries=4, keys=9, batch=None if case == "packed" else 2)
     if case == "packed":
         options |= {"cu_seqlens_q": bounds([1, 3], device), "cu_seqlens_k": bounds([4, 4], device)}
     if case == "paged":
         k, v = normal(device, 3, 16, K, D), normal(device, 3, 16, K, D)
     seed = torch.tensor([SEED], device=device)
-    layout = options.get("layout", "bthd")
 
     def call(q, k, v):
-        call = check_call(q, k, v, **options)._replace(seed=seed)
-        return reference.attention(as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout), call)
+        call = make_call(q, k, v, **options)._replace(seed=seed)
+        return REFERENCE.attend(call)
 
     same(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))

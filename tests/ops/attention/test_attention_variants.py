@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from kernel_checks import check
+from helpers import attention_calls
+from helpers.kernel_checks import check, launch_backward
+from helpers.modes import needs_kernels, on_gpu
 
-from ropewalk.ops.attention.checks import as_bhtd, check_call
-from ropewalk.ops.attention.prepare import prepare
-from ropewalk.positions import Alibi, ExpoSB, NoPosition, Rope, T5Bias
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import TRITON
+from ropewalk.ops.attention.call import as_bhtd
+from ropewalk.schemes import Alibi, ExpoSB, NoPosition, Rope, T5Bias
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE") == "cuda"
-pytestmark = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or Triton's interpreter")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="takes tiles of full size, which Triton's interpreter does not")
+pytestmark = needs_kernels
 
 B, H, K, TQ, TK, D = 2, 4, 2, 45, 37, 16
 SCHEMES = {
@@ -31,15 +31,10 @@ SCHEMES = {
 
 @pytest.fixture(scope="module")
 def kernels():
-    from ropewalk.ops.attention import triton_launch
-
-    return triton_launch
+    return TRITON
 
 
-def draw(device, dtype=torch.float32, queries=TQ, keys=TK, head_dim=D, v_head_dim=None, heads=H, key_heads=K):
-    q = torch.randn(B, heads, queries, head_dim, device=device).to(dtype)
-    k, v = (torch.randn(B, key_heads, keys, dim, device=device).to(dtype) for dim in (head_dim, v_head_dim or head_dim))
-    return q, k, v
+draw = partial(attention_calls.draw, layout="bhtd", batch=B, queries=TQ, keys=TK, heads=H, key_heads=K)
 
 
 def pack(device, lengths_q, lengths_k, dtype=torch.float32, head_dim=D, v_head_dim=None, rest=3):
@@ -100,11 +95,9 @@ def test_packed_is_one_call_for_each_sequence(kernels, device):
     (q, k, v), starts = pack(device, *LENGTHS["different"], rest=0)
 
     def run(q, k, v, layout, **keywords):
-        call = check_call(q, k, v, layout=layout, position=Rope(), causal=True, **keywords)
-        q, k, v = (as_bhtd(x, layout) for x in (q, k, v))
-        prepared = prepare(q, k, call)
-        out, saved = kernels.forward(q, k, v, prepared)
-        grads = kernels.backward(torch.ones_like(out), None, v, out, saved, prepared)
+        call = make_call(q, k, v, layout=layout, position=Rope(), causal=True, **keywords)
+        out, saved = kernels.forward(call, True)
+        grads = launch_backward(kernels, call, out, saved, torch.ones_like(out))
         return [x[0].transpose(0, 1) for x in (out, *grads[:3])]
 
     out, grad_q, grad_k, grad_v = run(q, k, v, "thd", **starts)
@@ -120,23 +113,22 @@ def test_sequences_see_nothing_of_each_other(kernels, device):
     """NaN in one sequence, and in what belongs to none, stays there: in values and in all gradients."""
     lengths = LENGTHS["different"]
     (q, k, v), starts = pack(device, *lengths)
-    call = check_call(q, k, v, layout="thd", position=Rope(), **starts)
+    call = make_call(q, k, v, layout="thd", position=Rope(), **starts)
     spoilt = 2
     rows_q = slice(*starts["cu_seqlens_q"].tolist()[spoilt : spoilt + 2])
     rows_k = slice(*starts["cu_seqlens_k"].tolist()[spoilt : spoilt + 2])
 
-    def run(q, k, v, grad_out):
-        q, k, v, grad_out = (as_bhtd(x, "thd") for x in (q, k, v, grad_out))
-        prepared = prepare(q, k, call)
-        out, saved = kernels.forward(q, k, v, prepared)
-        return [x[0].transpose(0, 1) for x in (out, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3])]
+    def run(grad_out):
+        out, saved = kernels.forward(call, True)
+        grads = launch_backward(kernels, call, out, saved, as_bhtd(grad_out, "thd"))[:3]
+        return [x[0].transpose(0, 1) for x in (out, *grads)]
 
     grad_out = torch.randn_like(q)
-    expected = run(q, k, v, grad_out)
+    expected = run(grad_out)
     for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k), (grad_out, rows_q)):
         x[rows] = torch.nan
         x[x.shape[0] - 3 :] = torch.nan
-    for mine, clean, rows in zip(run(q, k, v, grad_out), expected, (rows_q, rows_q, rows_k, rows_k), strict=True):
+    for mine, clean, rows in zip(run(grad_out), expected, (rows_q, rows_q, rows_k, rows_k), strict=True):
         mine[rows] = clean[rows] = 0
         assert torch.equal(mine[: -3 if rows is rows_q else -6], clean[: -3 if rows is rows_q else -6])
 
@@ -148,12 +140,11 @@ def test_offsets_that_are_wrong_read_nothing_out_of_bounds(kernels, device, offs
     """What comes out is of no account; on a device nobody checks them, and nothing past the tensors may be touched."""
     (q, k, v), _ = pack(device, [45], [45], rest=0)
     right = torch.tensor([0, 10, 20, 45], device=device, dtype=torch.int32)
-    call = check_call(q, k, v, layout="thd", causal=True, cu_seqlens_q=right, cu_seqlens_k=right)
+    call = make_call(q, k, v, layout="thd", causal=True, cu_seqlens_q=right, cu_seqlens_k=right)
     wrong = torch.tensor(offsets, device=device, dtype=torch.int32)
-    q, k, v = (as_bhtd(x, "thd") for x in (q, k, v))
-    prepared = prepare(q, k, call)._replace(cu_seqlens_q=wrong, cu_seqlens_k=wrong)
-    out, saved = kernels.forward(q, k, v, prepared)
-    kernels.backward(torch.randn_like(out), None, v, out, saved, prepared)
+    call = call._replace(cu_seqlens_q=wrong, cu_seqlens_k=wrong)
+    out, saved = kernels.forward(call, True)
+    launch_backward(kernels, call, out, saved, torch.randn_like(out))
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -189,10 +180,9 @@ def test_nothing_is_left_between_start_and_length(kernels, device):
 def test_what_lies_before_the_starts_is_not_read(kernels, device):
     q, k, v = draw(device)
     k[1, :, :20] = v[1, :, :20] = torch.nan
-    call = check_call(q, k, v, position=Rope(), key_starts=torch.tensor([0, 20], device=device), layout="bhtd")
-    prepared = prepare(q, k, call)
-    out, saved = kernels.forward(q, k, v, prepared)
-    grads = kernels.backward(torch.randn_like(out), None, v, out, saved, prepared)[:3]
+    call = make_call(q, k, v, position=Rope(), key_starts=torch.tensor([0, 20], device=device), layout="bhtd")
+    out, saved = kernels.forward(call, True)
+    grads = launch_backward(kernels, call, out, saved, torch.randn_like(out))[:3]
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
     assert not grads[1][1, :, :20].any()
     assert not grads[2][1, :, :20].any()
@@ -256,11 +246,10 @@ def test_sinks_where_there_are_no_keys(kernels, device):
 
 def test_the_seed_decides_what_is_dropped(kernels, device):
     q, k, v = draw(device)
-    call = check_call(q, k, v, dropout_p=0.5, layout="bhtd")
+    call = make_call(q, k, v, dropout_p=0.5, layout="bhtd")
 
     def run(seed):
-        prepared = prepare(q, k, call._replace(seed=torch.tensor([seed], device=device)))
-        return kernels.forward(q, k, v, prepared)[0]
+        return kernels.forward(call._replace(seed=torch.tensor([seed], device=device)), True)[0]
 
     assert torch.equal(run(3), run(3))
     assert not torch.equal(run(3), run(4))
@@ -334,7 +323,7 @@ def test_every_configuration(kernels, device, dtype, head_dim, kind):
         tensors, starts = pack(device, lengths, lengths[::-1], dtype, head_dim, v_head_dim)
         check(kernels, tensors, layout="thd", position=Rope(), causal=True, **starts)
         return
-    tensors = draw(device, dtype, 200, 333, head_dim, v_head_dim)
+    tensors = draw(device, dtype, queries=200, keys=333, head_dim=head_dim, v_head_dim=v_head_dim)
     if kind == "starts":
         starts = torch.tensor([0, 100], device=device)
         check(kernels, tensors, position=Rope(), causal=True, key_starts=starts, query_starts=starts)
@@ -348,7 +337,7 @@ def test_every_configuration(kernels, device, dtype, head_dim, kind):
 def test_a_graph_drops_others_at_each_replay(device):
     from ropewalk import attention
 
-    q, k, v = (x.transpose(1, 2) for x in draw(device, torch.bfloat16, 64, 64, 64))
+    q, k, v = draw(device, torch.bfloat16, layout="bthd", queries=64, keys=64, head_dim=64)
     attention(q, k, v, dropout_p=0.5, impl="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-from kernel_checks import check
+from helpers import attention_calls
+from helpers.far_schemes import CAUSAL, SCHEMES, Jump
+from helpers.kernel_checks import check, launch_backward
+from helpers.modes import KERNEL_DTYPES, needs_kernels, on_gpu
 
-from ropewalk.far_positions import FarScheme, ReRope, SelfExtend
-from ropewalk.ops.attention.checks import check_call
-from ropewalk.ops.attention.prepare import prepare
-from ropewalk.positions import Rope
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import TRITON
+from ropewalk.schemes import ReRope, Rope
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE") == "cuda"
-pytestmark = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or Triton's interpreter")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="takes tiles of full size, which Triton's interpreter does not")
+pytestmark = needs_kernels
 
-# The interpreter does not round to bfloat16, and takes tiles of 32 queries and 16 keys.
-DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
-
-
-@dataclass(frozen=True, eq=False)
-class Jump(FarScheme):
-    """Far pairs are a hundred positions further apart than they are: to take one for a near one, or behind for ahead,
-    shows at any distance, and at the window's end more than anywhere. Published schemes are continuous there.
-    """
-
-    def far_rotation(self, positions, head_dim, of):
-        table = self.rotation(positions + {"keys": 0, "past": 100, "future": -170}[of], head_dim)
-        return table if of == "keys" else self._grow(table, positions)
-
-
-SCHEMES = {
-    "rerope": ReRope(9),
-    "leaky": ReRope(9, leak=2.5),
-    "extend": SelfExtend(9, 4),
-    "jump": Jump(9),
-    "rerope-log": ReRope(9, log_n=16),
-    "leaky-log": ReRope(9, leak=2.5, log_n=16),
-    "extend-log": SelfExtend(9, 4, log_n=16),
-    "rerope-factor": ReRope(9, rope=Rope(attention_factor=1.2)),
-    "leaky-factor": ReRope(9, leak=2.5, rope=Rope(attention_factor=1.2)),
-    "extend-factor": SelfExtend(9, 4, rope=Rope(attention_factor=1.2)),
-    "rerope-interleaved": ReRope(9, rope=Rope(interleaved=True)),
-    "leaky-interleaved": ReRope(9, leak=2.5, rope=Rope(interleaved=True, attention_factor=1.2)),
-    "rerope-partial-interleaved": ReRope(9, rope=Rope(rotary_dim=8, interleaved=True)),
-    "jump-partial-interleaved": Jump(9, rope=Rope(rotary_dim=6, interleaved=True, attention_factor=1.2)),
-    # From here on the kernels cannot undo the rotation: gradients of far features are stored apart.
-    "rerope-partial": ReRope(9, rope=Rope(rotary_dim=8)),
-    "leaky-partial": ReRope(9, leak=2.5, rope=Rope(rotary_dim=8, attention_factor=1.2), log_n=32),
-    "rerope-offset": ReRope(9, rope=Rope(rotary_dim=8, rotary_offset=4)),
-    "extend-offset-interleaved": SelfExtend(9, 4, rope=Rope(rotary_offset=10, interleaved=True)),
-}
+# The interpreter takes tiles of 32 queries and 16 keys.
 
 
 def fixed(**keywords):
@@ -84,16 +47,10 @@ B, H, K, TQ, TK, D = 1, 2, 1, 37, 45, 16
 
 @pytest.fixture(scope="module")
 def kernels():
-    from ropewalk.ops.attention import triton_launch
-
-    return triton_launch
+    return TRITON
 
 
-def draw(device, dtype=torch.float32, queries=TQ, keys=TK, head_dim=D, v_head_dim=None, batch=B, heads=H, key_heads=K):
-    q = torch.randn(batch, heads, queries, head_dim, device=device).to(dtype)
-    dims = (head_dim, v_head_dim or head_dim)
-    k, v = (torch.randn(batch, key_heads, keys, dim, device=device).to(dtype) for dim in dims)
-    return q, k, v
+draw = partial(attention_calls.draw, layout="bhtd", batch=B, queries=TQ, keys=TK, heads=H, key_heads=K)
 
 
 def pack(device, lengths_q, lengths_k, dtype=torch.float32, head_dim=D, rest=3):
@@ -104,10 +61,6 @@ def pack(device, lengths_q, lengths_k, dtype=torch.float32, head_dim=D, rest=3):
         for name, lengths in (("q", lengths_q), ("k", lengths_k))
     }
     return [torch.randn(*shape, head_dim, device=device).to(dtype) for shape in shapes], starts
-
-
-# What causal attention leaves out, full attention has too, but for gradients that turn from past to near at once.
-CAUSAL = ["rerope", "leaky-log", "extend", "leaky-interleaved", "rerope-partial", "extend-offset-interleaved"]
 
 
 @pytest.mark.parametrize(("scheme", "causal"), [*((name, False) for name in SCHEMES), *((x, True) for x in CAUSAL)])
@@ -192,7 +145,7 @@ def test_head_dims(kernels, device, dims):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scheme", ["jump", "rerope-partial"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_every_dtype(kernels, device, dtype, scheme, causal):
     check(kernels, draw(device, dtype), position=SCHEMES[scheme], causal=causal)
 
@@ -245,22 +198,21 @@ def test_packed_sequences(kernels, device, lengths, scheme, keywords):
 def test_sequences_see_nothing_of_each_other(kernels, device):
     """NaN in one sequence, and in what belongs to none, stays there: in values and in all gradients."""
     tensors, starts = pack(device, *LENGTHS["different"])
-    call = check_call(*tensors, layout="thd", position=Jump(3), **starts)
+    call = make_call(*tensors, layout="thd", position=Jump(3), **starts)
     spoilt = 2
     rows_q, rows_k = (slice(*bounds.tolist()[spoilt : spoilt + 2]) for bounds in starts.values())
     grad_out = torch.randn_like(tensors[0])
 
-    def run(*tensors):
-        q, k, v, grad_out = (x.transpose(0, 1)[None] for x in tensors)
-        prepared = prepare(q, k, call)
-        out, saved = kernels.forward(q, k, v, prepared)
-        return [x[0].transpose(0, 1) for x in (out, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3])]
+    def run():
+        out, saved = kernels.forward(call, True)
+        grads = launch_backward(kernels, call, out, saved, grad_out.transpose(0, 1)[None])[:3]
+        return [x[0].transpose(0, 1) for x in (out, *grads)]
 
-    expected = run(*tensors, grad_out)
+    expected = run()
     for x, of_sequence in zip((*tensors, grad_out), (rows_q, rows_k, rows_k, rows_q), strict=True):
         x[of_sequence] = torch.nan
         x[-3:] = torch.nan
-    spoiled = run(*tensors, grad_out)
+    spoiled = run()
     for mine, clean, of_sequence in zip(spoiled, expected, (rows_q, rows_q, rows_k, rows_k), strict=True):
         mine[of_sequence] = clean[of_sequence] = 0
         rest = 3 if of_sequence is rows_q else 6
@@ -270,11 +222,10 @@ def test_sequences_see_nothing_of_each_other(kernels, device):
 def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device):
     q, k, v = draw(device, batch=2)
     bounds = {"key_starts": torch.tensor([0, 9], device=device), "key_lengths": torch.tensor([TK, 40], device=device)}
-    call = check_call(q, k, v, position=Jump(5), layout="bhtd", **bounds)
+    call = make_call(q, k, v, position=Jump(5), layout="bhtd", **bounds)
     k[1, :, 40:] = v[1, :, 40:] = k[1, :, :9] = v[1, :, :9] = torch.nan
-    prepared = prepare(q, k, call)
-    out, saved = kernels.forward(q, k, v, prepared)
-    grads = kernels.backward(torch.randn_like(q), None, v, out, saved, prepared)[:3]
+    out, saved = kernels.forward(call, True)
+    grads = launch_backward(kernels, call, out, saved, torch.randn_like(q))[:3]
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
     for grad in grads[1:]:
         assert not grad[1, :, 40:].any()
@@ -284,12 +235,12 @@ def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device):
 
 def test_the_same_bits_every_time(kernels, device):
     q, k, v = draw(device)
-    prepared = prepare(q, k, check_call(q, k, v, position=Jump(9), layout="bhtd"))
+    call = make_call(q, k, v, position=Jump(9), layout="bhtd")
     grad_out = torch.randn_like(q)
     runs = []
     for _ in range(2):
-        out, saved = kernels.forward(q, k, v, prepared)
-        runs.append((out, saved.lse, *kernels.backward(grad_out, None, v, out, saved, prepared)[:3]))
+        out, saved = kernels.forward(call, True)
+        runs.append((out, saved.lse, *launch_backward(kernels, call, out, saved, grad_out)[:3]))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -304,10 +255,9 @@ def test_positions_that_count_the_tokens_change_nothing(kernels, device, causal)
     of_keys = torch.arange(TK, device=device)[None]
 
     def run(**positions):
-        call = check_call(*tensors, position=Jump(9), causal=causal, layout="bhtd", **positions)
-        prepared = prepare(*tensors[:2], call)
-        out, saved = kernels.forward(*tensors, prepared)
-        return out, saved.lse, *kernels.backward(grad_out, None, tensors[2], out, saved, prepared)[:3]
+        call = make_call(*tensors, position=Jump(9), causal=causal, layout="bhtd", **positions)
+        out, saved = kernels.forward(call, True)
+        return out, saved.lse, *launch_backward(kernels, call, out, saved, grad_out)[:3]
 
     expected = run()
     for positions in (
@@ -377,7 +327,8 @@ def test_packed_positions_are_the_callers(kernels, device):
     ids=str,
 )
 def test_every_configuration_of_causal_attention(kernels, device, scheme, head_dim, dtype):
-    check(kernels, draw(device, dtype, 1000, 1100, head_dim), position=scheme, causal=True)
+    tensors = draw(device, dtype, queries=1000, keys=1100, head_dim=head_dim)
+    check(kernels, tensors, position=scheme, causal=True)
 
 
 @on_gpu
@@ -385,14 +336,15 @@ def test_every_configuration_of_causal_attention(kernels, device, scheme, head_d
     ("head_dim", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (128, torch.float32)], ids=str
 )
 def test_every_configuration_of_full_attention(kernels, device, head_dim, dtype):
-    check(kernels, draw(device, dtype, 1100, 1000, head_dim), position=ReRope(300, leak=4.0, log_n=512))
+    tensors = draw(device, dtype, queries=1100, keys=1000, head_dim=head_dim)
+    check(kernels, tensors, position=ReRope(300, leak=4.0, log_n=512))
 
 
 @on_gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_around_the_edges_of_full_tiles(kernels, device, causal):
     for queries, keys in ((1025, 1025), (129, 1000)):
-        tensors = draw(device, torch.bfloat16, queries, keys, 64)
+        tensors = draw(device, torch.bfloat16, queries=queries, keys=keys, head_dim=64)
         for window in (1, 31, 63, 64, 65, 127, 128, 129, 191, 192, 512, keys - 1, keys):
             check(kernels, tensors, position=Jump(window), causal=causal)
 
@@ -402,6 +354,6 @@ def test_packed_sequences_and_positions_of_full_tiles(kernels, device):
     lengths = [300, 64, 65, 0, 1, 129]
     tensors, starts = pack(device, lengths, lengths[::-1], torch.bfloat16, 64)
     check(kernels, tensors, layout="thd", position=Jump(50), causal=True, **starts)
-    tensors = draw(device, torch.bfloat16, 1000, 1100, 64)
+    tensors = draw(device, torch.bfloat16, queries=1000, keys=1100, head_dim=64)
     positions = torch.randint(0, 1000, (1, 1100), device=device)
     check(kernels, tensors, position=Jump(100), positions_q=positions[:, :1000], positions_k=positions, causal=True)

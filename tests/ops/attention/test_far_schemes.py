@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_calls import HAS_KERNELS, INTERPRETED, ROUNDINGS, draw, needs_kernels, plainly, value_and_grads
+from helpers.attention_calls import ROUNDINGS, draw, plainly, refusal_of, value_and_grads
+from helpers.modes import needs_kernels
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ropewalk import PositionScheme, ReRope, Rope, SelfExtend, attention, explain_choice
-from ropewalk.ops.attention import prepare as memory
-from ropewalk.ops.attention.checks import check_call
+from ropewalk.ops.attention import tables as memory
+from ropewalk.ops.attention.api import make_call
 from ropewalk.testing import assert_close_to_truth
 
-# The interpreter's runs are for what needs it.
-IMPLS = ["triton"] * HAS_KERNELS + ["reference"] * (not INTERPRETED)
+IMPLS = [pytest.param("triton", marks=needs_kernels), "reference"]
 T, H, K, D, W = 40, 2, 1, 16, 9
 SCHEMES = {
     "rerope": ReRope(W),
@@ -266,8 +266,7 @@ def test_pages_hold_keys_as_they_are(device, impl):
     call = {"position": ReRope(W), "key_lengths": lengths, "query_starts": lengths - 3}
     for causal in (True, False):
         if impl == "triton" and not causal:
-            with pytest.raises(ValueError, match="impl is 'triton', but it cannot serve this call: near and far keys"):
-                attention(q, pages_k, pages_v, block_table=table, impl=impl, **call)
+            assert refusal_of("triton", q, pages_k, pages_v, block_table=table, **call) == "pages_far"
             continue
         out = attention(q, pages_k, pages_v, block_table=table, causal=causal, impl=impl, **call)
         expected = attention(q, k, v, causal=causal, impl="reference", **call)
@@ -276,16 +275,14 @@ def test_pages_hold_keys_as_they_are(device, impl):
 
 @pytest.mark.parametrize("scheme", [ReRope(W), SelfExtend(W, 2)])
 def test_keys_that_were_rotated_are_refused(device, scheme):
-    with pytest.raises(ValueError, match=f"keys_rotated is True, but {type(scheme).__name__} maps a key in one way"):
+    with pytest.raises(ValueError, match=f"keys_rotated is True, but {type(scheme).__name__} rotates a key in one way"):
         attention(*draw_one(device), position=scheme, keys_rotated=True)
 
 
 def test_a_choice_is_explained(device):
     tensors = draw_one(device, torch.float16)
     explained = explain_choice(*tensors, position=ReRope(W), causal=True)
-    assert "near and far" in explained.others["sdpa"]
-    with pytest.raises(ValueError, match=r"impl is 'sdpa', but it cannot serve this call: .* near and far"):
-        attention(*tensors, position=ReRope(W), impl="sdpa")
+    assert refusal_of("sdpa", *tensors, position=ReRope(W), causal=True) == "far"
     if device.type == "cpu":
         assert explained.name == "reference"
     # Where nothing is far it is RoPE, which all know.
@@ -294,8 +291,7 @@ def test_a_choice_is_explained(device):
     assert (nothing_far.name, nothing_far.others) == (of_rope.name, of_rope.others)
     # Positions may be further apart than there are tokens.
     positions = torch.arange(T, device=device)[None]
-    placed = explain_choice(*tensors, position=ReRope(T), positions_q=positions, positions_k=positions)
-    assert "near and far" in placed.others["sdpa"]
+    assert refusal_of("sdpa", *tensors, position=ReRope(T), positions_q=positions, positions_k=positions) == "far"
 
 
 # What is remembered
@@ -323,14 +319,14 @@ def test_tables_are_made_once_for_many_lengths(device, monkeypatch):
 
     def run(tokens, position):
         q, k, v = (x.transpose(1, 2) for x in draw_one(device, queries=tokens, keys=tokens))
-        return memory.prepare(q, k, check_call(q, k, v, position=position, layout="bhtd"))
+        return make_call(q, k, v, position=position, layout="bhtd")
 
     for tokens in (10, 20, 40, 256):
         for position in (ReRope(W, leak=2, rope=Rope(77.0)), ReRope(W, leak=2, rope=Rope(77.0))):
             run(tokens, position)
     assert calls == ["past", "future", "keys"]
     for other in (ReRope(W + 1, leak=2, rope=Rope(77.0)), ReRope(W, leak=3, rope=Rope(77.0)), ReRope(W, leak=2)):
-        assert not torch.equal(run(40, other).cos_past, run(40, position).cos_past)
+        assert not torch.equal(run(40, other).far.tables.q_past.cos, run(40, position).far.tables.q_past.cos)
     assert calls == ["past", "future", "keys"] * 4
     run(W, position)  # nothing is far
     assert len(calls) == 12
@@ -424,18 +420,14 @@ class Learned(NearAlone):
         return table._replace(cos=table.cos * self.stretch, sin=table.sin * self.stretch)
 
 
+@pytest.mark.both_modes
 def test_what_kernels_cannot_turn_is_refused_with_a_reason(device):
     tensors = draw_one(device)
     stretch = torch.ones((), device=device, requires_grad=True)
-    for scheme, reason in (
-        (FarAlone(), "FarAlone leaves queries alone"),
-        (NearAlone(), "NearAlone leaves queries alone"),
-        (Learned(stretch), "the scheme's tables are to be learned"),
-    ):
+    for scheme, code in ((FarAlone(), "far_tables"), (NearAlone(), "far_tables"), (Learned(stretch), "learned_tables")):
         explained = explain_choice(*tensors, position=scheme, causal=True)
         assert explained.name == "reference"
-        if HAS_KERNELS:
-            assert reason in explained.others["triton"]
+        assert refusal_of("triton", *tensors, position=scheme, causal=True) == code
         out = attention(*tensors, position=scheme, causal=True)
         assert out.isfinite().all()
     (grad,) = torch.autograd.grad(out.sum(), stretch)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_calls import HAS_KERNELS, B, H, assert_correct, draw, needs_kernels
+from helpers.attention_calls import B, H, assert_correct, draw
+from helpers.modes import HAS_KERNELS, needs_kernels
 from torch import Tensor, nn
 
 from ropewalk import PositionScheme, attention, explain_choice
@@ -22,13 +23,13 @@ class Kerple(PositionScheme):
     r1: Tensor  # (H,)
     r2: Tensor  # (H,)
 
-    def score_functions(self) -> str:
+    def kernel_score_mod(self) -> str:
         return f"{__name__}:KERPLE"
 
-    def score_parameters(self, n_heads: int, device: torch.device) -> Tensor:
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
         return torch.stack((self.r1, self.r2), dim=-1).to(device, torch.float32)
 
-    def change_scores(self, scores: Tensor, distance: Tensor) -> Tensor:
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         r1, r2 = (x[:, None, None].to(scores.dtype) for x in (self.r1, self.r2))
         return scores - r1 * torch.log(1 + r2 * distance.abs())
 
@@ -37,14 +38,14 @@ if HAS_KERNELS:
     import triton
     import triton.language as tl
 
-    from ropewalk.ops.attention.triton_scores import ScoreFunctions
+    from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
     @triton.jit
     def kerple(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
         r1, r2 = tl.load(parameters_ptr), tl.load(parameters_ptr + 1)
         return scores - r1 * tl.log(1 + r2 * tl.abs(query_position - key_position))
 
-    KERPLE = ScoreFunctions(kerple, None)  # what it adds does not depend on the scores: it needs no adjoint
+    KERPLE = ScoreMod(kerple, None)  # what it adds does not depend on the scores: it needs no adjoint
 
 
 def make(device: torch.device) -> Kerple:
@@ -103,5 +104,5 @@ def test_its_numbers_can_be_learned(device):
 
 def test_libraries_do_not_serve_it(device):
     for name in ("sdpa", "flash"):
-        with pytest.raises(ValueError, match=f"impl is '{name}', but it cannot serve this call"):
+        with pytest.raises(ValueError, match=f"impl is '{name}', but it cannot run this call"):
             attention(*draw(device), position=make(device), impl=name)

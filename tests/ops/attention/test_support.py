@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+import support
 import torch
-from attention_calls import needs_kernels
+from helpers.modes import needs_kernels
 
 from ropewalk import attention
+from ropewalk import device as gpu
 
 pytest.importorskip("triton")
-DOCS = Path(__file__).parents[3] / "docs"
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("support", DOCS / "support.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["support"] = module  # where its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-support = load()
 CASES = {case.name: case for cases in support.SECTIONS.values() for case in cases}
 
 
 def test_it_is_current():
     current = support.PAGE.read_text(encoding="utf-8")
-    assert support.render() == current, "python docs/support.py writes it anew"
+    assert support.render() == current, "python tools/support.py writes it anew"
 
 
 def test_what_was_imagined_is_gone():
@@ -40,7 +28,7 @@ def test_what_was_imagined_is_gone():
     assert [getattr(place, name) for place, name in PATCHED] == before
 
 
-PATCHED = [(torch.cuda, "get_device_capability"), (support.cores, "flash_version"), (support.cores, "FakeTensor")]
+PATCHED = [(gpu, "capability"), (support.flash, "flash_version"), (gpu, "is_fake")]
 
 
 def test_names_are_used_once():
@@ -62,7 +50,7 @@ def test_it_is_so(device, name, impl):
         tensors = case.tensors(device, learned=training)
         with torch.set_grad_enabled(training):
             if support.why_not(case, impl, training=training) is not None:
-                with pytest.raises(ValueError, match=r"cannot serve this call|no backward"):
+                with pytest.raises(ValueError, match=r"cannot run this call|no backward"):
                     attention(*tensors, impl=impl, **keywords)
                 continue
             out = attention(*tensors, impl=impl, **keywords)
@@ -75,7 +63,6 @@ def test_it_is_so(device, name, impl):
             assert len(leaves) == 3 + ("learned" in name or name == "`sinks`")
 
 
-def test_what_cannot_serve_is_told_why():
+def test_a_refusal_is_told():
     packed = CASES["packed: `cu_seqlens_q`"]
-    assert support.why_not(packed, "flash", training=False) == "it is not asked for packed sequences, by cu_seqlens_q"
-    assert support.why_not(packed, "triton", training=True) is None
+    assert support.why_not(packed, "flash", training=False) == "packed sequences (cu_seqlens_q) are not supported"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from definition import (
+from helpers.rope_definition import (
     assert_rotated,
     definition,
     is_interpreted,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import CALLS, arguments, as_tuple, assert_same
-from definition import random_tables, random_tensor
+from helpers.rope_calls import CALLS, arguments, as_tuple, assert_same
+from helpers.rope_definition import random_tables, random_tensor
 
 from ropewalk import apply_rope
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from definition import (
+from helpers.rope_definition import (
     DTYPES,
     assert_rounded_once,
     check_in_place,

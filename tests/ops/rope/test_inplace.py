@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from definition import assert_rotated, definition, plain, random_tables, random_tensor, rotate
+from helpers.rope_definition import assert_rotated, definition, plain, random_tables, random_tensor, rotate
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import apply_rope

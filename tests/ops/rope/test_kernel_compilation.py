@@ -1,6 +1,5 @@
 """Every rotation kernel that can be chosen compiles for its GPUs, without spills and with wide memory accesses."""
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -9,78 +8,17 @@ from functools import lru_cache
 import pytest
 import torch
 import triton
-from targets import SHARED_MEMORY, TARGETS, cuobjdump, resources
+from helpers.rope_launches import DTYPES, specialise
+from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources
 
-from ropewalk.ops.rope.checks import Call, Flags
-from ropewalk.ops.rope.triton_kernels import compile_kernel, kernel_source
-from ropewalk.ops.rope.triton_launch import prepare
+from ropewalk.ops.rope.triton.kernel import compile_kernel, kernel_source
 
-pytestmark = [
-    pytest.mark.compile,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
-]
+pytestmark = pytest.mark.compile
 
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256, 512)
 WIDE_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim % 32 == 0)
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 PAIRINGS = {"halves": False, "interleaved": True}
 KINDS = ("index", "offsets", "tokens", "one-row", "packed", "packed-tokens", "per-token")
-
-
-def specialise(
-    *,
-    head_dim=128,
-    dtype="bf16",
-    interleaved=False,
-    layout="bthd",
-    batch=2,
-    tokens=4096,
-    heads=(32, 8),
-    rotary_dim=None,
-    rotary_offset=0,
-    kind="index",
-    index_dtype=torch.int64,
-    table_dtype="fp32",
-    inplace=False,
-    alignment=16,
-    padding=0,
-    far=False,
-):
-    """What the launch of such a call would compile: tensors without memory are enough to ask.
-
-    padding: by how many elements each head is further from the next than it must be; far: with batch rows that are
-    more than 2³¹ elements apart.
-    """
-    if kind.startswith("packed"):
-        layout, batch = "thd", 1
-    x_shapes = [
-        {"bthd": (batch, tokens, n), "bhtd": (batch, n, tokens), "thd": (tokens, n)}[layout] for n in heads if n
-    ]
-    xs = [_empty(*shape, head_dim + padding, dtype=DTYPES[dtype])[..., :head_dim] for shape in x_shapes]
-    if far:
-        xs = [x.as_strided(x.shape, (2**35, *x.stride()[1:])) for x in xs]
-    rows = (batch, tokens) if kind == "per-token" else (tokens,)
-    cos = _empty(*rows, (rotary_dim or head_dim) // 2, dtype=DTYPES[table_dtype])
-    positions_shape = {
-        "offsets": (batch,),
-        "tokens": (batch, tokens),
-        "one-row": (1, tokens),
-        "packed-tokens": (tokens,),
-    }.get(kind)
-    call = Call(
-        cos,
-        cos,
-        None if positions_shape is None else _empty(*positions_shape, dtype=index_dtype),
-        _empty(5, dtype=index_dtype) if kind == "packed" else None,
-        0,
-        Flags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace),
-    )
-    launch = prepare(xs, call)
-    return replace(launch.spec, pointer_alignment=alignment)
-
-
-def _empty(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def configurations():

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from definition import (
+from helpers.rope_definition import (
     assert_rotated,
     check_in_place,
     check_rotation,
@@ -17,7 +17,7 @@ from definition import (
 )
 
 from ropewalk import apply_rope, rope_table
-from ropewalk.ops.rope import api, eager
+from ropewalk.ops.rope import api, autograd
 from ropewalk.testing import assert_close_to_truth, unchanged
 
 
@@ -70,7 +70,7 @@ def test_an_eager_call_passes_no_dispatcher_and_is_worked_out_once(impl, device)
     cos, sin = random_tables(3, 4, device=device)
     with mock.patch.object(api, "rotate_traced", side_effect=AssertionError("the dispatcher")):
         apply_rope(q, k, cos, sin, impl=impl)
-        with mock.patch.object(eager, "_prepare", side_effect=AssertionError("worked out again")):
+        with mock.patch.object(autograd, "_prepare", side_effect=AssertionError("worked out again")):
             check_rotated = apply_rope(q + 1, k + 1, cos + 1, sin + 1, impl=impl)
     assert_rotated(check_rotated[0], q + 1, cos + 1, sin + 1)
 

@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from definition import check_in_place, check_out_of_place, check_rotation, random_tables, random_tensor, rotate
+from helpers.rope_definition import (
+    check_in_place,
+    check_out_of_place,
+    check_rotation,
+    random_tables,
+    random_tensor,
+    rotate,
+)
 
 from ropewalk import rope_table
 from ropewalk.testing import assert_close_to_truth, unchanged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from definition import check_rotation, plain, random_tables, random_tensor, rotate
+from helpers.rope_definition import check_rotation, plain, random_tables, random_tensor, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
-from definition import random_tables, random_tensor, whole_memory
+from helpers.modes import ON_GPU
+from helpers.rope_definition import random_tables, random_tensor, whole_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -22,7 +22,6 @@ OPERATOR = torch.ops.ropewalk.rotary_embedding.default
 LAYOUTS = ("t-hd", "t-h-d", "b-t-hd", "b-t-h-d")
 HEADS = 17
 ROWS = 512
-ON_GPU = os.environ.get("ROPEWALK_TEST_DEVICE", "cpu") != "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -386,9 +385,12 @@ def test_tangents_are_refused_and_not_passed_on_unrotated(function, device):
         function(arguments["positions"], x, *list(arguments.values())[1:])
         return x
 
-    with pytest.raises(RuntimeError, match="nor forward-mode differentiation"):
+    with pytest.raises(RuntimeError, match="forward-mode differentiation of rotary_embedding are not supported"):
         torch.func.jvp(rotated, (query,), (query,))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="nor forward-mode differentiation"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="forward-mode differentiation of rotary_embedding are not supported"),
+    ):
         rotated(torch.autograd.forward_ad.make_dual(query, query))
 
 

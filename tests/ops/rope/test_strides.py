@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from definition import check_out_of_place, check_rotation, random_tables, random_tensor
+from helpers.rope_definition import check_out_of_place, check_rotation, random_tables, random_tensor
 
 HQ, HK, D, T = 4, 2, 8, 5
 

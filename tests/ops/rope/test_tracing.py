@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import CALLS, ROWS, B, D, arguments, as_tuple, assert_same, inputs
-from definition import random_tables, random_tensor
+from helpers.rope_calls import CALLS, ROWS, B, D, arguments, as_tuple, assert_same, inputs
+from helpers.rope_definition import random_tables, random_tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

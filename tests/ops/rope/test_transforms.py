@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import ROWS, B, T, arguments, assert_same
-from definition import definition, plain, random_tables, random_tensor
+from helpers.rope_calls import ROWS, B, T, arguments, assert_same
+from helpers.rope_definition import definition, plain, random_tables, random_tensor
 from torch.autograd import forward_ad
 
 from ropewalk import apply_rope

@@ -1,4 +1,4 @@
-"""What the charts show, as data: a panel for each choice that the page offers."""
+"""The data of the charts: a panel for each choice that the page offers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.entries import Entry, Source, rates
 from ropewalk.bench.report.formats import duration, ratio, share, significant, size
 from ropewalk.bench.report.styles import style_of, styles_in
 from ropewalk.bench.report.verdicts import title_of
-from ropewalk.bench.rope import MULTIPLY
-from ropewalk.bench.timing import COPY
+from ropewalk.bench.rope.run import MULTIPLY
 
 _FEWEST_LENGTHS = 3  # of one family of cases, to be drawn over the length
 _KIND_ORDER = {"ours": 0, "peer": 1, "anchor": 2}
@@ -122,7 +122,7 @@ def _point(entry: Entry | None) -> dict[str, Any] | None:
 
 
 def describe_point(entry: Entry) -> str:
-    """What a chart says of one point; the page escapes it."""
+    """Describe one point of a chart; the page escapes the text."""
     parts = [f"{entry.case} ({entry.what})"]
     if entry.time is not None:
         parts.append(f"{duration(entry.time.p50)} [{duration(entry.time.p10)} – {duration(entry.time.p90)}]")
@@ -138,7 +138,7 @@ def describe_point(entry: Entry) -> str:
 
 
 def roofline_panels(source: Source) -> list[Panel]:
-    """What was reached against operations for each byte, below what the device copies and multiplies."""
+    """Make panels of reached speed against operations for each byte, below the device's copy and product."""
     parts: dict[tuple[str, str], list[Entry]] = {}
     for entry in source.entries:
         if entry.time is not None and entry.kind != "anchor":

@@ -1,4 +1,4 @@
-"""The rows of records in one form, whichever benchmark they are of, with what follows from them."""
+"""The rows of records in one form, whichever the benchmark, with derived values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ropewalk.bench.attention_cases import AttentionCase, direction_of
-from ropewalk.bench.attention_records import AttentionRow
-from ropewalk.bench.cases import Case
-from ropewalk.bench.reading import BenchRecord, read_bench_record
-from ropewalk.bench.records import Row
-from ropewalk.bench.timing import COPY, HostTime, Quantiles
+from ropewalk.bench.attention.cases import AttentionCase, direction_of
+from ropewalk.bench.attention.rows import AttentionRow
+from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.timing import COPY, HostTime, Quantiles
+from ropewalk.bench.report.load import read_bench_record
+from ropewalk.bench.rope.cases import Case
+from ropewalk.bench.rope.rows import RopeRow
 
 _ROTATION_FLOPS = 3  # an element: of a pair's six, two products and a sum for each
 
@@ -57,7 +58,7 @@ class Entry:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What rows that are compared with each other have in common."""
+        """The fields that compared rows have in common."""
         return self.record, self.benchmark, self.case, self.shape, self.variant, self.dtype, self.mode, self.protocol
 
     @property
@@ -76,7 +77,7 @@ class Source:
 
     @property
     def device(self) -> str:
-        """What was measured on."""
+        """The measured device."""
         return str(self.run["device"])
 
     @property
@@ -119,13 +120,13 @@ def read_sources(paths: Sequence[Path]) -> list[Source]:
 
 
 def _entries(name: str, record: BenchRecord) -> Iterator[Entry]:
-    for rotation in record.rotations:
+    for rotation in record.of(RopeRow):
         yield _rotation(name, rotation)
-    for attention in record.attentions:
+    for attention in record.of(AttentionRow):
         yield _attention(name, attention, record.run)
 
 
-def _rotation(record: str, row: Row) -> Entry:
+def _rotation(record: str, row: RopeRow) -> Entry:
     case = row.case
     rotated = case.batch * case.tokens * (case.q_heads + case.k_heads) * case.width
     return Entry(
@@ -162,7 +163,7 @@ def _rotation(record: str, row: Row) -> Entry:
 
 
 def describe_variant(case: Case) -> str:
-    """The pairing, the place, and what else is not usual in a rotation."""
+    """Describe the pairing, the place of the result, and anything unusual in a rotation."""
     parts = [case.variant.replace("/", ", ")]
     if case.rotary_dim is not None:
         parts.append(f"R{case.rotary_dim}")
@@ -217,13 +218,13 @@ def _attention(record: str, row: AttentionRow, run: Mapping[str, Any]) -> Entry:
 
 
 def _describe_attention(case: AttentionCase) -> tuple[str, str]:
-    """The shape, and the mask with what else is not usual."""
+    """Return the shape, and the mask with anything unusual."""
     shape, _, rest = case.description.partition(f", {case.dtype}")
     return shape, rest.removeprefix(", ")
 
 
 def _attention_bytes(case: AttentionCase, mode: str, seed: int) -> float:
-    """Of q, k, v and out forward; of them and their gradients backward; of a cache's keys and values."""
+    """Count q, k, v and out forward; them and their gradients backward; a cache's keys and values."""
     if case.form == "cache":
         return case.cache_bytes(seed)
     lengths = case.draw_lengths(seed) if case.form == "packed" else None
@@ -245,6 +246,6 @@ def _share_of_copy(row: AttentionRow, run: Mapping[str, Any]) -> float | None:
 
 
 def rates(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the device was found to copy and to multiply, where the run says it."""
+    """Return the device's rates of copies and products, if the run has them."""
     found: Mapping[str, Any] = run.get("rates") or {}
     return found

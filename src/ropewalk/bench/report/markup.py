@@ -16,7 +16,7 @@ class Markup(str):
 def element(tag: str, *children: str | None, **attributes: str | bool | None) -> Markup:
     """An element. Children that are not `Markup` are escaped, as attributes are; None is left out.
 
-    Of an attribute's name, a last underscore is dropped, and the others are written as hyphens.
+    In an attribute's name, a last underscore is dropped, and the others are written as hyphens.
     """
     written = "".join(
         f" {name.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')

@@ -42,7 +42,7 @@ def write_report(records: Sequence[Path], output: Path, *, force: bool = False) 
 
 
 def render(sources: Sequence[Source]) -> str:
-    """The page as HTML."""
+    """Render the page as HTML."""
     folder = files("ropewalk.bench.report")
     devices = ", ".join(dict.fromkeys(source.device for source in sources))
     parts = {
@@ -61,7 +61,7 @@ def render(sources: Sequence[Source]) -> str:
 
 
 def data_of(sources: Sequence[Source]) -> dict[str, Any]:
-    """What the script shows."""
+    """Collect the script's data."""
     entries = [entry for source in sources for entry in source.entries]
     return {
         "colours": {entry.label: colours_of(entry.impl) for entry in entries},
@@ -74,7 +74,7 @@ def data_of(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def embed(data: Mapping[str, Any]) -> str:
-    """JSON that ends no element and begins no comment wherever it stands in HTML."""
+    """Encode as JSON that ends no element and begins no comment anywhere in HTML."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -275,7 +275,7 @@ def systems(sources: Sequence[Source]) -> Markup:
 
 
 def method(sources: Sequence[Source]) -> Markup:
-    """How it was measured, as far as these records were."""
+    """Describe the method, as far as these records used it."""
     said = [
         "A result is compared with float64 first; a wrong one is not timed, and is listed with its error. "
         f"Medians are compared; within {100 * SAME:.0f} % they count as equal."

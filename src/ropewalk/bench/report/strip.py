@@ -46,15 +46,15 @@ def draw_strip(group: Group, scale: tuple[float, float]) -> Markup:
 
 def _at(times: float, scale: tuple[float, float]) -> str:
     low, high = (math.log(edge) for edge in scale)
-    place = (math.log(min(max(times, scale[0]), scale[1])) - low) / (high - low)
-    return f"{_MARGIN + place * (_WIDTH - 2 * _MARGIN):.1f}"
+    x = (math.log(min(max(times, scale[0]), scale[1])) - low) / (high - low)
+    return f"{_MARGIN + x * (_WIDTH - 2 * _MARGIN):.1f}"
 
 
-def _heap(verdict: Verdict, place: float) -> int:
-    """The heap nearest to a place, on the side of the line that the verdict belongs to."""
+def _heap(verdict: Verdict, x: float) -> int:
+    """the heap nearest to x, on the side of the line that the verdict belongs to."""
     if verdict.outcome == AHEAD:
-        return max(round(place), 1)
-    return min(round(place), -1) if verdict.outcome == BEHIND else 0
+        return max(round(x), 1)
+    return min(round(x), -1) if verdict.outcome == BEHIND else 0
 
 
 def _mark(verdict: Verdict, x: float, y: float) -> Markup:

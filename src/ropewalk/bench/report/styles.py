@@ -1,4 +1,4 @@
-"""How each implementation looks: the same colour and marker everywhere on the page.
+"""The look of each implementation: the same colour and marker everywhere on the page.
 
 Colours come in pairs, for a light and a dark page. They are told apart with any kind of colour vision together with the
 marker: ours are blues, peers are not.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.entries import Entry
-from ropewalk.bench.rope import MULTIPLY
-from ropewalk.bench.timing import COPY
+from ropewalk.bench.rope.run import MULTIPLY
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ropewalk.bench.core.timing import HostTime, Quantiles
 from ropewalk.bench.report.entries import Entry
 from ropewalk.bench.report.formats import MISSING, share, significant
-from ropewalk.bench.timing import HostTime, Quantiles
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ COLUMNS = (
     Column("shape", "shape", lambda entry: entry.shape),
     Column("variant", "variant", lambda entry: entry.variant or None),
     Column("kind", "kind", lambda entry: entry.kind),
-    Column("served_by", "served by", lambda entry: entry.served_by),
+    Column("served_by", "run by", lambda entry: entry.served_by),
     Column("reason", "reason", lambda entry: entry.reason),
 )
 
 
 def table_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Columns of which any row has something, and the rows."""
+    """Make the columns that any row has a value for, and the rows."""
     several = len({entry.record for entry in entries}) > 1
     columns = [
         column

@@ -1,15 +1,15 @@
-"""Who is faster, case by case: our best implementation against the best peer."""
+"""Verdicts case by case: our best implementation against the best peer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ropewalk.bench.attention_candidates import AUTO, COMPILED
-from ropewalk.bench.attention_cases import MODES
+from ropewalk.bench.attention.candidates import AUTO, COMPILED
+from ropewalk.bench.attention.cases import MODES
+from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.entries import Entry
 from ropewalk.bench.report.formats import ratio
-from ropewalk.bench.timing import COPY
 
 _NAMED = 8  # losses that the sentence names, and then a number
 SAME = 0.02  # times within so much of each other are taken for equal
@@ -59,7 +59,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one case: `times_as_fast` is the peer's time over ours."""
+    """The comparison of one case: `times_as_fast` is the peer's time over ours."""
 
     lead: Entry  # any of the rows, for what they have in common
     ours: Side | None
@@ -94,7 +94,7 @@ class Verdict:
 
     @property
     def host_ratio(self) -> float | None:
-        """What an eager call of the peer costs the host, over what one of ours does."""
+        """The host time of a peer's eager call over that of ours."""
         if self.ours is None or self.peer is None:
             return None
         ours, peer = self.ours.entry.host, self.peer.entry.host
@@ -116,18 +116,18 @@ class Group:
     verdicts: list[Verdict]
 
     def count(self, *outcomes: str) -> int:
-        """How many verdicts have one of these outcomes."""
+        """Count the verdicts with one of these outcomes."""
         return sum(verdict.outcome in outcomes for verdict in self.verdicts)
 
     @property
     def compared(self) -> int:
-        """How many cases had a peer."""
+        """The number of cases that had a peer."""
         return len(self.verdicts) - self.count(ALONE)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a position scheme, or a variant, costs over the same kernels without it."""
+    """The cost of a position scheme, or a variant, over the same kernels without it."""
 
     entry: Entry
     baseline: Entry
@@ -180,7 +180,7 @@ def title_of(benchmark: str, mode: str, protocol: str | None = None) -> str:
 
 
 def note_of(benchmark: str, mode: str) -> str:
-    """What is in a time of this mode."""
+    """Describe the content of a mode's time."""
     return (_NOTES if benchmark == "rope" else MODES).get(mode, "")
 
 
@@ -203,7 +203,7 @@ def sentence(groups: Sequence[Group]) -> str:
 
 
 def host_sentence(groups: Sequence[Group]) -> str | None:
-    """How often an eager call of ours costs the host no more than one of the best peer; None where none was timed."""
+    """Count the eager calls of ours that cost the host no more than the best peer's; None: none was timed."""
     both = [one.host_ratio for group in groups for one in group.verdicts if one.host_ratio is not None]
     if not both:
         return None
@@ -213,13 +213,13 @@ def host_sentence(groups: Sequence[Group]) -> str | None:
 
 
 def losses(groups: Sequence[Group]) -> list[tuple[Group, Verdict]]:
-    """Where a peer is faster, or nothing of ours was measured: the worst first."""
+    """List the cases in which a peer is faster, or nothing of ours was measured: the worst first."""
     found = [(group, one) for group in groups for one in group.verdicts if one.outcome in (BEHIND, ABSENT)]
     return sorted(found, key=lambda pair: pair[1].times_as_fast or 0.0)
 
 
 def _of_rotation(rows: Sequence[Entry]) -> Verdict | None:
-    """Of small cases times in a CUDA graph are compared, as far as ours have them."""
+    """Compare rotations: small cases by their times in a CUDA graph, as far as ours have them."""
     ours = [row for row in rows if row.kind == "ours"]
     in_graph = any(row.graph is not None for row in ours)
     best = _fastest(ours, in_graph)
@@ -267,7 +267,7 @@ def _without_ours(rows: Sequence[Entry], ours: Sequence[Entry], peer: Side | Non
 
 
 def costs(entries: Sequence[Entry]) -> list[Cost]:
-    """Ours against the same implementation without positions, or for ReRoPE with RoPE, of the same rounds."""
+    """Compare ours with the same implementation without positions, or ReRoPE with RoPE, of the same rounds."""
     found = []
     for rows in together([entry for entry in entries if entry.kind == "ours" and entry.time is not None]):
         if rows[0].benchmark != "attention" or rows[0].mode in ("decode", "memory"):

@@ -1,4 +1,4 @@
-"""Masked batches: windows of text in which some tokens are hidden, for the model to tell.
+"""Masked batches: windows of text with some tokens hidden, for the model to predict.
 
 Shape letters: B rows, T tokens of a row, M masked tokens of a row.
 """
@@ -34,20 +34,20 @@ class Batch:
 
 
 def n_masked_of(n_tokens: int, probability: float) -> int:
-    """How many of a row's tokens are masked."""
+    """Return the number of masked tokens of a row."""
     return max(1, int(probability * n_tokens + 0.5))
 
 
 def training_batch(
     corpus: Corpus, config: Config, seed: int, step: int, device: torch.device, part: int = 0, n_parts: int = 1
 ) -> Batch:
-    """The batch of a step, counted from 0, or one of n_parts equal parts of its rows.
+    """Make the batch of a step, counted from 0, or one of n_parts equal parts of its rows.
 
     The windows of an epoch are shuffled by `seed` alone; which tokens are masked, and as what they are shown, are drawn
     on the device by (seed, step), for the whole batch always. So a batch depends neither on what was drawn before, nor
     on how it is cut into parts. The device is never waited for.
 
-    Of a row of n tokens exactly max(1, round(mask_probability·n)) are masked, halves rounded up; M is that of T.
+    In a row of n tokens exactly max(1, round(mask_probability·n)) are masked, halves rounded up; M is that of T.
     """
     if config.batch_size % n_parts or not 0 <= part < n_parts:
         raise ValueError(
@@ -72,7 +72,7 @@ def training_batch(
 def evaluation_batches(
     corpus: Corpus, config: Config, length: int, device: torch.device, tokens_at_once: int
 ) -> Iterator[Batch]:
-    """The held-out windows, cut into rows of `length` tokens, at most tokens_at_once or one row in a batch.
+    """Cut the held-out windows into rows of `length` tokens, at most tokens_at_once or one row in a batch.
 
     The same tokens are masked at each length and on each device, the same number in every train_length tokens; only how
     much text around them is seen differs. There is no padding, and every masked token has its label.
@@ -96,7 +96,7 @@ def evaluation_batches(
 
 
 def _window_numbers(n_windows: int, batch_size: int, seed: int, step: int) -> Tensor:
-    """Which windows a batch has: those of an epoch in their shuffled order, then those of the next."""
+    """Return the windows of a batch: those of an epoch in their shuffled order, then those of the next."""
     places = torch.arange(step * batch_size, (step + 1) * batch_size)
     epochs = range(step * batch_size // n_windows, ((step + 1) * batch_size - 1) // n_windows + 1)
     numbers = [
@@ -111,7 +111,7 @@ def _epoch_order(n_windows: int, seed: int, epoch: int) -> Tensor:
 
 
 def _pack(corpus: Corpus, windows: Tensor, n_masked: Tensor, length: int, *, pin: bool) -> Tensor:
-    """What goes to the device, in one copy: (B, T + 2) int32, tokens, how many they are, how many are masked."""
+    """Pack a batch for one copy to the device: (B, T + 2) int32, tokens, their number, the number of masked ones."""
     packed = torch.empty(len(windows), length + 2, dtype=torch.int32, pin_memory=pin)
     offsets = torch.arange(length)
     places = (windows[:, :1] + offsets).clamp_(max=corpus.tokens.numel() - 1)
@@ -144,7 +144,7 @@ class _Draws:
 
 
 def _mask(ids: Tensor, inside: Tensor, n_masked: Tensor, draws: _Draws, mask_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens as they are shown, (B, T); which are masked, and what these are, (B, M); n_masked is (B, 1)."""
+    """Mask tokens: (B, T) as they are shown; the masked indices, and their tokens, (B, M); n_masked is (B, 1)."""
     M = draws.kinds.shape[1]
     masked = draws.order.masked_fill(~inside, -1.0).topk(M).indices
     tokens = ids.gather(1, masked)

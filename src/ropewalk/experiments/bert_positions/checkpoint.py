@@ -27,7 +27,7 @@ _UNFINISHED = ".unfinished"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds: after how many steps it was written, and its parts by name, on the CPU."""
+    """The content of a checkpoint: its step, and its parts by name, on the CPU."""
 
     step: int
     parts: dict[str, Any]
@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, step: int, settings: Mapping[str, Any], parts:
 
 
 def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | None:
-    """Read the newest checkpoint of a run's folder, every byte of it verified; None where there is none.
+    """Load the newest checkpoint of a run's folder, every byte of it verified; None if there is none.
 
     Raises:
         ValueError: a file that is missing or damaged, or other `settings` than those it was written with; by name.
@@ -90,7 +90,7 @@ def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | N
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key by which two mappings differ, and its two values; those within mappings have names with dots."""
+    """Return the first key by which two mappings differ, and its two values; nested names have dots."""
     for key in (*before, *(key for key in now if key not in before)):
         a, b = before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -125,14 +125,14 @@ def _damaged(file: Path, what: str = "is damaged") -> str:
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The whole checkpoints of a folder, by their step."""
+    """List the whole checkpoints of a folder, by their step."""
     for path in folder.glob("checkpoint-*"):
         if named := _NAME.fullmatch(path.name):
             yield int(named[1]), path
 
 
 def _clean(folder: Path, keep: Path | None) -> None:
-    """Delete what was not finished, and checkpoints other than `keep`; none of these where it is None."""
+    """Delete unfinished checkpoints, and those other than `keep`; none of these where it is None."""
     for path in folder.glob(f"checkpoint-*{_UNFINISHED}"):
         shutil.rmtree(path)
     for _, path in _checkpoints(folder) if keep is not None else ():

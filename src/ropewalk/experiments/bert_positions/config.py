@@ -1,4 +1,4 @@
-"""What a comparison trains and on what: presets, a file (YAML or TOML) and the command line, the last of which wins."""
+"""The configuration of a comparison: presets, a file (YAML or TOML) and the command line, the last of which wins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND_LINE = "the command line"
 
 
 class ConfigError(ValueError):
-    """A key whose value cannot be; `load_config` adds where it comes from."""
+    """A key whose value cannot be; `load_config` adds its source."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -78,11 +78,11 @@ class Config:
         self._check_schemes()
 
     def _check_names(self) -> None:
-        for key, known in (("schemes", SCHEMES), ("scheme_options", SCHEMES), ("precision", PRECISIONS)):
+        for key, allowed in (("schemes", SCHEMES), ("scheme_options", SCHEMES), ("precision", PRECISIONS)):
             values = getattr(self, key)
             for name in (values,) if isinstance(values, str) else values:
-                if name not in known:
-                    raise ConfigError(key, f"{key} has {name!r}, but must be of {', '.join(known)}")
+                if name not in allowed:
+                    raise ConfigError(key, f"{key} has {name!r}, but must be of {', '.join(allowed)}")
         for key in ("schemes", "seeds", "length_multiples"):
             values = getattr(self, key)
             if not values or len(set(values)) < len(values):
@@ -127,12 +127,12 @@ class Config:
         return self.train_length * max(self.length_multiples)
 
     def options_of(self, scheme: str) -> dict[str, Any]:
-        """The arguments of a scheme's attention class beside the sizes; ReRoPE's window is half a training window."""
+        """Return a scheme's arguments beside the sizes; ReRoPE's window is half a training window."""
         default = {"window": max(1, self.train_length // 2)} if scheme == "rerope" else {}
         return {**default, **self.scheme_options.get(scheme, {})}
 
     def as_dict(self) -> dict[str, Any]:
-        """All keys, for JSON, YAML and `load_config`: lists in the place of tuples."""
+        """Return all keys, for JSON, YAML and `load_config`: lists instead of tuples."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
 
@@ -205,12 +205,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision itself, of `PRECISIONS`; for "auto", that of the device."""
+    """Return the precision itself, of `PRECISIONS`; for "auto", that of the device."""
     return ("bf16" if device.type == "cuda" else "no") if precision == "auto" else precision
 
 
 def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Config:
-    """A preset, changed by what the file says, and that by what the command line gave.
+    """Load a preset, changed by the file, and that by the command line.
 
     Args:
         preset: one of `PRESETS`.
@@ -243,7 +243,7 @@ def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Conf
 
 
 def _blame(error: ConfigError, sources: Mapping[str, str], preset: str) -> str:
-    """Where a wrong value comes from: of keys that do not go together, where any that the message names was changed."""
+    """Return the source of a wrong value: of several keys that the message names, the first that was changed."""
     named = [error.key, *(key for key in sources if key in str(error))]
     changed = [sources[key] for key in named if key in sources and sources[key] != f"preset {preset}"]
     return changed[0] if changed else f"preset {preset}"

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a file in YAML or TOML holds; ValueError, which names the file, if that is not keys and values."""
+    """Read a file in YAML or TOML; ValueError, which names the file, if that is not keys and values."""
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ValueError(f"{path}: a configuration file must end in .yaml, .yml or .toml")
     try:
@@ -52,7 +52,7 @@ def _parse_toml(path: Path, text: str) -> Any:
 
 
 def convert(source: str, key: Any, value: Any, kinds: Mapping[str, Any]) -> Any:
-    """The value of a key as of its kind; ValueError, which names the source and the key, if there is no such key."""
+    """Convert a value to its key's kind; ValueError, which names the source and the key, if there is no such key."""
     if key not in kinds:
         near = difflib.get_close_matches(str(key), kinds, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(kinds)}"
@@ -71,7 +71,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    """A finite number; YAML reads 1e-3, which has no point, as text."""
+    """Convert to a finite number; YAML reads 1e-3, which has no point, as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(float(value)):
         raise TypeError
     return float(value)

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ropewalk.bench.running import progress_bar
+from ropewalk.bench.core.terminal import progress_bar
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.text import MEGABYTE, Text, open_text
 from ropewalk.experiments.bert_positions.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -57,8 +57,8 @@ class Corpus:
 def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
     """Read the corpus from `folder`; if it is not there in full yet, prepare it there first.
 
-    The vocabulary is learnt from the first documents that are not held out, in their random order. Of the documents
-    the share `held_out` is held out, but at least one. Training windows have train_length tokens, the last of a
+    The vocabulary is learnt from the first documents that are not held out, in their random order. The share
+    `held_out` of the documents is held out, but at least one. Training windows have train_length tokens, the last of a
     document less, but at least 8.
 
     Raises:
@@ -77,7 +77,7 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
 
 
 def cut_windows(lengths: Tensor, size: int) -> Tensor:
-    """Windows of `size` tokens, the last of a document shorter, (W, 2): begin and number of tokens."""
+    """Cut windows of `size` tokens, the last of a document shorter, (W, 2): begin and number of tokens."""
     begins = lengths.cumsum(0) - lengths
     rest = lengths % size
     counts = lengths // size + (rest >= SHORTEST_WINDOW)
@@ -87,19 +87,19 @@ def cut_windows(lengths: Tensor, size: int) -> Tensor:
 
 
 def cut_held_out(lengths: Tensor, size: int, most: int) -> Tensor:
-    """Where windows of exactly `size` tokens begin, at most so many, evenly from all that fit; (N,).
+    """Return the begins of windows of exactly `size` tokens, at most so many, evenly from all that fit; (N,).
 
-    What a document has beyond its windows is left out at both of its ends, half at each.
+    A document's rest beyond its windows is left out at both of its ends, half at each.
     """
     begins = lengths.cumsum(0) - lengths
     document, number = _spread(lengths // size)
-    places = begins[document] + (lengths[document] % size) // 2 + number * size
-    count = min(most, len(places))
-    return places[torch.arange(count) * len(places) // max(1, count)]
+    starts = begins[document] + (lengths[document] % size) // 2 + number * size
+    count = min(most, len(starts))
+    return starts[torch.arange(count) * len(starts) // max(1, count)]
 
 
 def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of counts.sum() things: which count it belongs to, and its number in that."""
+    """For each of counts.sum() things, return its count's index, and its number in that."""
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
@@ -149,7 +149,7 @@ def _write_corpus(config: Config, text: Text, folder: Path, console: Console) ->
 
 
 def _collect(text: Text, path: Path, max_megabytes: float) -> tuple[list[int], str]:
-    """Copy documents into one file until the next would be too much; how many bytes each has, and a hash of all."""
+    """Copy documents into one file until the next would be too much; returns their bytes, and a hash of all."""
     sizes: list[int] = []
     left = int(max_megabytes * MEGABYTE)
     digest = hashlib.sha256()
@@ -185,7 +185,7 @@ def _train_tokenizer(raw: Path, sizes: list[int], n_held_out: int, vocab_size: i
 
 
 def _encode(tokenizer: Any, raw: Path, sizes: list[int], n_held_out: int, folder: Path, console: Console) -> list[int]:
-    """Write the tokens of all documents; how many each has."""
+    """Write the tokens of all documents; returns the number of each."""
     lengths: list[int] = []
     documents = _read_documents(raw, sizes)
     with progress_bar(console) as progress:
@@ -204,7 +204,7 @@ def _encode(tokenizer: Any, raw: Path, sizes: list[int], n_held_out: int, folder
 
 
 def _group(sizes: list[int]) -> Iterator[int]:
-    """How many documents are encoded at once, one after the other."""
+    """Return how many documents are encoded at once, one after the other."""
     count, total = 0, 0
     for size in sizes:
         if count and total + size > ENCODED_AT_ONCE:
@@ -262,7 +262,7 @@ def _read_corpus(config: Config, folder: Path) -> Corpus:
 
 
 def _check_manifest(config: Config, folder: Path) -> dict[str, Any]:
-    """What is in the folder; raise unless its files are whole and of these settings."""
+    """Read the folder's manifest; raise unless its files are whole and of these settings."""
     path = folder / MANIFEST
     advice = f"delete the folder {folder} to prepare the text anew"
     try:

@@ -1,4 +1,4 @@
-"""How trained models read held-out text: loss and accuracy in windows of the training length and of longer ones."""
+"""Evaluation on held-out text: loss and accuracy in windows of the training length and of longer ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_of(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast in which a model of this precision trains, and is read: "auto", "no", "bf16" or "fp16"."""
+    """Return the autocast of a precision, in training and evaluation: "auto", "no", "bf16" or "fp16"."""
     precision = resolve_precision(precision, device)
     return torch.autocast(device.type, _DTYPES.get(precision, torch.bfloat16), enabled=precision in _DTYPES)
 
@@ -31,7 +31,7 @@ def autocast_of(precision: str, device: torch.device) -> torch.autocast:
 def evaluate(
     model: Any, corpus: Corpus, config: Config, scheme: str, seed: int, device: torch.device
 ) -> list[EvaluationRow]:
-    """The loss and the accuracy of a model, on `device`, at each of the configuration's lengths.
+    """Compute the loss and the accuracy of a model, on `device`, at each of the configuration's lengths.
 
     The same masked tokens are scored at every length: what differs is how much around them is read at once. The model
     is read as it was trained, in the same precision, but without dropout, and is left as it was.
@@ -59,7 +59,7 @@ def evaluate(
 
 @torch.no_grad()
 def _score(model: Any, corpus: Corpus, config: Config, length: int, device: torch.device) -> tuple[float, float, int]:
-    """The mean loss, the accuracy and the number of masked tokens; the device is waited for once, at the end."""
+    """Return the mean loss, the accuracy and the number of masked tokens; waits for the device once, at the end."""
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in evaluation_batches(corpus, config, length, device, _TOKENS_AT_ONCE[device.type]):
         with autocast_of(config.precision, device):
@@ -72,7 +72,7 @@ def _score(model: Any, corpus: Corpus, config: Config, length: int, device: torc
 
 
 def _count(logits: Tensor, batch: Batch) -> Tensor:
-    """The sum of losses, how many first guesses are right, and the number of labels."""
+    """Return the sum of losses, the number of right first guesses, and the number of labels."""
     flat = batch.labels.flatten()
     losses = F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=NO_LABEL, reduction="none").double()
     right = (logits.argmax(-1).flatten() == flat).double()  # never where there is no label, which is no token

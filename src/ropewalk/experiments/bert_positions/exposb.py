@@ -1,4 +1,4 @@
-"""What ExpoSB really does: what its name and document 002 claim or let one infer, against what can be measured."""
+"""ExpoSB as measured, against the claims of its name and of the project that introduced it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ropewalk.experiments.bert_positions.exposb_scores import (
 )
 from ropewalk.experiments.bert_positions.exposb_training import check_band_weights, check_gradients, compare_losses
 from ropewalk.experiments.bert_positions.record import EvaluationRow, ExpoSBRow
-from ropewalk.positions import ExpoSB, PositionScheme, Rope
+from ropewalk.schemes import ExpoSB, PositionScheme, Rope
 
 if TYPE_CHECKING:
     from ropewalk.experiments.bert_positions.config import Config
 
 ROPE = Rope(interleaved=True)
-EXPOSB = ExpoSB()  # the variant that document 002's project trained
+EXPOSB = ExpoSB()  # the variant that its project trained
 DECAY = ExpoSB(distance_decay=True)
 TOKENS = 32  # of the texts whose probabilities are looked at
-PAIRS = 256  # of a random query and key
+N_PAIRS = 256  # of a random query and key
 POSITIONS = 33  # at which the same pair is looked at
 FAR = 1 << 20  # a position that no text has
 
@@ -37,7 +37,7 @@ FAR = 1 << 20  # a position that no text has
 def check_exposb(
     config: Config, evaluation: Sequence[EvaluationRow] = (), band_weights: Mapping[int, Tensor] | None = None
 ) -> list[ExpoSBRow]:
-    """A row for each claim, measured at the run's head dim and lengths.
+    """Measure a row for each claim, at the run's head dim and lengths.
 
     Args:
         config: of the run.
@@ -61,7 +61,7 @@ def check_exposb(
 
 
 def check_stick_breaking(head_dim: int) -> ExpoSBRow:
-    """Against a stick-breaking sequence of the same scores, in which no piece knows of those broken off after it."""
+    """Compare with a stick-breaking sequence of the same scores, in which no piece depends on later ones."""
     q, k, other = draw(3, TOKENS, 4, head_dim)
     p = probabilities_of(EXPOSB, q, k)
     m, n = torch.meshgrid(torch.arange(TOKENS), torch.arange(TOKENS), indexing="ij")
@@ -88,14 +88,14 @@ def check_stick_breaking(head_dim: int) -> ExpoSBRow:
         measured,
         "true" if elsewhere < ROUNDING and min(first, last) < ROUNDING else "false",
         f"Probabilities are the softmax of the scores (to {softmax:.0e}). Another first key changes those of all other "
-        f"keys, by {first:.1%} on average, and another last key by {last:.1%}: no key is served before the rest. "
+        f"keys, by {first:.1%} on average, and another last key by {last:.1%}: no key comes before the rest. "
         f"Sticks broken by the same scores would put {elsewhere:.0%} of the probability elsewhere.",
     )
 
 
 def check_norms(head_dim: int, longest: int) -> ExpoSBRow:
-    """Encoded over raw: the score of a vector with itself at one position is the square of its encoded length."""
-    x = torch.cat((draw(PAIRS, head_dim), torch.eye(head_dim, dtype=torch.float64)))
+    """Compare encoded with raw norms: a vector's score with itself is the square of its encoded length."""
+    x = torch.cat((draw(N_PAIRS, head_dim), torch.eye(head_dim, dtype=torch.float64)))
     positions = torch.linspace(0, longest - 1, POSITIONS).long()
 
     def ratios(position: PositionScheme) -> Tensor:
@@ -105,12 +105,12 @@ def check_norms(head_dim: int, longest: int) -> ExpoSBRow:
 
     ours, rope = ratios(EXPOSB), ratios(ROPE)
     measured = {
-        "least ratio of norms, random vectors": float(ours[:, :PAIRS].min()),
-        "greatest ratio of norms, random vectors": float(ours[:, :PAIRS].max()),
-        "least ratio of norms, single features": float(ours[:, PAIRS:].min()),
-        "greatest ratio of norms, single features": float(ours[:, PAIRS:].max()),
-        "mean ratio at the first position, random vectors": float(ours[0, :PAIRS].mean()),
-        "mean ratio at the last position, random vectors": float(ours[-1, :PAIRS].mean()),
+        "least ratio of norms, random vectors": float(ours[:, :N_PAIRS].min()),
+        "greatest ratio of norms, random vectors": float(ours[:, :N_PAIRS].max()),
+        "least ratio of norms, single features": float(ours[:, N_PAIRS:].min()),
+        "greatest ratio of norms, single features": float(ours[:, N_PAIRS:].max()),
+        "mean ratio at the first position, random vectors": float(ours[0, :N_PAIRS].mean()),
+        "mean ratio at the last position, random vectors": float(ours[-1, :N_PAIRS].mean()),
         "RoPE's largest deviation from 1": float((rope - 1).abs().max()),
     }
     low, high, feature_low, feature_high, first, last, of_rope = measured.values()
@@ -125,10 +125,10 @@ def check_norms(head_dim: int, longest: int) -> ExpoSBRow:
 
 
 def check_relative(head_dim: int, longest: int) -> ExpoSBRow:
-    """How much the score of one pair at one offset changes while both move through the text."""
+    """Measure the change of one pair's score at one offset while both move through the text."""
     offset = min(8, longest // 2)
     n = torch.linspace(0, longest - 1 - offset, POSITIONS).long()
-    q, k = draw(2, PAIRS, head_dim)
+    q, k = draw(2, N_PAIRS, head_dim)
 
     def change(scores: Tensor) -> Tensor:
         return (scores.amax(0) - scores.amin(0)) / scores.std()
@@ -154,7 +154,7 @@ def check_relative(head_dim: int, longest: int) -> ExpoSBRow:
 
 
 def check_amplitude(head_dim: int, length: int, longest: int) -> ExpoSBRow:
-    """The amplitude at the first position, where training and evaluation end, and far beyond."""
+    """Measure the amplitude at the first position, at the ends of training and evaluation, and far beyond."""
     first, trained, last, limit = _amplitudes(torch.tensor([0, length - 1, longest - 1, FAR]), head_dim).tolist()
     measured = {
         "at position 0": first,
@@ -174,7 +174,7 @@ def check_amplitude(head_dim: int, length: int, longest: int) -> ExpoSBRow:
 
 
 def check_fall_with_distance(head_dim: int, length: int, longest: int) -> ExpoSBRow:
-    """How large scores are by distance, without the decay; means are over all q and k, exactly."""
+    """Measure the size of scores by distance, without the decay; means are over all q and k, exactly."""
     ends = torch.tensor([longest - 1, longest - 1, 0, 0])
     keys = torch.tensor([longest - 1, 0, 0, longest - 1])
 
@@ -211,13 +211,13 @@ def check_fall_with_distance(head_dim: int, length: int, longest: int) -> ExpoSB
 
 
 def check_distance_decay(head_dim: int, length: int, longest: int) -> ExpoSBRow:
-    """What the decay multiplies scores by, which scores it raises, and where attention goes."""
+    """Measure the factor of the decay, the scores that it raises, and the attention that results."""
     distances = torch.tensor([length, longest - 1, FAR])
     at_zero = torch.zeros_like(distances)
     near, far, limit = (
         size_of_scores(DECAY, head_dim, distances, at_zero) / size_of_scores(EXPOSB, head_dim, distances, at_zero)
     ).tolist()
-    q, k = draw(2, 16 * PAIRS, head_dim)
+    q, k = draw(2, 16 * N_PAIRS, head_dim)
     pair = (q, k, distances[:1], at_zero[:1])
     raised = float((scores_of(DECAY, *pair) > scores_of(EXPOSB, *pair)).double().mean())
     shares = {
@@ -246,7 +246,7 @@ def check_distance_decay(head_dim: int, length: int, longest: int) -> ExpoSBRow:
 
 
 def check_band_gains(head_dim: int) -> ExpoSBRow:
-    """The gains of features, which are fixed, and how they differ within a pair that turns at one frequency."""
+    """Measure the gains of features, which are fixed, and their difference within a pair of one frequency."""
     weights = EXPOSB.rotation(torch.arange(1), head_dim).weights
     assert weights is not None
     gains = weights.double().sqrt()
@@ -264,7 +264,7 @@ def check_band_gains(head_dim: int) -> ExpoSBRow:
         measured,
         "true" if within - 1 < ROUNDING else "in part",
         f"Features have fixed gains from {least:.2f} to {greatest:.2f}, a bump about feature {feature:.0f} of "
-        f"{head_dim}; {low:.0%} of them are within 0.01 of the least. The two features of a pair, which turn at one "
+        f"{head_dim}; {low:.0%} of them are within 0.01 of the least. The two features of a pair, which rotate at one "
         f"frequency, differ by up to {within - 1:.1%}, so that they are no gains of frequencies.",
     )
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention.api import attention
-from ropewalk.positions import PositionScheme
+from ropewalk.schemes import PositionScheme
 
 ROUNDING = 1e-3  # what is less than this is no effect: tables of cos and sin are rounded to float32, about 1e-7
 
 
 def draw(*shape: int) -> Tensor:
-    """The same standard normal numbers for the same shape."""
+    """Draw standard normal numbers, the same for the same shape."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def scores_of(position: PositionScheme, q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> Tensor:
-    """The scores of queries at positions m (P,) with keys at n (P,), (P, N); q and k are (N, D), or (P, N, D)."""
+    """Return scores (P, N) of queries at positions m (P,) with keys at n (P,); q and k are (N, D), or (P, N, D)."""
     q, k = (x.expand(len(m), *x.shape[-2:])[:, None] for x in (q, k))  # P batch rows of one token and N heads
     _, lse = attention(
         q,
@@ -40,7 +40,7 @@ def scores_of(position: PositionScheme, q: Tensor, k: Tensor, m: Tensor, n: Tens
 
 
 def probabilities_of(position: PositionScheme, q: Tensor, k: Tensor) -> Tensor:
-    """The attention probabilities of tokens at 0 to T − 1, (H, T, T); q and k are (T, H, D)."""
+    """Return the attention probabilities of tokens at 0 to T − 1, (H, T, T); q and k are (T, H, D)."""
     tokens, heads, _ = k.shape
     v = torch.eye(tokens, dtype=q.dtype)[:, None].expand(tokens, heads, tokens)
     out: Tensor = attention(q[None], k[None], v[None], position=position, impl="reference")
@@ -48,21 +48,21 @@ def probabilities_of(position: PositionScheme, q: Tensor, k: Tensor) -> Tensor:
 
 
 def break_sticks(scores: Tensor, order: Tensor) -> Tensor:
-    """The pieces of sticks of length 1: each key takes the part sigmoid(score) of what those before it left."""
+    """Break sticks of length 1: each key takes the part sigmoid(score) of the rest."""
     part = scores.gather(-1, order).sigmoid()
     left = torch.cat((torch.ones_like(part[..., :1]), (1 - part).cumprod(-1)[..., :-1]), dim=-1)
     return torch.zeros_like(part).scatter(-1, order, part * left)
 
 
 def size_of_scores(position: PositionScheme, head_dim: int, m: Tensor, n: Tensor) -> Tensor:
-    """The root mean square, (P,), of the scores of q and k whose features are independent, of variance 1; exactly."""
+    """Return the root mean square, (P,), of scores of independent features of variance 1; exactly."""
     basis = torch.eye(head_dim, dtype=torch.float64)
     q, k = basis.repeat_interleave(head_dim, 0), basis.repeat(head_dim, 1)
     return scores_of(position, q, k, m, n).square().sum(1).sqrt()
 
 
 def share_of_nearest(position: PositionScheme, head_dim: int, tokens: int) -> float:
-    """How much of its attention the last token gives to the nearest quarter of random keys, on average."""
+    """Return the mean part of the last token's attention to the nearest quarter of random keys."""
     texts = max(1, (1 << 21) // (tokens * head_dim))
     q, k = draw(texts, 1, 1, head_dim), draw(texts, tokens, 1, head_dim)
     nearest = (torch.arange(tokens) >= tokens - tokens // 4).to(q.dtype)[None, :, None, None].expand(texts, -1, 1, 1)

@@ -1,4 +1,4 @@
-"""What training made of ExpoSB: whether gradients reach it, its learned weights, and its losses against RoPE's."""
+"""ExpoSB after training: whether gradients reach it, its learned weights, and its losses against RoPE's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ropewalk.experiments.bert_positions.exposb_scores import ROUNDING, draw, sc
 from ropewalk.experiments.bert_positions.record import EvaluationRow, ExpoSBRow
 from ropewalk.modules.bert import ExpoSBBERTAttention
 from ropewalk.ops.attention.api import attention
-from ropewalk.positions import ExpoSB
+from ropewalk.schemes import ExpoSB
 
 POSITIONS = 33
 # Student's t for 5 %, two-sided, by degrees of freedom; with more of them the last, which is a bit strict.
@@ -22,7 +22,7 @@ TOKENS = 32
 
 
 def trained_band_weights(model: nn.Module) -> Tensor:
-    """The weights that a model's ExpoSB layers have now, (layers, heads), on the CPU."""
+    """Return the weights of a model's ExpoSB layers, (layers, heads), on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, ExpoSBBERTAttention)]
     if not layers:
         raise ValueError(f"the model, a {type(model).__name__}, has no layer of ExpoSBBERTAttention")
@@ -30,7 +30,7 @@ def trained_band_weights(model: nn.Module) -> Tensor:
 
 
 def check_band_weights(hidden_size: int, num_heads: int, trained: Mapping[int, Tensor]) -> ExpoSBRow:
-    """What the module's learned weights do, and what became of them, by seed (layers, heads)."""
+    """Describe the module's learned weights and their trained values, by seed (layers, heads)."""
     count = ExpoSBBERTAttention(hidden_size, num_heads).band_weights.numel()
     q, k, drawn = *draw(2, num_heads, hidden_size // num_heads), draw(num_heads)
     m, n = torch.arange(POSITIONS), torch.arange(POSITIONS).flip(0)
@@ -69,7 +69,7 @@ def check_band_weights(hidden_size: int, num_heads: int, trained: Mapping[int, T
 
 
 class _NoneBackward(torch.autograd.Function):
-    """Attention whose backward returns None for each input, as the document's does."""
+    """Attention whose backward returns None for each input."""
 
     @staticmethod
     def forward(ctx: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class _NoneBackward(torch.autograd.Function):
 
 
 def check_gradients(head_dim: int) -> ExpoSBRow:
-    """Which inputs a backward of None reaches, and how true the gradients are that ours brings."""
+    """Check the inputs that a backward of None reaches, and the error of our gradients."""
     q, k, v = (x.requires_grad_() for x in draw(3, 1, TOKENS, 2, head_dim))
     inputs = (q, k, v, draw(2).requires_grad_())
     _NoneBackward.apply(q, k, v).square().sum().backward()
@@ -110,7 +110,7 @@ def _loss(q: Tensor, k: Tensor, v: Tensor, band_weights: Tensor) -> Tensor:
 
 
 def _error_against_differences(inputs: Sequence[Tensor], gradients: Sequence[Tensor], step: float = 1e-5) -> float:
-    """The largest relative error of the slope along a random direction of each input."""
+    """Return the largest relative error of the slope along a random direction of each input."""
     errors = []
     for index, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
         direction = draw(*x.shape)
@@ -126,7 +126,7 @@ def _error_against_differences(inputs: Sequence[Tensor], gradients: Sequence[Ten
 
 
 def compare_losses(evaluation: Sequence[EvaluationRow], train_length: int) -> list[ExpoSBRow]:
-    """The losses of ExpoSB and RoPE of the same seeds: at the training length, and by how much they rise with length.
+    """Compare the losses of ExpoSB and RoPE of the same seeds: at the training length, and their rise with length.
 
     A difference counts as shown where Student's test of the pairs tells it from 0 at 5 %, which takes two seeds or
     more. No row without a seed of both.

@@ -1,4 +1,4 @@
-"""What a record of the comparison says: figures, tables for the terminal, and the same tables as Markdown."""
+"""Figures of a record, tables for the terminal, and the same tables as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Style:
-    """How a scheme is named and drawn; colours are Okabe and Ito's, which the colour-blind tell apart."""
+    """The name and look of a scheme; colours are Okabe and Ito's, which the colour-blind can distinguish."""
 
     name: str
     colour: str
@@ -92,7 +92,7 @@ def _title(record: BertRecord) -> str:
 
 
 def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> None:
-    """The training loss of each scheme: the mean over seeds, and the band from the least to the greatest.
+    """Draw the training loss of each scheme: the mean over seeds, and the band from the least to the greatest.
 
     since: what part of the training is left out of the view's height, and of its width where it is a large one.
     """
@@ -116,13 +116,13 @@ def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> 
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Means over as many entries as `_SMOOTH` of all, centred, of fewer at both ends."""
+    """Average over `_SMOOTH` of all entries, centred, over fewer at both ends."""
     reach = round(len(values) * _SMOOTH / 2)
     return [statistics.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
 
 def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow], float], label: str) -> None:
-    """A value against the length, with the standard deviation over seeds as bars."""
+    """Draw a value against the length, with the standard deviation over seeds as bars."""
     lengths = _lengths(record)
     for scheme in _by_scheme(record.evaluation):
         style = _STYLES[scheme]
@@ -143,12 +143,12 @@ def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow
 
 
 def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow], float | None], title: str) -> None:
-    """A group of bars for each model, a bar for each length."""
+    """Draw a group of bars for each model, a bar for each length."""
     lengths, models = sorted({row.length for row in rows}), list(dict.fromkeys(map(_model, rows)))
     height = 0.8 / len(lengths)
     for row in rows:
         number, length = value(row), lengths.index(row.length)
-        place = models.index(_model(row)) + (length - (len(lengths) - 1) / 2) * height
+        y = models.index(_model(row)) + (length - (len(lengths) - 1) / 2) * height
         if number is not None:
             colour = _GREYS[row.attention] if row.model == HUGGING_FACE else _STYLES[row.model].colour
             look: dict[str, Any] = {
@@ -156,9 +156,9 @@ def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow],
                 "alpha": 0.55 if length else 1.0,
                 "hatch": "//" if length else None,
             }
-            axes.barh(place, number, height=height * 0.94, edgecolor="white", **look)
+            axes.barh(y, number, height=height * 0.94, edgecolor="white", **look)
         text = "out of memory" if number is None else f"{_short(number)} at {row.length}"
-        axes.annotate(text, (number or 0, place), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(models)), models, fontsize=10)
     axes.set_ylim(len(models) - 0.4, -0.6)
     axes.margins(x=0.25)
@@ -191,7 +191,7 @@ class _Sheet:
 
 
 def bert_tables(record: BertRecord) -> list[Table]:
-    """The tables, for the console."""
+    """Make the tables, for the console."""
     tables = []
     for sheet in _sheets(record):
         table = Table(title=sheet.title, caption=sheet.note, show_lines=sheet.words == len(sheet.headings))
@@ -205,7 +205,7 @@ def bert_tables(record: BertRecord) -> list[Table]:
 
 
 def markdown_tables(record: BertRecord) -> str:
-    """The tables as Markdown, below what was measured and where."""
+    """Make the tables as Markdown, below a line about the run and its machine."""
     run = record.run
     lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}"]
     lines[-1] += "".join(f", {name} {version}" for name, version in run["peers"].items()) + f"; {run['date']}."
@@ -257,7 +257,7 @@ def _length_sheet(
 
 
 def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
-    """The last loss, and what training took."""
+    """Make the sheet of the last loss and of training's cost."""
     rows = []
     for scheme, of_scheme in _by_scheme(record.training).items():
         last = [_smooth(row.losses)[-1] for row in of_scheme]
@@ -277,7 +277,7 @@ def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
 
 
 def _speed_sheet(record: BertRecord) -> _Sheet:
-    """Tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
+    """Make the sheet of tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
     lengths = sorted({row.length for row in record.speed})
     at = {(row.model, row.attention, row.length): row for row in record.speed}
     headings, note = ["model", "attention"], "Of a training step; tokens without padding, the 20 % to 80 % quantiles"
@@ -311,7 +311,7 @@ def _ratio(row: SpeedRow, against: SpeedRow | None) -> str:
 
 
 def _short(value: float) -> str:
-    """1.23, 12.3k, 4.56M: three digits."""
+    """Format to three digits: 1.23, 12.3k, 4.56M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if abs(value) >= size * 0.9995:
             scaled = value / size
@@ -324,7 +324,7 @@ def _model(row: SpeedRow) -> str:
 
 
 def _by_scheme(rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Rows by scheme, in the order of `_STYLES`."""
+    """Group rows by scheme, in the order of `_STYLES`."""
     return {scheme: found for scheme in _STYLES if (found := [row for row in rows if row.scheme == scheme])}
 
 
@@ -337,7 +337,7 @@ def _evaluated(record: BertRecord, scheme: str, length: int) -> list[EvaluationR
 
 
 def _mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and the standard deviation where there are several."""
+    """Return the mean, and the standard deviation where there are several."""
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> Any:
-    """transformers' `BertConfig` of the experiment's sizes."""
+    """Return transformers' `BertConfig` of the experiment's sizes."""
     from transformers import BertConfig
 
     return BertConfig(
@@ -37,10 +37,10 @@ def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> An
 
 
 def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> Any:
-    """A `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
+    """Make a `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
 
-    Of one seed, all that schemes have in common starts equal: it is drawn before the model is converted. What is the
-    scheme's own is drawn afterwards, from a seed of its own.
+    With one seed, the common weights of all schemes start equal: they are drawn before the model is converted. A
+    scheme's own weights are drawn afterwards, from a seed of their own.
     """
     from transformers import BertForMaskedLM
 
@@ -54,7 +54,7 @@ def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: 
 
 
 def masked_logits(model: Any, batch: Batch) -> Tensor:
-    """The logits of the masked positions alone, (B, M, vocab): they are one in seven, and the head is wide."""
+    """Return the logits of the masked tokens alone, (B, M, vocab): they are one in seven, and the head is wide."""
     hidden = model.bert(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
     index = batch.masked[..., None].expand(-1, -1, hidden.shape[-1])
     logits: Tensor = model.cls(hidden.gather(1, index))
@@ -62,7 +62,7 @@ def masked_logits(model: Any, batch: Batch) -> Tensor:
 
 
 def mlm_loss(model: Any, batch: Batch) -> Tensor:
-    """The sum of this part's cross-entropies over the number of labels of the whole batch.
+    """Return the sum of this part's cross-entropies over the number of labels of the whole batch.
 
     Added up over the parts of a batch, that is the mean loss of its masked tokens, whatever the parts are.
     """

@@ -1,4 +1,4 @@
-"""What a run of the comparison found: rows of four kinds, and the record that holds them, as JSON lines."""
+"""The record of a comparison: rows of four kinds, as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ropewalk.bench.records import RecordWriter, describe_run, read_lines, version_of
+from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines, version_of
 
 if TYPE_CHECKING:
     from ropewalk.experiments.bert_positions.config import Config
@@ -24,7 +24,7 @@ TRAINED_BY = ("transformers", "tokenizers", "accelerate", "datasets")
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """How the model of one scheme and seed trained."""
+    """The training of one scheme and seed."""
 
     kind: str = field(default="training", init=False)
     scheme: str
@@ -38,7 +38,7 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """How the model of one scheme and seed reads held-out text in windows of one length."""
+    """The loss of one scheme and seed on held-out text in windows of one length."""
 
     kind: str = field(default="evaluation", init=False)
     scheme: str
@@ -65,7 +65,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class ExpoSBRow:
-    """A claim about ExpoSB, and what is to be said of it."""
+    """A claim about ExpoSB, and its verdict."""
 
     kind: str = field(default="exposb", init=False)
     claim: str
@@ -95,7 +95,7 @@ class BertRecord:
 
 
 def describe_experiment(config: Config, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """The line about the run: machine, versions, configuration and text, without a path of the machine."""
+    """Describe the run: machine, versions, configuration and text, without a path of the machine."""
     settings = config.as_dict()
     settings["corpus"] = [PurePath(path).name for path in config.corpus]
     if config.dataset is not None and PurePath(config.dataset).is_absolute():
@@ -115,7 +115,7 @@ def describe_experiment(config: Config, corpus: Corpus, device: torch.device) ->
 
 
 def write_bert_record(path: Path, run: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Write a record, in the place of one that is there already once it is whole."""
+    """Write a record; it replaces an earlier one once it is whole."""
     unfinished = path.with_name(path.name + ".part")
     unfinished.unlink(missing_ok=True)
     with RecordWriter(unfinished, run) as writer:
@@ -125,7 +125,7 @@ def write_bert_record(path: Path, run: Mapping[str, Any], rows: Iterable[Row]) -
 
 
 def read_bert_record(path: Path) -> BertRecord:
-    """Read back what `write_bert_record` wrote."""
+    """Read a record of `write_bert_record`."""
     run, lines = read_lines(path, BENCHMARK)
     rows: dict[type[Row], list[Any]] = {kind: [] for kind in _KINDS.values()}
     for number, line in enumerate(lines, start=2):
@@ -138,14 +138,14 @@ def read_bert_record(path: Path) -> BertRecord:
 
 
 def row_of_line(line: Mapping[str, Any]) -> Row:
-    """The row that `dataclasses.asdict` made this of, after it was JSON."""
+    """Make the row that `dataclasses.asdict` made this of, after it was JSON."""
     kind = _KINDS.get(line.get("kind", ""))
     if kind is None:
         raise ValueError(f"kind is {line.get('kind')!r}, but must be one of {', '.join(map(repr, _KINDS))}")
     expected, given = {entry.name for entry in dataclasses.fields(kind)}, set(line)
     if expected != given:
         missing, unknown = sorted(expected - given), sorted(given - expected)
-        raise ValueError(f"a row of kind {line['kind']!r} lacks {missing} and has {unknown}, which it does not know")
+        raise ValueError(f"a row of kind {line['kind']!r} lacks {missing} and has {unknown}, which are unknown")
     values = {name: value for name, value in line.items() if name != "kind"}
     if values.get("step_ms") is not None:
         values["step_ms"] = tuple(values["step_ms"])

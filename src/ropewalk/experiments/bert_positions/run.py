@@ -1,4 +1,4 @@
-"""The comparison: a BERT is pre-trained for each scheme and seed, evaluated and timed, and a record says what came out.
+"""The comparison: pre-train a BERT for each scheme and seed, evaluate, time, and write a record.
 
 Everything goes into one folder, from which a run that was stopped goes on. In several processes all of them train; the
 main one does the rest.
@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ropewalk.bench.summary import default_console
-from ropewalk.bench.timing import check_device
+from ropewalk.bench.core.terminal import default_console
+from ropewalk.bench.core.timing import check_device
 from ropewalk.experiments.bert_positions.checkpoint import first_difference
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.corpus import Corpus, prepare_corpus
@@ -47,7 +47,7 @@ CONFIG = "config.yaml"
 RECORD = "record.jsonl"
 LEARNING, SPEED, TABLES = "learning.png", "speed.png", "tables.md"
 EVALUATION = "evaluation.json"
-# What has to be installed beside Ropewalk's own requirements, as it is imported.
+# Requirements beside Ropewalk's own, by the names that are imported.
 _PACKAGES = ("transformers", "tokenizers", "accelerate", "yaml", "tensorboard", "matplotlib")
 
 
@@ -72,7 +72,7 @@ def run_bert_positions(
         device: "cpu" or "cuda"; None for the GPU, if there is one. In several processes, started by torchrun, each has
             its own GPU.
         jobs: how many models are trained at a time, each in a process of its own on the same device: a small model
-            alone does not fill a GPU. What each learns there is the same.
+            alone does not fill a GPU. Each learns the same there.
         record: where the record goes too, a new file.
         console: where to print.
 
@@ -92,13 +92,13 @@ def run_bert_positions(
         >>> run_bert_positions(load_config("smoke"), output=Path("bert-positions"))  # doctest: +SKIP
     """
     _check_packages(config)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(place)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(target)
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, but must be at least 1")
     if record is not None and record.exists() and not resume:
         raise ValueError(f"{record} exists already, and is not overwritten")
-    with make_accelerator(config, place) as accelerator:
+    with make_accelerator(config, target) as accelerator:
         _check_batch(config, accelerator)
         if jobs > 1 and accelerator.num_processes > 1:
             raise ValueError(f"jobs is {jobs}, but must be 1 where several processes train one model")
@@ -106,7 +106,7 @@ def run_bert_positions(
         with accelerator.main_process_first(), _claimed(output, config, resume or not accelerator.is_main_process):
             corpus = prepare_corpus(config, output / DATA, console)
         if jobs > 1:  # what is done, is loaded below
-            train_side_by_side(config, output, place, jobs, console)
+            train_side_by_side(config, output, target, jobs, console)
         rows, band_weights = _train_and_evaluate(config, corpus, output, accelerator, console)
         if accelerator.is_main_process:
             _report(config, corpus, output, accelerator, jobs, console, record, rows, band_weights)
@@ -117,7 +117,7 @@ def run_bert_positions(
 def _train_and_evaluate(
     config: Config, corpus: Corpus, output: Path, accelerator: Any, console: Console
 ) -> tuple[list[TrainingRow | EvaluationRow], dict[int, Tensor]]:
-    """All models in turn: their rows, which the main process alone has, and ExpoSB's learned weights by seed."""
+    """Train all models in turn; returns rows, on the main process alone, and ExpoSB's learned weights by seed."""
     rows: list[TrainingRow | EvaluationRow] = []
     band_weights = {}
     runs = list_runs(config)
@@ -136,7 +136,7 @@ def _train_and_evaluate(
 
 
 def training_row(scheme: str, seed: int, metrics: list[dict[str, Any]], n_parameters: int) -> TrainingRow:
-    """What the metrics of a finished run come to; the speed is the median over their lines."""
+    """Summarise the metrics of a finished run; the speed is the median over their lines."""
     before = [{"tokens": 0, "seconds": 0.0}, *metrics[:-1]]
     speeds = [
         (line["tokens"] - last["tokens"]) / max(line["seconds"] - last["seconds"], 1e-3)
@@ -156,7 +156,7 @@ def training_row(scheme: str, seed: int, metrics: list[dict[str, Any]], n_parame
 def _evaluate_once(
     model: Any, corpus: Corpus, config: Config, scheme: str, seed: int, folder: Path, accelerator: Any
 ) -> list[EvaluationRow]:
-    """The evaluation of a run, or what an earlier one found of it."""
+    """Evaluate a run, or read an earlier evaluation of it."""
     path = folder / EVALUATION
     if path.exists():
         try:
@@ -180,7 +180,7 @@ def _report(
     rows: Sequence[TrainingRow | EvaluationRow],
     band_weights: Mapping[int, Tensor],
 ) -> None:
-    """Measure speed, check what is said of ExpoSB, and write and print it all."""
+    """Measure speed, check the claims about ExpoSB, and write and print it all."""
     evaluation = [row for row in rows if isinstance(row, EvaluationRow)]
     found = check_exposb(config, evaluation, band_weights)
     speed = measure_speed(config, corpus.vocab_size, accelerator.device, console)
@@ -221,7 +221,7 @@ def _check_batch(config: Config, accelerator: Any) -> None:
 
 @contextmanager
 def _claimed(output: Path, config: Config, resume: bool) -> Iterator[None]:
-    """The folder as ours to write to: new, or of this configuration. What fails within leaves no new folder behind."""
+    """Claim the folder to write to: new, or of this configuration. A failure within leaves no new folder behind."""
     import yaml
 
     file = output / CONFIG

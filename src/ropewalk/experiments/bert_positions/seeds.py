@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(*what: object) -> int:
-    """A seed for one purpose: of other words or numbers, another, unrelated one.
+    """Derive a seed for one purpose: other words or numbers give another, unrelated one.
 
     Generators on the CPU look at 32 bits of a seed alone, so all its bits depend on all of `what`.
     """

@@ -20,12 +20,12 @@ DATA = "data"
 
 
 def list_runs(config: Config) -> list[tuple[str, int]]:
-    """Scheme and seed of each model, in the order of training."""
+    """List the scheme and seed of each model, in the order of training."""
     return [(scheme, seed) for seed in config.seeds for scheme in config.schemes]
 
 
 def folder_of(output: Path, scheme: str, seed: int) -> Path:
-    """Where a model's checkpoint, metrics and evaluation are."""
+    """Return the folder of a model's checkpoint, metrics and evaluation."""
     return output / "runs" / f"{scheme}-{seed}"
 
 
@@ -36,7 +36,7 @@ def train_side_by_side(config: Config, output: Path, device: torch.device, jobs:
     """
     runs = list_runs(config)
     context = multiprocessing.get_context("spawn")  # a GPU cannot be used after a fork
-    # Of processes with as many threads as there are cores each would wait for the others' threads.
+    # If each process had as many threads as there are cores, they would wait for each other.
     threads = 1 if device.type == "cuda" else max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (threads,)) as pool:
         futures = {pool.submit(_train, config, output, device, *run): run for run in runs}
@@ -52,7 +52,7 @@ def train_side_by_side(config: Config, output: Path, device: torch.device, jobs:
 
 
 def _train(config: Config, output: Path, device: torch.device, scheme: str, seed: int) -> tuple[float, float]:
-    """Train one model, and tell its loss at the end and how long it took."""
+    """Train one model, and print its loss at the end and its duration."""
     quiet, folder = Console(quiet=True), folder_of(output, scheme, seed)
     with make_accelerator(config, device) as accelerator:
         corpus = prepare_corpus(config, output / DATA, quiet)
@@ -62,7 +62,7 @@ def _train(config: Config, output: Path, device: torch.device, scheme: str, seed
 
 
 def _begin(threads: int) -> None:
-    """Let this process end when its parent does, however that ends: nothing must go on to write to the folder."""
+    """Let this process end when its parent does, in whatever way: nothing must go on to write to the folder."""
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
     assert parent is not None

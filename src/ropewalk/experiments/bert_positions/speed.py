@@ -1,4 +1,4 @@
-"""How fast a training step is by each scheme, and how much memory it takes, against Hugging Face's own BERT.
+"""The speed and memory of a training step by each scheme, against Hugging Face's own BERT.
 
 A candidate is a model of the experiment's size with an optimiser of its own: one by Ropewalk for each scheme, and
 transformers' BERT as it is, with its learned table of positions, by attention "sdpa", "eager" and "ropewalk". A step is
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from torch import nn
 
-from ropewalk.bench.running import progress_bar
-from ropewalk.bench.timing import peak_memory
+from ropewalk.bench.core.terminal import progress_bar
+from ropewalk.bench.core.timing import peak_memory
 from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch, n_masked_of
 from ropewalk.experiments.bert_positions.evaluation import autocast_of
 from ropewalk.experiments.bert_positions.model import bert_config, make_model, mlm_loss
@@ -41,7 +41,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured on a kind of device."""
+    """The amount of measurement on a kind of device."""
 
     tokens: int  # of a batch, at most, with the padding
     warmup: int  # steps of each candidate
@@ -99,7 +99,7 @@ def measure_speed(config: Config, vocab_size: int, device: torch.device, console
 
 
 def make_batch(config: Config, multiple: int, vocab_size: int, device: torch.device, most_tokens: int) -> Batch:
-    """Random tokens, as many windows as training has in a part, or as many as fit; a fourth of them four times as long.
+    """Draw random tokens, as many windows as training has in a part, or as fit; a fourth of them four times as long.
 
     At the training length there are four windows or more, a multiple of four.
     """
@@ -123,7 +123,7 @@ def make_batch(config: Config, multiple: int, vocab_size: int, device: torch.dev
 
 
 def _candidates(config: Config, vocab_size: int, device: torch.device) -> Iterator[_Candidate]:
-    """Ropewalk's models, and transformers' own of the same size."""
+    """Make Ropewalk's models, and transformers' own of the same size."""
     for scheme in config.schemes:
         model = make_model(config, scheme, _SEED, vocab_size, _PAD_ID)
         yield _Candidate(scheme, "ropewalk", _make_step(model, config, device))
@@ -132,7 +132,7 @@ def _candidates(config: Config, vocab_size: int, device: torch.device) -> Iterat
 
 
 def plain_bert(config: Config, vocab_size: int, attention: str) -> Any:
-    """transformers' `BertForMaskedLM` of the experiment's size, as it is, by one of its attention implementations."""
+    """Make transformers' `BertForMaskedLM` of the experiment's size, by one of its attention implementations."""
     from transformers import BertForMaskedLM
 
     from ropewalk.integrations.huggingface import register
@@ -142,7 +142,7 @@ def plain_bert(config: Config, vocab_size: int, attention: str) -> Any:
 
 
 def _make_step(model: nn.Module, config: Config, device: torch.device) -> Callable[[Batch], None]:
-    """A training step of a model, as training does it."""
+    """Make a training step of a model, as training does it."""
     model.to(device).train()
     optimizer = make_optimizer(model, config, fused=device.type == "cuda")
     parameters = list(model.parameters())
@@ -169,7 +169,7 @@ def _measure(
     progress: Progress,
     task: TaskID,
 ) -> None:
-    """Warm up, measure memory, then time in rounds; what runs out of memory is left out from there on."""
+    """Warm up, measure memory, then time in rounds; a candidate that runs out of memory is left out from there on."""
     for candidate in candidates:
         progress.update(task, description=f"{candidate.name} at {batch.input_ids.shape[1]}")
         _warm_up(candidate, batch, device, effort)
@@ -186,7 +186,7 @@ def _measure(
 
 
 def _warm_up(candidate: _Candidate, batch: Batch, device: torch.device, effort: Effort) -> None:
-    """The first steps, and the memory of one more; notes where there is not enough."""
+    """Run the first steps, measure the memory of one more, and note candidates without enough."""
     try:
         for _ in range(effort.warmup):
             candidate.step(batch)
@@ -198,7 +198,7 @@ def _warm_up(candidate: _Candidate, batch: Batch, device: torch.device, effort: 
 
 
 def _time_steps(candidate: _Candidate, batch: Batch, device: torch.device, steps: int) -> float:
-    """The mean of some steps, in milliseconds, from when the device is idle until it is again."""
+    """Time some steps: their mean in milliseconds, between two idle points of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where text comes from: files and folders, a Hugging Face dataset, or Python sources that every installation has.
+"""Sources of text: files and folders, a Hugging Face dataset, or Python sources of every installation.
 
 Documents come in an order that is random, but the same wherever their text and names are the same: the first of them
 are a fair sample of them all.
@@ -33,7 +33,7 @@ SKIPPED_FOLDERS = {"test", "tests", "testing", "encodings", "site-packages", "di
 
 @dataclass
 class Text:
-    """Documents in their order, each once; what is left out while they are read is counted, by reason."""
+    """Documents in their order, each once; skipped ones are counted while they are read, by reason."""
 
     name: str  # for records: of files and folders, the last part of their paths
     documents: Iterator[str]
@@ -50,7 +50,7 @@ class _File:
 
 
 def open_text(config: Config) -> Text:
-    """The text that `config` asks for; of each document no byte is read before it is asked for.
+    """Open the text that `config` names; a document's bytes are read when it is iterated.
 
     Without `corpus` and `dataset` it is the Python sources, docstrings and comments included, of the standard library,
     PyTorch, SymPy and NetworkX: more than 70 MB, a file each document, the same wherever their versions are the same.
@@ -71,7 +71,7 @@ def open_text(config: Config) -> Text:
 
 
 def _open_files(name: str, files: list[_File], most_bytes: int) -> Text:
-    """Documents of files, ordered by a hash of their names, so that one more file changes little."""
+    """Open documents of files, ordered by a hash of their names, so that one more file changes little."""
     total = sum(file.path.stat().st_size for file in files)
     few = len(files) < LEAST_DOCUMENTS
     part_bytes = min(PART_BYTES, max(1, min(total, most_bytes) // LEAST_DOCUMENTS)) if few else PART_BYTES
@@ -108,11 +108,11 @@ def _read_parts(parts: list[tuple[_File, int]], part_bytes: int, left_out: Count
 
 
 def _read_part(path: Path, part: int, part_bytes: int) -> bytes:
-    """The lines of a file that begin in one of its parts: from byte part·part_bytes on, before the next part."""
+    """Read the lines of a file that begin in one of its parts: from byte part·part_bytes on, before the next part."""
     with path.open("rb") as file:
 
         def next_line(at: int) -> int:
-            """Where the first line begins from byte `at` on."""
+            """Return the begin of the first line from byte `at` on."""
             if at == 0:
                 return 0
             file.seek(at - 1)
@@ -144,7 +144,7 @@ def _name_paths(paths: list[Path]) -> str:
 
 
 def _list_paths(paths: list[Path]) -> list[_File]:
-    """The files of paths; hidden files and folders inside a folder are left out."""
+    """List the files of paths; hidden files and folders inside a folder are left out."""
     files: list[_File] = []
     for number, path in enumerate(paths):
         if path.is_file():
@@ -162,7 +162,7 @@ def _list_paths(paths: list[Path]) -> list[_File]:
 
 
 def _walk(root: Path, skipped: frozenset[str] | set[str] = frozenset()) -> Iterator[tuple[Path, str]]:
-    """All files under a folder, and their paths from there, but hidden ones and those in folders that are skipped."""
+    """List all files under a folder, and their paths from there, but hidden ones and those in skipped folders."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in names:
@@ -193,7 +193,7 @@ def _name_sources() -> str:
 
 
 def _open_dataset(dataset: str, column: str) -> Text:
-    """The rows of the split "train", shuffled, read as they are needed: no more is downloaded than that."""
+    """Open the rows of the split "train", shuffled, read on demand: no more is downloaded than that."""
     try:
         import datasets
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Training one BERT, of one scheme and seed, which goes on exactly where it was when it was stopped.
+"""Training one BERT, of one scheme and seed; a stopped run resumes exactly.
 
 No step waits for the device: the loss is added up there, and read when a line of metrics is due.
 """
@@ -102,7 +102,7 @@ def train_run(
 
 @contextmanager
 def make_accelerator(config: Config, device: torch.device) -> Iterator[Any]:
-    """accelerate's Accelerator, with what it keeps for the whole process taken back afterwards if nothing was there."""
+    """Make accelerate's Accelerator; its process-wide state is cleared afterwards if there was none before."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState, is_initialized
 
@@ -149,7 +149,7 @@ class _Run:
         self.totals = _Totals(torch.zeros((), dtype=torch.float64, device=accelerator.device))
 
     def train(self, start: int, log: TrainingLog | None) -> None:
-        """All steps from `start` on, with their metrics and checkpoints."""
+        """Run all steps from `start` on, with their metrics and checkpoints."""
         config, totals = self.config, self.totals
         self.model.train()
         totals.since = time.perf_counter()
@@ -165,7 +165,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def step(self, step: int) -> None:
-        """One step of the optimiser: nothing in here waits for the device."""
+        """Run one step of the optimiser, without waiting for the device."""
         config, accelerator, scaler = self.config, self.accelerator, self.accelerator.scaler
         n_parts = config.accumulation_steps * accelerator.num_processes
         for index in range(config.accumulation_steps):
@@ -199,7 +199,7 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
 
     def log(self, done: int, log: TrainingLog | None) -> None:
-        """A line of metrics: the mean loss over the steps since the last one."""
+        """Write a line of metrics: the mean loss over the steps since the last one."""
         totals, processes = self.totals, self.accelerator.num_processes
         tokens = torch.tensor(totals.tokens, dtype=torch.float64, device=totals.loss.device)
         sums = self.accelerator.reduce(torch.stack((totals.loss, tokens)), reduction="sum").tolist()
@@ -218,7 +218,7 @@ class _Run:
             log.append(line)
 
     def seconds(self) -> float:
-        """Of training, in all processes' lives."""
+        """Return the seconds of training, over all resumes."""
         return self.totals.seconds + time.perf_counter() - self.totals.since
 
     def save(self, done: int) -> None:
@@ -256,7 +256,7 @@ class _Run:
 
 
 def make_optimizer(model: nn.Module, config: Config, fused: bool = True) -> torch.optim.AdamW:
-    """AdamW; biases, norms and other parameters of one dimension do not decay."""
+    """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -266,7 +266,7 @@ def make_optimizer(model: nn.Module, config: Config, fused: bool = True) -> torc
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The rate of a step, counted from 0: along a line up to the configuration's, then along one to 0."""
+    """Return the rate of a step, counted from 0: along a line up to the configuration's, then along one to 0."""
     warmup = round(config.warmup * config.steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -289,7 +289,7 @@ def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def _own_random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """All generators start from the seed within, and are as they were afterwards."""
+    """Seed all generators within, and restore them afterwards."""
     before = _random_state(device)
     random.seed(seed)
     torch.default_generator.manual_seed(seed)

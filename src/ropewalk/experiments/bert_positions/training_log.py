@@ -1,4 +1,4 @@
-"""What a run says while it trains: lines of metrics, TensorBoard's files, and a progress bar."""
+"""The log of a run while it trains: lines of metrics, TensorBoard's files, and a progress bar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainingLog:
 
     Args:
         folder: of the run, made where it is missing.
-        start: how many steps are done. What the log has of steps after it is cut off: they are trained once more.
+        start: how many steps are done. Later lines of the log are cut off: their steps are trained once more.
         logged: up to which of these steps there must be lines.
         steps: how many there will be.
         console: where it shows how far it is: a bar on a terminal, else a line now and then.
@@ -96,13 +96,13 @@ class TrainingLog:
             )
 
     def bring_to_disk(self) -> None:
-        """See that what was written outlives the machine."""
+        """Sync the written files to the disk."""
         os.fsync(self._file.fileno())
         self._board.flush()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics in a run's folder; one that a kill cut short at the end is left out.
+    """Read the lines of metrics in a run's folder, without one that a kill cut short at the end.
 
     Raises:
         ValueError: a file that is missing or damaged, by name.
@@ -124,7 +124,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, start: int, logged: int) -> list[dict[str, Any]]:
-    """Cut metrics back to what a run from step `start` on will not write again, and return that."""
+    """Cut metrics back to the lines before step `start`, and return them."""
     kept = [line for line in read_metrics(path.parent) if line["step"] <= start]
     last = kept[-1]["step"] if kept else 0
     if last != logged:

@@ -12,7 +12,7 @@ MOST_CHARACTERS = 1000  # single characters in the vocabulary; rarer ones are un
 
 
 def train_wordpiece(documents: list[str], vocab_size: int) -> Any:
-    """A lower-cased WordPiece `tokenizers.Tokenizer`, as BERT's, of at most vocab_size tokens.
+    """Train a lower-cased WordPiece `tokenizers.Tokenizer`, as BERT's, of at most vocab_size tokens.
 
     The trainer numbers characters inside a word, "##e", as it meets them in a hash map, whose order differs from run to
     run, and decides between equally frequent pairs by these numbers; so here it is given all of them before, in order.
@@ -50,5 +50,5 @@ def _empty_tokenizer(model: Any) -> Any:
 
 
 def _is_punctuation(character: str) -> bool:
-    """Whether it is a word of its own."""
+    """Return whether it is a word of its own."""
     return character in string.punctuation or unicodedata.category(character).startswith("P")

@@ -1,6 +1,6 @@
-"""Hugging Face models by Ropewalk's kernels, through transformers' own doors: nothing changes unless it is asked for.
+"""Integration with Hugging Face transformers, through its own interfaces; each part is enabled explicitly.
 
-`register` adds an attention implementation, `use_ropewalk_rope` lets models rotate by `ropewalk.apply_rope`, and
+`register` adds an attention implementation, `use_ropewalk_rope` makes models rotate by `ropewalk.apply_rope`, and
 `convert_bert` gives a BERT another position scheme. transformers is imported when one of them is called.
 """
 

@@ -1,27 +1,28 @@
-"""transformers' models by `ropewalk.attention`: an attention implementation, with its mask function.
+"""`ropewalk.attention` as an attention implementation of transformers, with its mask function.
 
-BERT, Llama, Qwen, Gemma, GPT-NeoX and whatever else goes by transformers' `AttentionInterface` can take it.
+It supports BERT, Llama, Qwen, Gemma, GPT-NeoX and every other model that uses transformers' `AttentionInterface`.
 
-What the mask function hands to the layers, without waiting for any value on a device:
+The mask function returns these masks to the layers, without waiting for any value on a device:
 
 ======================================================  ===============================================================
-a model's call                                          its mask, and what it says
+a model's call                                          its mask, and its meaning
 ======================================================  ===============================================================
-causal, no attention_mask, no cache or one that grows   None; `is_causal` says the rest
-the same with an attention_mask, padded anywhere        uint8, (B, 1, 1, Tk), the padding; causal beside it
+causal, no attention_mask, no cache or one that grows   None; `is_causal` is enough
+the same with an attention_mask, padded anywhere        uint8, (B, 1, 1, Tk), the padding; and causal
 causal with a sliding window, no attention_mask         None within the window; past it uint8, (1, window, 1, 0)
-the same with an attention_mask                         uint8, (B, window, 1, Tk), the padding, expanded; both beside it
+the same with an attention_mask                         uint8, (B, window, 1, Tk), the padding, expanded; and both
 both ways, as in BERT                                   None; with an attention_mask bool, (B, 1, 1, Tk), and no more
 anything else                                           transformers' own bool mask, (B, 1, Tq, Tk), and no more
 ======================================================  ===============================================================
 
-Anything else: a preallocated cache (its one query of a step gets (B, 1, 1, Tk)), packed sequences, chunks, windows both
-ways, patterns of your own, and in transformers 5.0 every call with keys in a cache. Where a mask is the same for all
-queries, the kernels walk from the first to the last key that it leaves, so that neither padding nor the unused end of a
-cache costs much.
+Anything else: a preallocated cache (the one query of a step gets (B, 1, 1, Tk)), packed sequences, chunks, windows both
+ways, patterns of your own, and in transformers 5.0 every call with keys in a cache.
 
-A query that may attend nothing, as in padding on the left, gives zeros; that of transformers' "eager" gives the mean of
-all values. Written for transformers 5.0 to 5.23.
+If a mask is the same for all queries, the kernels loop from the first to the last key that it allows: neither padding
+nor the unused end of a cache costs much.
+
+A query that may attend nothing, as in padding on the left, gives zeros; with transformers' "eager" it gives the mean
+of all values. Written for transformers 5.0 to 5.23.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, remember
 from ropewalk.ops.attention.api import attention
 
-# Keywords of models that reach the attention, and change nothing there.
+# Keywords that models pass to the attention, and that do not change it.
 _WITHOUT_EFFECT = frozenset(
     (
         *("position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "past_key_value"),
@@ -47,23 +48,23 @@ _WITHOUT_EFFECT = frozenset(
         *("encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "layer_idx"),
     )
 )
-_MEANT_OTHERWISE = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
+_RESERVED = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
 
 
 def register(name: str = "ropewalk") -> None:
     """Add an attention implementation to transformers, under a name, for every model of this process.
 
-    A model takes it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
-    `model.set_attn_implementation("ropewalk")`. It serves what a layer may ask for: grouped queries, without repeating
-    keys, the scale, a sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences
-    packed by cu_seq_lens_q, and any 4-D mask: bool, or additive where it holds 0 and the lowest numbers alone, which is
-    looked at once. Whatever else a layer passes on raises, by name: output_attentions, head_mask, position_bias, a
-    mask that is a bias, a paged cache, and any keyword that is not known to change nothing. A second call does nothing.
+    A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
+    `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
+    sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
+    cu_seq_lens_q, and any 4-D mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked
+    once. All else that a layer passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a
+    bias, a paged cache, and any keyword that may change the result. A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        RuntimeError: transformers' interface is not the one that this module is written for.
-        ValueError: the name is taken, or holds a word by which transformers means something else.
+        RuntimeError: transformers' interface is not the one that this module supports.
+        ValueError: the name is taken, or holds a word that transformers reserves.
 
     Source: https://huggingface.co/docs/transformers/attention_interface
 
@@ -78,23 +79,23 @@ def register(name: str = "ropewalk") -> None:
         ...     logits = model(torch.tensor([[1, 2, 3]])).logits
     """
     transformers, masking = find_transformers()
-    for word in _MEANT_OTHERWISE:
+    for word in _RESERVED:
         if word in name:
-            raise ValueError(f"name is {name!r}, but {word!r} in it means something else to transformers")
-    doors = (
+            raise ValueError(f"name is {name!r}, but must not hold {word!r}, which transformers reserves")
+    registries = (
         (transformers.AttentionInterface, _attend),
         (transformers.AttentionMaskInterface, _mask_function(masking)),
     )
-    for door, ours in doors:
-        if door().get(name, ours) is not ours:
-            raise ValueError(f"name is {name!r}, but {door.__name__} has another function of that name")
-    for door, ours in doors:
-        door.register(name, ours)
+    for registry, ours in registries:
+        if registry().get(name, ours) is not ours:
+            raise ValueError(f"name is {name!r}, but must be free: {registry.__name__} has another function of it")
+    for registry, ours in registries:
+        registry.register(name, ours)
 
 
 @lru_cache
 def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
-    """The function that makes a model's masks, of what transformers' own `sdpa_mask` is given: the table above."""
+    """Return the function that makes masks from the arguments of transformers' `sdpa_mask`: the table above."""
 
     def make_mask(
         *,
@@ -107,10 +108,10 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
         **sizes: Any,
     ) -> Tensor | None:
         if attention_mask is None or attention_mask.ndim == 2:
-            padding = _of_keys(attention_mask, **sizes)
+            padding = _key_mask(attention_mask, **sizes)
             if allow_is_bidirectional_skip and mask_function is masking.bidirectional_mask_function:
                 return padding
-            if allow_is_causal_skip and _stand_at_the_end(**sizes):
+            if allow_is_causal_skip and _is_aligned_to_end(**sizes):
                 if mask_function is masking.causal_mask_function:
                     return None if padding is None else padding.view(torch.uint8)
                 if local_size is not None and local_size == _window(config):
@@ -125,8 +126,8 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
     return make_mask
 
 
-def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> Tensor | None:
-    """A mask of tokens as one of the keys that there are, (B, 1, 1, Tk)."""
+def _key_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> Tensor | None:
+    """Return a mask of tokens as a mask of the current keys, (B, 1, 1, Tk)."""
     if attention_mask is None:
         return None
     missing = kv_offset + kv_length - attention_mask.shape[1]
@@ -135,16 +136,16 @@ def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, 
     return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
 
 
-def _stand_at_the_end(kv_length: int, kv_offset: int = 0, q_offset: Any = 0, **others: Any) -> bool:
-    """Whether the last query is known to stand at the last key, by which causality and windows here are aligned."""
-    if "q_length" not in others:  # as in transformers 5.0: which queries these are, the device knows
+def _is_aligned_to_end(kv_length: int, kv_offset: int = 0, q_offset: Any = 0, **others: Any) -> bool:
+    """Say whether the last query is certainly at the last key, as `attention` aligns causality and windows."""
+    if "q_length" not in others:  # as in transformers 5.0: the offset of the queries is on the device
         position = others.get("cache_position")
         return position is not None and kv_offset == 0 and int(position.shape[0]) == kv_length
     return isinstance(q_offset, int) and q_offset + int(others["q_length"]) == kv_offset + kv_length
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of a causal pattern that has a size; None where that may be of chunks, or the mask's 1."""
+    """Return a config's sliding window; None where the mask may be chunked, or could not tell a window of 1."""
     window: int | None = getattr(config, "sliding_window", None)
     return None if getattr(config, "attention_chunk_size", None) is not None or window == 1 else window
 
@@ -166,16 +167,16 @@ def _attend(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' attention functions do: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
+    """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
     for name, given in others.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            raise ValueError(f"{name} was passed to Ropewalk's attention, which cannot do it: use 'eager' attention")
+            raise ValueError(f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask, causal, window = _read_mask(attention_mask, bool(is_causal), sliding_window)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     (batch, queries), keys = q.shape[:2], k.shape[1]
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "causal": causal,
         "window": None if window is None or window >= keys else window,
         "scale": scaling,
@@ -187,36 +188,36 @@ def _attend(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if mask is not None or batch != 1:
             raise ValueError(
-                "cu_seq_lens_q was passed to Ropewalk's attention beside a mask or several batch rows, but goes with "
-                "one row alone, without an attention_mask or position_ids that start anew: leave out one or the other"
+                "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
+                "attention_mask or position_ids that restart: pass one or the other"
             )
-        asked.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, layout="thd")
-        return attention(q[0], k[0], v[0], **asked)[None].contiguous(), None
+        arguments.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, layout="thd")
+        return attention(q[0], k[0], v[0], **arguments)[None].contiguous(), None
     if mask is not None and attention_mask is not None:
-        asked.update(_describe_mask(attention_mask, mask, batch, keys))
-    asked["causal"] = causal and queries > 1  # one query stands at the last key
-    return attention(q, k, v, **asked).contiguous(), None
+        arguments.update(_describe_mask(attention_mask, mask, batch, keys))
+    arguments["causal"] = causal and queries > 1  # one query is at the last key
+    return attention(q, k, v, **arguments).contiguous(), None
 
 
 def _read_mask(
     given: Tensor | None, is_causal: bool, sliding_window: int | None
 ) -> tuple[Tensor | None, bool, int | None]:
-    """The mask proper, and whether causality and which window go beside it: see the table above."""
+    """Return the mask proper, causality, and the window: see the table above."""
     if given is None:
         return None, is_causal, sliding_window
     if given.dtype != torch.uint8 or given.ndim != 4 or given.shape[2] != 1:
         return given, False, None
     window = sliding_window if given.shape[1] == 1 else given.shape[1]
     if sliding_window not in (None, window):
-        raise ValueError(f"sliding_window is {sliding_window}, but the config's, by which the mask goes, is {window}")
+        raise ValueError(f"sliding_window is {sliding_window}, but must be the mask's and the config's, {window}")
     return None if given.shape[3] == 0 else given[:, :1].view(torch.bool), True, window
 
 
 def _describe_mask(given: Tensor, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
-    """A mask as bool, and where its keys start and end if it is one of keys; `given` is what all layers get."""
+    """Return a mask as bool, and the bounds of its keys if it is one of keys; layers share the tensor `given`."""
     if mask.dtype != torch.bool:
         if mask.requires_grad:
-            raise ValueError("attention_mask requires grad: pass a bool mask, True where a query attends")
+            raise ValueError("attention_mask requires grad, but must not: pass a bool mask, True where a query attends")
         given = mask = remember(given, _as_bool)
     mask = drop_equal_rows(mask)
     if mask.shape[1:] != (1, 1, keys):
@@ -226,39 +227,39 @@ def _describe_mask(given: Tensor, mask: Tensor, batch: int, keys: int) -> dict[s
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """Which keys an additive mask leaves; it must be one."""
+    """Return an additive mask as bool; raise if it is a bias."""
     if not mask.is_floating_point():
         raise TypeError(f"attention_mask has dtype {mask.dtype}, but with 4 dimensions must be bool, or additive")
     if torch.compiler.is_compiling():
         raise ValueError(
-            "attention_mask is additive, and torch.compile cannot look at its values: pass a bool mask, True where a "
-            "query attends"
+            "attention_mask is additive, but must be bool under torch.compile, which cannot check its values: True "
+            "where a query attends"
         )
     if not bool(masks_only(mask)):
         raise ValueError(
-            "attention_mask holds other numbers than 0 and the lowest: a bias, which Ropewalk's attention cannot take "
-            "from transformers; use 'eager' attention"
+            "attention_mask is a bias, but must hold 0 and the lowest numbers alone: biases are not supported, use "
+            "'eager' attention"
         )
     return drop_equal_rows(mask) == 0
 
 
 def find_transformers() -> tuple[Any, Any]:
-    """Import transformers and its module of masks, once they prove to be what we think they are.
+    """Import transformers and its module of masks, and check their interface.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        RuntimeError: it is not what this package is written for.
+        RuntimeError: its interface is not the one that this package supports.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("transformers is not installed, but must be for this", name="transformers")
     transformers: Any = importlib.import_module("transformers")
     masking: Any = importlib.import_module("transformers.masking_utils")
     functions = ("sdpa_mask", "causal_mask_function", "bidirectional_mask_function")
-    doors = ("AttentionInterface", "AttentionMaskInterface")
-    for where, name in (*((transformers, door) for door in doors), *((masking, function) for function in functions)):
+    classes = ("AttentionInterface", "AttentionMaskInterface")
+    for where, name in (*((transformers, name) for name in classes), *((masking, function) for function in functions)):
         if not hasattr(where, name):
             raise RuntimeError(
-                f"transformers {transformers.__version__} is not what it must be: {where.__name__} has no {name}; "
-                "ropewalk.integrations.huggingface knows transformers 5.0 to 5.23"
+                f"the interface of transformers {transformers.__version__} is not supported: {where.__name__} has no "
+                f"{name}; ropewalk.integrations.huggingface supports transformers 5.0 to 5.23"
             )
     return transformers, masking

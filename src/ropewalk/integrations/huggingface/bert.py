@@ -1,4 +1,4 @@
-"""`convert_bert`: transformers' BERT with the self-attention of another position scheme, and no second table."""
+"""`convert_bert`: transformers' BERT with another position scheme, and without its table of positions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ropewalk.modules.bert import BERTAttention, get_attention_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Arguments of the attention classes that the model decides; its own layers have the output projection.
+# Arguments of the attention classes that the model sets; its own layers have the output projection.
 _OF_THE_MODEL = ("hidden_size", "num_heads", "max_position_embeddings", "dropout", "output_projection")
 
 
 def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
-    """Exchange the self-attention of a transformers BERT, in place, for that of another position scheme.
+    """Replace the self-attention of a transformers BERT, in place, by that of another position scheme.
 
     The same in PyTorch, for each layer, but that nothing is copied and nothing added::
 
@@ -27,17 +27,17 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
         layer.attention.self = attention
         model.embeddings.position_embeddings.weight.data.zero_()
 
-    It works on `BertModel`, `BertForMaskedLM`, `BertForSequenceClassification` and whatever else has them inside. The
-    layers keep their query, key and value, the very modules, so that an optimiser goes on with them; what a scheme has
-    to learn is new, one in each layer. The model's own table of positions is gone, and with it the limit of the length,
-    but for "standard". position_ids of a call are the scheme's positions. Masks come from `register`'s implementation.
+    It supports `BertModel`, `BertForMaskedLM`, `BertForSequenceClassification` and every module with one of them in it.
+    The layers keep their query, key and value modules, so that an optimiser goes on with them; the learned parameters
+    of a scheme are new, in each layer. The model's table of positions is removed, and with it the limit of the length,
+    but for "standard". position_ids of a call are the scheme's positions. Masks are those of `register`.
 
     `save_pretrained` writes transformers' names, and the scheme's own beside them. To load that, convert first::
 
         model = convert_bert(BertForMaskedLM(BertConfig.from_pretrained(folder)), position)
         safetensors.torch.load_model(model, folder / "model.safetensors")
 
-    `from_pretrained` after it would leave out what the scheme has learned, without an error.
+    `from_pretrained` alone would leave out the scheme's learned parameters, without an error.
 
     Args:
         model: a model of transformers, or a module that has one inside, on any device, of any dtype, in any mode.
@@ -49,13 +49,13 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        TypeError: no module; options that the class does not have, or that the model decides.
-        ValueError: an unknown position, or options or sizes that its class refuses; a model without BERT's
+        TypeError: a model that is not a module; options that the class does not have, or that the model sets.
+        ValueError: another position, or options or sizes that its class does not support; a model without BERT's
             self-attention inside; one that is converted already; a decoder, or cross-attention; relative positions of
-            BERT's own (position_embedding_type); a config that asks for attentions, which are never held.
+            BERT's own (position_embedding_type); a config with output_attentions, which are never held.
         In each case the model is as it was.
 
-    Source: Ropewalk's document 002.
+    Source: BERT (https://arxiv.org/abs/1810.04805).
 
     Example:
         >>> import importlib.util
@@ -72,31 +72,31 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
     attention_class = get_attention_class(position)
     given = [name for name in _OF_THE_MODEL if name in options]
     if given:
-        raise TypeError(f"options hold {', '.join(given)}, but the model decides that: leave it out")
+        raise TypeError(f"options hold {', '.join(given)}, but must not: the model sets them")
     find_transformers()
     theirs = importlib.import_module("transformers.models.bert.modeling_bert")
     _check_model(model, theirs)
     parts = list(model.modules())
-    exchanged: dict[nn.Module, nn.Module] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
     for part in parts:
         if isinstance(part, theirs.BertSelfAttention):
-            exchanged[part] = _make_attention(part, attention_class, options)
+            replaced[part] = _make_attention(part, attention_class, options)
         elif isinstance(part, theirs.BertEmbeddings):
-            exchanged[part] = EmbeddingsWithoutPositions(part)
+            replaced[part] = EmbeddingsWithoutPositions(part)
     register()
     for part in parts:
         if isinstance(part, theirs.BertModel):
             part.set_attn_implementation("ropewalk")
         for name, child in list(part.named_children()):
-            if child in exchanged:
-                setattr(part, name, exchanged[child])
+            if child in replaced:
+                setattr(part, name, replaced[child])
     return model
 
 
 class EmbeddingsWithoutPositions(nn.Module):
-    """A `BertEmbeddings` of transformers without its table of positions, and so without a limit of the length.
+    """transformers' `BertEmbeddings` without the table of positions, and so without a limit of the length.
 
-    It takes over the other modules. position_ids are left to the layers, which get them too.
+    It keeps the other modules. The layers use position_ids, which they get too.
     """
 
     def __init__(self, embeddings: Any) -> None:
@@ -123,41 +123,41 @@ class EmbeddingsWithoutPositions(nn.Module):
 
 
 def _check_model(model: nn.Module, theirs: Any) -> None:
-    """Raise unless every BERT in a model can be converted, and there is one."""
+    """Raise unless the model has a BERT, and each can be converted."""
     attentions = 0
     for name, part in model.named_modules():
         where = f"model.{name}" if name else "model"
         if isinstance(part, BERTAttention):
-            raise ValueError(f"{where} is {type(part).__name__}: the model is converted already")
+            raise ValueError(f"{where} is {type(part).__name__}, but the model must not be converted already")
         if isinstance(part, theirs.BertCrossAttention):
-            raise ValueError(f"{where} is cross-attention, but BERT's position schemes are for encoders")
-        for exchanged in (theirs.BertSelfAttention, theirs.BertEmbeddings):
-            if isinstance(part, exchanged) and (type(part) is not exchanged or not name):
-                must = f"must be transformers' {exchanged.__name__} itself" if name else "must be what holds it"
-                raise ValueError(f"{where} is {type(part).__name__}, but {must}, to be exchanged in place")
+            raise ValueError(f"{where} is cross-attention, but must be self-attention of an encoder")
+        for replaced in (theirs.BertSelfAttention, theirs.BertEmbeddings):
+            if isinstance(part, replaced) and (type(part) is not replaced or not name):
+                must = f"must be transformers' {replaced.__name__} itself" if name else "must be inside the model"
+                raise ValueError(f"{where} is {type(part).__name__}, but {must}, to be replaced in place")
         if isinstance(part, theirs.BertSelfAttention):
             attentions += 1
             _check_attention(where, part)
     if not attentions:
-        raise ValueError(f"model is {type(model).__name__}, without transformers' BertSelfAttention inside")
+        raise ValueError(f"model is {type(model).__name__}, but must have transformers' BertSelfAttention inside")
 
 
 def _check_attention(where: str, attention: Any) -> None:
     config = attention.config
     if config.is_decoder or attention.is_causal:
-        raise ValueError(f"{where} is a decoder's, by config.is_decoder, but BERT's position schemes are for encoders")
+        raise ValueError(f"{where} is a decoder's, by config.is_decoder, but must be an encoder's")
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, "absolute"):
         raise ValueError(f"{where} has config.position_embedding_type {kind!r}, but it must be 'absolute'")
     if getattr(config, "output_attentions", False):
-        raise ValueError(f"{where} has config.output_attentions True, but attentions are never held: set it to False")
+        raise ValueError(f"{where} has config.output_attentions True, but must have False: attentions are never held")
     if attention.all_head_size != config.hidden_size:
         sizes = f"{attention.num_attention_heads} heads of {attention.attention_head_size}"
         raise ValueError(f"{where} has {sizes}, but they must fill config.hidden_size, {config.hidden_size}")
 
 
 def _make_attention(theirs: Any, attention_class: type[BERTAttention], options: dict[str, Any]) -> BERTAttention:
-    """Attention of another class, of the same modules, and as they are: device, dtype and mode."""
+    """Make attention of another class, with the modules, device, dtype and mode of the given one."""
     config, weight = theirs.config, theirs.query.weight
     ours = attention_class(
         config.hidden_size, config.num_attention_heads, config.max_position_embeddings, theirs.dropout.p, **options

@@ -1,4 +1,4 @@
-"""The rotation of transformers' models by `ropewalk.apply_rope`, in the place of the models' own function."""
+"""The rotation of transformers' models by `ropewalk.apply_rope`, which replaces the models' own function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._subclasses import FakeTensor
 from ropewalk.ops.rope.api import apply_rope
 
 _ROTATE = "apply_rotary_pos_emb"
-_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # and position_ids, as long as nobody passes them
+_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # and position_ids, if they are not passed
 
 
 @dataclass
 class _Rotation:
-    """Our rotation in a modeling module, the model's own, and how many handles hold ours there."""
+    """The rotations of a modeling module, its own and ours, and the number of handles that keep ours."""
 
     original: Any
     ours: Any
@@ -32,17 +32,17 @@ _ROTATIONS: dict[str, _Rotation] = {}  # by the name of the modeling module
 
 
 class RopeHandle:
-    """What `use_ropewalk_rope` did: `modules` names the modules, `remove` undoes it, as leaving a `with` block does."""
+    """The handle of `use_ropewalk_rope`: `modules` it changed, and `remove`, or the end of a `with`, to undo it."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.modules = modules
         self._is_removed = False
 
     def remove(self) -> None:
-        """Put the models' own functions back, where no other handle holds ours. A second call does nothing.
+        """Restore the models' own functions, unless another handle keeps ours. A second call does nothing.
 
         Raises:
-            RuntimeError: someone else has replaced a function since, and it was left as it is.
+            RuntimeError: other code has replaced a function since, and it was left as it is.
         """
         held = () if self._is_removed else self.modules
         self._is_removed = True
@@ -58,7 +58,7 @@ class RopeHandle:
             else:
                 lost.append(name)
         if lost:
-            raise RuntimeError(f"{_ROTATE} was replaced by someone else since, and left as it is, in {', '.join(lost)}")
+            raise RuntimeError(f"{_ROTATE} was replaced by other code since, and left as it is, in {', '.join(lost)}")
 
     def __enter__(self) -> RopeHandle:
         return self
@@ -68,15 +68,14 @@ class RopeHandle:
 
 
 def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
-    """Let `ropewalk.apply_rope` rotate queries and keys in a transformers model, both in one launch.
+    """Make a transformers model rotate queries and keys by `ropewalk.apply_rope`, both in one launch.
 
-    It replaces `apply_rotary_pos_emb` in the modules that the model's classes come from, and so for every model of
-    those classes in this process. First it calls that function with random numbers, to find out what it does:
-    half-split pairs (Llama, Qwen, Gemma), of a part of the head (GPT-NeoX, Phi), by tables that hold every angle once
-    (gpt-oss), interleaved pairs (Cohere, GLM, ERNIE 4.5), the other direction (NanoChat); anything else is refused.
-    Whether the model's cos and sin are as the function wants them is looked at once, in the first call that
-    torch.compile does not trace. Rotations by functions of other names, as in some vision towers and in DeepSeek's
-    interleaved models, stay the model's own.
+    It replaces `apply_rotary_pos_emb` in the modules of the model's classes, and so for every model of those classes in
+    this process. First it calls that function with random numbers, to recognise its rotation: half-split pairs (Llama,
+    Qwen, Gemma), of a part of the head (GPT-NeoX, Phi), by tables that hold every angle once (gpt-oss), interleaved
+    pairs (Cohere, GLM, ERNIE 4.5), the other direction (NanoChat). Any other rotation raises. The form of the model's
+    cos and sin is checked once, in the first call that torch.compile does not trace. Rotations by functions of other
+    names, as in some vision towers and in DeepSeek's interleaved models, stay the model's own.
 
     The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step.
 
@@ -87,8 +86,8 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
         A `RopeHandle`: `.modules`, the names of the modules; `.remove()`; and a context manager.
 
     Raises:
-        ValueError: no module of the model has such a function, or one does something else: then nothing is replaced.
-            In the forward: cos and sin that the function has no use for.
+        ValueError: no module of the model has such a function, or one has another rotation: then nothing is replaced.
+            In the forward: cos and sin in another form.
 
     Example:
         >>> import importlib.util
@@ -103,7 +102,7 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
     names = sorted({base.__module__ for part in model.modules() for base in type(part).__mro__})
     found = {name: getattr(sys.modules[name], _ROTATE) for name in names if hasattr(sys.modules[name], _ROTATE)}
     if not found:
-        raise ValueError(f"{type(model).__name__} has no {_ROTATE} in the modules that its classes come from")
+        raise ValueError(f"{type(model).__name__} has no {_ROTATE} in the modules of its classes, but must have it")
     rotations = {name: _ROTATIONS.get(name) or _replace(name, original) for name, original in found.items()}
     for name, rotation in rotations.items():
         _ROTATIONS[name] = rotation
@@ -112,7 +111,7 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
     return RopeHandle(tuple(rotations))
 
 
-# How cos and sin may hold the angles: in two parts that are equal, of which apply_rope wants one.
+# The forms of cos and sin: each holds the angles in two equal parts, of which apply_rope takes one.
 _PARTS: dict[str, Callable[[Tensor], Any]] = {
     "halves": lambda x: x.chunk(2, dim=-1),
     "pairs": lambda x: (x[..., ::2], x[..., 1::2]),
@@ -121,35 +120,36 @@ _PARTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _replace(name: str, original: Any) -> _Rotation:
-    """Of all rotations, the one that agrees with a modeling module's own."""
+    """Return the rotation that agrees with a modeling module's own."""
     parameters = inspect.signature(original).parameters
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())  # of a Hub kernel
     if variadic or [name for name in parameters if name != "position_ids"] == _PARAMETERS:
         for kind in product(_PARTS, (False, True), (False, True)):
             if _agree(original, _rotation(name, *kind), kind[0]):
-                return _Rotation(original, _rotation(name, *kind))  # a new one, which has not looked at tables yet
-    raise ValueError(f"{name}.{_ROTATE}({', '.join(parameters)}) rotates in no way that apply_rope knows: it must stay")
+                return _Rotation(original, _rotation(name, *kind))  # a new one, which has not checked tables yet
+    signature = f"{name}.{_ROTATE}({', '.join(parameters)})"
+    raise ValueError(f"{signature} must stay: apply_rope does not support its rotation")
 
 
 def _rotation(name: str, table: str, interleaved: bool, inverse: bool) -> Callable[..., Any]:
-    """`apply_rotary_pos_emb` by `apply_rope`, for a kind of table, of pairs, and a direction."""
-    parts, looked_at = _PARTS[table], False
+    """Make an `apply_rotary_pos_emb` of `apply_rope`, for a form of tables, a kind of pairs and a direction."""
+    parts, is_checked = _PARTS[table], False
 
     def rotate(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, position_ids: None = None
     ) -> Any:
-        nonlocal looked_at
+        nonlocal is_checked
         if position_ids is not None:
-            raise ValueError(f"position_ids were passed to {name}.{_ROTATE}, which Ropewalk's does not know")
+            raise ValueError(f"position_ids were passed to {name}.{_ROTATE}, but must be None for Ropewalk's")
         heads = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - cos.ndim - 1
         if heads not in (-2, -3):
-            raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, but cos has shape {tuple(cos.shape)}: no known layout")
+            raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, but must be the heads' for cos {tuple(cos.shape)}")
         cos, same_cos = parts(cos if cos.ndim > 2 else cos[None])
         sin, same_sin = parts(sin if sin.ndim > 2 else sin[None])
-        if not (looked_at or torch.compiler.is_compiling() or cos.is_meta or isinstance(cos, FakeTensor)):
+        if not (is_checked or torch.compiler.is_compiling() or cos.is_meta or isinstance(cos, FakeTensor)):
             if not (torch.equal(cos, same_cos) and torch.equal(sin, same_sin)):
                 raise ValueError(f"cos or sin does not hold every angle twice, but must for {name}.{_ROTATE}")
-            looked_at = True
+            is_checked = True
         layout = "bthd" if heads == -2 else "bhtd"
         return apply_rope(q, k, cos, sin, layout=layout, interleaved=interleaved, inverse=inverse)
 
@@ -158,7 +158,7 @@ def _rotation(name: str, table: str, interleaved: bool, inverse: bool) -> Callab
 
 @torch.no_grad()
 def _agree(original: Any, ours: Any, table: str) -> bool:
-    """Whether two functions rotate alike: in both layouts, and a half of the features if the model's own can.
+    """Test whether two functions rotate alike: in both layouts, and half of the features if the model's own can.
 
     A feature is a·cos ± b·sin: three roundings, of numbers up to |a| + |b|.
     """
@@ -172,7 +172,7 @@ def _agree(original: Any, ours: Any, table: str) -> bool:
         given = [*((q, k) if axis == 1 else (q.transpose(1, 2), k.transpose(1, 2))), angles.cos(), angles.sin()]
         try:
             theirs = original(*given, unsqueeze_dim=axis)
-        except Exception:  # it takes no such table
+        except Exception:  # it does not support such a table
             if rotary_dim == 16:
                 return False
             continue

@@ -1,4 +1,4 @@
-"""`attention`: the one public function of attention, and `explain_choice`, which says who would serve a call."""
+"""`attention`: the one public function of attention, and `explain_choice`, which names the backend of a call."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention import cores, eager, operator, reference
-from ropewalk.ops.attention.checks import NO_POSITION, as_bhtd, check_call, from_bhtd
-from ropewalk.ops.attention.choice import Choice, choose, explain
-from ropewalk.ops.attention.cores import Request
-from ropewalk.ops.attention.prepare import prepare
-from ropewalk.positions import PositionScheme
+from ropewalk.ops.attention import autograd, operator
+from ropewalk.ops.attention.backend import Backend
+from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
+from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
+from ropewalk.ops.attention.tables import resolve_scheme
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
+from ropewalk.ops.tracing import is_plain_eager
+from ropewalk.schemes import PositionScheme
 
 
 def attention(
@@ -46,11 +48,11 @@ def attention(
 
     The same in PyTorch, for `layout="bhtd"`, as many key heads as query heads, and a scheme that maps features::
 
-        q, k = map_features(q), map_features(k)  # see the scheme: Rope turns pairs, others leave features alone
+        q, k = map_features(q), map_features(k)  # see the scheme: Rope rotates pairs, others leave features alone
         scores = q @ k.mT * scale  # (B, H, Tq, Tk)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = change_scores(scores)  # see the scheme: Alibi, T5Bias and the decay of ExpoSB do
+        scores = score_mod(scores)  # see the scheme: Alibi, T5Bias and the decay of ExpoSB do
         ahead = torch.arange(Tk) - torch.arange(Tk - Tq, Tk)[:, None]  # the last query stands at the last key
         allowed = torch.ones(Tq, Tk, dtype=torch.bool) if mask is None else mask
         if causal:
@@ -74,14 +76,14 @@ def attention(
     Args:
         q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd", (total_q, H, D) for "thd"; float16, bfloat16,
             float32 or float64, D up to 256, any strides.
-        k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head serves H/K query
+        k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head has H/K query
             heads in a row. Pages of keys with a `block_table`.
         v: like k, but for its head dim Dv, up to 256, which the output has.
         position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What
             it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
             is to be made of them in each forward.
         causal: let no query attend a later key, by index, aligned at the bottom right.
-        window: let a query attend keys less than so many places away alone; together with `causal`, those behind it.
+        window: attend keys with abs(m - n) < window, by index; with `causal`, those behind the query alone.
         scale: of the scores; 1/√D by default.
         mask: bool, True where a query may attend: (Tq, Tk); (B, Tq, Tk), the same for all heads; or (B or 1, H or 1,
             Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing.
@@ -110,16 +112,15 @@ def attention(
         dropout_p: the probability, in [0, 1) and in steps of 2**-16, of dropping a probability after the softmax; what
             survives is divided by the rest. More than 255/256 counts as that. It is seeded by torch's generator of q's
             device; Triton's kernels and the reference drop the same for a seed.
-        keys_rotated: k's features were mapped by the scheme before they came here, as in a cache of rotated keys: q's
-            alone are mapped. (ExpoSB weighs features of k alone, by both weights.) Not for a scheme with another
-            encoding of far pairs.
+        keys_rotated: k is already rotated, as in a cache of rotated keys; q alone is rotated. (ExpoSB weighs features
+            of k alone, by both weights.) A two-range encoding does not support it.
         return_lse: return the log-sum-exp too; it is differentiable.
         layout: "bthd", "bhtd" or, for packed sequences, "thd".
         deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
             None does as `torch.are_deterministic_algorithms_enabled()` says.
         impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper;
             "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
-            after our rotation; or "reference". A named one that cannot serve the call raises.
+            after our rotation; or "reference". A named one that cannot run the call raises.
 
     Returns:
         The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or
@@ -129,9 +130,9 @@ def attention(
         TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them.
         ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
             query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
-            that cannot serve the call.
+            that cannot run the call.
 
-    Under `torch.func` transforms and forward-mode differentiation the reference serves. `torch.compile` sees the
+    Under `torch.func` transforms and forward-mode differentiation the reference runs. `torch.compile` sees the
     operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.
 
     Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691), algorithms 1 and 2.
@@ -153,7 +154,7 @@ def attention(
         >>> attention(q, k, v, position=Rope(), causal=True, cu_seqlens_q=packed, layout="thd").shape
         torch.Size([228, 8, 32])
     """
-    request = _ask(
+    call = make_call(
         q,
         k,
         v,
@@ -178,14 +179,10 @@ def attention(
         layout=layout,
         deterministic=deterministic,
     )
-    name = choose(request, impl)
-    if dropout_p > 0:
-        request = _with_seed(request)
-    if _is_autocast(q):  # q, k and v are cast by now; what the implementations compute in float32 must stay there
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = serve(request, name)
-    else:
-        out, lse = serve(request, name)
+    backend = choose(call, impl)
+    if dropout_p > 0:  # from torch's generator of the device: no number that the host would have to wait for
+        call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=call.q.device))
+    out, lse = run(call, backend)
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
@@ -213,73 +210,62 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         >>> choice.name
         'reference'
         >>> choice.others["sdpa"]
-        'it knows no window'
+        'window is not supported'
     """
     impl = keywords.pop("impl", None)
-    return explain(_ask(q, k, v, **keywords), impl)
+    return explain(make_call(q, k, v, **keywords), impl)
 
 
-def _ask(
+def make_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = "bthd",
     return_lse: bool = False,
     deterministic: bool | None = None,
     **keywords: Any,
-) -> Request:
-    """Check a call, and work out what an implementation needs to serve it."""
+) -> AttentionCall:
+    """Validate the arguments of `attention` and build the call, its scheme resolved to tables and numbers."""
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
     if _is_autocast(q):
         q, k, v = (_lower(x) for x in (q, k, v))
+    arguments = Arguments(**keywords)
     if torch.compiler.is_compiling():
-        _fix_all_but_lengths(q, k, v, layout)
-    call = check_call(q, k, v, layout=layout, **keywords)
-    q, k, v = as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout)
-    if call.cu_seqlens_q is not None and keywords.get("positions_q") is keywords.get("positions_k") is not None:
-        call = call._replace(positions_k=call.positions_q)  # the checks made two views of one tensor
-    prepared = prepare(q, k, call)
+        _fix_all_but_lengths(q, k, v, arguments.layout)
+    call = resolve_scheme(validate(q, k, v, arguments))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if torch.is_grad_enabled() and _any_to_learn(call.sinks, prepared.parameters):
-        backward = True
-        if call.block_table is not None:
+    needs_backward = False
+    if torch.is_grad_enabled():
+        params = call.score_mod_params
+        learns = (params is not None and params.requires_grad) or (call.sinks is not None and call.sinks.requires_grad)
+        if learns and call.block_table is not None:
             raise ValueError(
                 "position has parameters that require grad, but with block_table there is no backward: call under "
                 "no_grad"
             )
-    return Request(q, k, v, call, prepared, return_lse, deterministic, backward)
+        needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
+    return call._replace(return_lse=return_lse, deterministic=deterministic, needs_backward=needs_backward)
 
 
-def _any_to_learn(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+def run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
+    """Run a call: the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if it is returned."""
+    if not _is_autocast(call.q):
+        return _run(call, backend)
+    # q, k and v are cast by now; what the backends compute in float32 must stay there.
+    with torch.autocast(call.q.device.type, enabled=False):
+        return _run(call, backend)
 
 
-def _with_seed(request: Request) -> Request:
-    """The call with a seed from torch's generator of its device: no number that the host would have to know."""
-    seed = torch.randint(2**63 - 1, (1,), device=request.q.device)
-    call, prepared = request.call._replace(seed=seed), request.prepared._replace(seed=seed)
-    return request._replace(call=call, prepared=prepared)
-
-
-def serve(request: Request, name: str) -> tuple[Tensor, Tensor | None]:
-    """The output, (B, H, Tq, D), by an implementation; and the log-sum-exp, if it was asked for."""
-    if name == "sdpa":
-        return cores.sdpa(request), None
-    if name == "flash":
-        return cores.flash(request), None
-    q, k, v, call, prepared, return_lse, deterministic, backward, far = request
-    if name == "reference":
-        return reference.attention(q, k, v, call, far)
-    kernels = "gluon-deterministic" if name == "gluon" and deterministic else name
-    masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
-    places = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    if operator.is_plain(q, k, v, *masks, *places, call.sinks, call.seed, prepared.parameters, *(far or ())):
-        return eager.attend(q, k, v, prepared, return_lse, kernels, far)
-    return operator.attend(q, k, v, prepared, return_lse, backward, kernels, far)
+def _run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
+    kernels = KERNELS.get(backend.name)
+    if kernels is None:
+        return LIBRARIES[backend.name].attend(call)
+    if call.sinks is not None:
+        call = call._replace(sinks=call.sinks.float())
+    is_eager = is_plain_eager(*tensors_of(call))
+    return (autograd.attend if is_eager else operator.attend)(call, kernels)
 
 
 def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention as PyTorch operators, for whoever looks at a program rather than runs it.
+"""Attention as PyTorch operators, for torch.compile, tracing and dispatch modes.
 
 `torch.ops.ropewalk.attend` is what `torch.compile`, dispatch modes and tensor subclasses see. Plain eager calls go
 around it: the dispatcher and an operator's autograd formula cost the host more than all launches.
@@ -8,114 +8,68 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.eager import LN_2, join, load_kernels, split
-from ropewalk.ops.attention.prepare import FarFeatures, Prepared
+from ropewalk.ops.attention.autograd import LN_2
+from ropewalk.ops.attention.backend import KernelBackend, Saved, Wanted
+from ropewalk.ops.attention.backends import KERNELS, backward_of
+from ropewalk.ops.attention.call import LEAVES, SCHEMA, AttentionCall, FarQK, flatten, unflatten
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
-_PREPARED = (
-    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, Tensor? weights, bool interleaved, int rotary_offset, "
-    "str? score, Tensor? parameters, Tensor? positions_q, Tensor? positions_k, Tensor? mask, Tensor? key_lengths, "
-    "bool causal, SymInt? window, float scale, Tensor? key_starts, Tensor? query_starts, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? block_table, float? softcap, Tensor? sinks, float dropout_p, Tensor? seed, "
-    "int learned, SymInt? far_window, Tensor? cos_past, Tensor? sin_past, Tensor? cos_future, Tensor? sin_future, "
-    "Tensor? cos_far, Tensor? sin_far"
-)
-# What pairs that are far apart meet with: given, or made by the scheme, whose tables then are there.
-_FAR = "Tensor? past, Tensor? future, Tensor? far_keys"
-# The log-sum-exp is to base 2. What is mapped is what the backward reads; each is empty where the call leaves its
-# features alone, or was given them, and without `keep`: then no backward may come.
+# The log-sum-exp is to base 2. The rotated features are what the backward reads; each is empty where the call leaves
+# its features alone, or was given them, and without `save`: then no backward may come.
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_FAR}, bool keep, str impl, {_PREPARED}) -> (Tensor out, Tensor lse, "
-    "Tensor mapped_q, Tensor mapped_k, Tensor mapped_past, Tensor mapped_future, Tensor mapped_far_keys)"
+    f"attend({SCHEMA}, bool save, str impl) -> (Tensor out, Tensor lse, Tensor rotated_q, Tensor rotated_k, "
+    "Tensor rotated_q_past, Tensor rotated_q_future, Tensor rotated_k_far)"
 )
-# All gradients but the first three are empty unless they are asked for.
+# The call's q, k and given features of far pairs are those that the forward left. All gradients but the first three
+# are empty unless they are wanted.
 _LIBRARY.define(
-    f"attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_FAR}, Tensor out, Tensor lse, "
-    f"bool learn_parameters, bool learn_sinks, str impl, {_PREPARED}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, "
-    "Tensor grad_past, Tensor grad_future, Tensor grad_far_keys, Tensor grad_parameters, Tensor grad_sinks)"
+    "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? q_past, Tensor? q_future, "
+    f"Tensor? k_far, bool wants_params, bool wants_sinks, str impl, {SCHEMA}) -> (Tensor grad_q, Tensor grad_k, "
+    "Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, Tensor grad_sinks)"
 )
-
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call is eager, its tensors are what they seem, and no mode or tracer looks on."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        # A lazily negated view's memory holds the opposite values, and the dispatcher settles that.
-        or any(type(x) not in _PLAIN_TYPES or (x is not None and x.is_neg()) for x in tensors)
-    )
+_PARAMS, _SINKS = LEAVES.index("score_mod_params"), LEAVES.index("sinks")
+_GIVEN = LEAVES.index("far_given_q_past")  # the first of three
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prepared: Prepared,
-    return_lse: bool,
-    backward: bool,
-    impl: str,
-    far: FarFeatures | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend in a way that the onlooker understands; `backward` says whether one will come.
-
-    The other arguments and the results are those of `eager.attend`.
-    """
-    out, lse, *_ = torch.ops.ropewalk.attend(q, k, v, *(far or _NOTHING_FAR), backward, impl, *prepared)
-    return out, lse * LN_2 if return_lse else None
+def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
+    """Attend as `autograd.attend` does, in a way that tracers and dispatch modes follow."""
+    out, lse, *_ = torch.ops.ropewalk.attend(*flatten(call), call.needs_backward, backend.name)
+    return out, lse * LN_2 if call.return_lse else None
 
 
-_NOTHING_FAR = (None, None, None)
+def _features(call: AttentionCall) -> tuple[tuple[Tensor, bool], ...]:
+    """q, k, and q, q, k again for far pairs: the tensors, and whether the scheme rotates them."""
+    tables, far = call.tables, None if call.far is None else call.far.tables
+    of_far = (None, None, None) if far is None else far
+    tensors = (call.q, call.k, call.q, call.q, call.k)
+    rotations = (tables.q, tables.k, *of_far)
+    return tuple((x, table is not None) for x, table in zip(tensors, rotations, strict=True))
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Tensor | None,
-    future: Tensor | None,
-    far_keys: Tensor | None,
-    keep: bool,
-    impl: str,
-    *prepared: Any,
-) -> tuple[Tensor, ...]:
-    far = None if past is None or far_keys is None else FarFeatures(past, future, far_keys)
+def _attend(*arguments: Any) -> tuple[Tensor, ...]:
+    *leaves, save, impl = arguments
+    call = unflatten(leaves)
     with torch.no_grad():
-        out, saved = load_kernels(impl)[0](q, k, v, Prepared(*prepared), keep, far)
-        mapped = (
-            _laid_out_like(x, mine) if keep and maps and mine is not None else q.new_empty(0)
-            for x, mine, maps in zip(
-                (q, k, q, q, k), (saved.q, saved.k, *saved[3:]), _maps_features(prepared), strict=True
-            )
+        out, saved = KERNELS[impl].forward(call, save)
+        mine = (saved.q, saved.k, *saved[3:])
+        rotated = (
+            _laid_out_like(x, result) if save and is_rotated and result is not None else call.q.new_empty(0)
+            for (x, is_rotated), result in zip(_features(call), mine, strict=True)
         )
-        promised = _output_of(torch.empty_like(q, device="meta"), v)
-        return _laid_out_like(promised, out), saved.lse, *mapped
+        promised = _output_of(torch.empty_like(call.q, device="meta"), call.v)
+        return _laid_out_like(promised, out), saved.lse, *rotated
 
 
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Tensor | None,
-    future: Tensor | None,
-    far_keys: Tensor | None,
-    keep: bool,
-    impl: str,
-    *prepared: Any,
-) -> tuple[Tensor, ...]:
-    mapped = (
-        torch.empty_like(x) if keep and maps else q.new_empty(0)
-        for x, maps in zip((q, k, q, q, k), _maps_features(prepared), strict=True)
-    )
-    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), *mapped
+def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    *leaves, save, _ = arguments
+    call = unflatten(leaves)
+    rotated = (torch.empty_like(x) if save and is_rotated else call.q.new_empty(0) for x, is_rotated in _features(call))
+    return _output_of(call.q, call.v), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
 
 
 def _output_of(q: Tensor, v: Tensor) -> Tensor:
@@ -125,104 +79,99 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
-def _maps_features(prepared: Sequence[Any]) -> tuple[bool, ...]:
-    """Whether the scheme maps the features of q and of k, and in other ways for far pairs: q's two, and k's."""
-    it = Prepared(*prepared)
-    return tuple(x is not None for x in (it.cos_q, it.cos_k, it.cos_past, it.cos_future, it.cos_far))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, past, future, far_keys, ctx.keep, ctx.impl, *prepared = inputs
-    out, lse, *mapped = output
-    if Prepared(*prepared).cos_past is not None:
-        far_keys = k
-    q, k, past, future, far_keys = (
-        mine if maps else x
-        for x, mine, maps in zip((q, k, past, future, far_keys), mapped, _maps_features(prepared), strict=True)
+    *leaves, ctx.save, ctx.impl = inputs
+    call = unflatten(leaves)
+    out, lse, *rotated = output
+    given = (None, None, None) if call.far is None or call.far.given is None else call.far.given
+    k_far = call.k if call.far is not None and call.far.tables is not None else given[2]
+    plain = (call.q, call.k, *given[:2], k_far)
+    q, k, q_past, q_future, k_far = (
+        mine if is_rotated else x for x, mine, (_, is_rotated) in zip(plain, rotated, _features(call), strict=True)
     )
-    tensors, ctx.numbers = split(prepared)
-    ctx.save_for_backward(q, k, v, past, future, far_keys, out, lse, *tensors)
+    if call.far is not None and call.far.given is not None:
+        call = call._replace(far=call.far._replace(given=FarQK(q_past, q_future, k_far)))
+    saved = flatten(call._replace(q=q, k=k))
+    ctx.tensors = [index for index, leaf in enumerate(saved) if isinstance(leaf, Tensor)]
+    ctx.numbers = [None if isinstance(leaf, Tensor) else leaf for leaf in saved]
+    ctx.save_for_backward(out, lse, q_past, q_future, k_far, *(saved[index] for index in ctx.tensors))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if not ctx.keep:
-        raise RuntimeError("torch.ops.ropewalk.attend was called with keep=False, and has kept nothing for a backward")
-    q, k, v, past, future, far_keys, out, lse, *tensors = ctx.saved_tensors
-    prepared = join(tensors, ctx.numbers)
+    if not ctx.save:
+        raise RuntimeError("torch.ops.ropewalk.attend was called with save=False, and saved nothing for a backward")
+    out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
+    leaves = list(ctx.numbers)
+    for index, x in zip(ctx.tensors, tensors, strict=True):
+        leaves[index] = x
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needed = Prepared(*ctx.needs_input_grad[8:])
+    needed = ctx.needs_input_grad
     grads = torch.ops.ropewalk.attend_backward(
-        *(grad_out, grad_lse, q, k, v, past, future, far_keys, out, lse),
-        *(needed.parameters, needed.sinks, ctx.impl, *prepared),
+        *(grad_out, grad_lse, out, lse, q_past, q_future, k_far),
+        *(needed[_PARAMS], needed[_SINKS], ctx.impl, *leaves),
     )
-    of_far = (grad if needs else None for grad, needs in zip(grads[3:6], ctx.needs_input_grad[3:6], strict=True))
-    of_prepared: list[Tensor | None] = [None] * len(prepared)
-    for name, grad in zip(("parameters", "sinks"), grads[6:], strict=True):
-        if getattr(needed, name):
-            of_prepared[Prepared._fields.index(name)] = grad
-    return *grads[:3], *of_far, None, None, *of_prepared
+    of_leaves: list[Tensor | None] = [None] * len(LEAVES)
+    of_leaves[:3] = grads[:3]
+    indices = (_GIVEN, _GIVEN + 1, _GIVEN + 2, _PARAMS, _SINKS)
+    for index, grad in zip(indices, grads[3:], strict=True):
+        of_leaves[index] = grad if needed[index] else None
+    return *of_leaves, None, None
 
 
 def _attend_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Tensor | None,
-    future: Tensor | None,
-    far_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    learn_parameters: bool,
-    learn_sinks: bool,
+    q_past: Tensor | None,
+    q_future: Tensor | None,
+    k_far: Tensor | None,
+    wants_params: bool,
+    wants_sinks: bool,
     impl: str,
-    *prepared: Any,
+    *leaves: Any,
 ) -> tuple[Tensor, ...]:
-    from ropewalk.ops.attention import triton_launch
-
+    call = unflatten(leaves)
+    wanted = Wanted(wants_params, wants_sinks)
     with torch.no_grad():
         if grad_lse is not None:
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
-        saved = triton_launch.Saved(q, k, lse, past, future, far_keys)
-        learned = triton_launch.Learned(learn_parameters, learn_sinks)
-        grads = load_kernels(impl)[1](grad_out, grad_lse, v, out, saved, Prepared(*prepared), learned)
+        saved = Saved(call.q, call.k, lse, q_past, q_future, k_far)
+        backend = backward_of(KERNELS[impl], call, wanted)
+        grads = backend.backward(call, out, saved, grad_out, grad_lse, wanted)
 
         def of(x: Tensor | None, grad: Tensor | None) -> Tensor:
             return lse.new_empty(0) if x is None or grad is None else _laid_out_like(x, grad)
 
         return (
-            *(of(x, grad) for x, grad in zip((q, k, v), grads[:3], strict=True)),
-            *(of(x, grad) for x, grad in zip((past, future, far_keys), grads[5:], strict=True)),
-            grads.parameters if learn_parameters and grads.parameters is not None else lse.new_empty(0),
-            grads.sinks if learn_sinks and grads.sinks is not None else lse.new_empty(0),
+            *(of(x, grad) for x, grad in zip((call.q, call.k, call.v), grads[:3], strict=True)),
+            *(of(x, grad) for x, grad in zip((q_past, q_future, k_far), grads[5:], strict=True)),
+            grads.score_mod_params if wants_params and grads.score_mod_params is not None else lse.new_empty(0),
+            grads.sinks if wants_sinks and grads.sinks is not None else lse.new_empty(0),
         )
 
 
 def _attend_backward_fake(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Tensor | None,
-    future: Tensor | None,
-    far_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    learn_parameters: bool,
-    learn_sinks: bool,
+    q_past: Tensor | None,
+    q_future: Tensor | None,
+    k_far: Tensor | None,
+    wants_params: bool,
+    wants_sinks: bool,
     impl: str,
-    *prepared: Any,
+    *leaves: Any,
 ) -> tuple[Tensor, ...]:
-    it = Prepared(*prepared)
-    given = it.cos_past is None
-    far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (past, future, far_keys))
-    learned = (it.parameters if learn_parameters else None), (it.sinks if learn_sinks else None)
-    none = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *far, *none
+    call = unflatten(leaves)
+    given = call.far is not None and call.far.given is not None
+    far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (q_past, q_future, k_far))
+    learned = (call.score_mod_params if wants_params else None), (call.sinks if wants_sinks else None)
+    rest = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
+    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), *far, *rest
 
 
 def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`apply_rope`: the rotation's one public function."""
+"""`apply_rope`: the public function of the rotation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Call, Flags
-from ropewalk.ops.rope.eager import rotate
-from ropewalk.ops.rope.operator import is_plain, rotate_traced
+from ropewalk.ops.rope.autograd import rotate
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.operator import rotate_traced
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 
 def apply_rope(
@@ -49,30 +50,30 @@ def apply_rope(
         sin: like cos.
         positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
             int: the same plus this offset; (B,): plus an offset for each batch row; (B, T) or (1, T): one for each
-            token; (total,) for "thd": one for each token. A position outside the table turns that token into NaN, all
-            of it, on every device; an int that cannot fit raises.
-        cu_seqlens: for "thd", where the packed sequences begin and end: (number of sequences + 1,), int32 or int64,
-            from 0 to total, never falling. Its values are checked on CPU tensors alone.
+            token; (total,) for "thd": one for each token. A position outside the table makes every feature of
+            its token NaN, on every device; an int that cannot fit raises.
+        cu_seqlens: for "thd", the bounds of the packed sequences: (number of sequences + 1,), int32 or int64, from 0 to
+            total, never falling. Its values are checked on CPU tensors alone.
         layout: "bthd", "bhtd" or "thd".
         interleaved: pair features (2i, 2i + 1) (GPT-J, complex numbers) rather than (i, i + R/2) (GPT-NeoX, Llama).
-        inverse: turn by −θ rather than +θ.
+        inverse: rotate by −θ rather than +θ.
         rotary_dim: R, if it is to be checked: it must be twice the width of cos. The other D − R features pass through.
         rotary_offset: the first rotated feature.
-        inplace: overwrite q and k, and return them. Autograd knows; a leaf that requires grad, or memory that
-            overlaps, is refused.
-        impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that cannot serve
-            the call raises.
+        inplace: overwrite q and k, and return them; differentiable. A leaf that requires grad and memory that overlaps
+            raise.
+        impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
+            support the call raises.
 
     Returns:
         (q, k) rotated, or q alone where k is None, with the strides that `torch.empty_like` gives.
 
     Raises:
         TypeError: an argument of another type or dtype than said here.
-        ValueError: shapes, devices or values that do not fit, or an `impl` that cannot serve them.
-        RuntimeError: in place on a tensor that autograd must not see overwritten.
-        Each names the argument, what it was and what it must be, and is raised before anything is written.
+        ValueError: shapes, devices or values that do not fit, or an `impl` that does not support them.
+        RuntimeError: inplace for a tensor that autograd does not let be overwritten.
+        Each names the argument, its value and the requirement, and is raised before anything is written.
 
-    Under `torch.func` transforms and forward-mode differentiation the reference serves. `torch.compile` sees the
+    Under `torch.func` transforms and forward-mode differentiation the reference runs. `torch.compile` traces the
     operator `torch.ops.ropewalk.rope`: no graph break, and no recompilation for each length.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), equation 34; half-split pairs are GPT-NeoX's.
@@ -91,7 +92,10 @@ def apply_rope(
         raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
     offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
     xs = (q,) if k is None else (q, k)
-    flags = Flags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    call = Call(cos, sin, token_positions, cu_seqlens, offset, flags)
-    rotated = (rotate if is_plain(q, k, cos, sin, token_positions, cu_seqlens) else rotate_traced)(xs, call)
+    flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
+    call = RopeCall(cos, sin, token_positions, cu_seqlens, offset, flags)
+    is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens) and not is_transformed()
+    if q is None or cos is None or sin is None:
+        is_plain = False  # the checks of `rotate_traced` raise
+    rotated = (rotate if is_plain else rotate_traced)(xs, call)
     return rotated[0] if k is None else rotated

@@ -1,4 +1,4 @@
-"""The rotation in plain PyTorch: the definition that every other implementation is measured against.
+"""The rotation in plain PyTorch: the definition that every other implementation is tested against.
 
 Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 """
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.checks import Call
+from ropewalk.ops.rope.call import RopeCall
 
 
 def rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn pairs (a, b) into (a·cos − b·sin, a·sin + b·cos): the whole of rotary embedding.
+    """Rotate pairs (a, b) to (a·cos − b·sin, a·sin + b·cos): the whole of rotary embedding.
 
     The arithmetic is in float32 or in the pairs' dtype, whichever is larger; the caller rounds the result once.
     """
@@ -37,7 +37,7 @@ def join_pairs(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Position of each packed token in its own sequence, (total,); −1 for a token that no sequence covers."""
+    """Return each packed token's position in its own sequence, (total,); −1 for a token that no sequence covers."""
     tokens = torch.arange(total, device=cu_seqlens.device)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].contiguous().long()
     if ends.numel() == 0:
@@ -94,7 +94,7 @@ def broadcast_rows(
     inverse: bool,
     layout: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`token_rows` in shapes that broadcast against x, with sin negated for `inverse`."""
+    """Look up `token_rows` in shapes that broadcast against x, with sin negated for `inverse`."""
     token_axis, head_axis = (-2, -3) if layout == "bhtd" else (-3, -2)
     cos, sin, inside = token_rows(
         cos, sin, x.shape[token_axis], positions=positions, cu_seqlens=cu_seqlens, offset=offset, layout=layout
@@ -125,27 +125,27 @@ def apply_rope(
     """
     cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, layout)
     rotary_dim = 2 * cos.shape[-1]
-    before, turned, after = x.split([rotary_offset, rotary_dim, x.shape[-1] - rotary_offset - rotary_dim], dim=-1)
-    a, b = rotate_pairs(*split_pairs(turned, interleaved), cos, sin)
+    before, middle, after = x.split([rotary_offset, rotary_dim, x.shape[-1] - rotary_offset - rotary_dim], dim=-1)
+    a, b = rotate_pairs(*split_pairs(middle, interleaved), cos, sin)
     rotated = torch.cat((before, join_pairs(a, b, interleaved).to(x.dtype), after), dim=-1)
     return rotated if inside is None else torch.where(inside, rotated, torch.nan)
 
 
 @torch.no_grad()
-def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: Call) -> None:
+def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
     """Write the rotation of each tensor of `xs` into its partner in `outs`, which may be the tensor itself.
 
-    The same as `apply_rope` without the copies that a differentiable form has to make.
+    The same as `apply_rope`, without the copies that a differentiable form needs.
     """
     flags = call.flags
     cos, sin, inside = broadcast_rows(xs[0], *call[:-1], flags.inverse, flags.layout)
-    turned = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
+    rotary = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
     for x, out in zip(xs, outs, strict=True):
         if out is not x:
-            out[..., : turned.start].copy_(x[..., : turned.start])
-            out[..., turned.stop :].copy_(x[..., turned.stop :])
-        a, b = rotate_pairs(*split_pairs(x[..., turned], flags.interleaved), cos, sin)
-        out_a, out_b = split_pairs(out[..., turned], flags.interleaved)
+            out[..., : rotary.start].copy_(x[..., : rotary.start])
+            out[..., rotary.stop :].copy_(x[..., rotary.stop :])
+        a, b = rotate_pairs(*split_pairs(x[..., rotary], flags.interleaved), cos, sin)
+        out_a, out_b = split_pairs(out[..., rotary], flags.interleaved)
         out_a.copy_(a)
         out_b.copy_(b)
         if inside is not None:

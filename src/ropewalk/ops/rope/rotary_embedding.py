@@ -1,7 +1,7 @@
-"""`rotary_embedding`: vLLM's operator, with vLLM's semantics and error words.
+"""`rotary_embedding`: vLLM's operator, with vLLM's semantics and error texts.
 
-On a GPU the CUDA extension serves it, registered for CUDA tensors once the library is loaded. Everywhere else, and
-until then, what is below does, through `apply_rope`.
+On NVIDIA GPUs it runs in the CUDA extension, which registers its own kernel for CUDA tensors when it is loaded.
+Everywhere else, and until then, it runs through `apply_rope`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope import native
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.ops.rope.checks import DTYPES, MAX_HEAD_DIM, check_apart, may_overlap_itself
-from ropewalk.ops.rope.operator import is_transformed
+from ropewalk.ops.rope.cuda import load as native
+from ropewalk.ops.rope.validate import DTYPES, MAX_HEAD_DIM, check_disjoint, may_overlap_itself
+from ropewalk.ops.tracing import is_transformed
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _SCHEMA = (
@@ -44,7 +44,7 @@ def rotary_embedding(
     bfloat16, float32 and float64; arithmetic in float32 (float64 for float64), rounded once.
 
     Args:
-        positions: (T,) or (B, T), int32 or int64. A position outside the table turns that token into NaN, all of it.
+        positions: (T,) or (B, T), int32 or int64. A position outside the table makes every feature of its token NaN.
         query: (T, H·D), (T, H, D), (B, T, H·D) or (B, T, H, D), its last dimension dense in memory; the others may
             have any strides that do not overlap.
         key: the same with its own number of heads, which divides query's, and its own strides; or None.
@@ -58,8 +58,8 @@ def rotary_embedding(
 
     Raises:
         RuntimeError: "positions must have shape [num_tokens] or [batch_size, seq_len]", "query, key and positions must
-            have the same number of tokens", "query, key and positions must have the same batch_size and seq_len", and
-            whatever else does not fit: shapes, dtypes, devices, memory that overlaps, a query or key that requires
+            have the same number of tokens", "query, key and positions must have the same batch_size and seq_len"; also
+            for other shapes, dtypes and devices that do not fit, memory that overlaps, a query or key that requires
             grad or is lazily negated, a torch.func transform, forward-mode differentiation. All are raised before
             anything is written.
 
@@ -76,43 +76,43 @@ def rotary_embedding(
     if torch.compiler.is_compiling():
         _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)
         return
-    # What `_as_a_change` does, at half its cost to the host.
-    _refuse_onlookers(query, key)
+    # The same as `_bump_version`, in half its host time.
+    _check_autograd(query, key)
     with torch._C._ExcludeDispatchKeyGuard(_OWN_KEY):
         _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)
     torch._C._increment_version((query,) if key is None else (query, key))
 
 
-def _refuse_onlookers(query: Tensor, key: Tensor | None) -> None:
-    """Raise where overwriting query and key would go unnoticed by whoever differentiates, or reads them as negated."""
+def _check_autograd(query: Tensor, key: Tensor | None) -> None:
+    """Raise if query or key is differentiated, transformed or lazily negated: that is not supported."""
     if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
         name = "query" if query.requires_grad else "key"
         raise RuntimeError(f"{name} requires grad, but rotary_embedding has no gradient: use ropewalk.apply_rope")
     if is_transformed():
         raise RuntimeError(
-            "rotary_embedding knows neither torch.func transforms nor forward-mode differentiation: use "
+            "torch.func transforms and forward-mode differentiation of rotary_embedding are not supported: use "
             "ropewalk.apply_rope"
         )
     if query.is_neg() or (key is not None and key.is_neg()):
         raise RuntimeError("query and key must not be lazily negated: pass x.resolve_neg()")
 
 
-def _as_a_change(keyset: Any, positions: Tensor, query: Tensor, key: Tensor | None, *rest: Any) -> None:
-    """The operator as autograd sees it: no gradient, and an overwritten tensor is a changed one.
+def _bump_version(keyset: Any, positions: Tensor, query: Tensor, key: Tensor | None, *rest: Any) -> None:
+    """Raise where there would be a gradient, run the operator, and count up the versions of what it overwrote.
 
-    Tensors that were made in inference mode go past this.
+    The dispatcher skips this for tensors that were made in inference mode.
     """
-    _refuse_onlookers(query, key)
+    _check_autograd(query, key)
     _OPERATOR.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, positions, query, key, *rest)
     torch._C._increment_version((query,) if key is None else (query, key))
 
 
-def _anywhere(
+def _rotate_portably(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
-    """The operator on the CPU, and on GPUs without the CUDA extension."""
+    """Run the operator on the CPU, and on GPUs without the CUDA extension."""
     if query.is_cuda and native.why_not(query.device) is None and native.load():
-        _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)  # from now on without coming here
+        _OPERATOR(positions, query, key, head_size, cos_sin_cache, is_neox)  # later calls go there directly
         return
     _check(positions, query, key, head_size, cos_sin_cache, is_neox)
     _check_memory(query, key, head_size)
@@ -125,14 +125,14 @@ def _anywhere(
 
 
 def _check_memory(query: Tensor, key: Tensor | None, head_size: int) -> None:
-    """Raise unless all elements of query and key lie apart."""
+    """Raise if two elements of query and key share memory."""
     for name, x in (("query", query), ("key", key)):
         if x is not None and may_overlap_itself(x):
             raise RuntimeError(f"{name} has elements that share memory")
     if key is None:
         return
     try:
-        check_apart(query.unflatten(-1, (-1, head_size)), key.unflatten(-1, (-1, head_size)))
+        check_disjoint(query.unflatten(-1, (-1, head_size)), key.unflatten(-1, (-1, head_size)))
     except ValueError:
         raise RuntimeError("query and key share memory") from None
 
@@ -145,7 +145,7 @@ def _split_heads(x: Tensor, positions: Tensor, head_size: int) -> Tensor:
 def _check(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
-    """Raise what csrc/operators.cpp raises, from shapes, strides, dtypes and devices alone."""
+    """Raise the errors of csrc/operators.cpp, from shapes, strides, dtypes and devices alone."""
     xs = [("query", query)] if key is None else [("query", query), ("key", key)]
     for name, x in (("positions", positions), ("cos_sin_cache", cos_sin_cache), *xs[1:]):
         if x.device != query.device:
@@ -162,8 +162,8 @@ def _check(
         raise RuntimeError("positions must have shape [num_tokens] or [batch_size, seq_len]")
     for _, x in xs:
         if x.ndim > positions.ndim and x.shape[: positions.ndim] != positions.shape:
-            what = "number of tokens" if positions.ndim == 1 else "batch_size and seq_len"
-            raise RuntimeError(f"query, key and positions must have the same {what}")
+            sizes = "number of tokens" if positions.ndim == 1 else "batch_size and seq_len"
+            raise RuntimeError(f"query, key and positions must have the same {sizes}")
     if not 1 <= head_size <= MAX_HEAD_DIM:
         raise RuntimeError(f"head_size is {head_size}, but must be from 1 to {MAX_HEAD_DIM}")
     if cos_sin_cache.ndim != 2:
@@ -199,7 +199,7 @@ def _count_heads(name: str, x: Tensor, position_dims: int, head_size: int) -> in
     return x.shape[-2]
 
 
-_LIBRARY.impl("rotary_embedding", _anywhere, "CompositeExplicitAutograd")
+_LIBRARY.impl("rotary_embedding", _rotate_portably, "CompositeExplicitAutograd")
 _LIBRARY.impl("rotary_embedding", torch.library.fallthrough_kernel, "Autograd")
-_LIBRARY.impl("rotary_embedding", _as_a_change, "ADInplaceOrView", with_keyset=True)
+_LIBRARY.impl("rotary_embedding", _bump_version, "ADInplaceOrView", with_keyset=True)
 torch.library.register_fake("ropewalk::rotary_embedding", _check, lib=_LIBRARY)

@@ -1,0 +1,250 @@
+"""The candidates of attention's benchmark: ours, with positions in the kernel and in front of it, and the peers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ropewalk.bench.attention.cases import REROPE, AttentionCase, AttentionInputs
+from ropewalk.bench.attention.gate import Attend
+from ropewalk.bench.attention.peers import AttentionPeer, Rotate, compile_rope
+from ropewalk.bench.attention.rows import label
+from ropewalk.bench.attention.settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
+from ropewalk.ops.attention.api import attention, explain_choice
+from ropewalk.ops.attention.libraries.flash import flash_version
+from ropewalk.ops.rope.api import apply_rope
+
+AUTO = "auto"  # impl=None
+OUTSIDE = "apply_rope"  # our rotation, then attention without positions
+COMPILED = "compiled rope"  # PyTorch's, for the peers
+PAGE_SIZES = (64, 16)  # of paged caches
+TWO_CALLS = "two calls"  # ReRoPE by attention to near keys and to far ones, merged
+READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
+
+# Whether there is a backward -> the implementation that runs the case (known of ours alone), or why none does.
+Choose = Callable[[bool], tuple[str | None, str | None]]
+# q, k and v -> what attention gets instead.
+Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+# Another name in records, what comes before the call, and more keywords of it.
+Changes = tuple[str, Before, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel or library to measure, with its case and inputs: a yardstick has its own."""
+
+    case: AttentionCase
+    inputs: AttentionInputs
+    impl: str
+    position: str  # as records name it
+    setting: str  # of `SETTINGS`, by which the result is judged
+    kind: str  # "ours", "peer", or "anchor" for a yardstick
+    choose: Choose
+    build: Callable[[], Callable[..., Tensor]]
+    parameters: tuple[Tensor, ...] = ()  # that get gradients too
+    pairs: Pairs | None = None  # makes what the timed call takes, before it; None: it takes q, k and v
+
+    @property
+    def yardstick(self) -> str | None:
+        """The name of the case, if it is another than the measured one."""
+        return self.case.name if self.kind == "anchor" else None
+
+    @property
+    def label(self) -> str:
+        """The name in records."""
+        return label(self.impl, self.position, self.yardstick)
+
+    def from_inputs(self, attend: Callable[..., Tensor]) -> Attend:
+        """Compose the timed call with its preparation, as the gate takes it."""
+        make = self.pairs
+        return attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Make the arguments of the timed call."""
+        tensors = (self.inputs.q, self.inputs.k, self.inputs.v)
+        if self.pairs is None:
+            return tensors
+        with torch.no_grad():
+            return self.pairs(*tensors)
+
+
+def candidates_of(
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
+) -> dict[str, list[Candidate]]:
+    """Make the candidates of a case, by mode. A peer is built, and compiled, once for all modes."""
+    rotate = functools.cache(functools.partial(compile_rope, case, inputs))
+    peers_alone, peers_with_rope, peers_with_rerope = [], [], []
+    for peer in peers:
+        choose = _peer_choice(peer, case)
+        build = functools.cache(functools.partial(peer.build, case, inputs))
+        if peer.rerope:
+            peers_with_rerope.append(Candidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build))
+            continue
+        peers_alone.append(Candidate(case, inputs, peer.name, "none", "none", "peer", choose, build))
+        with_rope = functools.partial(_rotate_first, rotate, build)
+        peers_with_rope.append(Candidate(case, inputs, peer.name, COMPILED, "rope", "peer", choose, with_rope))
+
+    def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[Candidate]:
+        names = (AUTO, *impls) if auto else impls
+        return [_ours(case, inputs, impl, setting, changes) for impl in names for setting in settings]
+
+    if case.form == "cache":
+        paged = [
+            candidate
+            for size in PAGE_SIZES
+            for candidate in ours("rope", changes=(f"rope, pages of {size}", *_paged(inputs, size)))
+        ]
+        return {"decode": [*ours("rope", auto=True), *paged, *peers_with_rope]}
+    outside = ours("none", changes=(OUTSIDE, _rotation(case, inputs), {}))
+    kernels, in_kernel = ours("none"), ours("rope", auto=True)
+    schemes, variants = [*kernels, *ours(*SCHEMES)], [*kernels, *ours(*VARIANTS)]
+    rerope: list[Candidate] = []
+    if not set(case.modes).isdisjoint(REROPE):
+        rerope = [*_two_scores(case, inputs, impls), *peers_with_rerope]
+    return {
+        "fwd": [*kernels, *peers_alone],
+        "bwd": [*kernels, *peers_alone],
+        "train": [*in_kernel, *outside, *kernels, *peers_with_rope],
+        "schemes-fwd": schemes,
+        "schemes-bwd": schemes,
+        "variants-fwd": variants,
+        "variants-bwd": variants,
+        "learned-bwd": [*kernels, *ours(*LEARNED)],
+        "rerope-fwd": rerope,
+        "rerope-train": rerope,
+        "memory": in_kernel if case.far_window is None else [*in_kernel, *ours("rerope")],
+    }
+
+
+def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[Candidate]]:
+    """Make the yardsticks of a case, by mode: our kernels on another case."""
+    plain, with_rope = (
+        [_ours(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
+    )
+    return {"fwd": plain, "bwd": plain, "train": with_rope}
+
+
+def _ours(
+    case: AttentionCase,
+    inputs: AttentionInputs,
+    impl: str,
+    setting: str,
+    changes: Changes | None = None,
+    kind: str = "ours",
+) -> Candidate:
+    """Make a candidate of one of our implementations, with a setting's keywords in the case's form."""
+    own, parameters = SETTINGS[setting].make(case, inputs.q.device)
+    name, before, more = changes or (setting, _as_they_are, {})
+    keywords = {**own, **_form_keywords(case, inputs), **more, "impl": None if impl == AUTO else impl}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(*before(q, k, v), **keywords)
+        return out
+
+    judged = "rope" if name == OUTSIDE else setting
+    choose = _our_choice(inputs, before, keywords)
+    return Candidate(case, inputs, impl, name, judged, kind, choose, lambda: attend, parameters)
+
+
+def _our_choice(inputs: AttentionInputs, before: Before, keywords: dict[str, Any]) -> Choose:
+    def choose(backward: bool) -> tuple[str | None, str | None]:
+        tensors = inputs.leaves() if backward else (inputs.q, inputs.k, inputs.v)
+        try:
+            with torch.set_grad_enabled(backward):
+                return explain_choice(*before(*tensors), **keywords).name, None
+        except ValueError as error:
+            return None, str(error)
+
+    return choose
+
+
+def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[Candidate]:
+    """Make ReRoPE's candidates: by one call, by two, of ready pairs; and RoPE in the same kernels."""
+    device = inputs.q.device
+    has_flash = device.type == "cuda" and flash_version(device) is not None
+    named = dict.fromkeys((*impls, *(("flash",) if has_flash else ())))
+    one_call = [_ours(case, inputs, impl, "rerope") for impl in (AUTO, *named)]
+    with_rope = [_ours(case, inputs, impl, "rope") for impl in named]
+    otherwise = []
+    for impl in impls:
+        choose = _our_choice(inputs, _as_they_are, near_keywords(case, impl))
+        build = functools.cache(functools.partial(build_two_calls, case, inputs, impl))
+        otherwise.append(Candidate(case, inputs, impl, TWO_CALLS, "rerope", "ours", choose, build))
+        of_pairs = functools.partial(build_of_pairs, case, impl)
+        one = next(candidate for candidate in one_call if candidate.impl == impl)
+        otherwise.append(replace(one, position=READY_PAIRS, build=of_pairs, pairs=make_pairs(case, inputs)))
+    return [*one_call, *with_rope, *otherwise]
+
+
+def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:
+    if case.form == "packed":
+        return {"causal": case.causal, "layout": "thd", "cu_seqlens_q": inputs.cu_seqlens}
+    lengths = inputs.key_lengths
+    if case.form == "cache":
+        assert lengths is not None
+        return {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
+    return {"causal": case.causal, "key_lengths": lengths, "window": case.window}
+
+
+def _as_they_are(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, k, v
+
+
+def _rotation(case: AttentionCase, inputs: AttentionInputs) -> Before:
+    """Make our rotation of q and k. Packed tokens are one batch row, with a row of the tables each."""
+
+    def rotate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if case.form != "packed":
+            return *apply_rope(q, k, inputs.cos, inputs.sin), v
+        q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)
+        return q[0], k[0], v
+
+    return rotate
+
+
+def _paged(inputs: AttentionInputs, size: int) -> tuple[Before, dict[str, Any]]:
+    """Cut the cache into shuffled pages; returns the function that puts them in its place, and the keywords."""
+    batch, tokens = inputs.k.shape[:2]
+    count = batch * -(-tokens // size)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(count, generator=generator, dtype=torch.int32).view(batch, -1).to(inputs.k.device)
+
+    @functools.cache
+    def pages() -> tuple[Tensor, Tensor]:
+        return _shuffle(inputs.k, table, size), _shuffle(inputs.v, table, size)
+
+    def before(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, *pages()
+
+    return before, {"block_table": table}
+
+
+def _shuffle(x: Tensor, table: Tensor, size: int) -> Tensor:
+    """Cut (B, T, K, D) into pages (B · pages of a row, size, K, D), each where the table says."""
+    whole = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    pages = whole.unflatten(1, (-1, size)).flatten(0, 1)
+    shuffled = torch.empty_like(pages)
+    shuffled[table.flatten().long()] = pages
+    return shuffled
+
+
+def _peer_choice(peer: AttentionPeer, case: AttentionCase) -> Choose:
+    reason = peer.why_not(case)
+    return lambda backward: (None, reason)
+
+
+def _rotate_first(rotate: Callable[[], Rotate], build: Callable[[], Attend]) -> Attend:
+    rotation, core = rotate(), build()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = rotation(q, k)
+        return core(q, k, v)
+
+    return attend

@@ -1,0 +1,1 @@
+"""The parts that all benchmarks share: timing, records, options and the run itself."""

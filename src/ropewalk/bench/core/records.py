@@ -1,0 +1,185 @@
+"""Records of benchmark runs: JSON lines, one for the run and its machine, then one for each row.
+
+A record says on what it was measured, and holds no path of that machine. The last line of a kernels' run that was not
+stopped says when it ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ropewalk
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+FORMAT = 1
+END = "end"  # the one key of the line that ends a record
+
+
+class RecordWriter:
+    """A record that is written row by row, so that an interrupted run keeps its rows.
+
+    The file must not exist, unless lines of it are `kept`: then it becomes the run and those lines, all at once.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any], kept: Iterable[Mapping[str, Any]] | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        started = path if kept is None else path.with_name(f"{path.name}.new")
+        self._file = started.open("x" if kept is None else "w", encoding="utf-8")
+        self._write({"format": FORMAT, **run})
+        if kept is not None:
+            for line in kept:
+                self._write(line)
+            self._file.close()
+            os.replace(started, path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: DataclassInstance, benchmark: str | None = None) -> None:
+        """Write one row and flush it; `benchmark` names the row's where the run does not."""
+        self._write({**({} if benchmark is None else {"benchmark": benchmark}), **asdict(row)})
+
+    def end(self) -> None:
+        """Write that the run came to its end."""
+        self._write({END: _now()})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read the line about the run and the lines of the rows, of a record of one of these benchmarks."""
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name} is not a record: line {number} is not JSON, or was cut off") from error
+    check_run_line(path, lines, *benchmarks)
+    return lines[0], [line for line in lines[1:] if line.keys() != {END}]
+
+
+def check_run_line(path: Path, lines: list[Any], *benchmarks: str) -> None:
+    """Raise unless the lines are objects, and the first is about a run of one of these benchmarks."""
+    if not lines or not all(isinstance(line, dict) for line in lines):
+        raise ValueError(f"{path.name} is not a record: it must be JSON objects, one to a line")
+    if lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
+        names = " or ".join(map(repr, benchmarks))
+        raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {names}")
+
+
+def default_path(run: Mapping[str, Any]) -> Path:
+    """Return results/BENCHMARK-DEVICE-TIME.jsonl."""
+    device = re.sub(r"[^a-z0-9]+", "-", run["device"].lower()).strip("-")
+    time = re.sub(r"[^0-9T]", "", run["date"].split("+")[0])
+    return Path("results") / f"{run['benchmark']}-{device}-{time}.jsonl"
+
+
+def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str]) -> dict[str, Any]:
+    """Describe the run, its machine and its versions; `peers` maps each to its version or why it is missing."""
+    return {
+        "benchmark": benchmark,
+        "date": _now(),
+        **_describe_device(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": version_of("triton"),
+        "ropewalk": ropewalk.__version__,
+        **_describe_commit(),
+        "peers": dict(peers),
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"device": f"CPU {platform.processor() or platform.machine()}", "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        **_query_nvidia_smi(device, getattr(properties, "uuid", None)),
+    }
+
+
+def _query_nvidia_smi(device: torch.device, uuid: object) -> dict[str, str]:
+    """Query the driver, and clocks and power while the GPU copies; empty if nvidia-smi does not answer."""
+    fields = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        return {}
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    while process.poll() is None:
+        target.copy_(source)
+    torch.cuda.synchronize(device)
+    answer, _ = process.communicate()
+    values = [value.strip() for value in answer.split(",")]
+    if process.returncode != 0 or len(values) != len(fields):
+        return {}
+    return dict(zip((field.replace(".", "_") for field in fields), values, strict=True))
+
+
+def _describe_commit() -> dict[str, Any]:
+    """Return the git commit of the package's source, and whether tracked files differ from it, if git tells.
+
+    A copy of the source that came without its repository takes the commit from ROPEWALK_COMMIT, "…-dirty" where it
+    differs.
+    """
+    folder = Path(ropewalk.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        commit = os.environ.get("ROPEWALK_COMMIT")
+        if commit is None:
+            return {"commit": None, "dirty": None}
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

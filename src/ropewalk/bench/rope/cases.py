@@ -1,0 +1,167 @@
+"""The cases of the rotation's benchmark and tests, as data: shapes of models and of other libraries' benchmarks.
+
+Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ropewalk.frequencies import inverse_frequencies, rope_table
+
+DIRECTIONS = ("fwd", "bwd", "decode")
+_TABLE_ROWS = 32768  # the rows of a table into which positions point
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rotation of q and k: shapes, convention, and the place of the result."""
+
+    name: str
+    batch: int
+    tokens: int  # of one batch row; for layout "thd" the total
+    q_heads: int
+    k_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    base: float = 10000.0
+    rotary_dim: int | None = None  # None: the whole head
+    layout: str = "bthd"
+    positions: str = "index"  # "index", "offsets": (B,), or "tokens": one for each token
+    sequences: tuple[int, ...] = ()  # the lengths of the packed sequences, for layout "thd" without positions
+    interleaved: bool = False
+    inplace: bool = False
+    directions: tuple[str, ...] = ("fwd", "bwd")
+
+    @property
+    def variant(self) -> str:
+        """The pairing, and whether the result overwrites the input."""
+        return f"{'interleaved' if self.interleaved else 'half'}/{'in place' if self.inplace else 'out of place'}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch's."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def width(self) -> int:
+        """R, the number of rotated features."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of q and k together."""
+        return self.batch * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
+
+    @property
+    def bytes_moved(self) -> int:
+        """Every element of q and k read once and written once."""
+        return 2 * self.elements * self.torch_dtype.itemsize
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.sequences) if self.sequences else self.tokens
+
+    def shape(self, heads: int) -> tuple[int, ...]:
+        """Return the shape of a tensor of `heads` heads in this layout."""
+        if self.layout == "thd":
+            return self.tokens, heads, self.head_dim
+        if self.layout == "bhtd":
+            return self.batch, heads, self.tokens, self.head_dim
+        return self.batch, self.tokens, heads, self.head_dim
+
+
+def _variants(case: Case) -> Iterator[Case]:
+    for interleaved in (False, True):
+        for inplace in (False, True):
+            yield replace(case, interleaved=interleaved, inplace=inplace)
+
+
+def _in_and_out(case: Case) -> Iterator[Case]:
+    yield case
+    yield replace(case, inplace=True)
+
+
+_LLAMA3_8B = Case("llama3-8b", 2, 8192, 32, 8, 128, base=500000.0)
+_DECODE = Case("decode-1", 1, 1, 32, 8, 128, base=500000.0, positions="offsets", directions=("decode",))
+_DECODE_64 = replace(_DECODE, name="decode-64", batch=64)
+
+CASES: tuple[Case, ...] = (
+    *_variants(_LLAMA3_8B),
+    *_variants(Case("llama3-70b", 1, 16384, 64, 8, 128, base=500000.0)),
+    *_in_and_out(Case("bert-base", 32, 512, 12, 12, 64)),  # the shape; BERT itself learns its positions
+    *_in_and_out(Case("qwen3-8b", 1, 32768, 32, 8, 128, base=1e6)),
+    *_in_and_out(Case("gemma3-27b", 1, 8192, 32, 16, 128, base=1e6)),
+    # The part that rotates: 64 features of each of 128 query heads, and of one key that all of them share.
+    *_in_and_out(Case("deepseek-mla", 1, 8192, 128, 1, 64, interleaved=True)),
+    *_variants(Case("rerope-8k", 1, 8192, 32, 32, 64)),
+    *_variants(Case("api-4x512", 4, 512, 8, 8, 64)),
+    *_variants(Case("vllm-4096-fp32", 1, 4096, 32, 16, 128, "float32", layout="thd", positions="tokens")),
+    *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-positions", positions="tokens")),
+    *_in_and_out(
+        replace(
+            _LLAMA3_8B, name="llama3-8b-thd", batch=1, tokens=16384, layout="thd", sequences=(5003, 1, 3180, 8192, 8)
+        )
+    ),
+    *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-bhtd", layout="bhtd")),
+    Case("glm4-9b-partial", 1, 8192, 32, 2, 128, rotary_dim=64, interleaved=True),
+    *_variants(replace(_DECODE, directions=("decode", "bwd"))),  # backward for what one token costs the host
+    *_variants(_DECODE_64),
+    *_in_and_out(replace(_DECODE, name="decode-256", batch=256)),
+    *_in_and_out(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
+)
+
+# One shape at every length, to see which implementation is for which.
+SWEEP: tuple[Case, ...] = tuple(
+    replace(_LLAMA3_8B, name=f"tokens-{tokens}", batch=1, tokens=tokens, interleaved=interleaved, inplace=True)
+    for interleaved in (False, True)
+    for tokens in (2**exponent for exponent in range(18))
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of a case, and its positions in the forms that implementations ask for."""
+
+    q: Tensor
+    k: Tensor
+    cos: Tensor  # (n, R/2), float32
+    sin: Tensor
+    inv_freq: Tensor  # (R/2,), float64
+    positions: Tensor | None  # as `apply_rope` takes them
+    cu_seqlens: Tensor | None  # int32
+    token_positions: Tensor  # (B, T), or (total,): the position of every token, int64
+
+
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Draw q and k, and lay out tables and positions; positions that a case gives are random and out of order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k = (
+        torch.randn(case.shape(heads), generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+        for heads in (case.q_heads, case.k_heads)
+    )
+    inv_freq, _ = inverse_frequencies("default", case.width, case.base)
+    token_shape = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
+    index = torch.arange(case.tokens, device=device).expand(token_shape)
+    rows = case.longest if case.positions == "index" else max(case.tokens, _TABLE_ROWS)
+    positions = cu_seqlens = None
+    token_positions = index
+    if case.positions == "tokens":
+        positions = token_positions = torch.randint(rows, token_shape, generator=generator, device=device)
+    elif case.positions == "offsets":
+        last = rows - case.tokens + 1
+        positions = torch.randint(last, (case.batch,), generator=generator, device=device)
+        token_positions = positions[:, None] + index
+    if case.sequences:
+        ends = torch.tensor((0, *case.sequences)).cumsum(0)
+        cu_seqlens = ends.to(device, torch.int32)
+        token_positions = torch.cat([torch.arange(length, device=device) for length in case.sequences])
+    cos, sin = rope_table(rows, inv_freq, device=device)
+    return Inputs(q, k, cos, sin, inv_freq.to(device), positions, cu_seqlens, token_positions)

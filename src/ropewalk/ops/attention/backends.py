@@ -1,0 +1,132 @@
+"""The registry of backends: which one runs a call, by ability and by measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Backend, KernelBackend, LibraryBackend, Refusal, Wanted
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.hopper.support import Gluon
+from ropewalk.ops.attention.libraries.flash import Flash
+from ropewalk.ops.attention.libraries.sdpa import Sdpa
+from ropewalk.ops.attention.reference import Reference
+from ropewalk.ops.attention.tables import resolve_scheme
+from ropewalk.ops.attention.triton.support import Triton
+from ropewalk.ops.attention.validate import Arguments, validate
+from ropewalk.ops.tracing import is_transformed
+
+REFERENCE, TRITON = Reference(), Triton()
+KERNELS: dict[str, KernelBackend] = {backend.name: backend for backend in (TRITON, Gluon())}
+LIBRARIES: dict[str, LibraryBackend] = {backend.name: backend for backend in (Flash(), Sdpa(), REFERENCE)}
+BACKENDS: dict[str, Backend] = {**KERNELS, **LIBRARIES}
+
+
+class Rule(NamedTuple):
+    """An order of backends, the fastest first, and the calls that it is for."""
+
+    order: tuple[str, ...]
+    tokens: int = 0  # at least so many, of queries and of keys
+    backward: bool = False  # only where a backward will come
+    far: bool = False  # only with a two-range encoding; without, only where there is none
+
+    def fits(self, call: AttentionCall) -> bool:
+        """Say whether the rule is for such a call."""
+        if self.far is (call.far is None):
+            return False
+        tokens = min(call.q.shape[2], call.k.shape[2])
+        return tokens >= self.tokens and (call.needs_backward or not self.backward)
+
+
+FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
+FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
+CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
+TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
+CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
+
+# By compute capability, from docs/notes and results/. The first rule that fits counts, and of its backends the first
+# that runs the call: windows leave cuDNN out; masks, lengths, score mods and the like leave both libraries out.
+ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
+    (9, 0): (
+        Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
+        Rule(TRITON_FIRST, far=True),
+        Rule(FLASH_THEN_GLUON, tokens=1024),
+        Rule(FLASH_FIRST, tokens=512, backward=True),
+        Rule(CUDNN_FIRST),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs a call, and the reason why each other one does not."""
+
+    name: str
+    others: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name} runs", *(f"not {name}: {reason}" for name, reason in self.others.items())])
+
+
+def backend_order(call: AttentionCall) -> tuple[str, ...]:
+    """Return the backends in the order in which a call tries them."""
+    device = call.q.device
+    if device.type != "cuda":
+        return CPU
+    if torch.compiler.is_compiling():
+        return CUDNN_FIRST  # the rules go by lengths, and a graph would be for the lengths that it was traced with
+    return next((rule.order for rule in _rules(device) if rule.fits(call)), FLASH_FIRST)
+
+
+def _rules(device: torch.device) -> tuple[Rule, ...]:
+    return ORDER.get(gpu.capability(device), ()) if gpu.is_nvidia(device) else ()
+
+
+def why_not(backend: Backend, call: AttentionCall) -> Refusal | None:
+    """Say why a backend does not run a call; None if it does."""
+    if backend is not REFERENCE and not torch.compiler.is_compiling() and is_transformed():
+        return Refusal("transform", "torch.func transforms and forward-mode differentiation are not supported")
+    return backend.why_not(call)
+
+
+def choose(call: AttentionCall, impl: str | None) -> Backend:
+    """Return the backend that runs a call: `impl`, or the first in order that can."""
+    if impl is None:
+        return next(BACKENDS[name] for name in backend_order(call) if why_not(BACKENDS[name], call) is None)
+    if impl not in BACKENDS:
+        raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, BACKENDS))}")
+    backend = BACKENDS[impl]
+    refusal = why_not(backend, call)
+    if refusal is not None:
+        raise ValueError(f"impl is {impl!r}, but it cannot run this call: {refusal.reason}")
+    return backend
+
+
+def explain(call: AttentionCall, impl: str | None) -> Choice:
+    """Return what `choose` chooses, and why."""
+    chosen, device = choose(call, impl).name, call.q.device
+    if impl is not None:
+        rest = f"impl is {impl!r}"
+    elif device.type != "cuda":
+        rest = "it is no faster here, or for tests alone"
+    elif _rules(device):
+        rest = "it is slower here, by measurement"
+    else:
+        rest = "it is expected to be slower; this kind of GPU was not measured"
+    refusals = {name: why_not(backend, call) for name, backend in BACKENDS.items() if name != chosen}
+    return Choice(chosen, {name: rest if refusal is None else refusal.reason for name, refusal in refusals.items()})
+
+
+def why_missing(impl: str, device: torch.device) -> str | None:
+    """Say why a backend cannot run the plainest call on a device; None if it can."""
+    x = torch.empty(1, 1, 128, 64, dtype=torch.float16, device=device)
+    refusal = why_not(BACKENDS[impl], resolve_scheme(validate(x, x, x, Arguments(layout="bhtd"))))
+    return None if refusal is None else refusal.reason
+
+
+def backward_of(backend: KernelBackend, call: AttentionCall, wanted: Wanted) -> KernelBackend:
+    """Return the backend whose backward follows a forward: its own, or Triton's, which runs whatever others refuse."""
+    return backend if backend.why_no_backward(call, wanted) is None else TRITON

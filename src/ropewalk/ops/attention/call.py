@@ -1,0 +1,271 @@
+"""The one record of a call of attention, and what follows from it alone.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v), R rotary
+dim, S packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ropewalk.schemes import PositionScheme
+
+
+class RopeTable(NamedTuple):
+    """cos and sin of a rotation, (B or 1, T, R/2), float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Tables(NamedTuple):
+    """A scheme's map of the features of q and of k; None leaves them alone."""
+
+    q: RopeTable | None = None
+    k: RopeTable | None = None  # None too where the keys come rotated
+    feature_weights: Tensor | None = None  # (D,), float32: k's features are multiplied by them
+    interleaved: bool = False
+    rotary_offset: int = 0  # the first rotated feature
+
+
+NO_TABLES = Tables()
+
+
+class FarTables(NamedTuple):
+    """The rotations of far pairs."""
+
+    q_past: RopeTable | None = None  # of queries as they score far keys behind them
+    q_future: RopeTable | None = None  # as they score far keys ahead; None: no key ahead is far
+    k: RopeTable | None = None  # None: far keys are not rotated
+
+
+class FarQK(NamedTuple):
+    """Rotated features of far pairs: queries (B, H, Tq, D) and keys (B, K, Tk, D)."""
+
+    q_past: Tensor
+    q_future: Tensor | None
+    k: Tensor
+
+
+class FarRange(NamedTuple):
+    """The second range of a two-range encoding: pairs at least `window` positions apart."""
+
+    window: int
+    tables: FarTables | None = None  # the scheme's rotations; None: the features are given
+    given: FarQK | None = None  # rotated by the caller, and differentiable
+
+
+class AttentionCall(NamedTuple):
+    """A call of attention: validated, with defaults filled in, and with the scheme resolved to tables and numbers.
+
+    q is (B, H, Tq, D), k (B, K, Tk, D), v (B, K, Tk, Dv); packed sequences are one batch row; k and v may be pages,
+    (pages, K, page_size, D or Dv). Read it by name alone.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scheme: PositionScheme | None
+    causal: bool
+    window: int | None
+    mask: Tensor | None  # (B or 1, H or 1, Tq, Tk), bool
+    key_lengths: Tensor | None  # (B,): where the keys end
+    key_starts: Tensor | None  # (B,): where the keys start; None: at 0
+    query_starts: Tensor | None  # (B,): the key index of the first query; None: Tk − Tq
+    cu_seqlens_q: Tensor | None  # (S + 1,); None: the batch is dense
+    cu_seqlens_k: Tensor | None  # (S + 1,)
+    block_table: Tensor | None  # (B, n_pages); None: k and v are not paged
+    positions_q: Tensor | None  # (B or 1, Tq); None: as `token_positions` says
+    positions_k: Tensor | None  # (B or 1, Tk)
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # (H,)
+    dropout_p: float
+    seed: Tensor | None  # (1,), int64: of dropout
+    keys_rotated: bool
+    score_mod: str | None = None  # “module:NAME” of the ScoreMod that kernels apply
+    score_mod_params: Tensor | None = None  # (H, anything), float32: the ScoreMod's numbers
+    n_learned_params: int = 0  # how many columns of them, from the first, may need a gradient; 0: all
+    tables: Tables = Tables()
+    far: FarRange | None = None  # None: no pair is far
+    return_lse: bool = False
+    deterministic: bool = False
+    needs_backward: bool = False
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether kernels read positions: for a score mod, or to tell far pairs from near ones."""
+        return self.score_mod is not None or self.far is not None
+
+    @property
+    def goes_by_index(self) -> bool:
+        """Whether every position that kernels read is the token's index."""
+        return not self.reads_positions or (self.positions_q is None and self.positions_k is None)
+
+
+def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    """Every tensor that the caller passed, as far as kernels read it."""
+    given = () if call.far is None or call.far.given is None else call.far.given
+    masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
+    indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
+    return (call.q, call.k, call.v, *masks, *indices, call.sinks, call.seed, call.score_mod_params, *given)
+
+
+def rope_tables(call: AttentionCall) -> list[Tensor]:
+    """All tables and weights that map features."""
+    far = call.far.tables if call.far is not None else None
+    tables = (call.tables.q, call.tables.k, *(far or ()))
+    weights = call.tables.feature_weights
+    return [*(x for table in tables if table is not None for x in table), *([] if weights is None else [weights])]
+
+
+# The program that runs needs neither the scheme object nor the fields that shape results and choose a backend.
+_NOT_IN_PROGRAM = {"scheme", "return_lse", "needs_backward"}
+_SCHEMA_TYPES = {
+    (Tensor, False): "Tensor",
+    (Tensor, True): "Tensor?",
+    (bool, False): "bool",
+    (int, False): "int",
+    (int, True): "SymInt?",
+    (float, False): "float",
+    (float, True): "float?",
+    (str, True): "str?",
+}
+
+
+def _list_leaves(record: Any, prefix: str, optional: bool) -> list[tuple[str, type, bool]]:
+    """The name, type and optionality of each field of a record, those of nested records in its place."""
+    leaves: list[tuple[str, type, bool]] = []
+    for name, hint in get_type_hints(record).items():
+        if name in _NOT_IN_PROGRAM:
+            continue
+        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+        may_lack = optional or len(get_args(hint)) > 1
+        if hasattr(kinds[0], "_fields"):
+            leaves += _list_leaves(kinds[0], f"{prefix}{name}_", may_lack)
+        else:  # a number of a record that may be absent has a default, and needs no None
+            leaves.append((prefix + name, kinds[0], may_lack if kinds[0] is not bool else False))
+    return leaves
+
+
+_LEAVES = _list_leaves(AttentionCall, "", False)
+LEAVES = tuple(name for name, _, _ in _LEAVES)
+IS_TENSOR = tuple(kind is Tensor for _, kind, _ in _LEAVES)
+SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind, optional]} {name}" for name, kind, optional in _LEAVES)
+_NO_TABLE = (None, None)
+
+
+def flatten(call: AttentionCall) -> tuple[Any, ...]:
+    """The call as a flat tuple of tensors and numbers, in the order of `LEAVES`."""
+    tables, far = call.tables, call.far
+    leaves = (
+        *call[:3],
+        *call[4:24],
+        *(tables.q or _NO_TABLE),
+        *(tables.k or _NO_TABLE),
+        *tables[2:],
+    )
+    if far is None:
+        return *leaves, *_NO_FAR_LEAVES, call.deterministic
+    far_tables = (x for table in far.tables or (None, None, None) for x in table or _NO_TABLE)
+    return *leaves, far.window, *far_tables, *(far.given or (None, None, None)), call.deterministic
+
+
+_NO_FAR_LEAVES = (None,) * 10
+
+
+def unflatten(leaves: Any) -> AttentionCall:
+    """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
+    q, k, v, *plain = leaves[:23]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[23:30]
+    tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
+    window, *features = leaves[30:40]
+    far = None
+    if window is not None:
+        q_past, q_future, k_far = features[6:]
+        if q_past is None:
+            pairs = (_table(cos, sin) for cos, sin in zip(features[0:6:2], features[1:6:2], strict=True))
+            far = FarRange(window, FarTables(*pairs))
+        else:
+            far = FarRange(window, None, FarQK(q_past, q_future, k_far))
+    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[40])
+
+
+def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:
+    return None if cos is None or sin is None else RopeTable(cos, sin)
+
+
+def as_bhtd(x: Tensor, layout: str) -> Tensor:
+    """View x as (B, H, T, D); packed as (1, H, total, D), and pages of keys as (pages, K, page_size, D)."""
+    if layout == "thd":
+        return x.transpose(0, 1).unsqueeze(0)
+    return x if layout == "bhtd" else x.transpose(1, 2)
+
+
+def from_bhtd(x: Tensor, layout: str) -> Tensor:
+    """Undo `as_bhtd`."""
+    if layout == "thd":
+        return x.squeeze(0).transpose(0, 1)
+    return x if layout == "bhtd" else x.transpose(1, 2)
+
+
+def kv_capacity(call: AttentionCall) -> int:
+    """Return Tk: the rows of k, or of all pages that a row's block table names."""
+    page_size = call.k.shape[2]
+    return page_size if call.block_table is None else call.block_table.shape[1] * page_size
+
+
+class TokenIndices(NamedTuple):
+    """The key index of every token; causal and window go by it."""
+
+    queries: Tensor  # (B or 1, Tq)
+    keys: Tensor  # (B or 1, Tk)
+    sequences_q: Tensor | None  # (1, Tq): of packed tokens, the sequence; −1: none
+    sequences_k: Tensor | None  # (1, Tk)
+
+
+def token_indices(call: AttentionCall) -> TokenIndices:
+    """Return every token's key index: aligned at the bottom right, unless query_starts says otherwise.
+
+    Packed tokens count from the first key of their sequence; a token of no sequence is at 0.
+    """
+    queries, keys, device = call.q.shape[2], kv_capacity(call), call.q.device
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        sequences_q, index_q, lengths_q = _unpack(call.cu_seqlens_q, queries)
+        sequences_k, index_k, lengths_k = _unpack(call.cu_seqlens_k, keys)
+        shift = torch.cat((lengths_k - lengths_q, lengths_k.new_zeros(1)))[sequences_q]  # −1 finds the zero
+        return TokenIndices((index_q + shift)[None], index_k[None], sequences_q[None], sequences_k[None])
+    columns = torch.arange(keys, device=device)[None]
+    if call.query_starts is None:
+        return TokenIndices(torch.arange(keys - queries, keys, device=device)[None], columns, None, None)
+    return TokenIndices(torch.arange(queries, device=device) + call.query_starts[:, None], columns, None, None)
+
+
+def token_positions(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return every token's position for the scheme, (B or 1, Tq) and (B or 1, Tk): by default index minus key_starts.
+
+    Queries and keys before key_starts have positions below 0, so that distances are those of indices.
+    """
+    positions_q, positions_k = call.positions_q, call.positions_k
+    if positions_q is None or positions_k is None:
+        indices = token_indices(call)
+        default_q, default_k = indices.queries, indices.keys
+        if call.key_starts is not None:
+            starts = call.key_starts[:, None]
+            default_q, default_k = default_q - starts, default_k - starts
+        positions_q = default_q if positions_q is None else positions_q
+        positions_k = default_k if positions_k is None else positions_k
+    return positions_q, positions_k
+
+
+def _unpack(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sequence of each packed token, −1 for none, and its index there, 0 for none; and the sequences' lengths."""
+    bounds = cu_seqlens.long().clamp(0, total)
+    starts, ends = bounds[:-1], bounds[1:]
+    tokens = torch.arange(total, device=cu_seqlens.device)
+    sequences = torch.searchsorted(ends, tokens, right=True)
+    index = tokens - torch.cat((starts, starts.new_full((1,), total)))[sequences]  # below 0 in no sequence
+    return torch.where(index < 0, -1, sequences), index.clamp(min=0), (ends - starts).clamp(min=0)

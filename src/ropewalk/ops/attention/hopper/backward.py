@@ -1,0 +1,534 @@
+"""The backward kernel of attention for Hopper: dQ, dK and dV in one pass, five matrix products a step.
+
+A program has a tile of keys and values, and loops over the queries that attend them. dK and dV stay in registers. Each
+step's dQ is added to a workspace in memory, where programs add in any order: that sum differs from run to run. Scores
+are transposed, [keys, queries], so that P and dS go from registers into the products that sum over queries. A two-range
+encoding has loops over far pairs first, with other queries and keys, and a workspace for each range of pairs; dK of far
+pairs is rotated in registers to join that of near pairs.
+
+Four roles share a program: two compute warp groups, each with half of the keys; a load warp; a dQ-reduce warp, which
+adds dQ to the workspace. One program has one tile. Persistent programs, as in the forward, were slower: each step of
+theirs has more to do.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from typing import Any, NamedTuple
+
+from ropewalk.ops.attention.hopper.backward_warps import (
+    DqSmem,
+    Inputs,
+    KvSmem,
+    QuerySmem,
+    has_keys,
+    load_warp,
+    loop_over_queries,
+    reduce_dq_warp,
+    tile_of_program,
+    wg_query_range,
+)
+from ropewalk.ops.attention.hopper.barriers import (
+    DQ_FREE,
+    DQ_FULL,
+    DS_STORED,
+    RANGE_DONE,
+    named_barrier_arrive,
+    named_barrier_sync,
+)
+from ropewalk.ops.attention.hopper.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
+from ropewalk.ops.attention.hopper.scheduler import Problem
+from ropewalk.ops.attention.hopper.softmax import recompute_p
+from ropewalk.ops.attention.hopper.tiles import (
+    BLOCK_N,
+    DQ_CHUNK,
+    WG_ROWS,
+    init_neg_delta,
+    inverse_rotate,
+    load_shared_table,
+    rebase_rotation,
+    store_rows,
+    to_thread_order,
+    wg_ds,
+    wgmma_layout,
+    zero_missing_rows,
+)
+from ropewalk.ops.attention.triton.arguments import Far, KeyTile, ScoreFlags, Scores
+from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, PAST, mask_flags, range_flags
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
+
+
+class KvGrads(NamedTuple):
+    """Targets of the gradients of keys and values."""
+
+    dk: Any  # RowTarget
+    dk_far: Any  # RowTarget; None: rebased and added to dk
+    dv: Any  # RowTarget
+    feature_weights: Any  # pointer to (D,), of the keys' features; or None
+
+
+class KeyRotation(NamedTuple):
+    """Rotation of the keys, to be undone in their gradients."""
+
+    table: Any  # RopeTable, where pairs are far
+    far_table: Any  # RopeTable of `Far.k`; None: far keys are not rotated
+    cos: Any  # descriptor of the table that the load warp brings; None: gradients are not rotated
+    R: Any  # constants: features that are rotated
+    INTERLEAVED: Any
+
+
+class Options(NamedTuple):
+    """Constants of the pipeline: `launch.BackwardConfig`, and whether keys ahead may be far."""
+
+    BLOCK_M: Any
+    DEFER_DQ: Any
+    HAS_FUTURE: Any
+
+
+class WgKv(NamedTuple):
+    """The keys and values of one compute warp group."""
+
+    k: Any  # [WG_ROWS, D]
+    k_for_dq: Any  # of all keys, the features of the warp group's chunk of dQ
+    v: Any  # [WG_ROWS, D]
+    idx: Any  # [WG_ROWS]: indices of the keys
+
+
+@gluon.jit
+def _wg_kv(keys, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
+    """Return a warp group's keys and values, given a `KeyTile` of all keys and its own values.
+
+    Of 64 queries the warp groups' chunks of dQ have half of the features each, of 128 half of the queries.
+    """
+    k = keys.k.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    k_for_dq = keys.k
+    if BLOCK_M == DQ_CHUNK:
+        k_for_dq = keys.k.slice(CONSUMER * DQ_CHUNK, DQ_CHUNK, 1)
+    return WgKv(k, k_for_dq, keys.v, keys.pos)
+
+
+@gluon.jit
+def _start_dq(ds, wg_kv, CONSUMER: gl.constexpr):
+    """Start the product dQ = dS' K of this warp group's chunk, over all keys."""
+    return warpgroup_mma(
+        wg_ds(ds, CONSUMER).permute((1, 0)),
+        wg_kv.k_for_dq,
+        gl.zeros([DQ_CHUNK, DQ_CHUNK], gl.float32, wgmma_layout(DQ_CHUNK)),
+        use_acc=False,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _store_zero_ds(use, first_use, smem, dq_smem, wg_kv, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
+    """Take a step whose queries attend none of this warp group's keys: store dS = 0, and compute the chunk of dQ."""
+    smem.q.wait_full(use)
+    zero = gl.zeros([WG_ROWS, BLOCK_M], dq_smem.ds.dtype, wgmma_layout(BLOCK_M))
+    dq_smem.ds.index(use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(zero)
+    fence_async_shared()
+    if use > first_use:
+        named_barrier_arrive(DQ_FULL, CONSUMER)
+    named_barrier_sync(DS_STORED, 0)
+    dq = _start_dq(dq_smem.ds.index(use % 2), wg_kv, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    named_barrier_sync(DQ_FREE, CONSUMER)
+    dq_smem.dq.store(to_thread_order(dq))
+    smem.q.release(use)
+
+
+@gluon.jit
+def _mainloop_q(
+    state,
+    keys,
+    smem,
+    dq_smem,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add the queries of a range of pairs to dK and dV; return them with the next use of the rings."""
+    acc_dk, acc_dv, first_use = state
+    BLOCK_M: gl.constexpr = options.BLOCK_M
+    DTYPE: gl.constexpr = dq_smem.ds.dtype
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dk.type.layout, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
+        tile.start, seqlens, problem, flags, BLOCK_M, RANGE
+    )
+    start = tile_range.start
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    n_skipped = 0  # steps of each head: the first ones, in which no query attends a key of this warp group
+    if not options.DEFER_DQ:
+        n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
+    wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
+    if n_steps > 0:
+        if options.DEFER_DQ:  # for what was stored before the first step
+            named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
+        for member in range(problem.schedule.heads_per_key):
+            head_use = first_use + member * steps_per_head
+            for step in range(n_skipped):
+                _store_zero_ds(head_use + step, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
+            m_start = start + n_skipped * BLOCK_M
+            for step in range(n_skipped, steps_per_head):
+                use = head_use + step
+                stage = use % smem.q.stages
+                q_tile, do_tile = smem.q.tile(use), smem.do.tile(use)
+                scores = problem.scores
+                params = params_of_head(scores, tile.kv_head * problem.schedule.heads_per_key + member)
+                head_scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+                # All reads go before products: reads wait in one queue behind those.
+                mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
+                lse = smem.stats.index(2 * stage).load(column_layout)
+                if not options.DEFER_DQ:
+                    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+                smem.q.wait_full(use)
+                if flags.PACKED:
+                    zero_missing_rows(q_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
+                s = warpgroup_mma(
+                    wg_kv.k,
+                    q_tile.permute((1, 0)),
+                    gl.zeros([WG_ROWS, BLOCK_M], gl.float32, s_layout),
+                    use_acc=False,
+                    is_async=True,
+                )
+                if options.DEFER_DQ:
+                    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (use + 1) % 2)
+                    dq = _start_dq(dq_smem.ds.index((use + 1) % 2), wg_kv, CONSUMER)
+                else:
+                    smem.do.wait_full(use)
+                    if flags.PACKED:
+                        zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
+                    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
+                    if use > first_use:  # the chunk of the step before, by now in memory
+                        fence_async_shared()
+                        named_barrier_arrive(DQ_FULL, CONSUMER)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                p, capped, scaled = recompute_p(
+                    s,
+                    lse,
+                    m_start,
+                    wg_kv.idx,
+                    (m_start < wg_range.full) | (m_start >= wg_range.full_stop),
+                    seqlens,
+                    head_scores,
+                    range_flags(flags, RANGE),
+                    score_flags,
+                )
+                p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                if score_flags.SOFTCAP:  # before p and the scores are both needed
+                    p *= 1 - capped * capped
+                if options.DEFER_DQ:
+                    dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
+                    if use > first_use:
+                        named_barrier_sync(DQ_FREE, CONSUMER)
+                        dq_smem.dq.store(to_thread_order(dq))
+                        fence_async_shared()
+                        named_barrier_arrive(DQ_FULL, CONSUMER)
+                    smem.do.wait_full(use)
+                    if flags.PACKED:
+                        zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
+                    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+                    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
+                    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                else:
+                    dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
+                ds = p * dp
+                if score_flags.MOD_BWD is not None:
+                    column = gl.arange(0, BLOCK_M, layout=column_layout)
+                    k_pos = (wg_kv.idx - (m_start + seqlens.causal_offset)).to(gl.float32)
+                    ds = score_flags.MOD_BWD(
+                        ds,
+                        scaled,
+                        column.to(gl.float32)[None, :],
+                        k_pos[:, None],
+                        head_scores.params,
+                        range_flags(flags, RANGE).SIDE == PAST,
+                    )
+                ds_half = ds.to(DTYPE)
+                # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+                dq_smem.ds.index(use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+                m_start += BLOCK_M
+                if options.DEFER_DQ:
+                    fence_async_shared()
+                    named_barrier_arrive(DS_STORED, 2 * CONSUMER, use % 2)
+                else:
+                    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
+                    fence_async_shared()
+                    named_barrier_sync(DS_STORED, 0)
+                    dq = _start_dq(dq_smem.ds.index(use % 2), wg_kv, CONSUMER)
+                    acc_dv, p_half = warpgroup_mma_wait(1, deps=(acc_dv, p_half))
+                ds_operand = gl.convert_layout(ds_half, p_layout)
+                acc_dk = warpgroup_mma(ds_operand, q_tile, acc_dk, is_async=True)
+                if not options.DEFER_DQ:
+                    dq = warpgroup_mma_wait(1, deps=(dq,))
+                    named_barrier_sync(DQ_FREE, CONSUMER)
+                    dq_smem.dq.store(to_thread_order(dq))
+                acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
+                smem.q.release(use)
+        if options.DEFER_DQ:
+            named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (first_use + n_steps + 1) % 2)
+            dq = _start_dq(dq_smem.ds.index((first_use + n_steps + 1) % 2), wg_kv, CONSUMER)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            named_barrier_sync(DQ_FREE, CONSUMER)
+            dq_smem.dq.store(to_thread_order(dq))
+        fence_async_shared()
+        named_barrier_arrive(DQ_FULL, CONSUMER)
+    if RANGE != ALL and RANGE != NEAR:  # another loop follows, which begins with these barriers and buffers anew
+        named_barrier_sync(RANGE_DONE, 0)
+    return acc_dk, acc_dv, first_use + n_steps
+
+
+@gluon.jit
+def _key_mask(k_idx, seqlens, layout: gl.constexpr):
+    """Return whether keys exist, for the rows of a layout."""
+    exists = (k_idx >= seqlens.kv_start) & (k_idx < seqlens.n_keys)
+    return gl.convert_layout(exists, gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
+    """Compute dK and dV of WG_ROWS keys of the tile, and a chunk of each step's dQ."""
+    # === prologue
+    DTYPE: gl.constexpr = kv.k.dtype
+    BLOCK_D: gl.constexpr = kv.k.shape[3]
+    BLOCK_M: gl.constexpr = options.BLOCK_M
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    dk_layout: gl.constexpr = wgmma_layout(BLOCK_D)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    k_tile = kv.k.reshape([BLOCK_N, BLOCK_D])
+    wg_v = kv.v.reshape([BLOCK_N, BLOCK_D]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    dq_smem = DqSmem(dq_smem.ds, dq_smem.dq.index(CONSUMER))
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    k_idx = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, s_layout))
+    if has_keys(tile.start, seqlens):
+        mbarrier.wait(kv.full, 0)
+        if flags.PARTIAL_TILES:
+            zero_missing_rows(k_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
+            zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
+
+    # === mainloop
+    zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
+    state = (zeros, zeros, 0)
+    if problem.far_window is not None:
+        far_tile = kv.k_far.reshape([BLOCK_N, BLOCK_D])
+        zero_missing_rows(far_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
+        keys = KeyTile(far_tile, wg_v, k_idx)
+        state = _mainloop_q(
+            state, keys, smem, dq_smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+        )
+        if options.HAS_FUTURE:
+            state = _mainloop_q(
+                state,
+                keys,
+                smem,
+                dq_smem,
+                tile,
+                seqlens,
+                problem,
+                flags,
+                score_flags,
+                options,
+                CONSUMER,
+                FAR_FUTURE,
+            )
+        acc_dk, acc_dv, use = state
+        if grads.dk_far is not None:  # no warp reads the far keys any more
+            wg_far = far_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+            wg_far.store(gl.where(_key_mask(k_idx, seqlens, dk_layout), acc_dk * problem.grad_scale, 0.0).to(DTYPE))
+            store_rows(grads.dk_far, wg_far, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+            acc_dk = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
+        else:
+            acc_dk = rebase_rotation(
+                acc_dk,
+                rotation.far_table,
+                rotation.table,
+                tile.batch,
+                tile.k_offset + wg_start,
+                tile.k_offset + kv_capacity,
+                rotation.R,
+                rotation.INTERLEAVED,
+            )
+        state = (acc_dk, acc_dv, use)
+    state = _mainloop_q(
+        state,
+        KeyTile(k_tile, wg_v, k_idx),
+        smem,
+        dq_smem,
+        tile,
+        seqlens,
+        problem,
+        flags,
+        score_flags,
+        options,
+        CONSUMER,
+        ALL if problem.far_window is None else NEAR,
+    )
+
+    # === epilogue
+    acc_dk, acc_dv, use = state
+    exists = _key_mask(k_idx, seqlens, dk_layout)
+    acc_dk = acc_dk * problem.grad_scale
+    if grads.feature_weights is not None:
+        feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
+        acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
+    wg_v.store(gl.where(exists, acc_dv, 0.0).to(DTYPE))
+    store_rows(grads.dv, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+    acc_dk = gl.where(exists, acc_dk, 0.0)
+    if rotation.cos is not None:
+        use += CONSUMER * WG_ROWS // BLOCK_M
+        smem.q.wait_full(use)
+        smem.do.wait_full(use)
+        cos, sin = load_shared_table(
+            smem.q.tile_of(use, rotation.cos).slice(CONSUMER * WG_ROWS % BLOCK_M, WG_ROWS, 0),
+            smem.do.tile_of(use, rotation.cos).slice(CONSUMER * WG_ROWS % BLOCK_M, WG_ROWS, 0),
+            acc_dk,
+            rotation.R,
+            rotation.INTERLEAVED,
+        )
+        acc_dk = inverse_rotate(acc_dk, cos, sin, rotation.INTERLEAVED)
+    wg_v.store(acc_dk.to(DTYPE))
+    store_rows(grads.dk, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+
+
+@gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "schedule", "workspace_rows"))
+def backward_kernel(
+    q,  # descriptors of (B, H, Tq, D), for tiles of BLOCK_M; features rotated already, as those of k
+    k,  # (B, K, Tk, D), for tiles of BLOCK_N
+    v,  # (B, K, Tk, Dv), likewise
+    q_far_past,  # fields of `Far`
+    q_far_future,
+    k_far,
+    do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
+    dq_accum,  # the workspaces, as lines of 32 elements, for tiles of a chunk: near pairs, far ones behind, then ahead
+    dk,  # RowTarget
+    dk_far,  # RowTarget, of far keys; None: added to dk
+    dv,  # RowTarget
+    lse_ptr,  # (B, H, Tq), dense
+    delta_ptr,
+    feature_weights_ptr,  # (D,), of the keys' features; or None
+    cos,  # of the keys, (B or 1, 1, Tk, R / 2), for tiles as large as q's; None: their gradient is not rotated
+    sin,  # likewise
+    table,  # RopeTable of the keys, where pairs are far; or None
+    far_table,  # RopeTable of `k_far`; None: far keys are not rotated
+    packed,  # Packed | None
+    bounds,  # Bounds
+    scores,  # Scores
+    grad_scale,  # of dK
+    window,
+    far_window,  # pairs at least so many tokens apart are far; or None
+    schedule,  # Schedule, of keys' tiles and heads
+    n_queries,
+    n_keys,
+    workspace_rows,  # of each head
+    BLOCK_M: gl.constexpr,  # queries of a step
+    DEFER_DQ: gl.constexpr,  # compute dQ a step late: warp groups may be a step apart
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
+    R: gl.constexpr,  # features that are rotated
+    INTERLEAVED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_PARTIAL_TILES: gl.constexpr,
+    MOD: gl.constexpr,
+    MOD_BWD: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """Compute dK and dV of a tile of one key head, and add its part of dQ.
+
+    Steps of a compute warp group, at D 128 and at D 64 (DEFER_DQ)::
+
+        D 128: wgmma   S=KQ', dP=VdO'-delta |   | dV+=P'dO   | dQ=dS K | dK+=dS'Q
+               threads lse, -delta          | P | dS -> smem | sync dS | dQ -> smem, release
+        D 64:  wgmma   S=KQ', dQ(j-1)=dS K |                    | dP=VdO'-delta, dV+=P'dO | dK+=dS'Q
+               threads lse                 | P, dQ(j-1) -> smem | dS -> smem, arrive      | release
+    """
+    BLOCK_D: gl.constexpr = k.block_shape[3]
+    q_ring = make_ring(q, STAGES, 2)
+    do_ring = make_ring_beside(q_ring, do)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_tile = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
+    k_far_tile = k_tile  # never read
+    if k_far is not None:
+        k_far_tile = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, v.block_shape, v.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
+    ds_tiles = gl.allocate_shared_memory(k.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    dq_chunks = gl.allocate_shared_memory(gl.float32, [2] + dq_accum.block_shape, dq_accum.layout)  # noqa: RUF005
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(stats_full.index(stage), count=1)
+    mbarrier.init(kv_full, count=1)
+    FLAGS: gl.constexpr = mask_flags(
+        packed is not None,
+        bounds.key_lengths,
+        bounds.key_starts,
+        bounds.query_starts,
+        CAUSAL,
+        WINDOWED,
+        True,
+        HAS_PARTIAL_TILES,
+    )
+    gl.warp_specialize(
+        [
+            (
+                _compute_warps,
+                (
+                    KvGrads(dk, dk_far, dv, feature_weights_ptr),
+                    KeyRotation(table, far_table, cos, R, INTERLEAVED),
+                    QuerySmem(q_ring, do_ring, stats, stats_full),
+                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
+                    DqSmem(ds_tiles, dq_chunks),
+                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    FLAGS,
+                    ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
+                    Options(BLOCK_M, DEFER_DQ, q_far_future is not None),
+                    role,
+                ),
+            )
+            if role < 2
+            else (
+                load_warp,
+                (
+                    Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
+                    QuerySmem(q_ring, do_ring, stats, stats_full),
+                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
+                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    FLAGS,
+                ),
+            )
+            if role == 2
+            else (
+                reduce_dq_warp,
+                (
+                    dq_accum,
+                    dq_chunks,
+                    workspace_rows,
+                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    FLAGS,
+                    BLOCK_M,
+                    BLOCK_D,
+                    q_far_future is not None,
+                ),
+            )
+            for role in (0, 1, 2, 3)
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )

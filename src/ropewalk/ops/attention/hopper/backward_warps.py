@@ -1,0 +1,268 @@
+"""The load warp and the dQ-reduce warp of the backward kernel for Hopper, and the loops that all its warps run.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from typing import Any, NamedTuple
+
+from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
+from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
+from ropewalk.ops.attention.hopper.prepost import workspace_start
+from ropewalk.ops.attention.hopper.scheduler import work_to_tile
+from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
+from ropewalk.ops.attention.triton.arguments import Tile, TileRange
+from ropewalk.ops.attention.triton.masking import (
+    ALL,
+    FAR_FUTURE,
+    FAR_PAST,
+    NEAR,
+    query_ranges,
+    range_flags,
+    range_seqlens,
+)
+from ropewalk.ops.attention.triton.scheduler import sequence_info
+
+
+class Inputs(NamedTuple):
+    """Tensors that the load warp reads: descriptors, but for lse and delta."""
+
+    q: Any
+    k: Any
+    v: Any
+    far: Any  # Far
+    do: Any
+    cos: Any  # of the keys; None: their gradient is not rotated
+    sin: Any
+    lse: Any  # pointers to (B, H, Tq)
+    delta: Any
+
+
+class QuerySmem(NamedTuple):
+    """Shared memory of the queries of a step."""
+
+    q: Any  # Ring
+    do: Any  # Ring; stages are released with those of q
+    stats: Any  # [2 · stages, BLOCK_M]: lse and delta of a stage's queries
+    stats_full: Any  # mbarrier of each stage
+
+
+class KvSmem(NamedTuple):
+    """Shared memory of a program's keys and values."""
+
+    k: Any
+    k_far: Any  # the same as k where no pair is far
+    v: Any
+    full: Any  # mbarrier
+
+
+class DqSmem(NamedTuple):
+    """Shared memory of dS and dQ on their way between warps."""
+
+    ds: Any  # [2, BLOCK_N, BLOCK_M]: of even and odd steps
+    dq: Any  # [2, ...]: a chunk of each compute warp group; inside one its own
+
+
+@gluon.jit
+def tile_of_program(problem, BLOCK_M: gl.constexpr):
+    """Return this program's tile, its sequence's `kv_capacity`, first row in a workspace, and extents.
+
+    In causal attention the first keys have the longest loops, and come first.
+    """
+    tile, batch, kv_head, sequence = work_to_tile(gl.program_id(0), problem.packed, problem.schedule, False)
+    q_offset, k_offset, kv_capacity, seqlens = sequence_info(
+        sequence, problem.packed, problem.bounds, problem.n_queries, problem.n_keys, problem.window
+    )
+    workspace_row = workspace_start(q_offset, sequence, problem.packed, BLOCK_M)
+    tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N)
+    return tile, kv_capacity, workspace_row, seqlens
+
+
+@gluon.jit
+def loop_over_queries(start, seqlens, problem, flags, BLOCK_M: gl.constexpr, RANGE: gl.constexpr):
+    """Return the extents for a range of pairs, the tile range of its queries, and steps of a head and of all heads."""
+    seqlens = range_seqlens(seqlens, problem.far_window, flags, RANGE)
+    tile_range = query_ranges(start, seqlens, range_flags(flags, RANGE), BLOCK_M, BLOCK_N, False)
+    steps_per_head = (tile_range.stop - tile_range.start + BLOCK_M - 1) // BLOCK_M
+    return seqlens, tile_range, steps_per_head, steps_per_head * problem.schedule.heads_per_key
+
+
+@gluon.jit
+def wg_query_range(wg_start, seqlens, flags, BLOCK_M: gl.constexpr):
+    """Return the tile range of queries for the keys of one warp group; no middle where some do not exist."""
+    tile_range = query_ranges(wg_start, seqlens, flags, BLOCK_M, WG_ROWS, False)
+    full = tile_range.full
+    full_stop = tile_range.full_stop
+    if (wg_start < seqlens.kv_start) | (wg_start + WG_ROWS > seqlens.n_keys):
+        full = tile_range.start
+        full_stop = tile_range.start
+    return TileRange(tile_range.start, full, full_stop, tile_range.stop)
+
+
+@gluon.jit
+def has_keys(start, seqlens):
+    """Return whether a tile has keys, and its sequence queries: then keys and values are loaded, and waited for."""
+    return (seqlens.n_queries > 0) & (start < seqlens.n_keys) & (start + BLOCK_N > seqlens.kv_start)
+
+
+@gluon.jit
+def _next_step(m_start, member, tile_range, BLOCK_M: gl.constexpr):
+    """Return the next step's queries, and the member of the key head's group that they are of."""
+    m_start += BLOCK_M
+    is_last = m_start >= tile_range.stop
+    return gl.where(is_last, tile_range.start, m_start), gl.where(is_last, member + 1, member)
+
+
+@gluon.jit
+def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RANGE: gl.constexpr):
+    """Load each step's Q, dO, lse and delta; return the next use of the rings."""
+    BLOCK_M: gl.constexpr = q.block_shape[2]
+    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    column = gl.arange(0, BLOCK_M, layout=layout)
+    heads_per_key = problem.schedule.heads_per_key
+    m_start = tile_range.start
+    member = 0
+    for _step in range(n_steps):
+        head = tile.kv_head * heads_per_key + member
+        smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
+        smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
+        stage = use % smem.q.stages
+        offset = (tile.batch * n_heads + head).to(gl.int64) * problem.n_queries + tile.q_offset + m_start
+        exists = column < seqlens.n_queries - m_start
+        lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
+        delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
+        # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
+        smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
+        smem.stats.index(2 * stage + 1).store(delta)
+        mbarrier.arrive(smem.stats_full.index(stage), count=1)
+        m_start, member = _next_step(m_start, member, tile_range, BLOCK_M)
+        use += 1
+    return use
+
+
+@gluon.jit
+def _load_rotation(use, cos, sin, smem, batch, first_row):
+    """Load the keys' rotation tables into the rings' next stages."""
+    ROWS: gl.constexpr = cos.block_shape[2]
+    for start in gl.static_range(0, BLOCK_N, ROWS):
+        coordinates = [gl.minimum(batch, cos.shape[0] - 1), 0, first_row + start, 0]
+        smem.q.fill(use, cos, coordinates)
+        smem.do.load(use, sin, coordinates)
+        use += 1
+
+
+@gluon.jit
+def load_warp(inputs, smem, kv, problem, flags):
+    """Load keys and values, the steps of each range of pairs, and the keys' rotation tables."""
+    q, k, v, far = inputs.q, inputs.k, inputs.v, inputs.far
+    tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
+    n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
+    if has_keys(tile.start, seqlens):
+        N_TILES: gl.constexpr = 2 if far.k is None else 3
+        mbarrier.expect(kv.full, N_TILES * k.block_type.nbytes)
+        coordinates = [tile.batch, tile.kv_head, tile.k_offset + tile.start, 0]
+        load_tile(k, coordinates, kv.full, kv.k)
+        load_tile(v, coordinates, kv.full, kv.v)
+        if far.k is not None:
+            load_tile(far.k, coordinates, kv.full, kv.k_far)
+    use = 0
+    if problem.far_window is not None:
+        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_PAST)
+        if far.q_future is not None:
+            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_FUTURE)
+    use = _load_loop(
+        use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, ALL if problem.far_window is None else NEAR
+    )
+    if inputs.cos is not None:
+        _load_rotation(use, inputs.cos, inputs.sin, smem, tile.batch, tile.k_offset + tile.start)
+
+
+@gluon.jit
+def _reduce_loop(
+    dq_accum,
+    dq_chunks,
+    first_line,
+    workspace_rows,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    BLOCK_M: gl.constexpr,
+    LINES_PER_ROW: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add each compute warp group's chunks of dQ to the workspace of a range of pairs."""
+    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    m_start = tile_range.start
+    member = 0
+    for _step in range(n_steps):
+        line = first_line + (member * workspace_rows + m_start) * LINES_PER_ROW
+        for consumer in gl.static_range(2):
+            await_stores(1 - consumer)
+            named_barrier_arrive(DQ_FREE, consumer)
+        for consumer in gl.static_range(2):
+            named_barrier_sync(DQ_FULL, consumer)
+            tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_chunks.index(consumer))
+        m_start, member = _next_step(m_start, member, tile_range, BLOCK_M)
+
+
+@gluon.jit
+def reduce_dq_warp(
+    dq_accum,
+    dq_chunks,
+    workspace_rows,
+    problem,
+    flags,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    HAS_FUTURE: gl.constexpr,
+):
+    """Add each step's dQ to the workspaces: one for each range of pairs."""
+    tile, _, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
+    LINES_PER_ROW: gl.constexpr = BLOCK_D // dq_accum.block_shape[1]
+    head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
+    line = (head * workspace_rows + workspace_row) * LINES_PER_ROW
+    if problem.far_window is not None:
+        # Lines of each workspace.
+        n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+        _reduce_loop(
+            dq_accum,
+            dq_chunks,
+            line + n_lines,
+            workspace_rows,
+            tile,
+            seqlens,
+            problem,
+            flags,
+            BLOCK_M,
+            LINES_PER_ROW,
+            FAR_PAST,
+        )
+        if HAS_FUTURE:
+            _reduce_loop(
+                dq_accum,
+                dq_chunks,
+                line + 2 * n_lines,
+                workspace_rows,
+                tile,
+                seqlens,
+                problem,
+                flags,
+                BLOCK_M,
+                LINES_PER_ROW,
+                FAR_FUTURE,
+            )
+    _reduce_loop(
+        dq_accum,
+        dq_chunks,
+        line,
+        workspace_rows,
+        tile,
+        seqlens,
+        problem,
+        flags,
+        BLOCK_M,
+        LINES_PER_ROW,
+        ALL if problem.far_window is None else NEAR,
+    )
+    await_stores(0)

@@ -1,0 +1,487 @@
+"""The forward kernel of attention for Hopper: loads, matrix products and exponentials at the same time.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from typing import Any, NamedTuple
+
+from ropewalk.ops.attention.hopper.barriers import pingpong_arrive, pingpong_sync
+from ropewalk.ops.attention.hopper.gluon_compat import (
+    await_stores,
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ropewalk.ops.attention.hopper.pipeline import make_ring
+from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
+from ropewalk.ops.attention.hopper.softmax import online_softmax, rescale, sum_in_threads
+from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
+from ropewalk.ops.attention.triton.arguments import Far, ScoreFlags, Scores, Tile
+from ropewalk.ops.attention.triton.masking import (
+    ALL,
+    FAR_FUTURE,
+    FAR_PAST,
+    NEAR,
+    PAST,
+    key_ranges,
+    mask_flags,
+    range_flags,
+    range_seqlens,
+)
+from ropewalk.ops.attention.triton.scheduler import sequence_info
+from ropewalk.ops.attention.triton.tiles import params_of_head
+
+
+class Rings(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Options(NamedTuple):
+    """Constants of the pipeline: `launch.ForwardConfig`, and whether keys ahead may be far."""
+
+    CONSUMERS: Any
+    BLOCK_N: Any
+    PIN_EXP2: Any
+    CONVERT_P_EARLY: Any
+    PINGPONG: Any
+    HAS_FUTURE: Any
+
+
+@gluon.jit
+def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
+    """Return a work item's tile, and the extents of its sequence."""
+    tile, batch, head, sequence = work_to_tile(work_idx, problem.packed, problem.schedule, flags.SIDE == PAST)
+    q_offset, k_offset, _kv_capacity, seqlens = sequence_info(
+        sequence, problem.packed, problem.bounds, problem.n_queries, problem.n_keys, problem.window
+    )
+    start = tile * BLOCK_M
+    return Tile(batch, head, head // problem.schedule.heads_per_key, q_offset, k_offset, start), seqlens
+
+
+@gluon.jit
+def _loop_over_keys(
+    start, seqlens, far_window, flags, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr
+):
+    """Return the extents for a range of pairs, the tile range of its keys, and the number of steps."""
+    seqlens = range_seqlens(seqlens, far_window, flags, RANGE)
+    tile_range = key_ranges(start, seqlens, range_flags(flags, RANGE), BLOCK_M, BLOCK_N, False)
+    n_steps = (tile_range.stop - tile_range.start + BLOCK_N - 1) // BLOCK_N
+    if flags.PACKED:
+        n_steps = gl.where(start < seqlens.n_queries, n_steps, 0)  # the schedule has room for more tiles than there are
+    return seqlens, tile_range, n_steps
+
+
+@gluon.jit
+def _load_loop(uses, q, k, v, rings, tile, seqlens, far_window, flags, options, RANGE: gl.constexpr):
+    """Load queries, and keys one tile ahead of values, from the last tile back; return the uses of the rings."""
+    q_use, use = uses
+    BLOCK_N: gl.constexpr = options.BLOCK_N
+    _, tile_range, n_steps = _loop_over_keys(
+        tile.start, seqlens, far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
+    )
+    if n_steps > 0:
+        for consumer in gl.static_range(options.CONSUMERS):
+            rings.q.fill(q_use, q, [tile.batch, tile.head, tile.q_offset + tile.start + consumer * WG_ROWS, 0])
+            q_use += 1
+        first = tile.k_offset + tile_range.start
+        rings.k.fill(use, k, [tile.batch, tile.kv_head, first + (n_steps - 1) * BLOCK_N, 0])
+        for step in range(1, n_steps):
+            rings.k.fill(use + 1, k, [tile.batch, tile.kv_head, first + (n_steps - 1 - step) * BLOCK_N, 0])
+            rings.v.fill(use, v, [tile.batch, tile.kv_head, first + (n_steps - step) * BLOCK_N, 0])
+            use += 1
+        rings.v.fill(use, v, [tile.batch, tile.kv_head, first, 0])
+        use += 1
+    return q_use, use
+
+
+@gluon.jit
+def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, options):
+    """Take work items, and load the tiles of each."""
+    n_work = problem.n_work
+    far_window = problem.far_window
+    n_done = 0
+    q_use = 0
+    use = 0
+    work_idx = gl.program_id(0)
+    while work_idx < n_work:
+        scheduler.publish(n_done, work_idx)
+        n_done += 1
+        tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
+        if far_window is not None:
+            q_use, use = _load_loop(
+                (q_use, use), far.q_past, far.k, v, rings, tile, seqlens, far_window, flags, options, FAR_PAST
+            )
+            if options.HAS_FUTURE:
+                q_use, use = _load_loop(
+                    (q_use, use), far.q_future, far.k, v, rings, tile, seqlens, far_window, flags, options, FAR_FUTURE
+                )
+        q_use, use = _load_loop(
+            (q_use, use),
+            q,
+            k,
+            v,
+            rings,
+            tile,
+            seqlens,
+            far_window,
+            flags,
+            options,
+            ALL if far_window is None else NEAR,
+        )
+        work_idx = next_work(counter_ptr, n_work)  # no sooner, or another program could have begun with it
+    scheduler.publish(n_done, n_work)
+
+
+@gluon.jit
+def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
+    """Release tiles that other warp groups attend but this one does not; return the next use of the rings."""
+    for _tile in range(count):
+        rings.k.wait_full(use)  # released any sooner, it would count for the use before
+        rings.k.release(use)
+        if options.PINGPONG:
+            pingpong_sync(CONSUMER)
+            pingpong_arrive(CONSUMER, options.CONSUMERS)
+        rings.v.wait_full(use)
+        rings.v.release(use)
+        use += 1
+    return use
+
+
+@gluon.jit
+def _zero_missing_keys(tile, n_start, seqlens, flags):
+    """Write zeros over values that do not exist."""
+    zero_missing_rows(tile, n_start, seqlens.kv_start, seqlens.n_keys, tile.shape[0], flags.HAS_STARTS)
+
+
+@gluon.jit
+def _mainloop_kv(
+    state,
+    uses,
+    rings,
+    tile,
+    q_idx,
+    seqlens,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add the keys of a range of pairs to a tile's O, row maxima and row sums in threads; return the uses of rings too.
+
+    Each step, but for the first product of S and the last one of O, is::
+
+        wgmma    S(j+1) = Q K'   | O += P(j) V
+        threads                  | mask S, row maxima, P(j+1), row sums | rescale O, release V
+    """
+    acc_o, row_max, row_sum = state
+    q_use, use = uses
+    BLOCK_N: gl.constexpr = options.BLOCK_N
+    MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
+    DTYPE: gl.constexpr = rings.v.tiles.dtype
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
+    seqlens, tile_range, n_steps = _loop_over_keys(
+        tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
+    )
+    start = tile_range.start
+    full = tile_range.full
+    full_stop = tile_range.full_stop
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    scores = problem.scores
+    params = params_of_head(scores, tile.head)
+    scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+
+    # === prologue
+    n_before = 0
+    n_after = 0
+    if options.CONSUMERS * WG_ROWS > BLOCK_N:  # some tiles may be for other warp groups only
+        wg_range = key_ranges(wg_start, seqlens, range_flags(flags, RANGE), WG_ROWS, BLOCK_N, False)
+        full = wg_range.full
+        full_stop = wg_range.full_stop
+        wg_stop = gl.where(wg_start < seqlens.n_queries, wg_range.stop, start)
+        n_before = gl.minimum(n_steps - (gl.maximum(wg_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, n_steps - 1)
+        n_after = gl.minimum((wg_range.start - start) // BLOCK_N, n_steps - 1 - n_before)
+    if n_steps > 0:
+        use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER)
+        rings.q.wait_full(q_use)
+        q_tile = rings.q.tile(q_use)
+        rings.k.wait_full(use)
+        s = warpgroup_mma(
+            q_tile,
+            rings.k.tile(use).permute((1, 0)),
+            gl.zeros([WG_ROWS, BLOCK_N], gl.float32, s_layout),
+            use_acc=False,
+            is_async=True,
+        )
+        s = warpgroup_mma_wait(0, deps=(s,))
+        rings.k.release(use)
+        n_start = start + (n_steps - 1 - n_before) * BLOCK_N
+        p, alpha, row_max, row_sum = online_softmax(
+            s,
+            row_max,
+            row_sum,
+            q_idx,
+            n_start,
+            (n_start < full) | (n_start >= full_stop),
+            seqlens,
+            scores,
+            range_flags(flags, RANGE),
+            score_flags,
+            False,
+        )
+        p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+        if problem.far_window is not None and RANGE != FAR_PAST:  # there was a loop before
+            acc_o = rescale(acc_o, alpha)
+
+        # === mainloop
+        for _step in range(1, n_steps - n_before - n_after):
+            if MISSING_KEYS:  # noqa: SIM102
+                if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
+                    rings.v.wait_full(use)
+                    _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
+            rings.k.wait_full(use + 1)
+            if options.PINGPONG:
+                pingpong_sync(CONSUMER)
+            s = warpgroup_mma(
+                q_tile,
+                rings.k.tile(use + 1).permute((1, 0)),
+                gl.zeros([WG_ROWS, BLOCK_N], gl.float32, s_layout),
+                use_acc=False,
+                is_async=True,
+            )
+            rings.v.wait_full(use)
+            acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
+            if options.PINGPONG:
+                pingpong_arrive(CONSUMER, options.CONSUMERS)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            rings.k.release(use + 1)
+            n_start -= BLOCK_N
+            p, alpha, row_max, row_sum = online_softmax(
+                s,
+                row_max,
+                row_sum,
+                q_idx,
+                n_start,
+                (n_start < full) | (n_start >= full_stop),
+                seqlens,
+                scores,
+                range_flags(flags, RANGE),
+                score_flags,
+                options.PIN_EXP2,
+            )
+            if options.CONVERT_P_EARLY:  # P takes half the registers before the wait, and not after it
+                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                acc_o, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half, next_p_half))
+            else:
+                acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
+                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+            rings.v.release(use)
+            acc_o = rescale(acc_o, alpha)
+            p_half = next_p_half
+            use += 1
+
+        # === epilogue
+        rings.q.release(q_use)
+        q_use += options.CONSUMERS
+        rings.v.wait_full(use)
+        if MISSING_KEYS:  # noqa: SIM102
+            if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
+                _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
+        acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
+        acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
+        rings.v.release(use)
+        use += 1
+        use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER)
+    return (acc_o, row_max, row_sum), (q_use, use)
+
+
+@gluon.jit
+def _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
+    """Attend with a tile of queries: far pairs first, where there are any."""
+    if problem.far_window is not None:
+        state, uses = _mainloop_kv(
+            state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+        )
+        if options.HAS_FUTURE:
+            state, uses = _mainloop_kv(
+                state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
+            )
+    return _mainloop_kv(
+        state,
+        uses,
+        rings,
+        tile,
+        q_idx,
+        seqlens,
+        problem,
+        flags,
+        score_flags,
+        options,
+        CONSUMER,
+        ALL if problem.far_window is None else NEAR,
+    )
+
+
+@gluon.jit
+def _compute_warps(
+    out, lse_ptr, scheduler, rings, out_tiles, sinks_ptr, problem, flags, score_flags, options, CONSUMER: gl.constexpr
+):
+    """Attend with WG_ROWS queries of each work item's tile."""
+    BLOCK_D: gl.constexpr = out_tiles.shape[4]
+    s_layout: gl.constexpr = wgmma_layout(options.BLOCK_N)
+    o_layout: gl.constexpr = wgmma_layout(BLOCK_D)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    out_tile = out_tiles.index(CONSUMER).reshape([WG_ROWS, BLOCK_D])
+    exp2_scale = problem.scores.exp2_scale
+    n_done = 0
+    uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0))
+    if options.PINGPONG and CONSUMER == options.CONSUMERS - 1:
+        pingpong_arrive(CONSUMER, options.CONSUMERS)
+    work_idx = scheduler.receive(n_done)
+    while work_idx < problem.n_work:
+        # === prologue
+        tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
+        wg_start = tile.start + CONSUMER * WG_ROWS
+        q_idx = wg_start + gl.arange(0, WG_ROWS, layout=row_layout)
+        row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
+        row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))
+        if sinks_ptr is not None:
+            row_max = gl.zeros([WG_ROWS], gl.float32, row_layout)
+            row_max += gl.load(sinks_ptr + tile.head) * (1.4426950408889634 / exp2_scale)
+            row_sum += 0.25  # of four threads
+
+        # === mainloop
+        state = (gl.zeros([WG_ROWS, BLOCK_D], gl.float32, o_layout), row_max, row_sum)
+        state, uses = _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER)
+
+        # === epilogue
+        acc_o, row_max, row_sum = state
+        row_total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+        attends = row_total != 0  # NaN is to be seen
+        row_total = gl.where(attends, row_total, 1.0)
+        acc_o = acc_o * gl.convert_layout(1.0 / row_total, gl.SliceLayout(1, o_layout))[:, None]
+        lse = gl.where(attends, row_max * exp2_scale + gl.log2(row_total), float("-inf"))
+        lse_row = (tile.batch * problem.schedule.n_heads + tile.head).to(gl.int64) * problem.n_queries + tile.q_offset
+        gl.store(lse_ptr + lse_row + q_idx, lse, q_idx < seqlens.n_queries)
+        await_stores(0)
+        out_tile.store(acc_o.to(out_tile.dtype))
+        if flags.PACKED:
+            store_rows(out, out_tile, tile.batch, tile.head, tile.q_offset, wg_start, seqlens.n_queries)
+        else:
+            fence_async_shared()
+            store_tile(out, [tile.batch, tile.head, wg_start, 0], out_tiles.index(CONSUMER))
+        n_done += 1
+        work_idx = scheduler.receive(n_done)
+    await_stores(0)
+
+
+# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
+_DO_NOT_SPECIALIZE = ("packed", "scores", "schedule", "window", "far_window", "n_queries", "n_keys", "n_work")
+
+
+@gluon.jit(do_not_specialize=_DO_NOT_SPECIALIZE)
+def forward_kernel(
+    q,  # descriptors of (B, H, Tq, D), for tiles of WG_ROWS; features rotated already, as those of k
+    k,  # (B, K, Tk, D), for tiles of BLOCK_N
+    v,  # (B, K, Tk, Dv), likewise
+    q_far_past,  # fields of `Far`
+    q_far_future,
+    k_far,
+    out,  # like q, (B, H, Tq, Dv); of a packed batch RowTarget
+    lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
+    counter_ptr,  # zero, and zero afterwards: work items taken
+    packed,  # Packed | None
+    bounds,  # Bounds
+    sinks_ptr,  # (H,); or None
+    scores,  # Scores
+    window,
+    far_window,  # pairs at least so many tokens apart are far; or None
+    schedule,  # Schedule
+    n_queries,
+    n_keys,
+    n_work,  # work items
+    CONSUMERS: gl.constexpr,  # compute warp groups
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_PARTIAL_TILES: gl.constexpr,
+    MOD: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    PIN_EXP2: gl.constexpr,  # hold exponentials before the wait for O
+    CONVERT_P_EARLY: gl.constexpr,  # convert P before the wait for O
+    PINGPONG: gl.constexpr,  # warp groups issue their matrix products in turn
+):
+    """Attend with tiles of CONSUMERS · WG_ROWS queries of one head each, one after another.
+
+    A load warp fills the rings; each compute warp group has WG_ROWS queries. With PINGPONG and two groups::
+
+        group 0  S, O wgmma | softmax    | S, O wgmma | softmax
+        group 1  softmax    | S, O wgmma | softmax    | S, O wgmma
+    """
+    q_ring = make_ring(q, CONSUMERS, 1)
+    k_ring = make_ring(k, STAGES, CONSUMERS)
+    v_ring = make_ring(v, STAGES, CONSUMERS)
+    out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, WG_ROWS, q.block_shape[3]], q.layout)
+    scheduler = make_scheduler(CONSUMERS)
+    N_OTHERS: gl.constexpr = CONSUMERS - 1  # compute warp groups but the first
+    FLAGS: gl.constexpr = mask_flags(
+        packed is not None,
+        bounds.key_lengths,
+        bounds.key_starts,
+        bounds.query_starts,
+        CAUSAL,
+        WINDOWED,
+        True,
+        HAS_PARTIAL_TILES,
+    )
+    gl.warp_specialize(
+        [
+            (
+                _compute_warps,
+                (
+                    out,
+                    lse_ptr,
+                    scheduler,
+                    Rings(q_ring, k_ring, v_ring),
+                    out_tiles,
+                    sinks_ptr,
+                    Problem(packed, bounds, scores, None, window, far_window, schedule, n_queries, n_keys, n_work),
+                    FLAGS,
+                    ScoreFlags(MOD, None, None, SOFTCAP, True),
+                    Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
+                    role,
+                ),
+            )
+            if role < CONSUMERS
+            else (
+                _load_warp,
+                (
+                    q,
+                    k,
+                    v,
+                    Far(q_far_past, q_far_future, k_far, far_window),
+                    counter_ptr,
+                    scheduler,
+                    Rings(q_ring, k_ring, v_ring),
+                    Problem(packed, bounds, scores, None, window, far_window, schedule, n_queries, n_keys, n_work),
+                    FLAGS,
+                    Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
+                ),
+            )
+            for role in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * N_OTHERS + [1],
+        [CONSUMER_REGISTERS] * N_OTHERS + [PRODUCER_REGISTERS],
+    )

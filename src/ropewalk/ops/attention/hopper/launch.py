@@ -1,0 +1,366 @@
+"""Launchers of the Gluon kernels of attention for Hopper, forward and backward.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.hopper.backward import backward_kernel
+from ropewalk.ops.attention.hopper.forward import forward_kernel
+from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
+from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
+from ropewalk.ops.attention.tables import empty_aligned
+from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule
+from ropewalk.ops.attention.triton.config import Features
+from ropewalk.ops.attention.triton.launch_common import (
+    NO_FAR,
+    aligned,
+    begin_forward,
+    bounds_args,
+    far_window_arg,
+    gives_far_features,
+    gradient_of_sinks,
+    inverse_rotate_all,
+    load_score_mod,
+    on_its_device,
+    rope_table_args,
+    rotates_in_registers,
+    row_target,
+    schedule_tiles,
+    scores_args,
+    store_target,
+    strides_of_tiles,
+    tiled,
+    window_arg,
+)
+
+L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
+_PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
+_LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
+
+
+class ForwardConfig(NamedTuple):
+    """Constants of the forward kernel's pipeline."""
+
+    CONSUMERS: int
+    BLOCK_N: int
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    PIN_EXP2: bool
+    CONVERT_P_EARLY: bool
+    PINGPONG: bool
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return self.CONSUMERS * int(WG_ROWS.value)
+
+
+# By the block of features, and causality, as measured.
+FORWARD = {
+    (64, False): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (64, True): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (128, False): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
+    (128, True): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+}
+# A score function at 64 features takes more registers than three compute warp groups have.
+FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+
+
+class BackwardConfig(NamedTuple):
+    """Constants of the backward kernel's pipeline."""
+
+    BLOCK_M: int
+    DEFER_DQ: bool
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    OTHER_REGISTERS: int
+
+
+# By the block of features, as measured.
+BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
+
+
+@on_its_device
+def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
+    """Attend, as the Triton kernels' launcher does."""
+    out, v, saved, is_empty = begin_forward(call)
+    if is_empty:
+        return out, saved
+    batch, heads, queries, head_dim = saved.q.shape
+    key_heads, keys = saved.k.shape[1:3]
+    block_d = block_of_features(head_dim, v.shape[3])
+    score_mod = load_score_mod(call)
+    config = FORWARD[block_d, call.causal] if score_mod is None or block_d == 128 else FORWARD_SCORE_MOD
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m)
+    n_work = n_tiles * heads
+    schedule = Schedule(
+        n_tiles=n_tiles // batch if packed is None else n_tiles,
+        n_rows=batch * heads,
+        n_heads=heads,
+        heads_per_key=heads // key_heads,
+        heads_per_l2_section=_heads_per_l2_section(heads, saved.k, v, saved.k_far),
+    )
+    bounds = bounds_args(call)
+    forward_kernel[(min(n_work, gpu.num_sms(saved.q.device)),)](
+        **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
+        out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
+        lse_ptr=saved.lse,
+        counter_ptr=counter_of(saved.q.device),
+        packed=packed,
+        bounds=bounds,
+        scores=scores_args(call, score_mod),
+        sinks_ptr=None if call.sinks is None else call.sinks.contiguous(),
+        window=window_arg(call),
+        far_window=far_window_arg(call),
+        schedule=schedule,
+        n_queries=queries,
+        n_keys=keys,
+        n_work=n_work,
+        CAUSAL=call.causal,
+        WINDOWED=call.window is not None,
+        HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
+        MOD=None if score_mod is None else score_mod.forward,
+        SOFTCAP=call.softcap is not None,
+        **config._asdict(),
+        num_warps=4,
+    )
+    return out, saved
+
+
+@on_its_device
+def backward(
+    call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Compute the gradients, as the Triton kernels' launcher does.
+
+    dQ is a float32 sum in an order that differs from run to run. The registry sends elsewhere what this backward does
+    not support.
+    """
+    lse, given, tables = saved.lse, gives_far_features(call), call.tables
+    saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
+    v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
+    batch, heads, queries, head_dim = saved.q.shape
+    keys = saved.k.shape[2]
+    block_d = block_of_features(head_dim, v.shape[3])
+    block_m = BACKWARD[block_d].BLOCK_M
+    rotates = rotates_in_registers(call, head_dim, Features(block_d, 1, block_d))
+    # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
+    separate_far_grads = given or not rotates
+    grad_q, grad_k, grad_v = empty_aligned(saved.q), empty_aligned(saved.k), empty_aligned(v)
+    far_grads = [None if x is None or not separate_far_grads else empty_aligned(x) for x in saved[3:]]
+
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, block_m)
+    # Tiles are whole, and each sequence's rows begin with one.
+    workspace_rows = n_tiles // batch * block_m if packed is None else n_tiles * block_m
+    workspaces = sum(x is not None for x in (saved.q, saved.q_past, saved.q_future))
+    n_elements = batch * heads * workspace_rows * block_d
+    dq_accum = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=lse.device)
+    delta = torch.empty_like(lse)
+    of_rows: dict[str, Any] = {
+        "dq_accum_ptr": dq_accum,
+        "packed": packed,
+        "bounds": bounds_args(call),
+        "n_heads": heads,
+        "n_queries": queries,
+        "n_keys": keys,
+        "workspace_rows": workspace_rows,
+        "n_elements": n_elements,
+        "BLOCK_M": block_m,
+        "BLOCK_D": block_d,
+    }
+    bwd_preprocess_kernel[(n_tiles * heads,)](
+        out=tiled(out, block_m, block_d),
+        do=tiled(grad_out, block_m, block_d),
+        lse_ptr=lse,
+        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
+        delta_ptr=delta,
+        **of_rows,
+        WORKSPACES=workspaces,
+    )
+    _launch_kernel(call, saved, v, grad_out, dq_accum, (grad_k, far_grads[2], grad_v), delta, rotates, workspace_rows)
+    table, width = rope_table_args(tables.q if rotates else None)
+    far = None if call.far is None or separate_far_grads else call.far.tables
+    past_table, future_table = (
+        (None, None) if far is None else (rope_table_args(far.q_past)[0], rope_table_args(far.q_future)[0])
+    )
+    for workspace, grad in enumerate((grad_q, *far_grads[:2])):
+        if grad is not None:
+            bwd_postprocess_kernel[(n_tiles * heads,)](
+                dq=store_target(grad, block_m, block_d, packed),
+                table=table if workspace == 0 else None,
+                past_table=past_table,
+                future_table=future_table,
+                grad_scale=call.scale,
+                workspace=workspace,
+                R=width,
+                INTERLEAVED=call.tables.interleaved,
+                **of_rows,
+                num_warps=4 if future_table is None else 8,
+            )
+    if not rotates:
+        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call)
+    grad_sinks = None
+    if wanted.sinks and call.sinks is not None:
+        grad_sinks = gradient_of_sinks(call.sinks, lse, delta)
+    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
+
+
+def _launch_kernel(
+    call: AttentionCall,
+    saved: Saved,
+    v: Tensor,
+    grad_out: Tensor,
+    dq_accum: Tensor,
+    kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    delta: Tensor,
+    rotates: bool,
+    workspace_rows: int,
+) -> None:
+    """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
+    (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
+    block_d, block_n = block_of_features(head_dim, v.shape[3]), BLOCK_N.value
+    config = BACKWARD[block_d]
+    chunk_lines = DQ_CHUNK.value**2 // _LINE
+    layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
+    rotation = call.tables.k if rotates else None
+    table, width = rope_table_args(rotation)
+    cos, sin = (
+        None if x is None else _describe(aligned(x[:, None]), config.BLOCK_M, block_d // 2)
+        for x in rotation or (None, None)
+    )
+    far = None if call.far is None or not rotates else call.far.tables
+    weights = call.tables.feature_weights
+    dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
+    score_mod = load_score_mod(call)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n)
+    schedule = Schedule(
+        n_tiles=n_tiles // batch if packed is None else n_tiles,
+        n_rows=batch * key_heads,
+        n_heads=key_heads,
+        heads_per_key=heads // key_heads,
+        heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, block_d),
+    )
+    bounds = bounds_args(call)
+    backward_kernel[(n_tiles * key_heads,)](
+        **_describe_inputs(saved, v, config.BLOCK_M, block_n, block_d),
+        do=_describe(grad_out, config.BLOCK_M, block_d),
+        dq_accum=TensorDescriptor(
+            dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [chunk_lines, _LINE], layout
+        ),
+        dk=dk,
+        dk_far=dk_far,
+        dv=dv,
+        lse_ptr=saved.lse,
+        delta_ptr=delta,
+        feature_weights_ptr=None if weights is None else weights.contiguous(),
+        cos=cos,
+        sin=sin,
+        table=None if saved.k_far is None else table,
+        far_table=None if far is None else rope_table_args(far.k)[0],
+        packed=packed,
+        bounds=bounds,
+        scores=scores_args(call, score_mod),
+        grad_scale=call.scale,
+        window=window_arg(call),
+        far_window=far_window_arg(call),
+        schedule=schedule,
+        n_queries=queries,
+        n_keys=keys,
+        workspace_rows=workspace_rows,
+        R=width,
+        INTERLEAVED=call.tables.interleaved,
+        CAUSAL=call.causal,
+        WINDOWED=call.window is not None,
+        HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, block_n),
+        MOD=None if score_mod is None else score_mod.forward,
+        MOD_BWD=None if score_mod is None else score_mod.backward,
+        SOFTCAP=call.softcap is not None,
+        **config._asdict(),
+        num_warps=4,
+    )
+
+
+def block_of_features(head_dim: int, v_head_dim: int) -> int:
+    """Return how many features the tiles of queries, keys and values have: a power of two."""
+    return 64 if max(head_dim, v_head_dim) <= 64 else 128
+
+
+def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None, bounds: Bounds, block_n: int) -> bool:
+    """Say whether a tile of scores may have pairs that are not attended."""
+    if call.causal or call.window is not None or saved.q_past is not None or packed is not None:
+        return True
+    return any(x is not None for x in bounds) or saved.k.shape[2] % block_n != 0
+
+
+def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, block_d: int) -> dict[str, Any]:
+    """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys."""
+    tensors = {
+        "q": (saved.q, block_m),
+        "k": (saved.k, block_n),
+        "v": (v, block_n),
+        "q_far_past": (saved.q_past, block_m),
+        "q_far_future": (saved.q_future, block_m),
+        "k_far": (saved.k_far, block_n),
+    }
+    return {name: None if x is None else _describe(x, rows, block_d) for name, (x, rows) in tensors.items()}
+
+
+def _describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Return a descriptor of x (B, H, T, D), for tiles of some rows of one head."""
+    shape = [1, 1, rows, block_d]
+    return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), shape, _shared_layout(rows, block_d, x.dtype))
+
+
+@functools.lru_cache
+def _shared_layout(rows: int, block_d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    names = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], names[dtype])
+
+
+def _heads_per_l2_section(heads: int, *read: Tensor | None) -> int:
+    """Return how many query heads a section has: those whose keys and values stay in the L2 cache."""
+    tensors = [x for x in read if x is not None]
+    bytes_of_head = sum(x.shape[2] * x.shape[3] * x.element_size() for x in tensors)
+    return max(1, L2_SECTION_BYTES // bytes_of_head) * (heads // tensors[0].shape[1])
+
+
+def _key_heads_per_l2_section(q: Tensor, heads_per_key: int, keys: int, block_d: int) -> int:
+    """Return how many key heads a section of the backward has: those whose Q, dO and dQ stay in the L2 cache.
+
+    It has at least one program for each multiprocessor. Causal programs differ in length; with fewer heads the longest
+    ones of the last section would begin late, and leave most multiprocessors idle at the end.
+    """
+    bytes_of_head = heads_per_key * q.shape[2] * block_d * (2 * q.element_size() + 4)
+    tiles: int = math.ceil(keys / BLOCK_N.value)
+    return max(L2_SECTION_BYTES // bytes_of_head, math.ceil(_PROGRAMS_PER_SECTION / tiles))
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """Return a zero that launches of the current stream count with in turn; each leaves it zero.
+
+    A captured CUDA graph has its own, in the graph's memory: it may be replayed beside other launches.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter

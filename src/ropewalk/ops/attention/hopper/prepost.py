@@ -1,0 +1,124 @@
+"""The passes before and after the backward kernel for Hopper, over rows of queries.
+
+Programs of the kernel add dQ to a workspace of float32, in whole tiles of rows: for each batch and head as many as its
+queries need, and in a packed batch for each sequence its own. A two-range encoding has two or three workspaces after
+each other: of near pairs, of far ones behind a query, of far ones ahead.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, inverse_rotate, load_tile, store_tile, wide
+
+
+@triton.jit
+def workspace_start(q_offset, sequence, packed, BLOCK_M: tl.constexpr):
+    """Return a sequence's first row in a workspace, after room for a partial tile of each sequence before it."""
+    row = 0
+    if packed is not None:
+        row = (q_offset // BLOCK_M + tl.maximum(sequence, 0)) * BLOCK_M
+    return row
+
+
+@triton.jit
+def _workspace_offsets(row, start, workspace_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the offsets of a tile's elements in the workspace, [BLOCK_M · BLOCK_D]: neighbours, in thread order."""
+    return (wide(row) * workspace_rows + start) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
+
+
+@triton.jit
+def _from_thread_order(elements, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a tile of the workspace as [BLOCK_M, BLOCK_D].
+
+    It has chunks of 64 rows and 64 features, in the order of a warp group's threads after a product. In a warp they go
+    by features eight at a time, then by threads; a thread has two features of two rows that are eight apart.
+    """
+    pieces = tl.reshape(elements, (BLOCK_M // 64, BLOCK_D // 64, 4, 8, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(pieces, (0, 2, 6, 4, 1, 3, 5, 7)), (BLOCK_M, BLOCK_D))
+
+
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements"))
+def bwd_preprocess_kernel(
+    out,  # descriptors of (B, H, Tq, Dv)
+    do,
+    lse_ptr,  # (B, H, Tq), dense
+    grad_lse_ptr,  # likewise; or None
+    delta_ptr,  # likewise; written here
+    dq_accum_ptr,  # the workspaces; zeroed here
+    packed,  # Packed | None
+    bounds,  # Bounds
+    n_heads,
+    n_queries,
+    n_keys,
+    workspace_rows,  # of each head
+    n_elements,  # of a workspace
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WORKSPACES: tl.constexpr,
+):
+    """Zero the workspaces, and compute delta = rowsum(dO · O) - grad_lse of each query."""
+    tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
+    row_offsets = wide(batch * n_heads + head) * n_queries
+    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0)
+    m_start = tile * BLOCK_M
+    m = m_start + tl.arange(0, BLOCK_M)
+    row_offsets += q_offset + m
+    out_tile = load_tile(out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+    do_tile = load_tile(do, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+    delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if grad_lse_ptr is not None:
+        attends = tl.load(lse_ptr + row_offsets, m < seqlens.n_queries, other=0.0) > float("-inf")
+        delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < seqlens.n_queries), other=0.0)
+    tl.store(delta_ptr + row_offsets, delta, m < seqlens.n_queries)
+    start = workspace_start(q_offset, sequence, packed, BLOCK_M) + m_start
+    offsets = _workspace_offsets(batch * n_heads + head, start, workspace_rows, BLOCK_M, BLOCK_D)
+    for workspace in tl.static_range(WORKSPACES):
+        tl.store(dq_accum_ptr + workspace * wide(n_elements) + offsets, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+
+
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements", "workspace"))
+def bwd_postprocess_kernel(
+    dq_accum_ptr,  # the workspaces
+    dq,  # descriptor, or RowTarget
+    table,  # RopeTable of the queries; None: their gradient is not rotated
+    past_table,  # of `Far.q_past`; None: that workspace is not part of this gradient
+    future_table,  # of `Far.q_future`, likewise
+    packed,  # Packed | None
+    bounds,  # Bounds
+    grad_scale,
+    n_heads,
+    n_queries,
+    n_keys,
+    workspace_rows,
+    n_elements,
+    workspace,  # the first one of the gradient
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Store dQ of a tile of queries, from one workspace or from all of them."""
+    tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
+    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0)
+    n_queries = seqlens.n_queries
+    m_start = tile * BLOCK_M
+    m = m_start + tl.arange(0, BLOCK_M)
+    start = workspace_start(q_offset, sequence, packed, BLOCK_M) + m_start
+    offsets = _workspace_offsets(batch * n_heads + head, start, workspace_rows, BLOCK_M, BLOCK_D)
+    rows = q_offset + m
+    rows_end = q_offset + n_queries
+    dq_accum_ptr += workspace * wide(n_elements)
+    dq_tile = _from_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_M, BLOCK_D)
+    if table is not None:
+        dq_tile = inverse_rotate(dq_tile, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+    if past_table is not None:
+        dq_past = _from_thread_order(tl.load(dq_accum_ptr + wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
+        dq_tile += inverse_rotate(dq_past, past_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+    if future_table is not None:
+        dq_future = _from_thread_order(tl.load(dq_accum_ptr + 2 * wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
+        dq_tile += inverse_rotate(dq_future, future_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+    dq_tile *= grad_scale
+    store_tile(dq, dq_tile, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_D, packed is not None)

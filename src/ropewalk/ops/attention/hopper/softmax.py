@@ -1,0 +1,131 @@
+"""The softmax of a tile of scores, and its probabilities again in the backward, for the kernels for Hopper."""
+
+from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
+from ropewalk.ops.attention.triton.arguments import Seqlens
+from ropewalk.ops.attention.triton.masking import PAST, attention_mask
+from ropewalk.ops.attention.triton.softmax import tanh
+
+
+@gluon.jit
+def sum_in_threads(p):
+    """Sum a tile's rows as far as each thread holds them, [rows, 4].
+
+    A thread holds two of eight neighbouring columns, by its lane.
+    """
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+_PIN_EXP2 = gl.constexpr(
+    "{ .reg .pred far; .reg .f32 sum; .reg .b32 bits; add.f32 sum, $2, $3; setp.gt.f32 far, sum, 0f7E000000; "
+    "mov.b32 bits, sum; @far st.shared.b32 [bits], bits; mov.b32 $0, $2; mov.b32 $1, $3; }"
+)
+
+
+@gluon.jit
+def _pin_exp2(sums):
+    """Return the sums, and keep the assembler from moving exponentials past this point.
+
+    It moves them below the next wait for a product, where nothing overlaps with them. A store that needs their sum
+    holds them there. The store never runs: sums stay below 2¹²⁵, which the assembler cannot prove. (It can prove that
+    they are not negative, and drops a store on that condition.)
+    """
+    return gl.inline_asm_elementwise(_PIN_EXP2, "=f,=f,f,f", [sums], gl.float32, False, 2)
+
+
+# Rescale O only if a row maximum grew by more than 2^8: small enough for P in 16 bits, and more than most rows grow by
+# after their first tile.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
+
+
+@gluon.constexpr_function
+def _rescaling(n):
+    """Return PTX that multiplies a thread's n numbers of O by alpha, unless alpha is 1 in all rows of the warp.
+
+    In the layout of a product the numbers are of two rows: two of one, two of the other, by turns.
+    """
+    alpha = [f"${2 * n + i}" for i in range(n)]
+    products = " ".join(f"mul.f32 ${i}, ${i}, {alpha[i]};" for i in range(n))
+    return (
+        "{ .reg .pred whole; "
+        f"setp.eq.f32 whole, {alpha[0]}, 0f3F800000; setp.eq.and.f32 whole, {alpha[2]}, 0f3F800000, whole; "
+        f"vote.sync.all.pred whole, whole, 0xFFFFFFFF; @whole bra.uni done; {products} done: }}"
+    )
+
+
+@gluon.constexpr_function
+def _operands(n):
+    """Return the constraints of `_rescaling`: n numbers, read and written in place, and an alpha for each."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescale(acc_o, alpha):
+    """Multiply the rows of O by alpha, which is 1 in most steps: `online_softmax` lets maxima lag behind."""
+    PER_THREAD: gl.constexpr = acc_o.shape[0] * acc_o.shape[1] // 128
+    PTX: gl.constexpr = _rescaling(PER_THREAD)
+    OPERANDS: gl.constexpr = _operands(PER_THREAD)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc_o.type.layout))[:, None]
+    return gl.inline_asm_elementwise(PTX, OPERANDS, [acc_o, alpha], gl.float32, True, PER_THREAD)
+
+
+@gluon.jit
+def online_softmax(
+    s, row_max, row_sum, q_idx, n_start, masked, seqlens, scores, flags, score_flags, PIN_EXP2: gl.constexpr
+):
+    """Return P, alpha that rescales earlier sums, and each row's new maximum and sums in threads.
+
+    A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1.
+    """
+    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    if score_flags.SOFTCAP:
+        s = tanh(s * scores.scale, score_flags.FAST_TANH)
+        if score_flags.MOD is not None:
+            s *= scores.softcap
+    elif score_flags.MOD is not None:
+        s *= scores.scale
+    if score_flags.MOD is not None:
+        q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
+        k_pos = column.to(gl.float32)
+        s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
+    if flags.PARTIAL_TILES:  # noqa: SIM102
+        if masked:
+            attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
+            s = gl.where(attends, s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    grows = (new_max - row_max) * scores.exp2_scale > RESCALE_THRESHOLD
+    new_max = gl.where(grows, new_max, row_max)
+    shift = new_max * scores.exp2_scale
+    if flags.PARTIAL_TILES:
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)  # a row that has attended nothing yet
+    alpha = gl.where(grows, gl.exp2(row_max * scores.exp2_scale - shift), 1.0)
+    p = gl.exp2(s * scores.exp2_scale - shift[:, None])
+    sums = sum_in_threads(p)
+    if PIN_EXP2:
+        sums = _pin_exp2(sums)
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return p, alpha, new_max, row_sum
+
+
+@gluon.jit
+def recompute_p(s, lse, m_start, k_idx, masked, seqlens, scores, flags, score_flags):
+    """Return P of a tile of raw scores [keys, queries], the soft-capped scores, and the score function's input."""
+    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    if score_flags.SOFTCAP:
+        s = tanh(s * scores.scale, score_flags.FAST_TANH)
+    scaled = s
+    if score_flags.MOD is not None:
+        scaled = s * (scores.softcap if score_flags.SOFTCAP else scores.scale)
+        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
+        modified = score_flags.MOD(
+            scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
+        )
+    else:
+        modified = s
+    p = gl.exp2(modified * scores.exp2_scale - lse[None, :])
+    if flags.PARTIAL_TILES:  # noqa: SIM102
+        if masked:
+            offset = seqlens.causal_offset + m_start
+            from_here = Seqlens(seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, offset, seqlens.window)
+            attends = attention_mask(column[None, :], k_idx[:, None], from_here, flags)
+            p = gl.where(attends, p, 0.0)
+    return p, s, scaled

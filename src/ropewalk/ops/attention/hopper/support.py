@@ -1,0 +1,115 @@
+"""The backend "gluon": which calls the kernels for Hopper run. It loads Triton when they do."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.triton.support import Triton
+
+TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kernels compile with
+DTYPES = (torch.float16, torch.bfloat16)
+MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
+_SCORE_MODS = {
+    f"ropewalk.ops.attention.triton.score_mods:{name}"
+    for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY")
+}
+
+
+class Gluon:
+    """The backend "gluon"."""
+
+    name = "gluon"
+
+    def why_not(self, call: AttentionCall) -> Refusal | None:
+        """Say why the kernels for Hopper do not run a call; None if they do."""
+        reason = why_not_on(call.q.device)
+        if reason is not None:
+            return Refusal("device", reason)
+        refusal = Triton().why_not(call)
+        if refusal is not None:
+            return refusal
+        q, scheme = call.q, type(call.scheme).__name__
+        if q.dtype not in DTYPES:
+            dtype = str(q.dtype).removeprefix("torch.")
+            return Refusal("dtype", f"{dtype} is not supported: its kernels need float16 or bfloat16")
+        for name, x in (("q", q), ("v", call.v)):
+            if x.shape[3] % 8 or x.shape[3] > 128:
+                return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but must be a multiple of 8 up to 128")
+        if call.mask is not None:
+            return Refusal("mask", "mask is not supported")
+        if call.block_table is not None:
+            return Refusal("block_table", "paged keys (block_table) are not supported")
+        if call.dropout_p > 0:
+            return Refusal("dropout_p", "dropout is not supported")
+        if call.far is not None and not call.goes_by_index:
+            return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
+        if call.score_mod is not None:
+            if call.score_mod not in _SCORE_MODS:
+                return Refusal("score_mod", f"{scheme}'s score mod, {call.score_mod}, is not supported")
+            if not call.goes_by_index:
+                return Refusal("positions", f"positions_q and positions_k are not supported with {scheme}")
+        # Keep last: torch.compile guards on this length.
+        if q.shape[2] < MIN_QUERIES:
+            return Refusal("few_queries", f"{q.shape[2]} queries are too few: its kernels need {MIN_QUERIES} or more")
+        return None
+
+    def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:
+        """Say why its backward does not run where its forward did; None if it does."""
+        if call.deterministic:
+            return Refusal("deterministic", "it adds the gradient of q in an order that differs from run to run")
+        if wanted.score_mod_params:
+            return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported")
+        if call.q.numel() == 0 or call.k.shape[2] == 0:
+            return Refusal("empty", "empty tensors are not supported")
+        return None
+
+    def forward(self, call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+        """Launch the forward."""
+        from ropewalk.ops.attention.hopper import launch
+
+        return launch.forward(call)
+
+    def backward(
+        self, call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Launch the backward."""
+        from ropewalk.ops.attention.hopper import launch
+
+        return launch.backward(call, out, saved, grad_out, grad_lse, wanted)
+
+
+@gpu.assume_constant
+def why_not_on(device: torch.device) -> str | None:
+    """Say why the kernels for Hopper cannot run on a device; None if they can."""
+    reason = gpu.why_no_triton(device)
+    if reason is not None:
+        return reason
+    needed = "its kernels need an NVIDIA GPU of compute capability 9.0"
+    if device.type != "cuda":  # Triton's interpreter, which has no Gluon
+        return f"{needed}, and the tensors are on {device.type}"
+    if gpu.is_rocm():
+        return f"{needed}, and this one is AMD's"
+    major, minor = gpu.capability(device)
+    if (major, minor) != (9, 0):
+        return f"{needed}, and this one has {major}.{minor}"
+    return why_missing()
+
+
+@functools.cache
+def why_missing() -> str | None:
+    """Say why the kernels cannot be compiled with the installed Triton; None if they can."""
+    import triton
+
+    if ".".join(triton.__version__.split(".")[:2]) not in TRIED:
+        return f"its kernels were tried with Triton {', '.join(TRIED)}, and {triton.__version__} is installed"
+    try:
+        from ropewalk.ops.attention.hopper import launch  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__} lacks something of Gluon that its kernels use: {error}"
+    return None

@@ -1,0 +1,69 @@
+"""Refusals that the libraries share: features that none of them is called for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Refusal
+from ropewalk.ops.attention.call import AttentionCall, rope_tables
+
+HALF = (torch.float16, torch.bfloat16)
+
+# Arguments that no library is called for, though some have a form of their own.
+_UNSUPPORTED = {
+    "cu_seqlens_q": "packed sequences (cu_seqlens_q) are not supported",
+    "block_table": "paged keys (block_table) are not supported",
+    "key_starts": "key_starts, which may leave rows without a key, are not supported",
+    "query_starts": "query_starts, a key index of the first query per batch row, are not supported",
+    "softcap": "softcap is not supported",
+    "sinks": "sinks are not supported",
+}
+
+
+def why_no_library(call: AttentionCall) -> Refusal | None:
+    """Say why no library runs a call: they run full and causal attention alone; None if one may."""
+    for name, reason in _UNSUPPORTED.items():
+        if getattr(call, name) is not None:
+            return Refusal(name, reason)
+    if call.dropout_p > 0:
+        return Refusal("dropout_p", "dropout (dropout_p) is not supported: its seed would mean another mask")
+    if call.scheme is not None and call.scheme.has_score_mod():
+        return Refusal("score_mod", f"the score mod of {type(call.scheme).__name__} is not supported")
+    for name in ("mask", "key_lengths"):
+        if getattr(call, name) is not None:
+            return Refusal(name, f"{name}, which may leave rows without a key, is not supported")
+    if call.return_lse:
+        return Refusal("return_lse", "a differentiable log-sum-exp is not supported")
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return Refusal("empty", "empty tensors are not supported")
+    if not call.scale > 0:
+        return Refusal("scale", f"scale is {call.scale}, but must be above 0")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in rope_tables(call)):
+        return Refusal("learned_tables", "gradients of the scheme's tables are not supported")
+    if call.q.device.type == "cuda" and call.deterministic and call.needs_backward:
+        return Refusal("deterministic", "a deterministic backward is not supported")
+    return None
+
+
+def refuse_values(call: AttentionCall) -> Refusal:
+    """Refuse a head dim of v that is not q's."""
+    q, v = call.q, call.v
+    return Refusal("v_head_dim", f"v's head dim is {v.shape[3]}, but must be q's, {q.shape[3]}")
+
+
+def why_misaligned(call: AttentionCall) -> Refusal | None:
+    """Say why kernels that read 16 bytes at a time cannot read the tensors; None if they can."""
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        steps = (stride % 8 == 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
+        placed = torch.compiler.is_compiling() or gpu.is_fake(x) or x.data_ptr() % 16 == 0
+        if x.stride(3) != 1 or not placed or not all(steps):
+            return Refusal("alignment", f"rows of {name} must begin at multiples of 16 bytes")
+    return None
+
+
+def refuse_dtype(kernels: str, x: Tensor) -> Refusal:
+    """Refuse a dtype that is no half."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Refusal("dtype", f"{dtype} is not supported: {kernels} needs float16 or bfloat16")

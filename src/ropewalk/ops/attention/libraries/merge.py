@@ -1,0 +1,79 @@
+"""Merging two attentions of the same queries, to different keys, into one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.ops.attention.triton.tiles import wide
+
+
+@triton.jit(do_not_specialize=("out_strides", "other_strides", "first", "n_tokens"))
+def merge_kernel(
+    out_ptr,  # (B, T, H, D); rows from `first` on are written
+    lse_ptr,  # (B, H, T), dense, natural; likewise
+    other_ptr,  # (B, T − first, H, D)
+    other_lse_ptr,  # (B, H, T − first), dense
+    out_strides,  # of batch, token and head
+    other_strides,
+    first,
+    n_heads,
+    n_tokens,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Weigh both outputs of BLOCK rows of one head by their share of the sum."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < n_tokens - first
+    batch = tl.program_id(1) // n_heads
+    head = tl.program_id(1) % n_heads
+    lse_ptr += wide(tl.program_id(1)) * n_tokens + first
+    lse = tl.load(lse_ptr + row, exists, other=0.0)
+    other_lse = tl.load(other_lse_ptr + wide(tl.program_id(1)) * (n_tokens - first) + row, exists, other=0.0)
+    largest = tl.maximum(lse, other_lse)
+    weight = tl.exp(lse - largest)
+    other_weight = tl.exp(other_lse - largest)
+    total = weight + other_weight
+    feature = tl.arange(0, BLOCK_D)[None, :]
+    mask = exists[:, None] & (feature < D)
+    out_stride_batch, out_stride_token, out_stride_head = out_strides
+    other_stride_batch, other_stride_token, other_stride_head = other_strides
+    start = wide(batch) * out_stride_batch + head * wide(out_stride_head) + feature
+    out_ptrs = out_ptr + start + wide(row + first)[:, None] * out_stride_token
+    start = wide(batch) * other_stride_batch + head * wide(other_stride_head) + feature
+    other_ptrs = other_ptr + start + wide(row)[:, None] * other_stride_token
+    out = tl.load(out_ptrs, mask, other=0.0).to(tl.float32) * (weight / total)[:, None]
+    out += tl.load(other_ptrs, mask, other=0.0).to(tl.float32) * (other_weight / total)[:, None]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask)
+    tl.store(lse_ptr + row, largest + tl.log(total), exists)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge attention's output (B, T, H, D) and natural log-sum-exp (B, H, T), in place, with that of the last queries.
+
+    Those are other (B, T', H, D) and other_lse (B, H, T'). Each of these queries must have attended something.
+    """
+    batch, tokens, heads, head_dim = out.shape
+    rows = other.shape[1]
+    if other.numel() == 0:
+        return
+    block, block_d = 32, max(16, triton.next_power_of_2(head_dim))
+    with torch.cuda.device_of(out):
+        merge_kernel[(triton.cdiv(rows, block), batch * heads)](
+            out_ptr=out,
+            lse_ptr=lse,
+            other_ptr=other,
+            other_lse_ptr=other_lse.contiguous(),
+            out_strides=out.stride()[:3],
+            other_strides=other.stride()[:3],
+            first=tokens - rows,
+            n_heads=heads,
+            n_tokens=tokens,
+            D=head_dim,
+            BLOCK=block,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )

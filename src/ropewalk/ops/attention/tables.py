@@ -1,0 +1,339 @@
+"""Resolving a call's scheme to tables and numbers, which are remembered for the calls that follow.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, R rotary dim, S
+packed sequences.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.call import (
+    NO_TABLES,
+    AttentionCall,
+    FarQK,
+    FarRange,
+    FarTables,
+    RopeTable,
+    Tables,
+    kv_capacity,
+    token_positions,
+)
+from ropewalk.ops.rope.api import apply_rope
+from ropewalk.schemes import PositionScheme, Rotation
+
+
+def resolve_scheme(call: AttentionCall) -> AttentionCall:
+    """Resolve a call's scheme to tables and numbers."""
+    scheme = call.scheme
+    assert scheme is not None
+    score_mod, known_by, far_window = scheme.kernel_score_mod(), _identity(scheme), _far_window(call)
+    tables = _Rotations(call, known_by)
+    rotation_q, rotation_k = tables.near()
+    positions_q, positions_k = call.positions_q, call.positions_k
+    reads_positions = score_mod is not None or far_window is not None
+    one_alone = (positions_q is None) is not (positions_k is None)
+    if reads_positions and one_alone and (call.key_starts is not None or score_mod is None):
+        positions_q, positions_k = token_positions(call)  # kernels count by index where neither is given
+    params = None
+    if score_mod is not None:
+        heads, device = call.q.shape[1], call.q.device
+        params = _remember(("params", heads), scheme, known_by, device, lambda: scheme.score_mod_params(heads, device))
+    either = rotation_q or rotation_k
+    rotated = {} if either is None else {"cos": either.cos, "sin": either.sin, "weights": either.weights}
+    for name, x in (*rotated.items(), ("parameters", params)):
+        if x is not None and x.dtype != torch.float32:
+            raise TypeError(f"{type(scheme).__name__} gives {name} in {x.dtype}, but must give float32")
+    return call._replace(
+        positions_q=positions_q,
+        positions_k=positions_k,
+        score_mod=score_mod,
+        score_mod_params=params,
+        n_learned_params=0 if params is None else scheme.n_learned_params(),
+        tables=NO_TABLES
+        if rotation_q is None
+        else Tables(
+            _table_of(rotation_q),
+            _table_of(rotation_k),
+            None if rotation_k is None else rotation_k.weights,
+            rotation_q.interleaved,
+            rotation_q.offset,
+        ),
+        far=None if far_window is None else FarRange(far_window, tables.far()),
+    )
+
+
+def _table_of(rotation: Rotation | None) -> RopeTable | None:
+    return None if rotation is None else RopeTable(rotation.cos, rotation.sin)
+
+
+def map_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by the call's tables, and weigh the features of k. Differentiable.
+
+    k comes back as it is where it was rotated before. It is not paged.
+    """
+    q, k, tables = call.q, call.k, call.tables
+    if tables.q is None:
+        return q, k
+    if tables.k is None:
+        return rotate(q, tables.q, tables), k
+    if tables.q.cos is tables.k.cos:
+        q, k = apply_rope(
+            q,
+            k,
+            *tables.q,
+            layout="bhtd",
+            interleaved=tables.interleaved,
+            rotary_offset=tables.rotary_offset,
+        )
+    else:
+        q, k = rotate(q, tables.q, tables), rotate(k, tables.k, tables)
+    return q, k if tables.feature_weights is None else k.mul_(tables.feature_weights)  # it is ours by now
+
+
+def rotate(x: Tensor, table: RopeTable, tables: Tables, *, inverse: bool = False) -> Tensor:
+    """Rotate x (B, H, T, D) by one table of a call."""
+    rotated: Tensor = apply_rope(
+        x,
+        None,
+        *table,
+        layout="bhtd",
+        interleaved=tables.interleaved,
+        rotary_offset=tables.rotary_offset,
+        inverse=inverse,
+    )
+    return rotated
+
+
+def map_far_features(call: AttentionCall) -> FarQK | None:
+    """Rotate q and k as far pairs score them, or return what was given; None if no pair is far. Differentiable."""
+    far = call.far
+    if far is None or far.given is not None:
+        return None if far is None else far.given
+    if far.tables is None or far.tables.q_past is None:
+        return None
+    q_past, q_future, k_far = far.tables.q_past, far.tables.q_future, far.tables.k
+    return FarQK(
+        rotate(call.q, q_past, call.tables),
+        None if q_future is None else rotate(call.q, q_future, call.tables),
+        call.k if k_far is None else rotate(call.k, k_far, call.tables),
+    )
+
+
+def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
+    """Return memory for a tensor of x's shape (B, H, T, D): dense features, other strides in multiples of 16 bytes.
+
+    It has x's order of dimensions where that allows it, unless it must be dense; where D does not fill 16 bytes, rows
+    are longer than D.
+    """
+    vector = 16 // x.element_size()
+    head_dim = x.shape[3]
+    if head_dim % vector == 0 and x.stride(3) == 1 and not dense:
+        return torch.empty_like(x)
+    width = (head_dim + vector - 1) // vector * vector
+    memory = torch.empty(*x.shape[:3], width, dtype=x.dtype, device=x.device)
+    return memory if width == head_dim else memory[..., :head_dim]
+
+
+def _far_window(call: AttentionCall) -> int | None:
+    """Return from how many positions apart on a pair is far; None where none can be."""
+    assert call.scheme is not None
+    window = call.scheme.far_window()
+    if window is None or torch.compiler.is_compiling():  # lengths are not to be constants there
+        return window
+    by_index = call.positions_q is None and call.positions_k is None
+    return None if by_index and max(call.q.shape[2], kv_capacity(call)) <= window else window
+
+
+class _Rotations:
+    """Makes a call's tables."""
+
+    def __init__(self, call: AttentionCall, known_by: Identity | None) -> None:
+        assert call.scheme is not None
+        self.call, self.scheme, self.known_by = call, call.scheme, known_by
+        self.head_dim, self.device = call.q.shape[3], call.q.device
+        self.queries, self.keys = call.q.shape[2], kv_capacity(call)
+        self.indices_q: Tensor | None = None
+        self.indices_k: Tensor | None = None
+        self.lowest = self.keys - self.queries
+        if not (call.cu_seqlens_q is None and call.key_starts is None and call.query_starts is None):
+            self.indices_q, self.indices_k = _indices(self.queries, self.keys, call, self.device)
+            # Queries may stand before the first key; of those causal attention makes nothing.
+            before = call.key_starts is not None or (
+                call.cu_seqlens_q is not None and self.indices_q is not self.indices_k
+            )
+            self.lowest = -max(self.queries, self.keys) if before and not call.causal else 0
+
+    def near(self) -> tuple[Rotation | None, Rotation | None]:
+        """Return the rotations of q and of k; one for both where their tokens have the same positions."""
+        call, indices_q, indices_k = self.call, self.indices_q, self.indices_k
+        has_its_own = type(self.scheme).query_rotation is not PositionScheme.query_rotation
+        of_queries = self._of_queries("query_rotation") if has_its_own else None
+        rotation_k = None
+        if not call.keys_rotated:
+            rotation_k = self._of_keys("rotation")
+            same = call.positions_q is call.positions_k and (
+                call.positions_q is not None
+                or (indices_q is indices_k and (indices_q is not None or self.queries == self.keys))
+            )
+            if same and of_queries is None:
+                return rotation_k, rotation_k
+        return of_queries or self._of_queries("rotation"), rotation_k
+
+    def far(self) -> FarTables:
+        """Return the rotations of far pairs."""
+        past, future = self._of_queries("far_rotation", "past"), None
+        by_index = self.call.positions_q is None and self.call.positions_k is None
+        if not (self.call.causal and by_index):
+            future = self._of_queries("far_rotation", "future")
+        keys = self._of_keys("far_rotation", "keys")
+        return FarTables(_table_of(past), _table_of(future), _table_of(keys))
+
+    def _of_queries(self, method: str, *of: str) -> Rotation | None:
+        return self._tabulate(self.call.positions_q, self.indices_q, self.lowest, self.keys, method, *of)
+
+    def _of_keys(self, method: str, *of: str) -> Rotation | None:
+        start = 0 if self.indices_k is None else self.lowest
+        return self._tabulate(self.call.positions_k, self.indices_k, start, self.keys, method, *of)
+
+    def _tabulate(
+        self, positions: Tensor | None, indices: Tensor | None, start: int, stop: int, method: str, *of: str
+    ) -> Rotation | None:
+        """Return a scheme's table for `positions`; without them for `indices`; without both for start to below stop.
+
+        It has a batch dimension in front.
+        """
+        make: Callable[..., Rotation | None] = getattr(self.scheme, method)
+        device = self.device
+        if positions is not None:
+            return make(positions.long(), self.head_dim, *of)
+        if self.known_by is None:
+            every = torch.arange(start, stop, device=device)[None] if indices is None else indices.long()
+            return make(every, self.head_dim, *of)
+        # One table is for every length up to the next power of two, in both directions.
+        low = 0 if start >= 0 else -_power_of_two(-start)
+        high = _power_of_two(stop)
+        table = _remember(
+            (method, *of, self.head_dim, low, high),
+            self.scheme,
+            self.known_by,
+            device,
+            lambda: make(torch.arange(low, high, device=device)[None], self.head_dim, *of),
+        )
+        if table is None:
+            return None
+        cos, sin = table.cos, table.sin
+        if indices is None:
+            cos, sin = cos[:, start - low : stop - low], sin[:, start - low : stop - low]
+        else:
+            rows = (indices if low == 0 else indices - low).clamp(0, high - low - 1)  # whatever the device holds
+            cos, sin = F.embedding(rows, cos[0]), F.embedding(rows, sin[0])
+        return Rotation(cos, sin, table.interleaved, table.weights, table.offset)
+
+
+def _indices(queries: int, keys: int, call: AttentionCall, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The positions of `token_positions` where none are given, in few launches; None for keys by their index.
+
+    Those of tokens in no sequence may be anything.
+    """
+    bounds_q, bounds_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if bounds_q is not None and bounds_k is not None:
+        index_q, sequences = _unpack(bounds_q, queries)
+        if bounds_q is bounds_k and queries == keys:
+            return index_q, index_q
+        shift = bounds_k.diff() - bounds_q.diff()  # how many keys a sequence has more than queries
+        return index_q + F.pad(shift, (0, 1))[sequences], _unpack(bounds_k, keys)[0]
+    starts = None if call.key_starts is None else call.key_starts[:, None]
+    indices_k = None if starts is None else torch.arange(keys, device=device) - starts
+    if call.query_starts is None:
+        if queries == keys:
+            return indices_k, indices_k
+        indices_q = torch.arange(keys - queries, keys, device=device)[None]
+    else:
+        indices_q = torch.arange(queries, device=device) + call.query_starts[:, None]
+    return indices_q if starts is None else indices_q - starts, indices_k
+
+
+def _unpack(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The index of each packed token in its sequence, (1, total), and the sequence, S for none, likewise."""
+    tokens = torch.arange(total, dtype=bounds.dtype, device=bounds.device)[None]
+    sequences = torch.searchsorted(bounds[1:], tokens, right=True)
+    return tokens - bounds[sequences], sequences
+
+
+def _power_of_two(count: int) -> int:
+    return max(256, 1 << max(0, count - 1).bit_length())
+
+
+_MOST_REMEMBERED = 16
+_remembered: OrderedDict[Any, tuple[PositionScheme, Any]] = OrderedDict()
+_captured: dict[Any, Any] = {}  # read by CUDA graphs: they are never told that memory is gone, so it must not go
+_lock = threading.Lock()
+
+
+Identity = tuple[Any, ...]
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
+
+
+def _identity(scheme: PositionScheme) -> Identity | None:
+    """Return a key that tells a scheme apart; None if it is not plain data, or if the call is traced or fake."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not hasattr(scheme, "__dict__"):
+        return None
+    identity: list[Any] = [type(scheme)]
+    for name, value in vars(scheme).items():
+        identity.append(name)
+        if type(value) in _PLAIN_TYPES:
+            identity.append(value)
+        elif isinstance(value, PositionScheme):
+            within = _identity(value)
+            if within is None:
+                return None
+            identity.append(within)
+        elif isinstance(value, Tensor):
+            if gpu.is_fake(value) or value.requires_grad or value.is_inference():
+                return None
+            identity.append((id(value), value._version))  # which one it is, and how often it was written
+        elif isinstance(value, Hashable):
+            identity.append(value)
+        else:
+            return None
+    return tuple(identity)
+
+
+def _remember(
+    kind: tuple[Any, ...],
+    scheme: PositionScheme,
+    known_by: Identity | None,
+    device: torch.device,
+    make: Callable[[], Any],
+) -> Any:
+    """Return the result of `make`, remembered by kind, scheme and device; make it anew for a scheme without a key."""
+    if known_by is None:
+        return make()
+    key = (kind, device, known_by)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    with _lock:
+        found = _remembered.get(key)
+        if found is not None:
+            _remembered.move_to_end(key)
+            if capturing:
+                _captured[key] = found
+            return found[1]
+    with torch.inference_mode(False), torch.no_grad():
+        made = make()
+    if not capturing:  # what a graph makes exists while it is replayed
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
+        with _lock:
+            _remembered[key] = scheme, made  # the scheme is kept, so that its tensors keep their identity
+            while len(_remembered) > _MOST_REMEMBERED:
+                _remembered.popitem(last=False)
+    return made

@@ -1,0 +1,250 @@
+"""Groups of kernel arguments: NamedTuples that the host builds, and that jitted functions read by field.
+
+A field is a number, a pointer, None where a call lacks it, or a constexpr in the groups of constants.
+
+Constants (MaskFlags, ScoreFlags, Blocks) enter a kernel as `tl.constexpr` parameters and are grouped inside, because
+the interpreter of Triton 3.6 takes no bool in a tuple. Build such a group in a call's argument or by a constexpr
+function, never in an assignment or a jitted function's result: Triton makes tensors of constants there.
+Where a field is None, compare the field with None and never the group, and return no such group from a jitted function:
+Triton 3.6 refuses both.
+Tensor descriptors are parameters of their own, because Triton's launcher finds no descriptor in a tuple.
+
+Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Seqlens(NamedTuple):
+    """Extents of one sequence, in tokens."""
+
+    n_queries: Any
+    kv_start: Any  # the first key that exists
+    n_keys: Any  # one past the last key that exists
+    causal_offset: Any  # query m has the index m + causal_offset among the keys
+    window: Any  # keys with abs(m + causal_offset - n) < window are attended
+
+
+class Bounds(NamedTuple):
+    """Extents of a dense batch's sequences: pointers to B integers, or None."""
+
+    key_lengths: Any
+    key_starts: Any
+    query_starts: Any
+
+
+class Packed(NamedTuple):
+    """The sequences of a packed batch; a dense batch has None in its place."""
+
+    cu_seqlens_q: Any  # pointer to n_sequences + 1 integers
+    cu_seqlens_k: Any
+    schedule: Any  # pointer to (entries, 2), int32: a sequence, and one of its tiles
+    n_sequences: Any
+
+
+class Mask(NamedTuple):
+    """A boolean mask (B or 1, H or 1, Tq or 1, Tk) as bytes; inside a kernel `ptr` is at one head."""
+
+    ptr: Any  # None: there is no mask, and no stride
+    stride_batch: Any
+    stride_head: Any
+    stride_key: Any
+    stride_query: Any  # None: the mask is the same for all queries
+
+
+class MaskFlags(NamedTuple):
+    """Constants of the conditions under which a query attends a key."""
+
+    SIDE: Any  # EITHER_SIDE, PAST or FUTURE
+    WINDOWED: Any
+    HAS_LENGTHS: Any  # causality alone does not imply n < n_keys
+    HAS_STARTS: Any  # kv_start may be above 0
+    PACKED: Any  # rows past the last query belong to another sequence
+    RANGE: Any  # ALL, NEAR, FAR_PAST or FAR_FUTURE: the pairs that a loop is over
+    INDEX_POSITIONS: Any  # positions are indices of tokens
+    PARTIAL_TILES: Any  # a tile may have pairs that are not attended
+
+
+class Scores(NamedTuple):
+    """Numbers that turn a product q·k into an exponent; inside a kernel `params` is at one head."""
+
+    params: Any  # pointer to the score function's numbers, float32; or None
+    params_stride: Any  # from one head's to the next's; or None
+    scale: Any  # multiplies products before soft-capping and the score function
+    softcap: Any
+    exp2_scale: Any  # multiplies scores, as the softmax reads them, into exponents of 2
+
+
+class ScoreFlags(NamedTuple):
+    """Constants of the scores: functions of a `ScoreMod`, each of which may be None, and soft-capping."""
+
+    MOD: Any  # None: scores are products, and `exp2_scale` holds the scale
+    MOD_BWD: Any
+    PARAM_GRAD: Any
+    SOFTCAP: Any
+    FAST_TANH: Any
+
+
+class Tile(NamedTuple):
+    """The tile of a program, or of a consumer."""
+
+    batch: Any
+    head: Any
+    kv_head: Any
+    q_offset: Any  # the sequence's first query, in a packed batch
+    k_offset: Any
+    start: Any  # the tile's first token in its sequence
+
+
+class TileRange(NamedTuple):
+    """Tokens that a loop is over: [full, full_stop) in tiles without a masked pair, the rest in partial tiles."""
+
+    start: Any
+    full: Any
+    full_stop: Any
+    stop: Any
+
+
+class RopeTable(NamedTuple):
+    """Tables (B or 1, T, R / 2) of cosines and sines; a gradient that is not rotated has None in its place."""
+
+    cos: Any
+    sin: Any
+    stride_batch: Any  # 0: one table for the whole batch
+    stride_token: Any
+
+
+class Positions(NamedTuple):
+    """Positions (B or 1, T) of tokens; None in its place: their index."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_token: Any
+    n_tokens: Any
+
+
+class Dropout(NamedTuple):
+    """A rate of dropout; None in its place: nothing is dropped."""
+
+    seed: Any  # pointer to int64
+    steps: Any  # of 65,536 probabilities so many are dropped
+    rescale: Any  # multiplies the others
+
+
+class RowDropout(NamedTuple):
+    """Dropout of one row of all batches' heads."""
+
+    seed: Any
+    steps: Any
+    rescale: Any
+    row: Any  # batch · H + head
+    sequence: Any  # of a packed batch; otherwise 0
+    zero: Any  # a zero that the compiler does not fold
+
+
+class Far(NamedTuple):
+    """Features of pairs at least `window` positions apart, in a two-range encoding; descriptors, or None."""
+
+    q_past: Any  # queries, as they read keys behind them
+    q_future: Any  # queries, as they read keys ahead
+    k: Any
+    window: Any
+
+
+class RowTarget(NamedTuple):
+    """Rows (B, H, T, D) that a kernel stores to where no descriptor can: in a packed batch."""
+
+    ptr: Any
+    stride_batch: Any  # None: the batch is one row
+    stride_head: Any
+    stride_token: Any
+    head_dim: Any
+
+
+class Blocks(NamedTuple):
+    """Constants of the tiles: their sizes, and the precision of their products."""
+
+    M: Any  # queries
+    N: Any  # keys
+    D: Any  # features of q and k in one chunk
+    DV: Any  # features of v
+    D_CHUNKS: Any  # 1, or 3 for 192 features
+    PRECISION: Any
+
+
+class Schedule(NamedTuple):
+    """The tiles and heads of a Hopper kernel's work items."""
+
+    n_tiles: Any  # of one head, or of a packed batch's schedule
+    n_rows: Any  # batch · heads
+    n_heads: Any  # of queries in the forward, of keys in the backward
+    heads_per_key: Any
+    heads_per_l2_section: Any  # whose keys and values, or queries, fit into the L2 cache
+
+
+class Masking(NamedTuple):
+    """Everything that decides whether a query attends a key, except `MaskFlags`."""
+
+    seqlens: Any
+    mask: Any  # at one head
+    far_window: Any
+
+
+class Scoring(NamedTuple):
+    """Everything that turns products into probabilities, except `ScoreFlags`."""
+
+    scores: Any  # at one head
+    positions: Any  # of the tokens that a loop streams
+    origin: Any  # subtracted from all positions
+    dropout: Any  # RowDropout | None
+
+
+class QueryTile(NamedTuple):
+    """Rows of queries that a program holds; the last three in the backward."""
+
+    q: Any  # chunks of features
+    pos: Any
+    do: Any = None
+    lse: Any = None
+    delta: Any = None
+
+
+class KeyTile(NamedTuple):
+    """Rows of keys and values that a program of the backward holds."""
+
+    k: Any  # chunks of features
+    v: Any
+    pos: Any
+
+
+class QueryStream(NamedTuple):
+    """Rows of queries that a loop of the backward loads."""
+
+    do: Any  # descriptor
+    lse: Any  # pointers to (B, H, Tq), or to one head's
+    delta: Any
+    n_queries: Any  # of a whole row of (B, H, Tq)
+    n_kv_heads: Any
+    heads_per_key: Any
+    sequence: Any  # in a packed batch
+
+
+class FarGrads(NamedTuple):
+    """Gradients of far pairs: stored apart, or added to those of near pairs by rebasing their rotation.
+
+    SEPARATE, R and INTERLEAVED are constants.
+    """
+
+    SEPARATE: Any  # whether they are stored apart
+    dq_past: Any  # targets as of dq if SEPARATE
+    dq_future: Any
+    dk: Any
+    table: Any  # RopeTable | None, of near pairs
+    table_past: Any  # RopeTable | None, of the fields of `Far`
+    table_future: Any
+    table_k: Any
+    factor: Any  # multiplies dq or dk
+    R: Any
+    INTERLEAVED: Any

@@ -1,0 +1,227 @@
+"""Tile sizes, warps and stages per GPU.
+
+Shape letters: D head dim (Dv of v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.triton.score_mods import ScoreMod
+
+
+class Tiles(NamedTuple):
+    """Rows of a tile of queries and of one of keys, warps, and stages of loads."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # of a thread: 168 lets three programs of four warps share an NVIDIA processor
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the keywords of Triton's launcher."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None and not gpu.is_rocm():
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+# Of a kind of GPU: by a call's property ("any" without one), and by kernel, block of features, bytes of an element.
+Table = dict[str, dict[tuple[str, int, int], Tiles]]
+
+_FLOAT32: dict[tuple[str, int, int], Tiles] = {
+    ("forward", 64, 4): Tiles(32, 32, 8, 1),
+    ("forward", 128, 4): Tiles(32, 32, 8, 1),
+    ("forward", 192, 4): Tiles(32, 16, 8, 1),
+    ("forward", 256, 4): Tiles(32, 16, 8, 1),
+    ("backward_dkdv", 64, 4): Tiles(16, 16, 8, 1),
+    ("backward_dkdv", 128, 4): Tiles(16, 16, 8, 1),
+    ("backward_dkdv", 192, 4): Tiles(16, 16, 8, 1),
+    ("backward_dkdv", 256, 4): Tiles(16, 16, 8, 1),
+    ("backward_dq", 64, 4): Tiles(16, 32, 8, 1),
+    ("backward_dq", 128, 4): Tiles(16, 16, 8, 1),
+    ("backward_dq", 192, 4): Tiles(16, 16, 8, 1),
+    ("backward_dq", 256, 4): Tiles(16, 16, 8, 1),
+}
+# Tiles of halves are from measurements (docs/notes/006-attention-tiles.md), the others from the compiler's reports.
+_HOPPER: Table = {
+    "any": {
+        **_FLOAT32,
+        ("forward", 64, 2): Tiles(64, 128, 4, 2, 168),
+        ("forward", 128, 2): Tiles(64, 64, 4, 3),
+        ("forward", 192, 2): Tiles(128, 128, 8, 2, 224),
+        ("forward", 256, 2): Tiles(128, 64, 8, 2),
+        ("backward_dkdv", 64, 2): Tiles(128, 64, 4, 2),
+        ("backward_dkdv", 128, 2): Tiles(64, 64, 4, 2),
+        ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 2),
+        ("backward_dkdv", 256, 2): Tiles(64, 64, 8, 2),
+        ("backward_dq", 64, 2): Tiles(64, 64, 4, 2, 128),
+        ("backward_dq", 128, 2): Tiles(64, 64, 4, 2),
+        ("backward_dq", 192, 2): Tiles(128, 64, 8, 3),
+        ("backward_dq", 256, 2): Tiles(128, 32, 8, 2),
+    },
+    "score_mod": {("forward", 64, 2): Tiles(64, 128, 4, 3), ("backward_dq", 64, 2): Tiles(64, 64, 4, 3, 168)},
+    "score_mod_bwd": {("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2)},
+    "softcap": {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)},
+    "dropout": {
+        ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
+        ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2),
+        ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 3),
+    },
+    "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
+    "mask": {
+        ("forward", 64, 2): Tiles(64, 32, 4, 2),
+        ("forward", 128, 2): Tiles(64, 32, 4, 2),
+        ("forward", 256, 2): Tiles(64, 32, 8, 2),
+        ("backward_dkdv", 64, 2): Tiles(32, 64, 4, 2),
+        ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 2),
+        ("backward_dkdv", 256, 2): Tiles(32, 64, 8, 2),
+        ("backward_dq", 64, 2): Tiles(64, 32, 4, 2),
+        ("backward_dq", 128, 2): Tiles(64, 32, 4, 2),
+        ("backward_dq", 256, 2): Tiles(64, 32, 8, 2),
+    },
+}
+
+
+def _in_one_stage(tiles: dict[tuple[str, int, int], Tiles]) -> dict[tuple[str, int, int], Tiles]:
+    return {key: each._replace(num_stages=1) for key, each in tiles.items()}
+
+
+# No such GPU was at hand for the tables below: they are from the compiler's reports alone, Hopper's tiles where it
+# reports neither spills nor more memory than there is.
+_BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; three chunks and 256 features in one stage
+    "any": {
+        **_HOPPER["any"],
+        ("forward", 64, 2): Tiles(64, 64, 4, 3),
+        ("forward", 192, 2): Tiles(128, 64, 8, 2),
+        ("forward", 256, 2): Tiles(128, 64, 8, 1),
+        ("backward_dkdv", 64, 2): Tiles(64, 64, 8, 2),
+        ("backward_dkdv", 128, 2): Tiles(32, 64, 8, 2),
+        ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 1),
+        ("backward_dkdv", 256, 2): Tiles(64, 64, 8, 1),
+        ("backward_dq", 192, 2): Tiles(128, 64, 8, 1),
+        ("backward_dq", 256, 2): Tiles(64, 64, 8, 1),
+    },
+    "score_mod": {
+        ("forward", 256, 2): Tiles(128, 32, 8, 1),
+        ("backward_dkdv", 256, 2): Tiles(32, 64, 8, 1),
+        ("backward_dq", 64, 2): Tiles(64, 64, 4, 2),
+    },
+    "softcap": _HOPPER["softcap"],
+    "mask": {
+        **_HOPPER["mask"],
+        ("forward", 128, 2): Tiles(64, 32, 8, 2),
+        ("forward", 256, 2): Tiles(64, 32, 8, 1),
+        ("backward_dkdv", 128, 2): Tiles(16, 64, 8, 2),
+        ("backward_dkdv", 256, 2): Tiles(32, 64, 8, 1),
+        ("backward_dq", 256, 2): Tiles(64, 32, 8, 1),
+    },
+}
+# NVIDIA's other GPUs: multiplication from registers, and as little as 99 KiB of shared memory. Where there is no TMA,
+# descriptors become an address and a condition for each element, which is what takes the registers.
+_OTHERS: Table = {
+    "any": {
+        **_FLOAT32,
+        ("forward", 64, 2): Tiles(128, 32, 8, 2),
+        ("forward", 128, 2): Tiles(64, 16, 8, 2),
+        ("forward", 192, 2): Tiles(64, 16, 8, 2),
+        ("forward", 256, 2): Tiles(64, 16, 8, 2),
+        ("backward_dkdv", 64, 2): Tiles(16, 64, 8, 2),
+        ("backward_dkdv", 128, 2): Tiles(16, 64, 8, 2),
+        ("backward_dkdv", 192, 2): Tiles(16, 32, 8, 2),
+        ("backward_dkdv", 256, 2): Tiles(16, 32, 8, 2),
+        ("backward_dq", 64, 2): Tiles(64, 32, 4, 2),
+        ("backward_dq", 128, 2): Tiles(64, 32, 8, 2),
+        ("backward_dq", 192, 2): Tiles(32, 32, 8, 2),
+        ("backward_dq", 256, 2): Tiles(32, 32, 8, 2),
+    },
+    "score_mod": {("forward", 256, 2): Tiles(32, 32, 8, 2)},
+}
+_AMD: Table = {special: _in_one_stage(tiles) for special, tiles in _HOPPER.items()}  # 64 KiB of shared memory
+_AMD["any"] |= {
+    ("forward", 192, 2): Tiles(64, 64, 4, 1),
+    ("forward", 256, 2): Tiles(64, 32, 4, 1),
+    ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 1),
+    ("backward_dkdv", 256, 2): Tiles(32, 32, 4, 1),
+    ("backward_dq", 192, 2): Tiles(64, 32, 4, 1),
+    ("backward_dq", 256, 2): Tiles(32, 32, 4, 1),
+}
+_AMD["score_mod"] |= {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1), ("backward_dkdv", 256, 2): Tiles(16, 32, 4, 1)}
+_AMD["far"] = {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1)}
+_BY_MAJOR_CAPABILITY = {9: _HOPPER, 10: _BLACKWELL}
+_TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
+
+
+def table_of_gpu() -> Table:
+    """Return the tiles for the current GPU; every table fits into the shared memory of all its GPUs."""
+    if gpu.is_rocm():
+        return _AMD
+    major, _ = gpu.current_capability()
+    return _BY_MAJOR_CAPABILITY.get(major, _OTHERS)
+
+
+class Features(NamedTuple):
+    """Blocks of a row's features: d_chunks of block_d for q and k, one of block_dv for v."""
+
+    block_d: int
+    d_chunks: int
+    block_dv: int
+
+    @property
+    def widest(self) -> int:
+        """Return the width that tiles are chosen by."""
+        wide_q = self.block_d * self.d_chunks
+        if wide_q < self.block_dv:
+            return max(self.block_dv, 64)
+        return max(wide_q, 64) if wide_q != 192 or self.block_dv <= 128 else 256
+
+
+def cut_features(head_dim: int, v_head_dim: int) -> Features:
+    """Cut features into powers of two, but 192 into three chunks of 64."""
+    block_dv = 1 << max(4, (v_head_dim - 1).bit_length())
+    if 128 < head_dim <= 192:
+        return Features(64, 3, block_dv)
+    return Features(1 << max(4, (head_dim - 1).bit_length()), 1, block_dv)
+
+
+def choose_tiles(
+    kernel: str, features: Features, dtype: torch.dtype, score_mod: ScoreMod | None, call: AttentionCall
+) -> Tiles:
+    """Return the tiles of "forward", "backward_dkdv" or "backward_dq"."""
+    if gpu.is_interpreted():
+        return _TILES_TO_INTERPRET
+    key = (kernel, features.widest, dtype.itemsize)
+    table = table_of_gpu()
+    tiles = table["any"][key]
+    for special in _specials(score_mod, call):
+        tiles = table.get(special, {}).get(key, tiles)
+    return tiles
+
+
+def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
+    """Yield a call's properties that tables may have other tiles for; the last one wins."""
+    if score_mod is not None:
+        yield "score_mod"
+        if score_mod.backward is not None:
+            yield "score_mod_bwd"
+    if call.softcap is not None:
+        yield "softcap"
+    if call.far is not None:
+        yield "far"
+    if call.dropout_p > 0:
+        yield "dropout"
+    if call.mask is not None:
+        yield "padding" if is_of_keys(call.mask) else "mask"
+
+
+def is_of_keys(mask: Tensor) -> bool:
+    """Say whether a mask is the same for all queries, as padding is."""
+    return mask.stride(2) == 0 or mask.shape[2] == 1

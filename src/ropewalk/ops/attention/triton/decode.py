@@ -1,0 +1,612 @@
+"""Attention kernels for few queries and many keys: decoding, and chunks of a prompt, from dense caches and from pages.
+
+A program attends with the queries of all heads that share a key head, so that each key is read once for them: row r of
+its tile is query r // G of head r % G, of the G = `heads_per_key` heads. It attends to one split of the keys, so that a
+few queries keep a whole GPU reading; a second kernel combines the splits.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, Dv that of values,
+R rotary dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.triton.arguments import Mask, Scores
+from ropewalk.ops.attention.triton.softmax import tanh
+from ropewalk.ops.attention.triton.tiles import wide
+
+
+class DecodeTensors(NamedTuple):
+    """Pointers to what the kernel reads and writes; specialised, because their alignment decides the width of loads."""
+
+    q: Any  # (B, H, Tq, D)
+    k: Any  # (B, K, Tk, D); or (pages, K, PAGE_SIZE, D)
+    v: Any  # with Dv for D
+    out: Any  # (B, H, Tq, Dv); if SPLIT (B, H, Tq, n_splits, Dv), dense and float32
+    lse: Any  # (B, H, Tq), dense, base 2; if SPLIT (B, H, Tq, n_splits)
+    sinks: Any  # (H,), float32; or None
+
+
+class RowStrides(NamedTuple):
+    """Strides of rows of features, in STRIDE_UNITs of elements; 0 for a dimension of one."""
+
+    batch: Any  # or page
+    head: Any
+    token: Any
+
+
+class DecodeStrides(NamedTuple):
+    """Strides of q, k, v and of the output, whose unit is one element."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Pages(NamedTuple):
+    """The block table (B, pages of a row) of paged keys and values; a dense cache has None in its place."""
+
+    ptr: Any  # inside the loop at one batch row
+    stride_batch: Any
+    stride_page: Any
+
+
+class RopeTables(NamedTuple):
+    """A `RopeTable`, or None where features are not rotated, for each side of near and of far pairs."""
+
+    q: Any
+    q_far: Any  # queries, as they read far keys
+    k: Any
+    k_far: Any
+
+
+class DecodeScores(NamedTuple):
+    """Inputs of the score function, soft-capping and softmax; `arguments.Scores` says what the numbers multiply."""
+
+    positions_q: Any  # `Positions`, or None
+    positions_k: Any
+    params: Any  # pointer to the score function's numbers, float32; or None
+    params_stride: Any  # from one head's to the next's; or None
+    scale: Any
+    exp2_scale: Any
+    softcap: Any
+
+
+class Windows(NamedTuple):
+    """Distances between a query's own key and the keys that it attends."""
+
+    window: Any  # keys with abs(kv_index − n) < window are attended
+    far: Any  # keys so many positions behind or more are far; None: none is
+
+
+class Heads(NamedTuple):
+    """Numbers of heads; specialised, so that a group of one costs no division."""
+
+    n_kv_heads: Any
+    heads_per_key: Any
+
+
+class Sizes(NamedTuple):
+    """Lengths in tokens, and how keys are split."""
+
+    n_queries: Any
+    n_keys: Any
+    n_pages: Any  # in memory; of a dense cache its batch rows
+    n_splits: Any
+    min_split: Any  # keys of a split, at least: a multiple of BLOCK_N
+
+
+class DecodeConfig(NamedTuple):
+    """Constants of a binary. One `tl.constexpr` holds them all."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    ROTARY_DIM: int
+    ROTARY_OFFSET: int  # the first feature that is rotated
+    INTERLEAVED: bool
+    PAGE_SIZE: int
+    STRIDE_UNIT: int  # elements; all strides of q, k and v are multiples of it
+    INT64_STRIDES: bool  # keys of one tile may be 2³¹ elements apart
+    INDEX_POSITIONS: bool  # positions are indices of tokens
+    CAUSAL: bool
+    WINDOWED: bool
+    HAS_STARTS: bool  # the first key of a row may not be its key 0
+    SPLIT: bool  # there is more than one split
+    SPLIT_MASKED_LOOP: bool  # keys that all rows attend have a loop of their own, without masks
+    PRECISION: str
+
+
+class Rows(NamedTuple):
+    """The rows of a program, [BLOCK_M] each: queries of all heads that share its key head."""
+
+    q_ptr: Any
+    q_offsets: Any
+    batch: Any
+    token: Any
+    exists: Any
+    q_pos: Any  # as score functions read it
+
+
+class Cache(NamedTuple):
+    """Keys and values of one key head and one batch row."""
+
+    k_ptr: Any
+    k_strides: Any
+    v_ptr: Any
+    v_strides: Any
+    pages: Any
+    n_pages: Any
+    positions: Any  # of keys, or None
+    origin: Any  # the position that others are counted from
+    kv_start: Any  # the first key that exists
+
+
+class Accumulator(NamedTuple):
+    """Running results of the online softmax."""
+
+    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum
+    row_max: Any  # [BLOCK_M], base 2
+    row_sum: Any
+
+
+class Split(NamedTuple):
+    """Keys of one split; every row attends [full, full_stop). `split_start` and `full` are at tile boundaries."""
+
+    start: Any  # no row attends keys before this one, in any split
+    stop: Any
+    split_start: Any
+    full: Any
+    full_stop: Any
+    split_stop: Any
+
+
+class KeyRange(NamedTuple):
+    """One split of the near or of the far keys, with what masks and rotates its pairs."""
+
+    split: Any
+    kv_index: Any  # [BLOCK_M]: the last key that causality admits
+    window: Any
+    q_table: Any
+    k_table: Any
+
+
+# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
+DO_NOT_SPECIALIZE = ("strides", "bounds", "pages", "tables", "mask", "scores", "windows", "sizes")
+
+
+@triton.jit
+def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
+    """Return how many elements rows are from the first one."""
+    offset = wide(batch) * wide(strides.batch) + wide(head) * wide(strides.head) + wide(token) * wide(strides.token)
+    return offset * STRIDE_UNIT
+
+
+@triton.jit
+def load_rotated(ptr, offsets, table, batch, token, row_exists, CONFIG: tl.constexpr):
+    """Load rows of q or k, [rows, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
+    R: tl.constexpr = CONFIG.ROTARY_DIM
+    feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    exists = row_exists[:, None] & (feature < CONFIG.D)
+    rows = tl.load(ptr + (offsets[:, None] + feature), exists, other=0.0)
+    if table is not None:
+        rotary_feature = feature - CONFIG.ROTARY_OFFSET
+        is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
+        if CONFIG.INTERLEAVED:
+            pair = rotary_feature // 2
+            is_second = rotary_feature % 2 == 1
+            partner = tl.where(is_second, feature - 1, feature + 1)
+        else:
+            # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
+            is_second = rotary_feature >= R // 2
+            pair = rotary_feature % (R // 2)
+            partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
+        table_offsets = (wide(batch) * table.stride_batch + wide(token) * table.stride_token)[:, None] + pair
+        cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
+        sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
+        partners = tl.load(ptr + (offsets[:, None] + partner), is_rotated, other=0.0).to(tl.float32)
+        rotated = rows.to(tl.float32) * cos + partners * tl.where(is_second, sin, -sin)
+        rows = tl.where(is_rotated, rotated.to(rows.dtype), rows)
+    return rows
+
+
+@triton.jit
+def key_origin(positions, batch):
+    """Return the position that others are counted from, so that float32 holds them: the first key's, or 0."""
+    origin = 0
+    if positions is not None:
+        origin = wide(tl.load(positions.ptr + wide(batch) * positions.stride_batch))
+    return origin
+
+
+@triton.jit
+def positions_of(positions, batch, index, exists, default, origin):
+    """Return positions of tokens from the origin, in float32; without given positions, `default` less the origin."""
+    if positions is not None:
+        offsets = wide(batch) * positions.stride_batch + wide(index) * positions.stride_token
+        default = wide(tl.load(positions.ptr + offsets, exists, other=0))
+    return (default - origin).to(tl.float32)
+
+
+@triton.jit
+def split_keys(first, last, kv_start, n_keys, window, sizes, split_idx, CONFIG: tl.constexpr, WINDOWED: tl.constexpr):
+    """Return one split of the keys that some queries attend, whose indices among the keys are `first` to `last`.
+
+    Splits begin at a multiple of BLOCK_N, and so does the range in which every query attends every key.
+    """
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    start = kv_start
+    stop = n_keys
+    full = kv_start
+    full_stop = n_keys
+    if CONFIG.CAUSAL:
+        stop = tl.minimum(stop, last + 1)
+        full_stop = tl.minimum(full_stop, first + 1)
+    if WINDOWED:
+        start = tl.maximum(start, first - window + 1)
+        full = tl.maximum(full, last - window + 1)
+        if not CONFIG.CAUSAL:
+            stop = tl.minimum(stop, last + window)
+            full_stop = tl.minimum(full_stop, first + window)
+    aligned_start = start // BLOCK_N * BLOCK_N
+    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), sizes.n_splits), BLOCK_N) * BLOCK_N
+    length = tl.maximum(length, sizes.min_split)
+    split_start = aligned_start + split_idx * length
+    split_stop = tl.minimum(split_start + length, stop)
+    aligned_stop = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
+    full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), aligned_stop)
+    full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), aligned_stop)
+    return Split(start, stop, split_start, full, full_stop, split_stop)
+
+
+@triton.jit
+def skip_full_tiles(n_start, split, SKIP: tl.constexpr):
+    """Return the start of a tile of the masked loop, which continues after the keys that all rows attend."""
+    if SKIP:
+        n_start = tl.where(n_start >= split.full, n_start + (split.full_stop - split.full), n_start)
+    return n_start
+
+
+@triton.jit
+def load_page(pages, n_start, stop, CONFIG: tl.constexpr):
+    """Load the block table's entry of a tile, or of each of its keys if pages are shorter; 0 from `stop` on."""
+    n = n_start
+    if CONFIG.PAGE_SIZE < CONFIG.BLOCK_N:
+        n = n_start + tl.arange(0, CONFIG.BLOCK_N)
+    return tl.load(pages.ptr + wide(n // CONFIG.PAGE_SIZE) * pages.stride_page, n < stop, other=0)
+
+
+@triton.jit
+def mainloop_kv(
+    acc,
+    queries,
+    rows,
+    keys,
+    cache,
+    mask,
+    scores,
+    SCORE_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys of a split to the accumulator.
+
+    If MASKED, each key is masked; with SPLIT_MASKED_LOOP these are the keys that some row does not attend, and the
+    other ones without MASKED.
+    """
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    D: tl.constexpr = CONFIG.D
+    DV: tl.constexpr = CONFIG.DV
+    UNIT: tl.constexpr = CONFIG.STRIDE_UNIT
+    SKIP: tl.constexpr = MASKED and CONFIG.SPLIT_MASKED_LOOP
+    NO_FUTURE_KEYS: tl.constexpr = CONFIG.INDEX_POSITIONS and CONFIG.CAUSAL and not MASKED
+    acc_o = acc.acc_o
+    row_max = acc.row_max
+    row_sum = acc.row_sum
+    pages = cache.pages
+    split = keys.split
+    if not MASKED:
+        start = split.full
+        length = split.full_stop - split.full
+    elif SKIP:
+        start = split.split_start
+        length = (split.full - split.split_start) + tl.maximum(split.split_stop - split.full_stop, 0)
+    else:
+        start = split.split_start
+        length = tl.maximum(split.split_stop - split.split_start, 0)
+    offset = tl.arange(0, BLOCK_N)
+    feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    feature_v = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
+    page_of_tile = rows.batch
+    if pages is not None:
+        page_of_tile = load_page(pages, skip_full_tiles(start, split, SKIP), split.stop, CONFIG)
+    # Loads ahead would keep tiles of cos, sin and the pairs' partners in shared memory, which has no room for them.
+    STAGES: tl.constexpr = None if keys.k_table is None else 1
+    for step in tl.range(0, length, BLOCK_N, num_stages=STAGES):
+        n_start = skip_full_tiles(start + step, split, SKIP)
+        n = n_start + offset
+        exists = n < split.stop
+        if CONFIG.HAS_STARTS or WINDOWED:
+            exists = exists & (n >= split.start)
+        page = page_of_tile
+        if pages is not None:
+            page = tl.minimum(tl.maximum(page, 0), cache.n_pages - 1)  # any other entry would read outside the memory
+        if pages is None:
+            token_start = n_start
+            token = offset
+        elif CONFIG.PAGE_SIZE >= BLOCK_N:  # one page holds the tile
+            token_start = n_start % CONFIG.PAGE_SIZE
+            token = offset
+        else:  # a tile begins where a page does
+            token_start = 0
+            token = offset % CONFIG.PAGE_SIZE
+        k_start = (wide(page) * wide(cache.k_strides.batch) + token_start * wide(cache.k_strides.token)) * UNIT
+        v_start = (wide(page) * wide(cache.v_strides.batch) + token_start * wide(cache.v_strides.token)) * UNIT
+        k_stride_token = cache.k_strides.token
+        v_stride_token = cache.v_strides.token
+        if CONFIG.INT64_STRIDES:
+            k_stride_token = wide(k_stride_token)
+            v_stride_token = wide(v_stride_token)
+        k_ptrs = (cache.k_ptr + k_start + token * k_stride_token * UNIT)[:, None] + feature
+        v_ptrs = (cache.v_ptr + v_start + token * v_stride_token * UNIT)[:, None] + feature_v
+        if pages is not None:  # the next tile's, so that its loads need not wait for the table
+            n_next = skip_full_tiles(start + step + BLOCK_N, split, SKIP)
+            page_of_tile = load_page(pages, n_next, split.stop, CONFIG)
+        # Zeros in place of missing keys: zero times NaN is NaN.
+        if keys.k_table is not None:
+            k_offsets = k_start + token * k_stride_token * UNIT
+            k_tile = load_rotated(cache.k_ptr, k_offsets, keys.k_table, rows.batch, n, exists, CONFIG)
+        elif MASKED:
+            k_tile = tl.load(k_ptrs, exists[:, None] & (feature < D), other=0.0)
+        elif D == CONFIG.BLOCK_D:
+            k_tile = tl.load(k_ptrs)
+        else:
+            k_tile = tl.load(k_ptrs, feature < D, other=0.0)
+
+        s = tl.dot(queries, k_tile.T, input_precision=CONFIG.PRECISION)
+        if SCORE_MOD is not None or scores.softcap is not None:
+            s = s * scores.scale
+        if scores.softcap is not None:
+            s = scores.softcap * tanh(s / scores.softcap, False)
+        if SCORE_MOD is not None:
+            if CONFIG.INDEX_POSITIONS:  # the origin is the tile's first key
+                q_pos = (rows.q_pos - n_start).to(tl.float32)
+                k_pos = offset.to(tl.float32)
+            else:
+                q_pos = rows.q_pos
+                index = wide(n - cache.kv_start)
+                k_pos = positions_of(cache.positions, rows.batch, n, exists, index, cache.origin)
+            s = SCORE_MOD(s, q_pos[:, None], k_pos[None, :], scores.params, NO_FUTURE_KEYS)
+        if MASKED:
+            ahead = n[None, :] - keys.kv_index[:, None]
+            is_attended = exists[None, :]
+            if CONFIG.CAUSAL:
+                is_attended = is_attended & (ahead <= 0)
+            if WINDOWED:
+                is_attended = is_attended & (ahead > -keys.window)
+                if not CONFIG.CAUSAL:
+                    is_attended = is_attended & (ahead < keys.window)
+            if mask.ptr is not None:
+                mask_ptrs = mask.ptr + (wide(n) * mask.stride_key)[None, :]
+                is_attended = is_attended & (tl.load(mask_ptrs, exists[None, :], other=0) != 0)
+            s = tl.where(is_attended, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
+        shift = new_max
+        if MASKED:
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended no key yet
+        p = tl.exp2(s * scores.exp2_scale - shift[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+
+        if MASKED:
+            v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
+        elif DV == CONFIG.BLOCK_DV:
+            v_tile = tl.load(v_ptrs)
+        else:
+            v_tile = tl.load(v_ptrs, feature_v < DV, other=0.0)
+        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
+        row_max = new_max
+    return Accumulator(acc_o, row_max, row_sum)
+
+
+@triton.jit
+def attend_range(
+    acc,
+    rows,
+    keys,
+    cache,
+    mask,
+    scores,
+    SCORE_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Add near or far keys to the accumulator, with queries rotated for them."""
+    queries = load_rotated(rows.q_ptr, rows.q_offsets, keys.q_table, rows.batch, rows.token, rows.exists, CONFIG)
+    if CONFIG.SPLIT_MASKED_LOOP:
+        acc = mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, False)
+    return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def decode_kernel(
+    tensors,
+    strides,
+    bounds,
+    pages,
+    tables,
+    mask,  # without strides of head and query: all rows attend the same keys
+    scores,
+    windows,
+    heads,
+    sizes,
+    SCORE_MOD: tl.constexpr,  # outside CONFIG, where Triton's cache on disk would not hash the function's source
+    CONFIG: tl.constexpr,
+):
+    """Attend to one split of the keys with BLOCK_M rows that share a key head."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
+    SPLIT: tl.constexpr = CONFIG.SPLIT
+    HAS_FAR: tl.constexpr = windows.far is not None
+    NEAR_WINDOWED: tl.constexpr = CONFIG.WINDOWED or HAS_FAR
+    n_queries = sizes.n_queries
+    heads_per_key = heads.heads_per_key
+
+    # === prologue: neighbouring programs share keys, then pages ===
+    n_tiles = tl.cdiv(n_queries * heads_per_key, BLOCK_M)
+    program = tl.program_id(0)
+    tile = program % n_tiles
+    program = program // n_tiles
+    kv_head = program % heads.n_kv_heads
+    program = program // heads.n_kv_heads
+    split_idx = program % sizes.n_splits
+    batch = program // sizes.n_splits
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_exists = row < n_queries * heads_per_key
+    token = row // heads_per_key
+    head = kv_head * heads_per_key + row % heads_per_key
+    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head) * n_queries + token
+    if SPLIT:
+        result = result * sizes.n_splits + split_idx
+
+    n_keys = sizes.n_keys
+    causal_offset = n_keys - n_queries
+    if bounds.query_starts is not None:
+        causal_offset = tl.load(bounds.query_starts + batch).to(tl.int32)
+    if bounds.key_lengths is not None:
+        n_keys = tl.minimum(n_keys, tl.load(bounds.key_lengths + batch).to(tl.int32))
+    kv_start = 0
+    if bounds.key_starts is not None:
+        kv_start = tl.maximum(tl.load(bounds.key_starts + batch).to(tl.int32), 0)
+    first = tile * BLOCK_M // heads_per_key + causal_offset
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // heads_per_key, n_queries - 1) + causal_offset
+    near_window = windows.window
+    if HAS_FAR:
+        # Far pairs are those of causal attention by queries that are `windows.far` positions further back.
+        far_first = first - windows.far
+        far_last = last - windows.far
+        far_window = windows.window - windows.far
+        far_split = split_keys(
+            far_first, far_last, kv_start, n_keys, far_window, sizes, split_idx, CONFIG, CONFIG.WINDOWED
+        )
+        near_window = windows.far
+        if CONFIG.WINDOWED:
+            near_window = tl.minimum(windows.window, windows.far)
+    near_split = split_keys(first, last, kv_start, n_keys, near_window, sizes, split_idx, CONFIG, NEAR_WINDOWED)
+    if SPLIT:
+        is_empty = near_split.split_start >= near_split.split_stop
+        if HAS_FAR:
+            is_empty = is_empty & (far_split.split_start >= far_split.split_stop)
+        if is_empty:
+            tl.store(tensors.lse + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
+            return
+
+    q_offsets = row_offsets(strides.q, batch, head, token, CONFIG.STRIDE_UNIT)
+    kv_index = token + causal_offset
+    origin = key_origin(scores.positions_k, batch)
+    q_pos = kv_index
+    if not CONFIG.INDEX_POSITIONS:
+        q_pos = positions_of(scores.positions_q, batch, token, row_exists, wide(kv_index - kv_start), origin)
+    rows = Rows(tensors.q, q_offsets, batch, token, row_exists, q_pos)
+    numbers = Scores(None, None, scores.scale, scores.softcap, scores.exp2_scale)
+    if scores.params is not None:
+        params = (scores.params + wide(tl.where(row_exists, head, 0)) * scores.params_stride)[:, None]
+        numbers = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+    if mask.ptr is not None:
+        mask_ptr = mask.ptr + wide(batch) * mask.stride_batch
+        if mask.stride_query is not None:
+            mask_offsets = wide(head) * mask.stride_head + wide(token) * mask.stride_query
+            mask_ptr += tl.where(row_exists, mask_offsets, 0)[:, None]
+        mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
+    if pages is not None:
+        table_ptr = pages.ptr + wide(batch) * pages.stride_batch
+        pages = Pages(table_ptr, pages.stride_batch, pages.stride_page)
+    k_ptr = tensors.k + wide(kv_head) * wide(strides.k.head) * CONFIG.STRIDE_UNIT
+    v_ptr = tensors.v + wide(kv_head) * wide(strides.v.head) * CONFIG.STRIDE_UNIT
+    cache = Cache(k_ptr, strides.k, v_ptr, strides.v, pages, sizes.n_pages, scores.positions_k, origin, kv_start)
+
+    # === mainloop ===
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if tensors.sinks is not None and not SPLIT:
+        row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
+    if HAS_FAR:
+        far_range = KeyRange(far_split, kv_index - windows.far, far_window, tables.q_far, tables.k_far)
+        acc = attend_range(acc, rows, far_range, cache, mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
+    near_range = KeyRange(near_split, kv_index, near_window, tables.q, tables.k)
+    acc = attend_range(acc, rows, near_range, cache, mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
+
+    # === epilogue ===
+    attends = acc.row_sum != 0  # true for NaN, which results must show
+    row_sum = tl.where(attends, acc.row_sum, 1.0)
+    acc_o = acc.acc_o / row_sum[:, None]
+    lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(tensors.lse + result, lse, row_exists)
+    feature = tl.arange(0, BLOCK_DV)[None, :]
+    exists = row_exists[:, None] & (feature < CONFIG.DV)
+    if SPLIT:
+        tl.store(tensors.out + (result[:, None] * CONFIG.DV + feature), acc_o, exists)
+    else:
+        offsets = row_offsets(strides.out, batch, head, token, 1)
+        tl.store(tensors.out + (offsets[:, None] + feature), acc_o.to(tensors.out.dtype.element_ty), exists)
+
+
+@triton.jit(do_not_specialize=("out_strides", "n_queries", "n_splits"))
+def combine_kernel(
+    partial_ptr,  # (B, H, Tq, n_splits, Dv), dense, float32
+    partial_lse_ptr,  # (B, H, Tq, n_splits), base 2; where it is −inf, the partial output was never written
+    out_ptr,  # (B, H, Tq, Dv)
+    lse_ptr,  # (B, H, Tq)
+    out_strides,  # `RowStrides`, in elements
+    sinks_ptr,  # (H,), float32; or None
+    n_heads,
+    n_queries,
+    n_splits,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine the splits' results of one row."""
+    row = tl.program_id(0)
+    token = row % n_queries
+    head = row // n_queries % n_heads
+    batch = row // n_queries // n_heads
+    feature = tl.arange(0, BLOCK_DV)
+    row_max = tl.full((), float("-inf"), tl.float32)
+    row_sum = tl.full((), 0.0, tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head) * 1.4426950408889634
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    acc_o = tl.zeros((BLOCK_DV,), tl.float32)
+    for start in range(0, n_splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        index = wide(row) * n_splits + split
+        lse = tl.load(partial_lse_ptr + index, split < n_splits, other=float("-inf"))
+        has_keys = lse > float("-inf")
+        partial_ptrs = partial_ptr + (index[:, None] * DV + feature[None, :])
+        partial = tl.load(partial_ptrs, has_keys[:, None] & (feature < DV)[None, :], other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(lse - shift)
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 0)
+        acc_o = acc_o * alpha + tl.sum(partial * p[:, None], 0)
+        row_max = new_max
+    attends = row_sum != 0
+    row_sum = tl.where(attends, row_sum, 1.0)
+    lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    offsets = row_offsets(out_strides, batch, head, token, 1) + feature
+    tl.store(out_ptr + offsets, (acc_o / row_sum).to(out_ptr.dtype.element_ty), feature < DV)

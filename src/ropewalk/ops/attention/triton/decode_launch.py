@@ -1,0 +1,318 @@
+"""Launch the attention kernels for few queries and many keys: choose tiles, count splits, build argument groups.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, Dv that of values,
+R rotary dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
+from ropewalk.ops.attention.tables import map_features
+from ropewalk.ops.attention.triton.arguments import Mask
+from ropewalk.ops.attention.triton.decode import (
+    DecodeConfig,
+    DecodeScores,
+    DecodeStrides,
+    DecodeTensors,
+    Heads,
+    Pages,
+    RopeTables,
+    RowStrides,
+    Sizes,
+    Windows,
+    combine_kernel,
+    decode_kernel,
+)
+from ropewalk.ops.attention.triton.launch_common import (
+    LOG2_E,
+    NO_MASK,
+    bounds_args,
+    broadcast_strides,
+    load_score_mod,
+    positions_args,
+    precision,
+    rope_table_args,
+    window_arg,
+)
+
+MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
+MIN_KEYS = 256
+PROGRAMS_PER_SM = 4  # if there are enough keys
+MIN_SPLIT = 128  # keys
+# Keys, for 16 rows: the partial results are then next to nothing beside the keys that a split reads.
+MAX_SPLIT = 1024
+MAX_PROGRAMS_PER_SM = 64  # where rows may be far shorter than the cache
+
+
+class DecodeTiles(NamedTuple):
+    """Sizes of tiles, warps and stages of loads."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split_masked_loop: bool = False  # keys that every row attends have a loop without masks
+    max_registers: int | None = None  # per thread: 168 let three programs of four warps share an NVIDIA multiprocessor
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the options of Triton's launcher."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+# By the rows of a tile, the larger of the blocks of features, and the bytes of an element; from the compiler's reports.
+_TILES: dict[tuple[int, int, int], DecodeTiles] = {
+    (16, 64, 2): DecodeTiles(128, 4, 3),
+    (16, 128, 2): DecodeTiles(64, 4, 3),
+    (16, 256, 2): DecodeTiles(32, 4, 3),
+    (32, 64, 2): DecodeTiles(64, 4, 3),
+    (32, 128, 2): DecodeTiles(64, 4, 3),
+    (32, 256, 2): DecodeTiles(32, 8, 3),
+    (64, 64, 2): DecodeTiles(64, 4, 3, True),
+    (64, 128, 2): DecodeTiles(64, 8, 3, True),
+    (64, 256, 2): DecodeTiles(32, 8, 2),
+    (128, 64, 2): DecodeTiles(64, 8, 3, True),
+    (128, 128, 2): DecodeTiles(64, 8, 3, True),
+    (16, 64, 4): DecodeTiles(32, 4, 2),
+    (16, 128, 4): DecodeTiles(32, 8, 2),
+    (16, 256, 4): DecodeTiles(16, 8, 2),
+    (32, 64, 4): DecodeTiles(32, 8, 2),
+    (32, 128, 4): DecodeTiles(16, 8, 2),
+    (32, 256, 4): DecodeTiles(16, 8, 1),
+}
+_TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether a call is for these kernels: pages, or few queries and many keys. Reads no values."""
+    q, k = call.q, call.k
+    if call.dropout_p > 0 or call.cu_seqlens_q is not None:
+        return False
+    if call.far is not None and (not call.causal or call.positions_q is not None):
+        return False
+    if q.dtype.itemsize > 4 or max(q.shape[3], call.v.shape[3]) > 256:
+        return False
+    if call.block_table is not None:
+        return True
+    return q.shape[2] * (q.shape[1] // k.shape[1]) <= MAX_ROWS and k.shape[2] >= MIN_KEYS
+
+
+def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return the output, (B, H, Tq, Dv), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
+    q, k, v = call.q, call.k, call.v
+    batch, n_heads, n_queries, _ = q.shape
+    value_dim = v.shape[3]
+    out = _empty_output(q, value_dim)
+    lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    n_keys = kv_capacity(call)
+    if n_keys == 0 or k.shape[0] == 0:
+        lse.copy_((torch.full((n_heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
+        return out.zero_(), lse
+    if call.tables.k is not None and call.block_table is None and call.far is None:
+        q, k = map_features(call)  # both in one launch; otherwise the kernel rotates q, and k where it must
+        call = call._replace(tables=NO_TABLES)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    call = call._replace(q=q, k=k, v=v)
+
+    n_kv_heads = k.shape[1]
+    rows = n_queries * (n_heads // n_kv_heads)
+    block = max(_block_of(q.shape[3]), _block_of(value_dim))
+    block_m = _choose_rows(rows, block, q.element_size())
+    mask = _mask_args(call.mask)
+    # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
+    is_crowded = call.tables.k is not None or mask.stride_query is not None
+    tiles = choose_tiles(block_m, block, q.element_size(), is_crowded)
+    programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
+    n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, gpu.num_sms(q.device))
+    partial, partial_lse = out, lse
+    if n_splits > 1:
+        partial = torch.empty(batch, n_heads, n_queries, n_splits, value_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(batch, n_heads, n_queries, n_splits, dtype=torch.float32, device=q.device)
+
+    config = _config(call, tiles, block_m, n_splits)
+    score_mod = load_score_mod(call)
+    decode_kernel[(programs * n_splits,)](
+        tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
+        strides=DecodeStrides(
+            _row_strides(q, config.STRIDE_UNIT),
+            _row_strides(k, config.STRIDE_UNIT),
+            _row_strides(v, config.STRIDE_UNIT),
+            _row_strides(out, 1),
+        ),
+        bounds=bounds_args(call),
+        pages=_page_args(call.block_table),
+        tables=_table_args(call),
+        mask=mask,
+        scores=_score_args(call, is_plain=score_mod is None),
+        windows=Windows(
+            window=window_arg(call),
+            far=None if call.far is None else min(call.far.window, 2**29),
+        ),
+        heads=Heads(n_kv_heads, n_heads // n_kv_heads),
+        sizes=Sizes(
+            n_queries=n_queries,
+            n_keys=n_keys,
+            n_pages=k.shape[0],
+            n_splits=n_splits,
+            min_split=triton.cdiv(MIN_SPLIT, tiles.block_n) * tiles.block_n,
+        ),
+        SCORE_MOD=None if score_mod is None else score_mod.forward,
+        CONFIG=config,
+        **tiles.options,
+    )
+    if n_splits > 1:
+        combine_kernel[(batch * n_heads * n_queries,)](
+            partial_ptr=partial,
+            partial_lse_ptr=partial_lse,
+            out_ptr=out,
+            lse_ptr=lse,
+            out_strides=_row_strides(out, 1),
+            sinks_ptr=sinks,
+            n_heads=n_heads,
+            n_queries=n_queries,
+            n_splits=n_splits,
+            DV=value_dim,
+            BLOCK_DV=config.BLOCK_DV,
+            BLOCK_SPLITS=min(16, triton.next_power_of_2(n_splits)),
+            num_warps=4,
+        )
+    return out, lse
+
+
+def choose_tiles(block_m: int, block: int, element_size: int, is_crowded: bool) -> DecodeTiles:
+    """Return the tiles for `block_m` rows and blocks of so many features; smaller ones if registers are crowded."""
+    if gpu.is_interpreted():
+        return _TILES_TO_INTERPRET
+    tiles = _TILES[block_m, max(block, 64), element_size]
+    if is_crowded:
+        tiles = tiles._replace(block_n=max(16, tiles.block_n // 2), split_masked_loop=False)
+    if gpu.is_rocm():  # 64 KiB of shared memory
+        block_n = min(tiles.block_n, 32) if block_m * block > 4096 else tiles.block_n
+        tiles = tiles._replace(block_n=block_n, num_stages=1, max_registers=None)
+    return tiles
+
+
+def count_splits(programs: int, n_keys: int, block_m: int, n_sms: int) -> int:
+    """Return how many splits each row's keys have, at most: from shapes alone, because lengths are on the device.
+
+    There are enough that all multiprocessors have several programs, and that the longest rows end with the others.
+    """
+    wanted = triton.cdiv(PROGRAMS_PER_SM * n_sms, programs)
+    length = triton.cdiv(n_keys, wanted)
+    length = min(max(length, MIN_SPLIT), MAX_SPLIT * block_m // 16)
+    most = max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs)
+    return int(max(1, min(triton.cdiv(n_keys, length), most)))
+
+
+def _choose_rows(rows: int, block: int, element_size: int) -> int:
+    """Return BLOCK_M: all rows that share a key head, if their accumulators fit into registers."""
+    most = 32 if element_size > 2 else 64 if block > 128 or gpu.is_rocm() else 128
+    return int(min(max(16, triton.next_power_of_2(rows)), most))
+
+
+def _most_attended(n_keys: int, n_queries: int, call: AttentionCall) -> int:
+    """Return the most keys that the queries of one row may attend."""
+    if call.window is None:
+        return n_keys
+    return min(n_keys, (1 if call.causal else 2) * call.window + n_queries)
+
+
+def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int) -> DecodeConfig:
+    """Return the kernel's constants."""
+    q, k, v, tables = call.q, call.k, call.v, call.tables
+    rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
+    return DecodeConfig(
+        D=q.shape[3],
+        DV=v.shape[3],
+        BLOCK_D=_block_of(q.shape[3]),
+        BLOCK_DV=_block_of(v.shape[3]),
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+        ROTARY_DIM=rotary_dim,
+        ROTARY_OFFSET=tables.rotary_offset if rotary_dim else 0,
+        INTERLEAVED=tables.interleaved if rotary_dim else False,
+        PAGE_SIZE=0 if call.block_table is None else k.shape[2],
+        STRIDE_UNIT=_stride_unit(q, k, v),
+        INT64_STRIDES=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
+        INDEX_POSITIONS=call.goes_by_index,
+        CAUSAL=call.causal,
+        WINDOWED=call.window is not None,
+        HAS_STARTS=call.key_starts is not None,
+        SPLIT=n_splits > 1,
+        SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
+        PRECISION=precision(),
+    )
+
+
+def _page_args(block_table: Tensor | None) -> Pages | None:
+    return None if block_table is None else Pages(block_table, *block_table.stride())
+
+
+def _table_args(call: AttentionCall) -> RopeTables:
+    """Return the tables of near and far pairs; causal attention has no far keys ahead."""
+    far = FarTables() if call.far is None or call.far.tables is None else call.far.tables
+    tables = (call.tables.q, far.q_past, call.tables.k, far.k)
+    return RopeTables(*(rope_table_args(table)[0] for table in tables))
+
+
+def _mask_args(mask: Tensor | None) -> Mask:
+    """Return the mask as bytes, without strides of head and query if all rows attend the same keys."""
+    if mask is None:
+        return NO_MASK
+    batch, head, query, key = broadcast_strides(mask, 4)
+    per_row = bool(head or query)
+    return Mask(mask.view(torch.uint8), batch, head if per_row else None, key, query if per_row else None)
+
+
+def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
+    """Return the scores' group; plain scores, without soft-capping, are scaled inside of their exponent alone."""
+    params = _contiguous(call.score_mod_params)
+    return DecodeScores(
+        positions_q=None if call.goes_by_index else positions_args(call.positions_q),
+        positions_k=None if call.goes_by_index else positions_args(call.positions_k),
+        params=params,
+        params_stride=None if params is None else params[0].numel(),
+        scale=call.scale,
+        exp2_scale=call.scale * LOG2_E if is_plain and call.softcap is None else LOG2_E,
+        softcap=call.softcap,
+    )
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _block_of(head_dim: int) -> int:
+    return int(max(16, triton.next_power_of_2(head_dim)))
+
+
+def _empty_output(q: Tensor, value_dim: int) -> Tensor:
+    """Allocate the output, its tokens and heads in q's order."""
+    batch, n_heads, n_queries, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty(batch, n_queries, n_heads, value_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty(batch, n_heads, n_queries, value_dim, dtype=q.dtype, device=q.device)
+
+
+def _stride_unit(*tensors: Tensor) -> int:
+    """Return a divisor of all strides, in elements: as many as 16 bytes hold, or fewer."""
+    strides = (s for x in tensors for size, s in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
+    return math.gcd(16 // tensors[0].element_size(), *strides)
+
+
+def _row_strides(x: Tensor, unit: int) -> RowStrides:
+    """Return the strides of batch, head and token in units; 0 for a dimension of one."""
+    return RowStrides(*(s // unit if size > 1 else 0 for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)))

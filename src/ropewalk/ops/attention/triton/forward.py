@@ -1,0 +1,271 @@
+"""The forward kernel of attention: an online softmax over the keys that a tile of queries attends."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.triton.arguments import (
+    Blocks,
+    Far,
+    Mask,
+    Masking,
+    QueryTile,
+    ScoreFlags,
+    Scores,
+    Scoring,
+    Tile,
+)
+from ropewalk.ops.attention.triton.masking import (
+    ALL,
+    FAR_FUTURE,
+    FAR_PAST,
+    NEAR,
+    PAST,
+    apply_mask,
+    attention_mask,
+    key_ranges,
+    loop_index,
+    loop_length,
+    mask_flags,
+    range_flags,
+    range_mask,
+    range_seqlens,
+)
+from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
+from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
+from ropewalk.ops.attention.triton.tiles import (
+    DO_NOT_SPECIALIZE,
+    dot_chunks,
+    load_chunks,
+    load_int_positions,
+    load_positions,
+    load_tile,
+    mask_of_head,
+    params_of_head,
+    position_origin,
+    relative_positions,
+    store_tile,
+    wide,
+)
+
+
+@triton.jit
+def _mainloop_kv(
+    state, queries, k, v, tile, tile_range, masking, scoring, flags, score_flags, blocks, MASKED: tl.constexpr
+):
+    """Add keys to a tile's O, row maxima (in base 2) and row sums: partial tiles if MASKED, else the middle."""
+    acc_o, row_max, row_sum = state
+    scores = scoring.scores
+    seqlens = masking.seqlens
+    q_index = tile.start + tl.arange(0, blocks.M)
+    NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
+    for step in tl.range(0, loop_length(tile_range, MASKED), blocks.N):
+        k_start = loop_index(step, tile_range, MASKED)
+        k_index = k_start + tl.arange(0, blocks.N)
+        k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
+        s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
+        if score_flags.SOFTCAP:
+            s = tanh(s * scores.scale, score_flags.FAST_TANH)
+            if score_flags.MOD is not None:
+                s *= scores.softcap
+        elif score_flags.MOD is not None:
+            s *= scores.scale
+        if score_flags.MOD is not None:
+            q_pos, k_pos = relative_positions(
+                queries.pos,
+                scoring.positions,
+                tile.batch,
+                tile.k_offset,
+                k_start,
+                k_start,
+                scoring.origin,
+                blocks.N,
+                flags.INDEX_POSITIONS,
+            )
+            s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, NONE_AHEAD)
+        if MASKED:
+            attends = attention_mask(q_index[:, None], k_index[None, :], seqlens, flags)
+            attends = apply_mask(attends, q_index[:, None], k_index[None, :], seqlens, masking.mask)
+            if flags.RANGE != ALL and not flags.INDEX_POSITIONS:
+                k_pos = load_int_positions(scoring.positions, tile.batch, tile.k_offset, k_start, blocks.N)
+                attends = attends & range_mask(queries.pos[:, None], k_pos[None, :], masking.far_window, flags.RANGE)
+            s = tl.where(attends, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
+        shift = new_max
+        if MASKED:
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended nothing yet
+        p = tl.exp2(s * scores.exp2_scale - shift[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        if scoring.dropout is not None:
+            stays = dropout_mask(scoring.dropout, q_index, k_start, blocks.N, False)
+            p = tl.where(stays, p, scoring.dropout.zero)
+        v_tile = load_tile(v, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.DV)
+        if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):
+            exists = k_index < seqlens.n_keys
+            if flags.HAS_STARTS:
+                exists = exists & (k_index >= seqlens.kv_start)
+            v_tile = tl.where(exists[:, None], v_tile, 0.0)  # zero times NaN is NaN
+        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=blocks.PRECISION)
+        row_max = new_max
+    return acc_o, row_max, row_sum
+
+
+@triton.jit
+def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_flags, blocks, RANGE: tl.constexpr):
+    """Add the keys of one range of pairs, with the features that queries and keys have in it.
+
+    Far pairs are those of causal attention whose queries are earlier by the window, near pairs those of a sliding
+    window. No score is chosen from two: a tile across the window's end is in both loops.
+    """
+    q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + tile.start, blocks.M, blocks.D, blocks.D_CHUNKS)
+    queries = QueryTile(q_tile, q_pos)
+    seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
+    masking = Masking(seqlens, masking.mask, masking.far_window)
+    HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
+    tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
+    if HAS_MIDDLE:
+        state = _mainloop_kv(
+            state,
+            queries,
+            k,
+            v,
+            tile,
+            tile_range,
+            masking,
+            scoring,
+            range_flags(flags, RANGE),
+            score_flags,
+            blocks,
+            False,
+        )
+    return _mainloop_kv(
+        state, queries, k, v, tile, tile_range, masking, scoring, range_flags(flags, RANGE), score_flags, blocks, True
+    )
+
+
+@triton.jit
+def _attend(state, q, k, v, far, q_pos, tile, masking, scoring, flags, score_flags, blocks):
+    """Attend with a tile of queries: far pairs first, where there are any."""
+    if far.window is not None:
+        state = _attend_range(
+            state, far.q_past, far.k, v, q_pos, tile, masking, scoring, flags, score_flags, blocks, FAR_PAST
+        )
+        if far.q_future is not None:
+            state = _attend_range(
+                state, far.q_future, far.k, v, q_pos, tile, masking, scoring, flags, score_flags, blocks, FAR_FUTURE
+            )
+    return _attend_range(
+        state,
+        q,
+        k,
+        v,
+        q_pos,
+        tile,
+        masking,
+        scoring,
+        flags,
+        score_flags,
+        blocks,
+        ALL if far.window is None else NEAR,
+    )
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def forward_kernel(
+    q,  # descriptors of (B, H, Tq, D); features rotated already, as those of k
+    k,  # (B, K, Tk, D)
+    v,  # (B, K, Tk, Dv)
+    q_far_past,  # fields of `Far`
+    q_far_future,
+    k_far,
+    out,  # descriptor of (B, H, Tq, Dv), or RowTarget
+    lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
+    mask,  # Mask
+    packed,  # Packed | None
+    bounds,  # Bounds
+    positions_q,  # Positions | None
+    positions_k,
+    sinks_ptr,  # (H,); or None
+    dropout,  # Dropout | None
+    scores,  # Scores
+    window,
+    far_window,  # pairs at least so many positions apart are far; or None
+    n_heads,
+    heads_per_key,
+    n_queries,
+    n_keys,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MOD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend with a tile of BLOCK_M queries of one head."""
+    tile_index, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, CAUSAL)
+    lse_ptr += wide(batch * n_heads + head) * n_queries
+    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window)
+    tile = Tile(batch, head, head // heads_per_key, q_offset, k_offset, tile_index * BLOCK_M)
+    q_index = tile.start + tl.arange(0, BLOCK_M)
+    PACKED: tl.constexpr = packed is not None
+    INDEX_POSITIONS: tl.constexpr = positions_q is None and positions_k is None
+    FLAGS: tl.constexpr = mask_flags(
+        PACKED,
+        bounds.key_lengths,
+        bounds.key_starts,
+        bounds.query_starts,
+        CAUSAL,
+        WINDOWED,
+        INDEX_POSITIONS,
+        True,
+    )
+    origin = position_origin(positions_k, batch, k_offset)
+    if far_window is not None and not INDEX_POSITIONS:
+        q_pos = load_int_positions(positions_q, batch, q_offset, tile.start, BLOCK_M)
+    else:
+        first = tile.start + seqlens.causal_offset
+        q_pos = load_positions(positions_q, batch, q_offset, tile.start, first, origin, BLOCK_M)
+    mask_ptr = mask_of_head(mask, batch, head)
+    mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
+    masking = Masking(seqlens, mask, far_window)
+    params = params_of_head(scores, head)
+    scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+    rescale = 1.0
+    if dropout is not None:
+        rescale = dropout.rescale
+        dropout = begin_dropout(dropout, batch * n_heads + head, sequence if PACKED else head * 0)
+    scoring = Scoring(scores, positions_k, origin, dropout)
+
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
+        row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+    acc_o, row_max, row_sum = _attend(
+        (tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum),
+        q,
+        k,
+        v,
+        Far(q_far_past, q_far_future, k_far, far_window),
+        q_pos,
+        tile,
+        masking,
+        scoring,
+        FLAGS,
+        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+    )
+
+    attends = row_sum != 0  # NaN is to be seen
+    row_sum = tl.where(attends, row_sum, 1.0)
+    acc_o = tl.where(attends[:, None], acc_o * (rescale / row_sum)[:, None], 0.0)
+    store_tile(out, acc_o, batch, head, q_offset, tile.start, seqlens.n_queries, 0, BLOCK_M, BLOCK_DV, PACKED)
+    lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(lse_ptr + q_offset + q_index, lse, q_index < seqlens.n_queries)

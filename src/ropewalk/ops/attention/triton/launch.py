@@ -1,0 +1,245 @@
+"""Launchers of the Triton kernels of attention, forward and backward.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, R rotary dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.tables import empty_aligned
+from ropewalk.ops.attention.triton import decode_launch
+from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
+from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
+from ropewalk.ops.attention.triton.config import Features, choose_tiles, cut_features
+from ropewalk.ops.attention.triton.forward import forward_kernel
+from ropewalk.ops.attention.triton.launch_common import (
+    NO_FAR,
+    aligned,
+    begin_forward,
+    call_args,
+    gives_far_features,
+    gradient_of_sinks,
+    inverse_rotate_all,
+    load_score_mod,
+    on_its_device,
+    precision,
+    rope_table_args,
+    rotates_in_registers,
+    schedule_tiles,
+    store_target,
+    tiled,
+)
+from ropewalk.ops.attention.triton.score_mods import ScoreMod
+
+
+@on_its_device
+def forward(call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+    """Attend. Without `save`, the saved q and k are undefined."""
+    if not save and decode_launch.supports(call):
+        out, lse = decode_launch.forward(call)
+        return out, Saved(call.q, call.k, lse)
+    out, v, saved, is_empty = begin_forward(call)
+    if is_empty:
+        return out, saved
+    q, k, lse = saved.q, saved.k, saved.lse
+    batch, heads, queries, head_dim = q.shape
+    score_mod = load_score_mod(call)
+    features = cut_features(head_dim, v.shape[3])
+    tiles = choose_tiles("forward", features, q.dtype, score_mod, call)
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m)
+    forward_kernel[(n_tiles * heads,)](
+        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+        out=store_target(out, tiles.block_m, features.block_dv, packed),
+        lse_ptr=lse,
+        packed=packed,
+        sinks_ptr=None if call.sinks is None else call.sinks.contiguous(),
+        **call_args(call, score_mod),
+        n_heads=heads,
+        heads_per_key=heads // k.shape[1],
+        n_queries=queries,
+        n_keys=k.shape[2],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        **_constants(call, score_mod, features, q),
+        **tiles.options,
+    )
+    return out, saved
+
+
+def _describe_inputs(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Features) -> dict[str, Any]:
+    """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys."""
+    q_block, k_block = (rows_q, features.block_d), (rows_k, features.block_d)
+    return {
+        "q": tiled(saved.q, *q_block),
+        "k": tiled(saved.k, *k_block),
+        "v": tiled(v, rows_k, features.block_dv),
+        "q_far_past": None if saved.q_past is None else tiled(saved.q_past, *q_block),
+        "q_far_future": None if saved.q_future is None else tiled(saved.q_future, *q_block),
+        "k_far": None if saved.k_far is None else tiled(saved.k_far, *k_block),
+    }
+
+
+@on_its_device
+def backward(
+    call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """Compute the gradients of q, k and v, and the wanted ones.
+
+    grad_lse (B, H, Tq) is the gradient of the natural log-sum-exp. Far pairs have gradients of their own only if their
+    features were given to the forward.
+    """
+    lse, given = saved.lse, gives_far_features(call)
+    saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
+    v, out, grad_out = aligned(call.v), aligned(out), aligned(grad_out)
+    q, k = saved.q, saved.k
+    grad_q, grad_k, grad_v = empty_aligned(q), empty_aligned(k), empty_aligned(v)
+    batch, heads, queries, head_dim = q.shape
+    key_heads, keys = k.shape[1:3]
+    if lse.numel() == 0 or keys == 0:
+        grad_params = None if call.score_mod_params is None else torch.zeros_like(call.score_mod_params)
+        grad_sinks = torch.zeros_like(call.sinks) if call.sinks is not None else None
+        if grad_sinks is not None and grad_lse is not None:
+            grad_sinks = grad_sinks + grad_lse.sum((0, 2))
+        far = (None if x is None or not given else torch.zeros_like(x) for x in saved[3:])
+        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far)
+    score_mod = load_score_mod(call)
+    features = cut_features(head_dim, v.shape[3])
+    rotates = rotates_in_registers(call, head_dim, features)
+    # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
+    separate_far_grads = given or not rotates
+    far_grads = [None if x is None or not separate_far_grads else empty_aligned(x) for x in saved[3:]]
+    shared: dict[str, Any] = {
+        "SEPARATE_FAR": separate_far_grads,
+        **call_args(call, score_mod),
+        **_constants(call, score_mod, features, q),
+        "MOD_BWD": None if score_mod is None else score_mod.backward,
+        "INTERLEAVED": call.tables.interleaved,
+        "grad_factor": call.scale,
+        "heads_per_key": heads // key_heads,
+        "n_queries": queries,
+        "n_keys": keys,
+    }
+    delta = torch.empty_like(lse)
+
+    tiles = choose_tiles("backward_dq", features, q.dtype, score_mod, call)
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m)
+    n_params, param_grads, param_grad_fn = 1, None, None
+    if wanted.score_mod_params and score_mod is not None and call.score_mod_params is not None:
+        n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[1])
+        param_grads = torch.empty(n_tiles * heads, n_params, dtype=torch.float32, device=q.device)
+        param_grad_fn = score_mod.param_grad
+    dq, dq_far_past, dq_far_future = (
+        None if x is None else store_target(x, tiles.block_m, features.block_d, packed)
+        for x in (grad_q, *far_grads[:2])
+    )
+    backward_dq_kernel[(n_tiles * heads,)](
+        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+        out=tiled(out, tiles.block_m, features.block_dv),
+        do=tiled(grad_out, tiles.block_m, features.block_dv),
+        dq=dq,
+        dq_far_past=dq_far_past,
+        dq_far_future=dq_far_future,
+        lse_ptr=lse,
+        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
+        delta_ptr=delta,
+        param_grad_ptr=param_grads,
+        **_tables_of_q(call, rotates, separate_far_grads),
+        packed=packed,
+        n_heads=heads,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        N_PARAMS=n_params,
+        PARAM_GRAD=param_grad_fn,
+        **shared,
+        **tiles.options,
+    )
+
+    tiles = choose_tiles("backward_dkdv", features, q.dtype, score_mod, call)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n)
+    dk, dk_far = (
+        None if x is None else store_target(x, tiles.block_n, features.block_d, packed) for x in (grad_k, far_grads[2])
+    )
+    weights = call.tables.feature_weights
+    backward_dkdv_kernel[(n_tiles * key_heads,)](
+        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+        do=tiled(grad_out, tiles.block_m, features.block_dv),
+        dk=dk,
+        dk_far=dk_far,
+        dv=store_target(grad_v, tiles.block_n, features.block_dv, packed),
+        lse_ptr=lse,
+        delta_ptr=delta,
+        **_tables_of_k(call, rotates, separate_far_grads),
+        weights_ptr=None if weights is None else weights.contiguous(),
+        packed=packed,
+        n_kv_heads=key_heads,
+        D=head_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        **shared,
+        **tiles.options,
+    )
+    if not rotates:
+        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call)
+
+    grad_params = grad_sinks = None
+    if param_grads is not None:
+        grad_params = _sum_param_grads(param_grads, call, batch, heads)
+    if wanted.sinks and call.sinks is not None:
+        grad_sinks = gradient_of_sinks(call.sinks, lse, delta)
+    return Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
+
+
+def _tables_of_q(call: AttentionCall, rotates: bool, separate_far_grads: bool) -> dict[str, Any]:
+    """Return the tables that dQ is rotated back by, as arguments of its kernel."""
+    table, width = rope_table_args(call.tables.q if rotates else None)
+    far = None if call.far is None or separate_far_grads else call.far.tables
+    return {
+        "table": table,
+        "table_far_past": None if far is None else rope_table_args(far.q_past)[0],
+        "table_far_future": None if far is None else rope_table_args(far.q_future)[0],
+        "R": width,
+    }
+
+
+def _tables_of_k(call: AttentionCall, rotates: bool, separate_far_grads: bool) -> dict[str, Any]:
+    """Return the tables that dK is rotated back by, as arguments of its kernel."""
+    table, width = rope_table_args(call.tables.k if rotates else None)
+    far = None if call.far is None or separate_far_grads else call.far.tables
+    return {"table": table, "table_far": None if far is None else rope_table_args(far.k)[0], "R": width}
+
+
+def _sum_param_grads(param_grads: Tensor, call: AttentionCall, batch: int, heads: int) -> Tensor:
+    """Sum the programs' parts of the parameters' gradient, (programs, N_PARAMS), into a tensor like the parameters."""
+    assert call.score_mod_params is not None
+    n_params = param_grads.shape[1]
+    if call.cu_seqlens_q is None:
+        by_head = param_grads.view(batch, heads, -1, n_params).sum((0, 2))
+    else:
+        by_head = param_grads.view(-1, heads, n_params).sum(0)
+    result = torch.zeros_like(call.score_mod_params)
+    columns = min(n_params, result.shape[1])
+    result[:, :columns] = by_head[:, :columns]
+    return result
+
+
+def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Features, q: Tensor) -> dict[str, Any]:
+    """Return the constants that a kernel is compiled for."""
+    return {
+        "BLOCK_D": features.block_d,
+        "D_CHUNKS": features.d_chunks,
+        "BLOCK_DV": features.block_dv,
+        "CAUSAL": call.causal,
+        "WINDOWED": call.window is not None,
+        "MOD": None if score_mod is None else score_mod.forward,
+        "SOFTCAP": call.softcap is not None,
+        "FAST_TANH": q.dtype.itemsize == 2 and not (gpu.is_interpreted() or gpu.is_rocm()),
+        "PRECISION": precision(),
+    }

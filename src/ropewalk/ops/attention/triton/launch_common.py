@@ -1,0 +1,283 @@
+"""Shared by the launchers of the Triton and Gluon kernels of attention: argument groups, memory, rotation back.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, R rotary dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ropewalk.ops.attention import call as record
+from ropewalk.ops.attention.backend import Saved
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.dropout import dropped_steps, rescale
+from ropewalk.ops.attention.tables import empty_aligned, map_far_features, map_features, rotate
+from ropewalk.ops.attention.triton.arguments import (
+    Bounds,
+    Dropout,
+    Mask,
+    Packed,
+    Positions,
+    RopeTable,
+    RowTarget,
+    Scores,
+)
+from ropewalk.ops.attention.triton.config import Features, is_of_keys
+from ropewalk.ops.attention.triton.scheduler import schedule_kernel
+from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
+
+Launch = TypeVar("Launch", bound=Callable[..., Any])
+LOG2_E = math.log2(math.e)
+NO_MASK = Mask(None, None, None, None, None)
+
+
+NO_FAR = (None, None, None)
+
+
+def on_its_device(launch: Launch) -> Launch:
+    """Launch a function's kernels on the device of its first argument, a call."""
+
+    @functools.wraps(launch)
+    def launch_there(call: AttentionCall, *rest: Any) -> Any:
+        device = call.q.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return launch(call, *rest)
+        with torch.cuda.device(device):
+            return launch(call, *rest)
+
+    return cast(Launch, launch_there)
+
+
+def load_score_mod(call: AttentionCall) -> ScoreMod | None:
+    """Return the scheme's `ScoreMod`; None where scores enter the softmax as they are, but for a positive scale."""
+    if call.score_mod is None:
+        return None if call.scale > 0 or call.softcap is not None else UNCHANGED
+    module, _, attribute = call.score_mod.partition(":")
+    score_mod = getattr(importlib.import_module(module), attribute)
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(f"{call.score_mod} is {type(score_mod).__name__}, but must be ScoreMod")
+    return score_mod
+
+
+def mask_args(call: AttentionCall) -> Mask:
+    """Return the mask as bytes, with its strides; 0 for a dimension of one."""
+    mask = call.mask
+    if mask is None:
+        return NO_MASK
+    batch, head, query, key = broadcast_strides(mask, 4)
+    return Mask(mask.view(torch.uint8), batch, head, key, None if is_of_keys(mask) else query)
+
+
+def bounds_args(call: AttentionCall) -> Bounds:
+    """Return the extents of a dense batch's sequences."""
+    bounds = (call.key_lengths, call.key_starts, call.query_starts)
+    return Bounds(*(None if x is None else x.contiguous() for x in bounds))
+
+
+def positions_args(positions: Tensor | None) -> Positions | None:
+    """Return positions (B or 1, T) with their strides."""
+    if positions is None:
+        return None
+    batch, token = broadcast_strides(positions, 2)
+    return Positions(positions, batch, token, positions.shape[1])
+
+
+def scores_args(call: AttentionCall, score_mod: ScoreMod | None) -> Scores:
+    """Return the numbers that turn a product into an exponent.
+
+    Without a score function the scale waits for the multiplication that makes scores exponents of 2.
+    """
+    params, softcap = call.score_mod_params, call.softcap
+    exp2_scale = call.scale * LOG2_E if softcap is None else softcap * LOG2_E
+    return Scores(
+        scale=call.scale if softcap is None else call.scale / softcap,
+        softcap=1.0 if softcap is None else softcap,
+        exp2_scale=exp2_scale if score_mod is None else LOG2_E,
+        params=None if params is None else params.contiguous(),
+        params_stride=None if params is None else params[0].numel(),
+    )
+
+
+def dropout_args(call: AttentionCall) -> Dropout | None:
+    """Return the seed and the rate of dropout; None without any."""
+    steps = dropped_steps(call.dropout_p)
+    return None if steps == 0 else Dropout(call.seed, steps, rescale(call.dropout_p))
+
+
+def window_arg(call: AttentionCall) -> int:
+    """Return the window, as far as indices go; 0 without one."""
+    return 0 if call.window is None else min(call.window, 2**30)
+
+
+def far_window_arg(call: AttentionCall) -> int | None:
+    """Return the window of near pairs, as far as indices go, or positions in int64; None if no pair is far."""
+    if call.far is None:
+        return None
+    return min(call.far.window, 2**29 if call.positions_q is None else 2**62)
+
+
+def rope_table_args(table: record.RopeTable | None) -> tuple[RopeTable | None, int]:
+    """Return tables of cosines and sines with their strides, and R."""
+    if table is None:
+        return None, 0
+    cos, sin = table
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return RopeTable(cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)), 2 * cos.shape[2]
+
+
+def row_target(x: Tensor) -> RowTarget:
+    """Return where the rows of x (B, H, T, D) are stored."""
+    batch, head, token, _ = x.stride()
+    return RowTarget(x, batch if x.shape[0] > 1 else 0, head, token, x.shape[3])
+
+
+def precision() -> str:
+    """Return the precision of float32 products, by PyTorch's switch."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def broadcast_strides(x: Tensor, count: int) -> tuple[Any, ...]:
+    """Return the first `count` strides; 0 for a dimension of one."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
+
+
+def begin_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Saved, bool]:
+    """Return memory for the output, v, the tensors to save, and whether no kernel needs to run."""
+    out = empty_output(call.q, call.v.shape[3])
+    far = map_far_features(call)
+    q, k = (aligned(x) for x in map_features(call))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NO_FAR))
+    if lse.numel() and k.shape[2]:
+        return out, aligned(call.v), saved, False
+    if lse.numel():
+        lse.fill_(-math.inf) if call.sinks is None else lse.copy_(call.sinks[:, None] * LOG2_E)
+        out.zero_()
+    return out, call.v, saved, True
+
+
+def empty_output(q: Tensor, v_head_dim: int) -> Tensor:
+    """Return memory for the output, aligned for descriptors: like q, or (B, T, H, Dv) dense if Dv differs from D."""
+    if v_head_dim == q.shape[3]:
+        return empty_aligned(q)
+    batch, heads, queries, _ = q.shape
+    return empty_aligned(q.new_empty(batch, queries, heads, v_head_dim).transpose(1, 2))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, with dense features and other strides in multiples of 16 bytes, for descriptors."""
+    vector = 16 // x.element_size()
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+            if size > 1 and (stride % vector or stride == 0):
+                break
+        else:
+            return x
+    return empty_aligned(x, dense=True).copy_(x)
+
+
+def tiled(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Return a descriptor of x (B, H, T, D), for tiles of some rows of one head."""
+    return TensorDescriptor(x, list(x.shape), strides_of_tiles(x), [1, 1, rows, block_d])
+
+
+def strides_of_tiles(x: Tensor) -> list[int]:
+    """Return the strides of x (B, H, T, D) for a descriptor, valid in dimensions of one too."""
+    strides = [stride if size > 1 else x.shape[3] * 16 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return [*strides[:3], 1]
+
+
+def store_target(x: Tensor, rows: int, block_d: int, packed: Packed | None) -> TensorDescriptor | RowTarget:
+    """Return where a kernel stores tiles: a descriptor, or rows if sequences of a packed batch end within tiles."""
+    # The one row of a packed batch needs no stride of batches, and Triton's kernels read none.
+    return tiled(x, rows, block_d) if packed is None else row_target(x)._replace(stride_batch=None)
+
+
+def schedule_tiles(call: AttentionCall, of: str, batch: int, n_tokens: int, block: int) -> tuple[Packed | None, int]:
+    """Return the `Packed` of a kernel whose programs have tiles of queries ("q") or keys ("k"), and how many tiles."""
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None, triton.cdiv(n_tokens, block) * batch
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    count = cu_seqlens_q.shape[0] - 1
+    # An upper bound: each sequence, and the tokens of none, may have a tile that is not full.
+    n_tiles = n_tokens // block + count + 1
+    schedule = torch.empty(n_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)
+    schedule_kernel[(count + 1,)](
+        schedule_ptr=schedule,
+        cu_seqlens_ptr=cu_seqlens_q if of == "q" else cu_seqlens_k,
+        n_sequences=count,
+        n_tokens=n_tokens,
+        n_entries=n_tiles,
+        BLOCK=block,
+        LAST_FIRST=of == "q" and call.causal,
+        BLOCK_S=256,
+    )
+    return Packed(cu_seqlens_q, cu_seqlens_k, schedule, count), n_tiles
+
+
+def gives_far_features(call: AttentionCall) -> bool:
+    """Say whether the caller gave the features of far pairs, whose gradients then are separate."""
+    return call.far is not None and call.far.given is not None
+
+
+def rotates_in_registers(call: AttentionCall, head_dim: int, features: Features) -> bool:
+    """Say whether the kernels can rotate a gradient back with a tile in registers."""
+    tables = call.tables
+    if tables.q is None:
+        return True
+    if features.d_chunks > 1 or tables.rotary_offset:
+        return False
+    return tables.interleaved or 2 * tables.q.cos.shape[-1] == head_dim == features.block_d
+
+
+def inverse_rotate_all(
+    grad_q: Tensor, grad_k: Tensor, far_grads: Sequence[Tensor | None], call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """Rotate the gradients of q and k back where the kernels cannot, and add those of far pairs.
+
+    Far gradients belong to q and k only if the scheme made the features of far pairs.
+    """
+    tables = call.tables
+    grad_q = grad_q if tables.q is None else rotate(grad_q, tables.q, tables, inverse=True)
+    grad_k = grad_k if tables.k is None else rotate(grad_k, tables.k, tables, inverse=True)
+    if call.far is None or call.far.tables is None:
+        return grad_q, grad_k
+    q_past, q_future, k_far = (
+        grad if grad is None or table is None else rotate(grad, table, tables, inverse=True)
+        for grad, table in zip(far_grads, call.far.tables, strict=True)
+    )
+    for grad in (q_past, q_future):
+        grad_q = grad_q if grad is None else grad_q.add_(grad)
+    return grad_q, grad_k if k_far is None else grad_k.add_(k_far)
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of sinks (H,), from base-2 log-sum-exps and delta, both (B, H, Tq)."""
+    # A sink of −inf has no gradient, not even in a row that attends nothing.
+    of_sinks = torch.exp2(sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
+    return -(of_sinks * delta).sum((0, 2))
+
+
+def call_args(call: AttentionCall, score_mod: ScoreMod | None) -> dict[str, Any]:
+    """Return the argument groups that the forward and both kernels of the backward take of a call."""
+    return {
+        "mask": mask_args(call),
+        "bounds": bounds_args(call),
+        "positions_q": positions_args(call.positions_q) if call.reads_positions else None,
+        "positions_k": positions_args(call.positions_k) if call.reads_positions else None,
+        "dropout": dropout_args(call),
+        "scores": scores_args(call, score_mod),
+        "window": window_arg(call),
+        "far_window": far_window_arg(call),
+    }

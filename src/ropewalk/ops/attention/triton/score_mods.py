@@ -1,0 +1,152 @@
+"""Score mods inside the Triton kernels: a jitted function for each, and its backward.
+
+A score function takes a tile of scaled scores and the positions of its queries and of its keys, float32 from an origin
+that they share, which broadcast against the scores; it returns the tile that the softmax is taken of. `parameters_ptr`
+points at the scheme's numbers for this head. Its backward takes the gradient of the function's result, and its
+arguments, and returns the gradient of the scores. A tile is as often [keys, queries] as [queries, keys]:
+nothing may depend on it.
+
+PAST says that no query stands before a key, and that a few hundred positions from the origin lie the queries or the
+keys: what then splits into a query's part and a key's costs a tile's edges, and not all of it. It may be ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class ScoreMod(NamedTuple):
+    """A score mod and its backward; None where it adds a number that depends on positions alone."""
+
+    forward: Any  # (scores, query_position, key_position, parameters_ptr, PAST) -> scores
+    backward: Any  # the same with the gradient in front -> gradient, or None
+    # (sums, gradient, scores, …) -> sums [queries, parameters]: adds each row's part of the gradient of each parameter;
+    # its tiles are always [queries, keys]. None: the parameters cannot be learned.
+    param_grad: Any = None
+
+
+@triton.jit
+def _unchanged(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return scores
+
+
+@triton.jit
+def _alibi(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return scores - tl.load(parameters_ptr) * tl.abs(query_position - key_position)
+
+
+@triton.jit
+def _alibi_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return sums - tl.sum(gradient * tl.abs(query_position - key_position), 1)[:, None]
+
+
+_DECAY_RATE = tl.constexpr(0.005 * 1.4426950408889634)  # to base 2
+
+
+@triton.jit
+def _exposb_decay(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    if PAST:
+        decay = (0.3 * tl.exp2(query_position * -_DECAY_RATE)) * tl.exp2(key_position * _DECAY_RATE)
+    else:
+        decay = 0.3 * tl.exp2(tl.abs(query_position - key_position) * -_DECAY_RATE)
+    return scores * (0.7 + decay)
+
+
+@triton.jit
+def _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    if PAST:
+        # In another order than above, so that the compiler keeps no tile of decays in registers from there to here.
+        decayed = gradient * (0.3 * tl.exp2(query_position * -_DECAY_RATE)) * tl.exp2(key_position * _DECAY_RATE)
+        return gradient * 0.7 + decayed
+    return _exposb_decay(gradient, query_position, key_position, parameters_ptr, PAST)
+
+
+@triton.jit
+def _bands(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return scores * tl.load(parameters_ptr)
+
+
+@triton.jit
+def _bands_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return gradient * tl.load(parameters_ptr)
+
+
+@triton.jit
+def _bands_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return sums + tl.sum(gradient * scores, 1)[:, None]
+
+
+@triton.jit
+def _bands_decay(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    return _exposb_decay(scores * tl.load(parameters_ptr), query_position, key_position, parameters_ptr, PAST)
+
+
+@triton.jit
+def _bands_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    gradient = gradient * tl.load(parameters_ptr)
+    return _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST)
+
+
+@triton.jit
+def _bands_decay_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    gradient = _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST)
+    return sums + tl.sum(gradient * scores, 1)[:, None]
+
+
+# A head's parameters: the largest distance, the number of buckets, a bias for each, and the buckets of the distances
+# from the smallest, −largest, on.
+
+
+@triton.jit
+def _t5_ahead(query_position, key_position, parameters_ptr):
+    """Return how far each key is ahead, the largest distance, and whether all are as far: one bucket a side then."""
+    ahead = key_position - query_position
+    largest = tl.load(parameters_ptr)
+    return ahead, largest, tl.max((tl.abs(ahead) < largest).to(tl.int32)) == 0
+
+
+@triton.jit
+def _t5_bucket(ahead, largest, parameters_ptr):
+    index = 2 + tl.load(parameters_ptr + 1) + largest + tl.minimum(tl.maximum(ahead, -largest), largest)
+    return tl.load(parameters_ptr + index.to(tl.int32)).to(tl.int32)
+
+
+@triton.jit
+def _t5(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    ahead, largest, is_far = _t5_ahead(query_position, key_position, parameters_ptr)
+    if is_far:
+        behind = tl.load(parameters_ptr + 2 + _t5_bucket(-largest, largest, parameters_ptr))
+        scores += tl.where(
+            ahead > 0, tl.load(parameters_ptr + 2 + _t5_bucket(largest, largest, parameters_ptr)), behind
+        )
+    else:
+        scores += tl.load(parameters_ptr + 2 + _t5_bucket(ahead, largest, parameters_ptr))
+    return scores
+
+
+@triton.jit
+def _t5_parameters(sums, gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
+    ahead, largest, is_far = _t5_ahead(query_position, key_position, parameters_ptr)
+    column = tl.arange(0, sums.shape[1])[None, :] - 2
+    if is_far:
+        forward = tl.sum(tl.where(ahead > 0, gradient, 0.0), 1)[:, None]
+        behind = tl.sum(gradient, 1)[:, None] - forward
+        sums += tl.where(column == _t5_bucket(largest, largest, parameters_ptr), forward, 0.0)
+        sums += tl.where(column == _t5_bucket(-largest, largest, parameters_ptr), behind, 0.0)
+    else:
+        bucket = _t5_bucket(ahead, largest, parameters_ptr)
+        for number in tl.range(tl.min(bucket), tl.max(bucket) + 1):
+            part = tl.sum(tl.where(bucket == number, gradient, 0.0), 1)[:, None]
+            sums += tl.where(column == number, part, 0.0)
+    return sums
+
+
+UNCHANGED = ScoreMod(_unchanged, None)
+ALIBI = ScoreMod(_alibi, None, _alibi_parameters)
+EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint)
+EXPOSB_BANDS = ScoreMod(_bands, _bands_adjoint, _bands_parameters)
+EXPOSB_BANDS_DECAY = ScoreMod(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters)
+T5_BIAS = ScoreMod(_t5, None, _t5_parameters)

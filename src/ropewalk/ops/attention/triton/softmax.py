@@ -1,0 +1,100 @@
+"""Soft-capping and dropout of scores and probabilities."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.triton.arguments import RowDropout
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """Return the hyperbolic tangent: to float32's precision, or to 11 bits by one instruction of NVIDIA's."""
+    if FAST:
+        result = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        square = x * x
+        # x + x³ · a polynomial fitted to x² up to 0.36, where 1 − 2/(e²ˣ + 1) would cancel.
+        small = x + x * (
+            square
+            * (-0.3333333 + square * (0.13332923 + square * (-0.053875 + square * (0.0211157 - square * 0.00627573))))
+        )
+        result = 1 - 2 / (tl.exp2(x * (2 * 1.4426950408889634)) + 1)
+        result = tl.where(square < 0.36, small, result)
+    return result
+
+
+@triton.jit
+def begin_dropout(dropout, row, sequence):
+    """Return the `RowDropout` of one row of all batches' heads; it loads the seed."""
+    # The compiler does not fold this zero. With a constant it would select after the conversion to 16 bits, half a
+    # register at a time: 70 instructions more in a step of 340.
+    zero = dropout.rescale - dropout.rescale
+    return RowDropout(tl.load(dropout.seed), dropout.steps, dropout.rescale, row, sequence, zero)
+
+
+@triton.jit
+def dropout_mask(dropout, m, n_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return whether probabilities of queries m [BLOCK_M] and BLOCK_N keys stay: [BLOCK_M, BLOCK_N], or TRANSPOSED.
+
+    `ropewalk.ops.attention.dropout` defines it. One call of Philox gives the numbers of 16 keys among 64 in a row.
+    They are those that one thread holds in the layout of NVIDIA's matrix products: neighbours two by two, 8 keys apart.
+    So numbers need not move between threads, unless the tile is TRANSPOSED.
+    """
+    seed = dropout.seed
+    row = dropout.row
+    sequence = dropout.sequence
+    steps = dropout.steps
+    BLOCK_M: tl.constexpr = m.shape[0]
+    BLOCKS: tl.constexpr = max(BLOCK_N // 64, 1)
+    call = n_start // 64 * 4 + tl.arange(0, BLOCKS * 4)
+    block = (n_start + tl.arange(0, BLOCK_N)) // 64 if TRANSPOSED else call // 4
+    # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
+    phase = seed.to(tl.uint32) + row.to(tl.uint32) * 0x2545F491 + sequence.to(tl.uint32) * 0x1B873593
+    phase += block.to(tl.uint32) * 0x61C88647
+    dropped = (steps >> 8).to(tl.uint32) + ((phase >> 24) < (steps & 0xFF)).to(tl.uint32)
+    if TRANSPOSED:
+        w0, w1, w2, w3 = tl.philox(seed, call[:, None], m[None, :], row, sequence, 7)
+    else:
+        w0, w1, w2, w3 = tl.philox(seed, call[None, :], m[:, None], row, sequence, 7)
+        dropped = (dropped << 24)[None, :]
+    if BLOCK_N >= 64:
+        words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    elif BLOCK_N == 32:
+        second = n_start % 64 >= 32
+        words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))
+    else:
+        tl.static_assert(BLOCK_N == 16)
+        part = n_start % 64 // 16
+        words = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
+    # A byte that is shifted to the top compares by itself: what follows it only breaks ties, upwards.
+    if TRANSPOSED:  # words move between threads, and there become bytes
+        n = tl.arange(0, BLOCK_N)
+        if BLOCK_N >= 64:
+            words = tl.permute(tl.reshape(words, (BLOCKS, 4, BLOCK_M, 2, 2)), (0, 4, 3, 1, 2))
+        elif BLOCK_N == 32:
+            words = tl.permute(words, (2, 0, 1))
+        words = tl.reshape(words, (BLOCK_N // 16, 1, 4, 1, BLOCK_M))
+        words = tl.reshape(tl.broadcast_to(words, (BLOCK_N // 16, 2, 4, 2, BLOCK_M)), (BLOCK_N, BLOCK_M))
+        kept = (words << (24 - n // 8 % 2 * 16 - n % 2 * 8)[:, None].to(tl.uint32)) >= (dropped << 24)[:, None]
+    else:
+        if BLOCK_N >= 64:
+            dropped = dropped[:, :, None, None]
+        elif BLOCK_N == 32:
+            dropped = dropped[:, :, None]
+        low = tl.join((words << 24) >= dropped, (words << 16) >= dropped)
+        high = tl.join((words << 8) >= dropped, words >= dropped)
+        kept = tl.join(low, high)
+        # The dimensions: queries, calls, bits of the word's number, the byte's low bit (which of two neighbours), and
+        # its high bit (8 keys on).
+        if BLOCK_N >= 64:
+            kept = tl.permute(tl.reshape(kept, (BLOCK_M, BLOCKS, 4, 2, 2, 2, 2)), (0, 1, 4, 3, 6, 2, 5))
+        elif BLOCK_N == 32:
+            kept = tl.permute(kept, (0, 2, 4, 1, 3))
+        else:
+            kept = tl.permute(kept, (0, 3, 1, 2))
+        kept = tl.reshape(kept, (BLOCK_M, BLOCK_N))
+    return kept

@@ -1,0 +1,91 @@
+"""The backend "triton": which calls its kernels run. It loads Triton when they do."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall, rope_tables
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Triton:
+    """The backend "triton"."""
+
+    name = "triton"
+
+    def why_not(self, call: AttentionCall) -> Refusal | None:
+        """Say why the Triton kernels do not run a call; None if they do."""
+        q, scheme = call.q, type(call.scheme).__name__
+        if q.dtype not in DTYPES:
+            dtype = str(q.dtype).removeprefix("torch.")
+            return Refusal("dtype", f"{dtype} is not supported: its kernels need float16, bfloat16 or float32")
+        if call.score_mod is None and call.scheme is not None and call.scheme.has_score_mod():
+            return Refusal("score_mod", f"{scheme} has a score_mod, but names no kernel_score_mod")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in rope_tables(call)):
+            return Refusal("learned_tables", "gradients of the scheme's tables are not supported")
+        refusal = _why_no_far(call) or _why_no_pages(call)
+        if refusal is not None:
+            return refusal
+        reason = gpu.why_no_triton(q.device)
+        if reason is not None:
+            return Refusal("device", reason)
+        params = call.score_mod_params
+        learns = params is not None and torch.is_grad_enabled() and params.requires_grad
+        if call.score_mod is not None and learns and not has_param_grad(call.score_mod):
+            return Refusal("param_grad", f"{scheme}'s parameters require grad, but {call.score_mod} has no param_grad")
+        return None
+
+    def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:
+        """Its backward runs whatever its forward ran."""
+        return None
+
+    def forward(self, call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+        """Launch the forward, or the decode kernels for few queries and many keys."""
+        from ropewalk.ops.attention.triton import launch
+
+        return launch.forward(call, save)
+
+    def backward(
+        self, call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Launch both backward kernels. Their sums have one order: the gradients are the same bits every time."""
+        from ropewalk.ops.attention.triton import launch
+
+        return launch.backward(call, out, saved, grad_out, grad_lse, wanted)
+
+
+def _why_no_far(call: AttentionCall) -> Refusal | None:
+    """Say why the kernels do not run a call's two-range encoding; None if they do, or there is none."""
+    far, scheme = call.far, type(call.scheme).__name__
+    if far is None:
+        return None
+    if call.score_mod is not None:
+        return Refusal("far_score_mod", f"{scheme} has a two-range encoding and a score mod: not supported together")
+    if far.given is None and (far.tables is None or far.tables.q_past is None or call.tables.q is None):
+        return Refusal("far_tables", f"{scheme} leaves queries as they are in near pairs or in far ones: not supported")
+    return None
+
+
+def _why_no_pages(call: AttentionCall) -> Refusal | None:
+    """Say why the kernels do not read a call's pages; None if they do, or there are none."""
+    if call.block_table is None:
+        return None
+    if call.tables.feature_weights is not None and not call.keys_rotated:
+        scheme = type(call.scheme).__name__
+        return Refusal("pages_weights", f"{scheme} weighs features of paged keys: pass keys_rotated=True")
+    if call.far is not None and not (call.causal and call.positions_q is None):
+        return Refusal("pages_far", "a two-range encoding of paged keys is supported by index and causally alone")
+    return None
+
+
+@gpu.assume_constant
+def has_param_grad(score_mod: str) -> bool:
+    """Say whether a ScoreMod, “module:NAME”, differentiates its parameters. It is imported: Triton must be there."""
+    module, _, name = score_mod.partition(":")
+    return getattr(getattr(importlib.import_module(module), name), "param_grad", None) is not None

@@ -1,0 +1,268 @@
+"""Tiles of rows and their features, their rotation, and their positions, for all attention kernels.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, R rotary dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
+DO_NOT_SPECIALIZE = (
+    "mask",
+    "packed",
+    "positions_q",
+    "positions_k",
+    "scores",
+    "dropout",
+    "n_queries",
+    "n_keys",
+    "window",
+    "far_window",
+)
+
+
+@triton.jit
+def wide(index):
+    """Return an index as int64: the product with a stride may need it."""
+    return tl.cast(index, tl.int64)
+
+
+@triton.jit
+def load_tile(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load whole rows of one head, [BLOCK, BLOCK_D]; zeros past the last row and past D."""
+    return descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
+
+
+@triton.jit
+def load_chunks(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D_CHUNKS: tl.constexpr):
+    """Load rows as `load_tile` does, in one chunk of features, or in three: 192 is no power of two, but thrice one."""
+    if D_CHUNKS == 1:
+        result = (descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D),)
+    else:
+        result = (
+            descriptor.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
+            descriptor.load([batch, head, start, BLOCK_D]).reshape(BLOCK, BLOCK_D),
+            descriptor.load([batch, head, start, 2 * BLOCK_D]).reshape(BLOCK, BLOCK_D),
+        )
+    return result
+
+
+@triton.jit
+def zero_chunks(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D_CHUNKS: tl.constexpr):
+    """Return float32 zeros in chunks."""
+    zeros = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    if D_CHUNKS == 1:  # noqa: SIM108
+        result = (zeros,)
+    else:
+        result = (zeros, zeros, zeros)
+    return result
+
+
+@triton.jit
+def zero_missing_rows(chunks, exists, D_CHUNKS: tl.constexpr):
+    """Write zeros into the rows that do not exist, by a mask [BLOCK]: zero times NaN is NaN."""
+    if D_CHUNKS == 1:
+        result = (tl.where(exists[:, None], chunks[0], 0.0),)
+    else:
+        result = (
+            tl.where(exists[:, None], chunks[0], 0.0),
+            tl.where(exists[:, None], chunks[1], 0.0),
+            tl.where(exists[:, None], chunks[2], 0.0),
+        )
+    return result
+
+
+@triton.jit
+def dot_chunks(a_chunks, b_chunks, PRECISION: tl.constexpr, D_CHUNKS: tl.constexpr):
+    """Return a · bᵀ, summed over all chunks."""
+    product = tl.dot(a_chunks[0], b_chunks[0].T, input_precision=PRECISION)
+    if D_CHUNKS == 3:
+        product = tl.dot(a_chunks[1], b_chunks[1].T, product, input_precision=PRECISION)
+        product = tl.dot(a_chunks[2], b_chunks[2].T, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def accumulate_chunks(a, chunks, acc_chunks, PRECISION: tl.constexpr, D_CHUNKS: tl.constexpr):
+    """Return acc + a · chunks."""
+    a = a.to(chunks[0].dtype)
+    if D_CHUNKS == 1:
+        result = (tl.dot(a, chunks[0], acc_chunks[0], input_precision=PRECISION),)
+    else:
+        result = (
+            tl.dot(a, chunks[0], acc_chunks[0], input_precision=PRECISION),
+            tl.dot(a, chunks[1], acc_chunks[1], input_precision=PRECISION),
+            tl.dot(a, chunks[2], acc_chunks[2], input_precision=PRECISION),
+        )
+    return result
+
+
+@triton.jit
+def store_tile(
+    target,
+    tile,
+    batch,
+    head,
+    offset,
+    start,
+    n_rows,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Store the rows of a tile [BLOCK, BLOCK_D] that lie below n_rows, counted from an offset.
+
+    The target is a descriptor, whose last row is n_rows, and the offset is 0. If PACKED, where the next sequence
+    follows, it is a `RowTarget` of batch 0.
+    """
+    if PACKED:
+        row = start + tl.arange(0, BLOCK)
+        feature = CHUNK * BLOCK_D + tl.arange(0, BLOCK_D)
+        offsets = wide(head) * target.stride_head + wide(offset + row)[:, None] * target.stride_token + feature[None, :]
+        mask = (row < n_rows)[:, None] & (feature < target.head_dim)[None, :]
+        tl.store(target.ptr + offsets, tile.to(target.ptr.dtype.element_ty), mask)
+    else:
+        target.store([batch, head, start, CHUNK * BLOCK_D], tile.to(target.dtype).reshape(1, 1, BLOCK, BLOCK_D))
+
+
+@triton.jit
+def load_table(table, batch, rows, n_rows, N_PAIRS: tl.constexpr, R: tl.constexpr):
+    """Load cos and sin of rows, [BLOCK, N_PAIRS]; 1 and 0 past the last row, and past R."""
+    pair = tl.arange(0, N_PAIRS)[None, :]
+    mask = (rows < n_rows)[:, None] & (pair < R // 2)
+    offsets = wide(batch) * table.stride_batch + wide(rows)[:, None] * table.stride_token + pair
+    cos = tl.load(table.cos + offsets, mask, other=1.0)
+    sin = tl.load(table.sin + offsets, mask, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _inverse_rotate_by(tile, cos, sin, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotate pairs of features back, [BLOCK, BLOCK_D] of float32, by cos and sin [BLOCK, BLOCK_D / 2]."""
+    N_PAIRS: tl.constexpr = BLOCK_D // 2
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(tile, (BLOCK, N_PAIRS, 2)))
+        tile = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), (BLOCK, BLOCK_D))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(tile, (BLOCK, 2, N_PAIRS)), (0, 2, 1)))
+        rotated = tl.permute(tl.join(a * cos + b * sin, b * cos - a * sin), (0, 2, 1))
+        tile = tl.reshape(rotated, (BLOCK, BLOCK_D))
+    return tile
+
+
+@triton.jit
+def inverse_rotate(
+    tile,
+    table,
+    batch,
+    rows,
+    n_rows,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotate a gradient back, [BLOCK, BLOCK_D] of float32: the transpose of the features' map.
+
+    Half-split pairs must be those of the whole tile: R = BLOCK_D.
+    """
+    cos, sin = load_table(table, batch, rows, n_rows, BLOCK_D // 2, R)
+    return _inverse_rotate_by(tile, cos, sin, BLOCK, BLOCK_D, INTERLEAVED)
+
+
+@triton.jit
+def rebase_rotation(
+    tile,
+    old_table,
+    new_table,
+    batch,
+    rows,
+    n_rows,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Return x with inverse_rotate(x, new_table) = inverse_rotate(tile, old_table), or = tile without an old table."""
+    cos, sin = load_table(new_table, batch, rows, n_rows, BLOCK_D // 2, R)
+    square = cos * cos + sin * sin
+    inverse = tl.where(square > 0, 1 / square, 0.0)
+    cos *= inverse
+    sin *= inverse
+    if old_table is None:
+        by_cos = cos
+        by_sin = -sin
+    else:
+        old_cos, old_sin = load_table(old_table, batch, rows, n_rows, BLOCK_D // 2, R)
+        by_cos = old_cos * cos + old_sin * sin
+        by_sin = old_sin * cos - old_cos * sin
+    return _inverse_rotate_by(tile, by_cos, by_sin, BLOCK, BLOCK_D, INTERLEAVED)
+
+
+@triton.jit
+def mask_of_head(mask, batch, head):
+    """Return the mask's pointer at one head; None without a mask."""
+    ptr = None
+    if mask.ptr is not None:
+        ptr = mask.ptr + wide(batch) * mask.stride_batch + wide(head) * mask.stride_head
+    return ptr
+
+
+@triton.jit
+def params_of_head(scores, head):
+    """Return the pointer to the score function's numbers at one head; None without any."""
+    ptr = None
+    if scores.params is not None:
+        ptr = scores.params + wide(head) * scores.params_stride
+    return ptr
+
+
+@triton.jit
+def position_origin(positions, batch, offset):
+    """Return the position that others are counted from, so that float32 holds them: the first key's, or 0."""
+    origin = 0
+    if positions is not None:
+        ptr = positions.ptr + wide(batch) * positions.stride_batch + wide(offset) * positions.stride_token
+        origin = wide(tl.load(ptr, offset < positions.n_tokens, other=0))
+    return origin
+
+
+@triton.jit
+def load_positions(positions, batch, offset, start, default, origin, BLOCK: tl.constexpr):
+    """Load the positions of a tile's tokens, from the origin, in float32; `default` is that of token `start`."""
+    token = tl.arange(0, BLOCK)
+    if positions is not None:
+        position = (load_int_positions(positions, batch, offset, start, BLOCK) - origin).to(tl.float32)
+    else:
+        # One conversion for each tile: they are as slow as exponentials.
+        position = (default - origin).to(tl.float32) + token.to(tl.float32)
+    return position
+
+
+@triton.jit
+def load_int_positions(positions, batch, offset, start, BLOCK: tl.constexpr):
+    """Load the positions of a tile's tokens, int64; 0 past the last token."""
+    index = offset + start + tl.arange(0, BLOCK)
+    ptrs = positions.ptr + wide(batch) * positions.stride_batch + wide(index) * positions.stride_token
+    return wide(tl.load(ptrs, index < positions.n_tokens, other=0))
+
+
+@triton.jit
+def relative_positions(
+    held, streamed, batch, offset, start, default, origin, BLOCK: tl.constexpr, INDEX_POSITIONS: tl.constexpr
+):
+    """Return positions of the tile that a program holds, and of one that it streams, from a common origin.
+
+    With INDEX_POSITIONS the origin is the streamed tile's first token. Its positions then are the same in every step,
+    so a score function's terms of them are computed once.
+    """
+    if INDEX_POSITIONS:
+        streamed_pos = tl.arange(0, BLOCK).to(tl.float32)
+        held_pos = held - default.to(tl.float32)
+    else:
+        streamed_pos = load_positions(streamed, batch, offset, start, default, origin, BLOCK)
+        held_pos = held
+    return held_pos, streamed_pos

@@ -1,0 +1,298 @@
+"""Validating the arguments of `attention`: the record of a call, or the error.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v), S packed
+sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.call import AttentionCall, as_bhtd
+from ropewalk.schemes import NoPosition, PositionScheme
+
+LAYOUTS = ("bthd", "bhtd", "thd")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+PAGE_SIZES = (16, 32, 64, 128, 256)
+NO_POSITION = NoPosition()
+
+
+class Arguments(NamedTuple):
+    """The keywords of `attention` that decide what is computed, with their defaults."""
+
+    position: PositionScheme = NO_POSITION
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    key_starts: Tensor | None = None
+    query_starts: Tensor | None = None
+    block_table: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    keys_rotated: bool = False
+    layout: str = "bthd"
+
+
+def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+    """Validate the arguments of `attention` and build the call, its scheme not yet resolved.
+
+    Dropout needs a seed beside: `call._replace(seed=...)`.
+    """
+    layout, position, window, block_table = given.layout, given.position, given.window, given.block_table
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
+    if not isinstance(position, PositionScheme):
+        raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
+    batch, heads, queries, head_dim, keys = _check_tensors(q, k, v, layout, block_table)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window is {window!r}, but must be None or an int of at least 1")
+    scale = head_dim**-0.5 if given.scale is None else given.scale
+    if not isinstance(scale, (int, float)) or not abs(scale) < math.inf:
+        raise ValueError(f"scale is {scale!r}, but must be a finite number")
+    cu_seqlens_k = given.cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k
+    if layout == "thd":
+        _check_packed(q, queries, keys, given.cu_seqlens_q, cu_seqlens_k)
+        for name in ("mask", "key_lengths", "key_starts", "query_starts", "block_table"):
+            if getattr(given, name) is not None:
+                raise ValueError(f"{name} was given beside cu_seqlens_q, but layout 'thd' takes none")
+    elif cu_seqlens_k is not None:
+        name = "cu_seqlens_k" if given.cu_seqlens_q is None else "cu_seqlens_q"
+        raise ValueError(f"{name} was given with layout {layout!r}, but must come with layout 'thd' alone")
+    mask = given.mask
+    if mask is not None:
+        mask = _as_mask(mask, batch, heads, queries, keys)
+        _check_device("mask", mask, q)
+    if given.key_lengths is not None:
+        _check_rows("key_lengths", given.key_lengths, batch, keys, "Tk", q)
+    if given.key_starts is not None:
+        _check_rows("key_starts", given.key_starts, batch, keys, "Tk", q)
+    if given.query_starts is not None:
+        _check_rows("query_starts", given.query_starts, batch, keys - queries, "Tk − Tq", q)
+    positions_q, positions_k = given.positions_q, given.positions_k
+    if positions_q is not None:
+        positions_q = _check_positions("positions_q", positions_q, batch, queries, q, layout)
+    if positions_k is not None:
+        positions_k = _check_positions("positions_k", positions_k, batch, keys, q, layout)
+    if layout == "thd" and given.positions_q is given.positions_k:
+        positions_k = positions_q  # the checks made two views of one tensor
+    if block_table is not None:
+        _check_pages(q, k, v, given)
+    softcap = given.softcap
+    if softcap is not None:
+        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
+            raise ValueError(f"softcap is {softcap!r}, but must be None or a finite number above 0")
+        softcap = float(softcap)
+    if given.sinks is not None:
+        _check_sinks(given.sinks, heads, q)
+    dropout_p = given.dropout_p
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}, but must be a number from 0 to below 1")
+    if given.keys_rotated and position.far_window() is not None:
+        raise ValueError(
+            f"keys_rotated is True, but {type(position).__name__} rotates a key in one way for near queries and in "
+            "another for far ones: pass keys as they are"
+        )
+    return AttentionCall(
+        as_bhtd(q, layout),
+        as_bhtd(k, layout),
+        as_bhtd(v, layout),
+        position,
+        bool(given.causal),
+        window,
+        mask,
+        given.key_lengths,
+        given.key_starts,
+        given.query_starts,
+        given.cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        positions_q,
+        positions_k,
+        float(scale),
+        softcap,
+        given.sinks,
+        float(dropout_p),
+        None,
+        bool(given.keys_rotated),
+    )
+
+
+_SHAPES = {"bthd": "(B, T, H, D)", "bhtd": "(B, H, T, D)", "thd": "(total, H, D)"}
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, block_table: Tensor | None
+) -> tuple[int, int, int, int, int]:
+    """B, H, Tq, D and Tk."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+        if x.ndim != len(layout):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be {_SHAPES[layout]}")
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"{name} has dtype {x.dtype}, but q, k and v must share one of {kinds}")
+        _check_device(name, x, q)
+    batch, heads, queries, head_dim = as_bhtd(q, layout).shape
+    rows, key_heads, keys, key_dim = as_bhtd(k, layout).shape
+    value_dim = v.shape[-1]
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v has shape {tuple(v.shape)}, but must have k's, {tuple(k.shape)}, all but the head dim")
+    if block_table is not None and layout != "thd":
+        rows, keys = _check_table(block_table, batch, keys, q)
+    if rows != batch or key_dim != head_dim:
+        raise ValueError(f"k has batch {rows} and head dim {key_dim}, but must have q's, {batch} and {head_dim}")
+    if key_heads < 1 or heads % key_heads:
+        raise ValueError(f"q has {heads} heads, but they must be a multiple of k's {key_heads}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dim is {head_dim}, but must be from 1 to {MAX_HEAD_DIM}")
+    if not 1 <= value_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"v's head dim is {value_dim}, but must be from 1 to {MAX_HEAD_DIM}")
+    return batch, heads, queries, head_dim, keys
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, but must be on q's device, {q.device}")
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether x's values can be looked at: those on a device would have to be waited for, fake ones are none."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(x))
+
+
+def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("cu_seqlens_q is None, but layout 'thd' needs it, (S + 1,), to tell sequences apart")
+    for name, bounds, total in (("cu_seqlens_q", cu_seqlens_q, queries), ("cu_seqlens_k", cu_seqlens_k, keys)):
+        _check_integers(name, bounds)
+        if bounds.ndim != 1 or bounds.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(bounds.shape)}, but must be (S + 1,)")
+        _check_device(name, bounds, q)
+        if not _has_values(bounds):
+            continue
+        values = bounds.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name} starts at {values[0]}, but must start at 0")
+        for index, (start, end) in enumerate(pairwise(values)):
+            if end < start:
+                raise ValueError(f"{name} falls from {start} to {end} at index {index + 1}, but must not decrease")
+        if values[-1] > total:
+            which = "q" if name == "cu_seqlens_q" else "k"
+            raise ValueError(f"{name} ends at {values[-1]}, but must end within {which}'s {total} tokens")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)}, but must have cu_seqlens_q's, "
+            f"{tuple(cu_seqlens_q.shape)}"
+        )
+
+
+def _check_table(block_table: Tensor, batch: int, page_size: int, q: Tensor) -> tuple[int, int]:
+    """Return the batch rows of the table, and Tk."""
+    _check_integers("block_table", block_table)
+    if block_table.ndim != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}, but must be (B, number of pages) with B = {batch}"
+        )
+    _check_device("block_table", block_table, q)
+    if page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"k has pages of {page_size} keys, but with block_table they must be of one of {sizes}")
+    return batch, block_table.shape[1] * page_size
+
+
+def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
+    block_table, key_lengths, key_starts, sinks = given.block_table, given.key_lengths, given.key_starts, given.sinks
+    assert block_table is not None
+    if key_lengths is None:
+        raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but with block_table there is no backward: call under no_grad")
+    if not _has_values(block_table) or not _has_values(k):
+        return
+    pages, _, page_size, _ = as_bhtd(k, given.layout).shape
+    first = torch.arange(0, block_table.shape[1] * page_size, page_size)
+    used = first < key_lengths[:, None]
+    if key_starts is not None:
+        used &= first + page_size > key_starts[:, None]
+    outside = used & ((block_table < 0) | (block_table >= pages))
+    if bool(outside.any()):
+        page = int(block_table[outside][0])
+        raise ValueError(f"block_table holds {page} below key_lengths, but must be from 0 to below {pages} pages")
+
+
+def _check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        kind = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks is {kind}, but must be a floating-point tensor, (H,)")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, but must be (H,) with H = {heads}")
+    _check_device("sinks", sinks, q)
+
+
+def _as_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """The mask with 4 dimensions. A batch of masks is never read as one for each head, even with B = H."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask is {kind}, but must be a bool tensor, True where a query attends")
+    shape, square = tuple(mask.shape), (queries, keys)
+    if shape == square:
+        return mask[None, None]
+    if shape == (batch, *square):
+        return mask[:, None]
+    if len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads):
+        rows, columns = shape[2:]
+        if rows in (1, queries) and columns in (1, keys):
+            return mask.expand(-1, -1, *square)
+    raise ValueError(
+        f"mask has shape {shape}, but must be (Tq, Tk), (B, Tq, Tk) or (B or 1, H or 1, Tq or 1, Tk or 1) with "
+        f"B = {batch}, H = {heads}, Tq = {queries} and Tk = {keys}"
+    )
+
+
+def _check_rows(name: str, x: Tensor, batch: int, most: int, limit: str, q: Tensor) -> None:
+    """Check one index for each batch row, from 0 to `most`."""
+    _check_integers(name, x)
+    if x.shape != (batch,):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B,) with B = {batch}")
+    _check_device(name, x, q)
+    if _has_values(x):
+        outside = (x < 0) | (x > most)
+        if bool(outside.any()):
+            raise ValueError(f"{name} holds {int(x[outside][0])}, but must be from 0 to {limit} = {most}")
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor of int32 or int64")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is a tensor of {x.dtype}, but must be a tensor of int32 or int64")
+
+
+def _check_positions(name: str, positions: Tensor, batch: int, tokens: int, q: Tensor, layout: str) -> Tensor:
+    """The positions with their batch dimension."""
+    _check_integers(name, positions)
+    _check_device(name, positions, q)
+    shape = tuple(positions.shape)
+    if layout == "thd":
+        if shape != (tokens,):
+            raise ValueError(f"{name} has shape {shape}, but must be (total,) with total = {tokens}")
+        return positions[None]
+    if shape not in ((batch, tokens), (1, tokens)):
+        raise ValueError(f"{name} has shape {shape}, but must be (B, T) or (1, T) with B = {batch} and T = {tokens}")
+    return positions

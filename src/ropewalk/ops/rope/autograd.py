@@ -1,0 +1,187 @@
+"""Eager calls of the rotation: plans, which are kept from call to call, and autograd.
+
+A decode step calls the rotation once per layer, so a call's host time counts. The CUDA extension, once loaded, checks
+each call by itself. Every other call has a plan, which depends on shapes, strides, dtypes and flags alone. A plan is
+made once and found again under those; the call then allocates its results and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.rope import backends
+from ropewalk.ops.rope.call import RopeCall, Rotate
+from ropewalk.ops.rope.cuda import load as native
+from ropewalk.ops.rope.validate import (
+    check_arguments,
+    check_disjoint,
+    check_fixed,
+    check_inplace,
+    check_offset,
+    check_overwritable,
+    check_values,
+    max_offset,
+    reach,
+)
+
+
+def _prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+    """Check shapes, strides, dtypes and devices, and return the function for calls like this one."""
+    q, k = xs[0], xs[1] if len(xs) == 2 else None
+    flags = call.flags
+    check_arguments(q, k, *call[:4], flags.layout, flags.rotary_dim, flags.rotary_offset)
+    if flags.inplace:
+        check_inplace(q, k)
+    return backends.prepare(xs, call)
+
+
+class _Plan:
+    """The function for calls with the same metadata, and the bounds of the checks that every one of them needs."""
+
+    __slots__ = ("backward_reach", "forward_reach", "max_offset", "run")
+
+    def __init__(self, run: Rotate, q: Tensor, k: Tensor | None, max_offset: int) -> None:
+        self.run = run
+        self.max_offset = max_offset
+        # In bytes: q and k can share memory only where the distance of their first elements is within these.
+        self.forward_reach = reach(q)
+        self.backward_reach = -1 if k is None else reach(k)
+
+
+_PLANS: dict[Any, _Plan] = {}
+_MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
+_NATIVE_IMPLS = (None, "native")  # the values of `impl` that choose the CUDA extension where it is loaded
+
+
+def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
+    """Check a call, and return its plan: the one of an earlier call, if its metadata were the same."""
+    q, k = xs[0], xs[1] if len(xs) == 2 else None
+    cos, sin, positions, cu_seqlens, offset, flags = call
+    key = (
+        (q.shape, q.stride(), q.dtype, q.device),
+        None if k is None else (k.shape, k.stride(), k.dtype, k.device),
+        (cos.shape, cos.stride(), cos.dtype, cos.device),
+        (sin.shape, sin.stride(), sin.dtype, sin.device),
+        None if positions is None else (positions.shape, positions.stride(), positions.dtype, positions.device),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
+        flags,
+    )
+    plan = _PLANS.get(key)
+    if plan is None:
+        run = _prepare(xs, call)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        plan = _Plan(run, q, k, max_offset(q, cos, positions, cu_seqlens, flags.layout))
+        _PLANS[key] = plan
+    if not 0 <= offset <= plan.max_offset:
+        check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
+    if cu_seqlens is not None:
+        check_values(cu_seqlens, q.shape[0])
+    if flags.inplace and k is not None:
+        distance = k.data_ptr() - q.data_ptr()
+        if -plan.backward_reach <= distance <= plan.forward_reach:
+            check_disjoint(q, k)
+    return plan
+
+
+def _rotate_natively(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
+    """Rotate by the CUDA extension, which checks a call in less time than a plan takes to find."""
+    if not native.rotate(xs, outs, call):
+        _find(xs, call).run(xs, outs, call)
+
+
+def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
+    """Rotate `xs`, (q,) or (q, k), record it for autograd, and return the rotated tensors."""
+    check_fixed(call.cos, call.sin)
+    flags = call.flags
+    if native.is_loaded() and xs[0].is_cuda and flags.impl in _NATIVE_IMPLS:
+        run: Rotate = _rotate_natively
+    else:
+        run = _find(xs, call).run
+    needs_grad = torch.is_grad_enabled() and (xs[0].requires_grad or xs[-1].requires_grad)
+    if needs_grad:
+        if flags.inplace:
+            return _rotate_inplace_with_grad(run, xs, call)
+        rotated: tuple[Tensor, ...] = _Rotate.apply(run, call, *xs)
+        return rotated
+    outs = xs if flags.inplace else [torch.empty_like(x) for x in xs]
+    run(xs, outs, call)
+    if flags.inplace:
+        torch._C._increment_version(xs)
+    return tuple(outs)
+
+
+def _rotate_inplace_with_grad(run: Rotate, xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
+    recorded = [i for i, x in enumerate(xs) if x.requires_grad]
+    for i in recorded:
+        check_overwritable("qk"[i], xs[i])
+    run(xs, xs, call)
+    torch._C._increment_version([x for x in xs if not x.requires_grad])
+    # The values are written; autograd's record of them is missing. A view is recorded by itself: a function that
+    # overwrites a view may have no second result.
+    views = any(xs[i]._is_view() for i in recorded)
+    groups = [[i] for i in recorded] if views else [recorded]
+    results = list(xs)
+    for group in groups:
+        outs = _Overwritten.apply(call, *(xs[i] for i in group))
+        for i, out in zip(group, outs, strict=True):
+            results[i] = out
+    return tuple(results)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate out of place; the derivative is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Rotate, call: RopeCall, *xs: Tensor) -> tuple[Tensor, ...]:
+        outs = tuple([torch.empty_like(x) for x in xs])
+        run(xs, outs, call)
+        if not all(needed := ctx.needs_input_grad[2:]):
+            ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
+        ctx.set_materialize_grads(False)
+        _save(ctx, call)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * 2 + _inverse_rotate(ctx, grads, ctx.needs_input_grad[2:])
+
+
+class _Overwritten(torch.autograd.Function):
+    """Record a rotation that has just been done in place."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RopeCall, *xs: Tensor) -> Any:
+        # No tensor may precede xs: where a function overwrites a view, autograd takes its first tensor for that view.
+        ctx.mark_dirty(*xs)
+        ctx.set_materialize_grads(False)
+        _save(ctx, call)
+        return xs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Every tensor that was recorded requires grad.
+        return (None, *_inverse_rotate(ctx, grads, [True] * len(grads)))
+
+
+def _save(ctx: Any, call: RopeCall) -> None:
+    ctx.save_for_backward(*call[:4])
+    ctx.offset, ctx.flags = call.offset, call.flags
+
+
+def _inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Rotate back the gradients that exist and are needed, in one launch."""
+    flags = ctx.flags
+    present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
+    results: list[Tensor | None] = [None] * len(grads)
+    if present:
+        inverse = flags._replace(inverse=not flags.inverse, inplace=False)
+        cos, sin, positions, cu_seqlens = ctx.saved_tensors
+        rotated = rotate(tuple(present.values()), RopeCall(cos, sin, positions, cu_seqlens, ctx.offset, inverse))
+        for i, grad in zip(present, rotated, strict=True):
+            results[i] = grad
+    return tuple(results)

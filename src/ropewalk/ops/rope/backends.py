@@ -1,0 +1,98 @@
+"""The backends of the rotation, the fastest first, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.rope import reference
+from ropewalk.ops.rope.call import RopeCall, Rotate
+from ropewalk.ops.rope.cuda import load as native
+
+
+class Backend(Protocol):
+    """An implementation of the rotation, under the name that `impl` takes."""
+
+    name: str
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Say why it does not support tensors on a device; None if it does. Nothing is loaded or compiled for that."""
+
+    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
+        """Return the function for calls like this one; None if the backend fails to load, and refuses from now on."""
+
+
+class _Native:
+    """The CUDA extension."""
+
+    name = "native"
+
+    def why_not(self, device: torch.device) -> str | None:
+        return native.why_not(device)
+
+    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
+        # Calls come here that the extension has refused to check by itself, or the one that loads it.
+        return native.rotate_unusual if native.load() else None
+
+
+class _Triton:
+    """The Triton kernel."""
+
+    name = "triton"
+
+    def why_not(self, device: torch.device) -> str | None:
+        return gpu.why_no_triton(device)
+
+    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+        from ropewalk.ops.rope.triton import launch
+
+        return launch.prepare(xs, call)
+
+
+class _Reference:
+    """Plain PyTorch."""
+
+    name = "reference"
+
+    def why_not(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+        return reference.rotate
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (_Native(), _Triton(), _Reference())}
+IMPLEMENTATIONS = tuple(BACKENDS)
+# On the CPU Triton means its interpreter, which is for tests: it runs there only by name.
+_CPU_IMPLEMENTATIONS = ("reference",)
+
+
+def why_not(impl: str, device: torch.device) -> str | None:
+    """Say why an implementation does not support tensors on a device; None if it does."""
+    return BACKENDS[impl].why_not(device)
+
+
+def choose(impl: str | None, device: torch.device) -> str:
+    """Name the implementation of a call: `impl`, or the fastest that this device has."""
+    if impl is None:
+        names = IMPLEMENTATIONS if device.type == "cuda" else _CPU_IMPLEMENTATIONS
+        return next(name for name in names if why_not(name, device) is None)
+    if impl not in BACKENDS:
+        raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    reason = why_not(impl, device)
+    if reason is not None:
+        raise ValueError(f"impl is {impl!r}, but it cannot run this call: {reason}")
+    return impl
+
+
+def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+    """Return the function for calls like this one, whose arguments are checked."""
+    impl, device = call.flags.impl, xs[0].device
+    run = None
+    while run is None:  # again where a backend has failed to load: `choose` passes it over, or raises if it was named
+        run = BACKENDS[choose(impl, device)].prepare(xs, call)
+    return run

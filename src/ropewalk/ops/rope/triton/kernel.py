@@ -1,0 +1,359 @@
+"""The rotation as one Triton kernel, its specialisation and its compilation.
+
+Shape letters: B batch, T tokens, H heads (Hq of q, Hk of k), D head dim, R rotary dim (R/2 pairs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+
+class Positions(IntEnum):
+    """The source of a token's position."""
+
+    INDEX = 0  # its index in the batch row, plus an offset
+    OFFSETS = 1  # its index, plus a number per batch row
+    TOKENS = 2  # a number per token
+    PACKED = 3  # its index in its own sequence, found in cu_seqlens, plus an offset
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """The values that the kernel is compiled for: each distinct set is one binary.
+
+    Lengths, strides, the direction and whatever else varies from call to call are arguments of the binary.
+    """
+
+    dtype: str  # of q and k, in Triton's letters: bf16, fp16, fp32, fp64
+    table_dtype: str  # of cos and sin
+    index_dtype: str  # of positions and cu_seqlens: i32 or i64
+    positions: Positions
+    n_q_heads: int
+    n_k_heads: int
+    head_dim: int  # D
+    half: int  # R / 2
+    rotary_offset: int
+    interleaved: bool
+    inplace: bool
+    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
+    stride_unit: int  # elements: strides of q, k and their results are given in multiples of it
+    table_stride_unit: int  # the same of cos and sin
+    stride_dtype: str  # i32, or i64 where a stride needs it
+    block_tokens: int
+    block_heads: int
+    threads: int  # of a program
+    keep_tables: bool  # whether the cache evicts lines of cos and sin last
+
+
+class Heads(NamedTuple):
+    """The heads of a tensor (B, T, H, D) in memory; its strides are in multiples of STRIDE_UNIT elements."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_token: Any
+    stride_head: Any
+
+
+@triton.jit
+def _token_positions(
+    token,
+    batch,
+    positions_ptr,
+    positions_stride_batch,
+    positions_stride_token,
+    cu_seqlens_ptr,
+    n_sequences,
+    search_steps,
+    offset,
+    token_mask,
+    POSITIONS: tl.constexpr,
+):
+    """Return the position of each token, int64; −1 where a packed token belongs to no sequence."""
+    if POSITIONS == 0:
+        position = token + offset
+    elif POSITIONS == 1:
+        position = token + tl.load(positions_ptr + batch * _wide(positions_stride_batch)).to(tl.int64)
+    elif POSITIONS == 2:
+        position_ptr = positions_ptr + batch * _wide(positions_stride_batch) + token * _wide(positions_stride_token)
+        position = tl.load(position_ptr, mask=token_mask, other=-1).to(tl.int64)
+    else:
+        # Count the sequences that end at or before the token, by bisection.
+        low = tl.zeros_like(token)
+        high = low + n_sequences
+        for _ in range(search_steps):
+            middle = (low + high) // 2
+            searching = low < high
+            end = tl.load(cu_seqlens_ptr + 1 + middle, mask=searching, other=0).to(tl.int64)
+            low = tl.where(searching & (end <= token), middle + 1, low)
+            high = tl.where(searching & (end > token), middle, high)
+        covered = low < n_sequences
+        start = tl.load(cu_seqlens_ptr + low, mask=covered, other=0).to(tl.int64)
+        position = tl.where(covered, token - start + offset, -1)
+    return position
+
+
+@triton.jit
+def _wide(index):
+    """Extend a non-negative number to int64 by zeros: a product of two such numbers is a single instruction."""
+    if index.dtype == tl.int32:
+        index = index.to(tl.uint32, bitcast=True)
+    return index.to(tl.int64)
+
+
+@triton.jit
+def _divide(index, multiplier, shift):
+    """Divide a non-negative int32 index by a divisor that the host has made a multiplication and a shift."""
+    return ((_wide(index) * _wide(multiplier)) >> shift).to(tl.int32)
+
+
+@triton.jit
+def _head_pointers(group, batch, token, q, k, HQ: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Point at the first feature of each token's heads in a group: [BLOCK_TOKENS, BLOCK_HEADS, 1].
+
+    Heads come in groups of BLOCK_HEADS, first q's, then k's.
+    """
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = group < Q_GROUPS
+    first_head = tl.where(is_q, group, group - Q_GROUPS) * BLOCK_HEADS
+    head = _wide(first_head + tl.arange(0, BLOCK_HEADS))[None, :, None]
+    stride_batch = _wide(tl.where(is_q, q.stride_batch, k.stride_batch))
+    stride_token = _wide(tl.where(is_q, q.stride_token, k.stride_token))
+    stride_head = _wide(tl.where(is_q, q.stride_head, k.stride_head))
+    return (
+        tl.where(is_q, q.ptr, k.ptr) + (batch * stride_batch + token * stride_token + head * stride_head) * STRIDE_UNIT
+    )
+
+
+@triton.jit
+def _head_mask(group, HQ: tl.constexpr, HK: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Mask the heads of a group that exist: [1, BLOCK_HEADS, 1]."""
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = group < Q_GROUPS
+    first_head = tl.where(is_q, group, group - Q_GROUPS) * BLOCK_HEADS
+    return (first_head + tl.arange(0, BLOCK_HEADS) < tl.where(is_q, HQ, HK))[None, :, None]
+
+
+@triton.jit
+def _load_pairs(
+    ptrs, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Load the features to rotate: first and second of each pair, or interleaved pairs whole (the same tile twice)."""
+    if INTERLEAVED:
+        feature = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        first = tl.load(ptrs + (feature + ROTARY_OFFSET), head_mask & (feature < 2 * HALF), other=0.0)
+        second = first
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, None, :]
+        mask = head_mask & (pair < HALF)
+        first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
+        second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
+    return first, second
+
+
+@triton.jit
+def _rotate_and_store(
+    ptrs, a, b, cos, sin, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Rotate the pairs of `_load_pairs`, and store them in the same order."""
+    if INTERLEAVED:
+        # The pairs were loaded in one wide access: split and join them in registers.
+        a, b = tl.split(tl.reshape(a, (a.shape[0], a.shape[1], a.shape[2] // 2, 2)))
+        a = a.to(cos.dtype)
+        b = b.to(cos.dtype)
+        x = tl.join(a * cos - b * sin, a * sin + b * cos)
+        x = tl.reshape(x, (x.shape[0], x.shape[1], 2 * x.shape[2]))
+        feature = tl.arange(0, x.shape[2])[None, None, :]
+        tl.store(ptrs + (feature + ROTARY_OFFSET), x, head_mask & (feature < 2 * HALF))
+    else:
+        a = a.to(cos.dtype)
+        b = b.to(cos.dtype)
+        pair = tl.arange(0, a.shape[2])[None, None, :]
+        mask = head_mask & (pair < HALF)
+        tl.store(ptrs + (pair + ROTARY_OFFSET), a * cos - b * sin, mask)
+        tl.store(ptrs + (pair + (ROTARY_OFFSET + HALF)), a * sin + b * cos, mask)
+
+
+@triton.jit
+def _pass_through(
+    out_ptrs, x_ptrs, inside, head_mask, D: tl.constexpr, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr,
+    INPLACE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy the features that are not rotated; they too are NaN where the position is outside the table."""
+    feature = tl.arange(0, BLOCK_D)[None, None, :]
+    mask = head_mask & ((feature < ROTARY_OFFSET) | (feature >= ROTARY_OFFSET + 2 * HALF)) & (feature < D)
+    nans = tl.full((head_mask.shape[0], head_mask.shape[1], BLOCK_D), float("nan"), tl.float32)
+    nans = nans.to(out_ptrs.dtype.element_ty)
+    if INPLACE:
+        tl.store(out_ptrs + feature, nans, mask & (inside == 0))
+    else:
+        x = tl.load(x_ptrs + feature, mask, other=0.0)
+        tl.store(out_ptrs + feature, tl.where(inside, x, nans), mask)
+
+
+@triton.jit
+def rotate_kernel(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cu_seqlens_ptr,
+    offset,
+    direction,  # +1 rotates by θ, −1 by −θ
+    n_batches,
+    batch_multiplier,  # these two divide by n_batches: see _divide
+    batch_shift,
+    chunk_blocks,  # token blocks of one batch row that follow each other
+    chunk_multiplier,
+    chunk_shift,
+    n_tokens,
+    n_rows,  # of cos and sin
+    n_sequences,
+    search_steps,
+    q_stride_batch,
+    q_stride_token,
+    q_stride_head,
+    k_stride_batch,
+    k_stride_token,
+    k_stride_head,
+    q_out_stride_batch,
+    q_out_stride_token,
+    q_out_stride_head,
+    k_out_stride_batch,
+    k_out_stride_token,
+    k_out_stride_head,
+    cos_stride_batch,
+    cos_stride_row,
+    sin_stride_batch,
+    sin_stride_row,
+    positions_stride_batch,
+    positions_stride_token,
+    POSITIONS: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INPLACE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    TABLE_STRIDE_UNIT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KEEP_TABLES: tl.constexpr,
+):
+    """Rotate a group of heads of a block of tokens: one small tile, so that the grid sweeps through memory in order.
+
+    Programs of several tiles, or of larger ones, reach less bandwidth (docs/notes/001-rotation-in-triton.md).
+    """
+    GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    group = tl.program_id(0) % GROUPS
+    block = tl.program_id(0) // GROUPS
+    # Chunk by chunk of tokens, all batch rows: the next row finds the chunk's part of the tables in cache, and few
+    # regions of memory are open at a time.
+    chunk_of_row = _divide(block, chunk_multiplier, chunk_shift)
+    chunk = _divide(chunk_of_row, batch_multiplier, batch_shift)
+    batch = _wide(chunk_of_row - chunk * n_batches)
+    token_block = (chunk - chunk_of_row) * chunk_blocks + block
+    # Every tile is [BLOCK_TOKENS, BLOCK_HEADS, features].
+    token = _wide(token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None, None]
+    token_mask = token < n_tokens if BLOCK_TOKENS > 1 else tl.full((1, 1, 1), 1, tl.int1)
+
+    # Load the tile first: looking up the tables' rows takes longer.
+    q = Heads(q_ptr, q_stride_batch, q_stride_token, q_stride_head)
+    k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
+    x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
+    head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    a, b = _load_pairs(x_ptrs, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_HALF)
+
+    position = _token_positions(
+        token, batch, positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences,
+        search_steps, offset, token_mask, POSITIONS,
+    )  # fmt: skip
+    inside = (position >= 0) & (position < n_rows)
+    # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little, and
+    # are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
+    column = tl.arange(0, BLOCK_HALF)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    table_mask = inside & (column < HALF)
+    row = tl.where(inside, position, 0).to(tl.int32)
+    cos_row = (batch * _wide(cos_stride_batch) + _wide(row) * _wide(cos_stride_row)) * TABLE_STRIDE_UNIT
+    sin_row = (batch * _wide(sin_stride_batch) + _wide(row) * _wide(sin_stride_row)) * TABLE_STRIDE_UNIT
+    TABLE_POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
+    cos = tl.load(cos_ptr + cos_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
+    sin = tl.load(sin_ptr + sin_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
+    # Synchronise the warps of a program before they store: 0.3 to 1 % more bandwidth on an H200.
+    tl.debug_barrier()
+    cos = cos.to(COMPUTE_DTYPE)
+    sin = sin.to(COMPUTE_DTYPE) * direction
+
+    q_out = Heads(q_out_ptr, q_out_stride_batch, q_out_stride_token, q_out_stride_head)
+    k_out = Heads(k_out_ptr, k_out_stride_batch, k_out_stride_token, k_out_stride_head)
+    out_ptrs = _head_pointers(group, batch, token, q_out, k_out, HQ, STRIDE_UNIT, BLOCK_HEADS)
+    _rotate_and_store(out_ptrs, a, b, cos, sin, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED)
+    if 2 * HALF < D:
+        _pass_through(out_ptrs, x_ptrs, inside, head_mask, D, HALF, ROTARY_OFFSET, INPLACE, BLOCK_D)
+
+
+_UNSIGNED_ARGUMENTS = {"batch_multiplier", "chunk_multiplier"}
+_COMPUTE_DTYPES = {"fp64": tl.float64}
+
+
+def kernel_constants(spec: Specialisation) -> dict[str, Any]:
+    """Return the kernel's compile-time arguments."""
+    return {
+        "POSITIONS": int(spec.positions),
+        "HQ": spec.n_q_heads,
+        "HK": spec.n_k_heads,
+        "D": spec.head_dim,
+        "HALF": spec.half,
+        "ROTARY_OFFSET": spec.rotary_offset,
+        "INTERLEAVED": spec.interleaved,
+        "INPLACE": spec.inplace,
+        "STRIDE_UNIT": spec.stride_unit,
+        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
+        "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
+        "BLOCK_TOKENS": spec.block_tokens,
+        "BLOCK_HEADS": spec.block_heads,
+        "BLOCK_HALF": triton.next_power_of_2(spec.half),
+        "BLOCK_D": triton.next_power_of_2(spec.head_dim),
+        "KEEP_TABLES": spec.keep_tables,
+    }
+
+
+def kernel_source(spec: Specialisation) -> ASTSource:
+    """Return the source that Triton compiles for `spec`; it needs no GPU."""
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{spec.dtype}")
+    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), f"*{spec.table_dtype}")
+    pointers |= dict.fromkeys(("positions_ptr", "cu_seqlens_ptr"), f"*{spec.index_dtype}")
+    constants = kernel_constants(spec)
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else pointers.get(name)
+        or (spec.stride_dtype if "_stride_" in name else "u32" if name in _UNSIGNED_ARGUMENTS else "i32")
+        for name in rotate_kernel.arg_names
+    }
+    aligned = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
+    attributes = {
+        (rotate_kernel.arg_names.index(name),): [["tt.divisibility", spec.pointer_alignment]] for name in aligned
+    }
+    return ASTSource(rotate_kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compile_kernel(spec: Specialisation, target: Any = None) -> Any:
+    """Compile the kernel for `target`, by default the current GPU."""
+    target = target or triton.runtime.driver.active.get_current_target()
+    num_warps = max(1, spec.threads // target.warp_size)
+    return triton.compile(kernel_source(spec), target=target, options={"num_warps": num_warps})

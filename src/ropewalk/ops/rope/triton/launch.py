@@ -1,0 +1,289 @@
+"""The launch of the Triton rotation, in as little host time as possible.
+
+`prepare` computes what depends on shapes, strides and flags alone. The `Launch` that it returns reads addresses and
+launches a compiled kernel that it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.rope.call import RopeCall, Rotate
+from ropewalk.ops.rope.triton.kernel import (
+    Positions,
+    Specialisation,
+    compile_kernel,
+    kernel_constants,
+    rotate_kernel,
+)
+from ropewalk.ops.rope.validate import as_bthd
+
+_LETTERS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_WIDEST_ACCESS = 16  # bytes
+_CHUNK_TOKENS = 4096  # of one batch row, before those of the next one
+_MANY_TOKENS = 1024  # bandwidth limits calls from here on, latency those below
+
+
+class Tiles(NamedTuple):
+    """The work of a program: `block_heads` heads of `block_tokens` tokens, by so many threads."""
+
+    block_tokens: int
+    block_heads: int
+    threads: int
+
+
+def choose_tiles(
+    batch: int,
+    tokens: int,
+    n_heads: int,
+    head_dim: int,
+    half: int,
+    itemsize: int,
+    *,
+    interleaved: bool,
+    heads_are_near: bool,
+) -> Tiles:
+    """Return the tiles that were fastest on an H200 (docs/notes/001-rotation-in-triton.md).
+
+    n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
+    than a head's tokens do.
+    """
+    # Half a row of one head is read in 16-byte accesses by this many threads.
+    per_row = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
+    if interleaved and batch * tokens >= _MANY_TOKENS:
+        rows, threads = 64 // per_row, 32
+    elif interleaved:
+        rows, threads = 64 // per_row, 128
+    elif heads_are_near:
+        rows, threads = 128 // per_row, 128
+    else:
+        rows, threads = 64 // per_row, 64
+    if 2 * half < head_dim:
+        # The other features are copied by whole rows: 32 features a thread fit its registers.
+        rows = min(rows, 32 * threads // triton.next_power_of_2(head_dim))
+    block_heads = min(max(1, rows), triton.next_power_of_2(max(1, n_heads)))
+    if not heads_are_near:
+        block_heads = min(block_heads, 4)
+    block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
+    return Tiles(block_tokens, block_heads, threads)
+
+
+@cache
+def _binary(spec: Specialisation, device: int) -> Callable[..., None]:
+    """Compile the kernel for `device`; call the result with the number of programs, the stream and its arguments."""
+    with torch.cuda.device(device):
+        compiled = compile_kernel(spec)
+        run = compiled.run  # loads the binary onto the device
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launch(n_programs: int, stream: int, *arguments: Any) -> None:
+        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+@dataclass
+class Launch:
+    """A prepared rotation, for tensors of the shapes and strides that it was prepared for."""
+
+    spec: Specialisation
+    n_programs: int
+    device: int
+    constants: tuple[Any, ...]  # the arguments that stay the same from call to call, in the kernel's order
+
+    def __post_init__(self) -> None:
+        self._by_alignment: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
+        """Write the rotation of `xs` into `outs`, on the current stream of their device."""
+        if self.n_programs == 0:
+            return
+        q, q_out = xs[0].data_ptr(), outs[0].data_ptr()
+        k, k_out = (xs[1].data_ptr(), outs[1].data_ptr()) if len(xs) == 2 else (0, 0)
+        cos, sin, positions, cu_seqlens, offset, flags = call
+        cos_ptr, sin_ptr = cos.data_ptr(), sin.data_ptr()
+        addresses = q | q_out | k | k_out | cos_ptr | sin_ptr | _WIDEST_ACCESS
+        alignment = addresses & -addresses
+        launch = self._by_alignment.get(alignment)
+        if launch is None:
+            spec = replace(self.spec, pointer_alignment=alignment)
+            launch = self._by_alignment[alignment] = _binary(spec, self.device)
+        arguments = (
+            q,
+            k,
+            q_out,
+            k_out,
+            cos_ptr,
+            sin_ptr,
+            0 if positions is None else positions.data_ptr(),
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            offset,
+            -1 if flags.inverse else 1,
+        )
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if torch._C._cuda_getDevice() == self.device:
+            launch(self.n_programs, stream, *arguments, *self.constants)
+        else:
+            with torch.cuda.device(self.device):
+                launch(self.n_programs, stream, *arguments, *self.constants)
+
+
+class InterpretedLaunch(Launch):
+    """The same by Triton's interpreter, on CPU tensors."""
+
+    def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
+        """Write the rotation of `xs` into `outs`."""
+        if self.n_programs == 0:
+            return
+        q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
+        cos, sin, positions, cu_seqlens, offset, flags = call
+        indices = (q if positions is None else positions, q if cu_seqlens is None else cu_seqlens)
+        direction = -1 if flags.inverse else 1
+        values = (q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
+        rotate_kernel[(self.n_programs,)](**dict(zip(rotate_kernel.arg_names, values, strict=True)))
+
+
+def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) -> Rotate:
+    """Make the launch for tensors like these, whose call is checked."""
+    cos, sin, positions, cu_seqlens, _, flags = call
+    layout, interleaved, inplace = flags.layout, flags.interleaved, flags.inplace
+    q, k = xs[0], xs[1] if len(xs) == 2 else None
+    outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
+    dense = (*xs, *outs, cos, sin) if cu_seqlens is None else (*xs, *outs, cos, sin, cu_seqlens)
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
+        return _rotate_clones
+    batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
+    n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
+    half = cos.shape[-1]
+
+    # (batch, token, head) of each.
+    x_strides = [_strides(as_bthd(x, layout))[:3] for x in xs]
+    out_strides = [_strides(as_bthd(x, layout))[:3] for x in outs]
+    if k is None:
+        x_strides.append((0, 0, 0))
+        out_strides.append((0, 0, 0))
+    strides = [stride for of_tensor in (*x_strides, *out_strides) for stride in of_tensor]
+    stride_unit = _unit(strides)
+    # (batch, row) of each; one table for all batch rows is a stride of 0 between them.
+    table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
+    table_stride_unit = _unit(table_strides)
+
+    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token)
+    if positions is None or cos.ndim == 3:
+        kind = Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX
+    elif positions.ndim == 1 and layout != "thd":
+        kind, positions_strides = Positions.OFFSETS, (positions.stride(0), 0)
+    else:
+        kind, positions_strides = Positions.TOKENS, (0, *_strides(positions))[-2:]
+    index = positions if positions is not None else cu_seqlens
+    n_sequences = cu_seqlens.numel() - 1 if cu_seqlens is not None else 0
+    n_rows = cos.shape[-2]  # tables per token have T, and positions 0 … T − 1
+
+    if tiles is None:
+        tiles = choose_tiles(
+            batch,
+            tokens,
+            max(n_q_heads, n_k_heads),
+            head_dim,
+            half,
+            q.element_size(),
+            interleaved=interleaved,
+            heads_are_near=tokens <= 1 or n_q_heads <= 1 or x_strides[0][2] <= x_strides[0][1],
+        )
+    all_strides = (
+        *(stride // stride_unit for stride in strides),
+        *(stride // table_stride_unit for stride in table_strides),
+        *positions_strides,
+    )
+    spec = Specialisation(
+        dtype=_LETTERS[q.dtype],
+        table_dtype=_LETTERS[cos.dtype],
+        index_dtype=_LETTERS[index.dtype] if index is not None else "i64",
+        positions=kind,
+        n_q_heads=n_q_heads,
+        n_k_heads=n_k_heads,
+        head_dim=head_dim,
+        half=half,
+        rotary_offset=flags.rotary_offset,
+        interleaved=interleaved,
+        inplace=inplace,
+        pointer_alignment=_WIDEST_ACCESS,
+        stride_unit=stride_unit,
+        table_stride_unit=table_stride_unit,
+        stride_dtype="i32" if max(all_strides) < 2**31 else "i64",
+        block_tokens=tiles.block_tokens,
+        block_heads=tiles.block_heads,
+        threads=tiles.threads,
+        # The next batch row reads them again: 0.7 % more bandwidth for many tokens, 4 % more latency for few.
+        keep_tables=batch * tokens >= _MANY_TOKENS,
+    )
+    token_blocks = math.ceil(tokens / tiles.block_tokens)
+    n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
+    chunk_blocks = math.ceil(token_blocks / n_chunks)
+    n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
+    empty = 0 in (batch, tokens, n_q_heads + n_k_heads, head_dim)
+    n_programs = 0 if empty else n_chunks * batch * chunk_blocks * n_groups
+    constants = (
+        batch,
+        *_division(batch),
+        chunk_blocks,
+        *_division(chunk_blocks),
+        tokens,
+        n_rows,
+        n_sequences,
+        n_sequences.bit_length(),
+        *all_strides,
+        *kernel_constants(spec).values(),
+    )
+    launch_class = InterpretedLaunch if gpu.is_interpreted() else Launch
+    return launch_class(spec, n_programs, q.device.index, constants)
+
+
+@torch.no_grad()
+def _rotate_clones(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
+    """Rotate dense copies, for tensors whose last dimension is not dense in memory."""
+    clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+    dense = call._replace(
+        cos=call.cos.contiguous(),
+        sin=call.sin.contiguous(),
+        cu_seqlens=None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
+        flags=call.flags._replace(inplace=True),
+    )
+    prepare(clones, dense)(clones, clones, dense)
+    for out, clone in zip(outs, clones, strict=True):
+        out.copy_(clone)
+
+
+def _division(divisor: int) -> tuple[int, int]:
+    """Return a multiplier m and a shift s such that n // divisor == n · m >> s for all 0 ≤ n < 2³¹."""
+    shift = 31 + max(divisor - 1, 0).bit_length()
+    return -(-(1 << shift) // max(divisor, 1)), shift
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Return strides in elements, 0 for a dimension of one element."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def _unit(strides: Iterable[int]) -> int:
+    """Return the largest power of two, up to 16, that divides every stride."""
+    union = _WIDEST_ACCESS
+    for stride in strides:
+        union |= stride
+    return union & -union

@@ -1,0 +1,280 @@
+"""The checks of `apply_rope`'s arguments, and their errors.
+
+They read shapes, strides, dtypes and devices alone, so that a plan made after them holds for all calls with the same
+metadata. `check_values` is the exception: it reads values, of CPU tensors only.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta
+
+LAYOUTS = ("bthd", "bhtd", "thd")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 512
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layout: str,
+    rotary_dim: int | None,
+    rotary_offset: int,
+) -> None:
+    """Raise unless the arguments fit together, by their metadata alone."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
+    _check_x("q", q, layout)
+    if k is not None:
+        _check_x("k", k, layout)
+        _check_same("k.dtype", k.dtype, "q.dtype", q.dtype)
+        _check_same("k.device", k.device, "q.device", q.device)
+        head_axis = layout.index("h")
+        for axis, letter in enumerate(layout):
+            if axis != head_axis and k.shape[axis] != q.shape[axis]:
+                raise ValueError(
+                    f"k has shape {tuple(k.shape)}, but must agree with q's {tuple(q.shape)} on all of {layout!r} "
+                    f"except the number of heads; they differ on {letter!r}"
+                )
+    head_dim = q.shape[-1]
+    batch, tokens = as_bthd(q, layout).shape[:2]
+    _check_tables(q, cos, sin, batch, tokens, layout)
+    _check_rotary(cos, head_dim, rotary_dim, rotary_offset)
+    _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
+
+
+def check_fixed(cos: Tensor, sin: Tensor) -> None:
+    """Raise if a table requires grad."""
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
+
+
+def max_offset(q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str) -> int:
+    """Return the largest offset with which no position that the host can compute leaves the table."""
+    if cos.ndim == 3 or positions is not None:
+        return 0
+    n_rows, tokens = cos.shape[0], q.shape[layout.index("t")]
+    if cu_seqlens is not None:
+        # The lengths of the sequences are on the device: tokens past the table become NaN there.
+        tokens = min(tokens, 1)
+    return n_rows - tokens
+
+
+def check_offset(
+    offset: int, q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str
+) -> None:
+    """Raise unless positions offset, offset + 1, … stay inside the table."""
+    limit = max_offset(q, cos, positions, cu_seqlens, layout)
+    if 0 <= offset <= limit:
+        return
+    if cos.ndim == 3:
+        raise ValueError(
+            f"positions is {offset}, but must be None where cos and sin are per token (they have 3 dimensions)"
+        )
+    tokens = q.shape[layout.index("t")]
+    rule = f"the start must be at least 0 and at most {limit}" if limit >= 0 else f"they must have at least {tokens}"
+    raise ValueError(
+        f"positions start at {offset} for {tokens} tokens, but cos and sin have rows 0 … {cos.shape[0] - 1}: {rule}"
+    )
+
+
+def check_values(cu_seqlens: Tensor | None, total: int) -> None:
+    """Raise unless cu_seqlens rises from 0 to `total`; on a GPU it is not read, as that would wait for the device."""
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens starts at {values[0]}, but must start at 0")
+    for index, (start, end) in enumerate(pairwise(values)):
+        if end < start:
+            raise ValueError(f"cu_seqlens falls from {start} to {end} at index {index + 1}, but must not decrease")
+    if values[-1] != total:
+        raise ValueError(f"cu_seqlens ends at {values[-1]}, but must end at the number of tokens, {total}")
+
+
+def check_inplace(q: Tensor, k: Tensor | None) -> None:
+    """Raise unless q and k can be overwritten: no two elements may share memory."""
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and may_overlap_itself(x):
+            raise ValueError(
+                f"{name} has strides {x.stride()} at shape {tuple(x.shape)}: some of its elements share memory (an "
+                f"expanded tensor?), so inplace must be False"
+            )
+
+
+def check_disjoint(q: Tensor, k: Tensor) -> None:
+    """Raise unless q and k, about to be overwritten, share no element."""
+    distance = (k.data_ptr() - q.data_ptr()) // q.element_size()
+    if not _are_disjoint(q.shape, q.stride(), k.shape, k.stride(), distance):
+        raise ValueError("q and k share memory, so inplace must be False")
+
+
+@lru_cache(maxsize=4096)
+def _are_disjoint(
+    q_shape: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    distance: int,
+) -> bool:
+    """Say whether q and k, which starts `distance` elements after q, provably share no element."""
+    q_steps, k_steps = list(zip(q_shape, q_strides, strict=True)), list(zip(k_shape, k_strides, strict=True))
+
+    def extent(steps: list[tuple[int, int]]) -> int:
+        return sum((size - 1) * stride for size, stride in steps)
+
+    if 0 in (*q_shape, *k_shape) or distance > extent(q_steps) or -distance > extent(k_steps):
+        return True
+    # Their memory may interleave, as slices of one projection do: the outer dimensions are the same for both, and in
+    # one step of the smallest of those each has an interval of its own. Try every cut between outer and inner.
+    common = [step for step, other in zip(q_steps, k_steps, strict=True) if step == other and step[0] > 1]
+    for _, cut in common:
+        outer = [step for step in common if step[1] >= cut]
+        if cut == 0 or any(stride % cut for _, stride in outer):
+            continue
+        q_inner = extent(q_steps) - extent(outer)
+        k_inner = extent(k_steps) - extent(outer)
+        if q_inner < distance % cut < cut - k_inner:
+            return True
+    return False
+
+
+def check_overwritable(name: str, x: Tensor) -> None:
+    """Raise before `x` is overwritten if autograd would not allow it."""
+    is_view = x._is_view()
+    base = x._base if is_view else x
+    if base is not None and base.requires_grad and base.is_leaf:
+        kind = "a view of a leaf" if is_view else "a leaf"
+        raise RuntimeError(f"{name} is {kind} that requires grad, so inplace must be False")
+    if is_view and _get_creation_meta(x) != CreationMeta.DEFAULT:
+        raise RuntimeError(
+            f"{name} is a view whose overwriting autograd cannot record (made by split, chunk or unbind, or without "
+            f"grad), so inplace must be False; a slice, x[:, :, :H], can be overwritten"
+        )
+
+
+def reach(x: Tensor) -> int:
+    """Return the bytes from the start of the first element to the start of the last."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) * x.element_size()
+
+
+def as_bthd(x: Tensor, layout: str) -> Tensor:
+    """View `x` as (B, T, H, D), a packed tensor as one batch row."""
+    if layout == "bhtd":
+        return x.transpose(1, 2)
+    return x.unsqueeze(0) if layout == "thd" else x
+
+
+def may_overlap_itself(x: Tensor) -> bool:
+    """Say whether two indices of `x` may address the same memory; False is certain."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return x.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def _check_x(name: str, x: Tensor, layout: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+    if x.ndim != len(layout):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, but must have {len(layout)} dimensions in layout {layout!r}, "
+            f"({', '.join(layout.upper())})"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}, but must be float16, bfloat16, float32 or float64")
+    if x.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"{name} has head dim {x.shape[-1]}, but it must be at most {MAX_HEAD_DIM}")
+
+
+def _check_same(name: str, value: object, other_name: str, other: object) -> None:
+    if value != other:
+        raise ValueError(f"{name} is {value}, but must be {other_name}, {other}")
+
+
+def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, batch: int, tokens: int, layout: str) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            raise TypeError(f"{name} is {type(table).__name__}, but must be a tensor")
+        if table.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {table.dtype}, but must be float16, bfloat16, float32 or float64")
+        _check_same(f"{name}.device", table.device, "q.device", q.device)
+    if cos.ndim not in (2, 3):
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, but must be (n, R/2), or (B, T, R/2) per token")
+    _check_same("sin.shape", tuple(sin.shape), "cos.shape", tuple(cos.shape))
+    _check_same("sin.dtype", sin.dtype, "cos.dtype", cos.dtype)
+    if cos.ndim == 3 and not (cos.shape[0] in (1, batch) and cos.shape[1] == tokens):
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)}, but per token it must be (B or 1, T, R/2) with B = {batch} and "
+            f"T = {tokens}, as in q of shape {tuple(q.shape)} (layout {layout!r})"
+        )
+
+
+def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_offset: int) -> None:
+    width = 2 * cos.shape[-1]
+    for name, value in (("rotary_dim", rotary_dim), ("rotary_offset", rotary_offset)):
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}, but must be an int")
+    if rotary_dim is not None and rotary_dim % 2:
+        raise ValueError(f"rotary_dim is {rotary_dim}, but must be even")
+    if rotary_dim is not None and rotary_dim != width:
+        hint = "; cos holds every angle once, not twice" if 2 * rotary_dim == width else ""
+        raise ValueError(
+            f"rotary_dim is {rotary_dim}, but must be twice the width of cos, {width} with shape "
+            f"{tuple(cos.shape)}{hint}"
+        )
+    if width == 0:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, but must have at least one column")
+    if rotary_offset < 0 or rotary_offset + width > head_dim:
+        raise ValueError(
+            f"rotary_offset {rotary_offset} and the rotary dim {width} (twice the width of cos) must lie within the "
+            f"head dim, {head_dim}"
+        )
+
+
+def _check_positions(
+    q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, tokens: int, layout: str
+) -> None:
+    for name, index in (("positions", positions), ("cu_seqlens", cu_seqlens)):
+        if index is None:
+            continue
+        if not isinstance(index, Tensor):
+            raise TypeError(f"{name} is {type(index).__name__}, but must be a tensor of int32 or int64")
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} has dtype {index.dtype}, but must be int32 or int64")
+        _check_same(f"{name}.device", index.device, "q.device", q.device)
+    if cu_seqlens is not None:
+        if layout != "thd":
+            raise ValueError(f"cu_seqlens was given with layout {layout!r}, but must come with layout 'thd' alone")
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0:
+            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be (number of sequences + 1,)")
+    if cos.ndim == 3:
+        if positions is not None:
+            raise ValueError("positions must be None where cos and sin are per token (they have 3 dimensions)")
+        return
+    if positions is None:
+        if layout == "thd" and cu_seqlens is None:
+            raise ValueError("layout is 'thd', so cu_seqlens or positions of shape (total,) must be given")
+        return
+    shape = tuple(positions.shape)
+    if layout == "thd":
+        if shape != (tokens,):
+            raise ValueError(f"positions has shape {shape}, but in layout 'thd' it must be (total,), ({tokens},)")
+    elif len(shape) == 1:
+        if shape != (batch,):
+            hint = "; one row for the whole batch is (1, T)" if shape == (tokens,) else ""
+            raise ValueError(f"positions has shape {shape}, but offsets per batch row must be (B,), ({batch},){hint}")
+    elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != tokens:
+        raise ValueError(
+            f"positions has shape {shape}, but must be (B,), (1, T) or (B, T) with B = {batch}, T = {tokens}"
+        )

@@ -1,0 +1,114 @@
+"""The interface of a position scheme: a map of features, a change of scores, or both.
+
+A scheme describes them, and the backends of `ropewalk.ops.attention` compute them.
+
+1. The map applies to each token's features before the scores: tables of cos and sin rotate and scale their pairs, and
+   weights multiply features. It is linear, so the gradient is mapped by its transpose. A two-range encoding has a
+   second map for far pairs of tokens (`ropewalk.schemes.two_range`).
+2. The change of scores is a function (score, query position, key position) -> score. Its reference form is the method
+   `score_mod`. The form for Triton kernels is a set of jitted functions, named here and imported when a kernel is
+   compiled.
+
+Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim (R/2 pairs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """A map of features: tables as `apply_rope` takes them, and weights."""
+
+    cos: Tensor  # (..., T, R/2), float32, times the token's amplitude
+    sin: Tensor
+    interleaved: bool
+    weights: Tensor | None  # (D,), float32: of a feature of q times the same feature of k
+    offset: int = 0  # the first rotated feature
+
+
+@dataclass(frozen=True, eq=False)
+class PositionScheme:
+    """The base class of all schemes, those of other packages too (CONTRIBUTING.md has the recipe).
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> from ropewalk import PositionScheme, attention
+        >>> @dataclass(frozen=True, eq=False)
+        ... class Recency(PositionScheme):
+        ...     def score_mod(self, scores, distance):
+        ...         return scores - 0.1 * distance.abs()
+        >>> q = k = v = torch.randn(1, 16, 2, 32)
+        >>> attention(q, k, v, position=Recency()).shape
+        torch.Size([1, 16, 2, 32])
+    """
+
+    def kernel_score_mod(self) -> str | None:
+        """Name a `ropewalk.ops.attention.triton.score_mods.ScoreMod`, as “package.module:name”; None for none."""
+        return None
+
+    def rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
+        """Return the map of features for tokens at `positions` (..., T), int64; None for the identity."""
+        return None
+
+    def query_rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
+        """Return the map of queries' features, if `rotation` is that of keys alone; None if it is that of both."""
+        return None
+
+    def far_window(self) -> int | None:
+        """Return the window of a two-range encoding: pairs with |m − n| ≥ window are far; None if no pair is."""
+        return None
+
+    def far_rotation(self, positions: Tensor, head_dim: int, of: str) -> Rotation | None:
+        """Return the map of features for far pairs; None for the identity. It rotates the same features as `rotation`.
+
+        of: "keys" for the map of k; "past" for that of q with earlier keys, "future" for that of q with later keys.
+        """
+        return None
+
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor | None:
+        """Return the parameters of the `ScoreMod`, (H, anything), float32; None if it reads none.
+
+        Learned parameters stay differentiable. All are made on the device, as a CUDA graph may not copy from the host.
+        """
+        return None
+
+    def n_learned_params(self) -> int:
+        """Count the columns of `score_mod_params`, from the first, that may be learned; 0 for all."""
+        return 0
+
+    def has_score_mod(self) -> bool:
+        """Say whether scores change: by default, whether the class has its own `score_mod`."""
+        return type(self).score_mod is not PositionScheme.score_mod
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        """Change scores before the softmax: the reference form, in plain PyTorch.
+
+        Unlike FlexAttention's function of this name, which maps one score and its indices, it maps whole tiles: the
+        reference calls it once with the matrix of all scores.
+
+        scores: (B, H, Tq, Tk), scaled. distance: query's position minus key's, (B or 1, 1, Tq, Tk), int64.
+        """
+        return scores
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_learnable(name: str, x: object, shape: str) -> None:
+    """Raise unless x is a floating-point tensor: a gradient may flow to it."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {kind}, but must be a floating-point tensor, {shape}")
+
+
+def per_head(name: str, x: Tensor, n_heads: int) -> Tensor:
+    if x.shape != (n_heads,):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (H,) with H = {n_heads}")
+    return x

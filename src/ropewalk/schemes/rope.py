@@ -1,0 +1,117 @@
+"""Rotary position embedding, and attention without positions.
+
+Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim (R/2 pairs).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.frequencies import inverse_frequencies, rope_table
+from ropewalk.schemes.base import PositionScheme, Rotation, is_int
+
+
+@dataclass(frozen=True)
+class NoPosition(PositionScheme):
+    """Attention without positions, or with positions that were added before the projections.
+
+    The same in PyTorch::
+
+        scores = q @ k.mT * scale
+
+    Example:
+        >>> from ropewalk.schemes import NoPosition
+        >>> NoPosition()
+        NoPosition()
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class Rope(PositionScheme):
+    """Rotary position embedding (RoPE) of q and k.
+
+    The same in PyTorch, for positions p (T,)::
+
+        cos, sin = rope_table(p, inv_freq, attention_factor=attention_factor)
+        q, k = apply_rope(q, k, cos[None], sin[None], interleaved=interleaved, rotary_offset=rotary_offset)
+        scores = q @ k.mT * scale
+
+    Args:
+        base: of the frequencies ω_i = base^(−2i/R), where `inv_freq` is not given.
+        inv_freq: ω of each pair, (R/2,); of any scaling variant, from `inverse_frequencies`.
+        rotary_dim: R, the number of rotated features; None for all of the head, or twice the width of inv_freq.
+        interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
+        attention_factor: multiplies the rotated features of q and of k (YaRN's; 1 for most).
+        rotary_offset: the first rotated feature, for heads that rotate their last ones (DeepSeek's the last 64 of 192);
+            R is then all features from it on, unless rotary_dim or inv_freq is given.
+
+    Raises:
+        TypeError: an inv_freq that is not a tensor.
+        ValueError: a base that is not above 0, an odd rotary_dim, one that disagrees with inv_freq, an inv_freq of
+            another shape or one that requires a gradient, an infinite attention_factor, a negative rotary_offset; in a
+            call, more features to rotate than the head has.
+
+    Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk.schemes import Rope
+        >>> rotation = Rope(base=500000.0).rotation(torch.arange(16), head_dim=64)
+        >>> rotation.cos.shape
+        torch.Size([16, 32])
+    """
+
+    base: float = 10000.0
+    _: KW_ONLY
+    inv_freq: Tensor | None = None
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    attention_factor: float = 1.0
+    rotary_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.base < math.inf:
+            raise ValueError(f"base is {self.base}, but must be finite and above 0")
+        if self.inv_freq is not None and not isinstance(self.inv_freq, Tensor):
+            raise TypeError(f"inv_freq is {type(self.inv_freq).__name__}, but must be a tensor, (R/2,)")
+        if self.inv_freq is not None and self.inv_freq.requires_grad:
+            raise ValueError("inv_freq requires a gradient, but frequencies are constants: pass inv_freq.detach()")
+        width = None if self.inv_freq is None else 2 * self.inv_freq.numel()
+        if self.inv_freq is not None and (self.inv_freq.ndim != 1 or width == 0):
+            raise ValueError(f"inv_freq has shape {tuple(self.inv_freq.shape)}, but must be (R/2,)")
+        if self.rotary_dim is not None and (
+            not isinstance(self.rotary_dim, int) or self.rotary_dim < 2 or self.rotary_dim % 2
+        ):
+            raise ValueError(f"rotary_dim is {self.rotary_dim}, but must be an even int of at least 2")
+        if width is not None and self.rotary_dim not in (None, width):
+            raise ValueError(f"rotary_dim is {self.rotary_dim}, but inv_freq has {width // 2} values, for {width}")
+        if not abs(self.attention_factor) < math.inf:
+            raise ValueError(f"attention_factor is {self.attention_factor}, but must be finite")
+        if not is_int(self.rotary_offset) or self.rotary_offset < 0:
+            raise ValueError(f"rotary_offset is {self.rotary_offset!r}, but must be an int of at least 0")
+
+    def rotation(self, positions: Tensor, head_dim: int) -> Rotation:
+        """Return the tables of `rope_table` at these positions."""
+        inv_freq, offset = self.inv_freq, self.rotary_offset
+        if offset >= head_dim:
+            raise ValueError(f"rotary_offset is {offset}, but must be below the head dim, {head_dim}")
+        if inv_freq is None:
+            inv_freq = default_frequencies(self.rotary_dim or head_dim - offset, self.base, positions.device)
+        if offset + 2 * inv_freq.numel() > head_dim:
+            after = f" after the first {offset}" if offset else ""
+            raise ValueError(
+                f"Rope rotates {2 * inv_freq.numel()} features{after}, but they must fit the head dim, {head_dim}"
+            )
+        cos, sin = rope_table(positions, inv_freq, attention_factor=self.attention_factor, device=positions.device)
+        return Rotation(cos, sin, self.interleaved, None, offset)
+
+
+def default_frequencies(rotary_dim: int, base: float, device: torch.device) -> Tensor:
+    """Return ω of each pair, (R/2,), in float64."""
+    if device.type == "cuda":  # made there: neither a compiled program nor a CUDA graph may copy them from the host
+        return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / -rotary_dim)
+    return inverse_frequencies("default", rotary_dim, base)[0]

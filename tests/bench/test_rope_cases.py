@@ -1,0 +1,77 @@
+"""The cases as data, and the tensors made of them."""
+
+import pytest
+import torch
+
+from ropewalk import apply_rope
+from ropewalk.bench.core.gate import max_error
+from ropewalk.bench.rope.cases import CASES, DIRECTIONS, Case, make_inputs
+from ropewalk.bench.rope.gate import Gate
+
+SMALL = [
+    Case("index", 2, 5, 3, 1, 8, "float32"),
+    Case("offsets", 2, 5, 3, 1, 8, "float32", positions="offsets"),
+    Case("tokens", 2, 5, 3, 1, 8, "float32", positions="tokens"),
+    Case("partial", 2, 5, 3, 1, 8, "float32", rotary_dim=4, interleaved=True),
+    Case("bhtd", 2, 5, 3, 1, 8, "float32", layout="bhtd", positions="tokens"),
+    Case("packed", 1, 9, 3, 1, 8, "float32", layout="thd", sequences=(4, 1, 4)),
+    Case("thd tokens", 1, 9, 3, 1, 8, "float32", layout="thd", positions="tokens"),
+]
+
+
+def test_the_cases_are_distinct_and_consistent() -> None:
+    assert len({(case.name, case.variant) for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert set(case.directions) <= set(DIRECTIONS)
+        assert case.torch_dtype.is_floating_point
+        assert not case.sequences or sum(case.sequences) == case.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("bert-base", (12, 12, 64, 64, 10000.0)),
+        ("llama3-8b", (32, 8, 128, 128, 500000.0)),
+        ("llama3-70b", (64, 8, 128, 128, 500000.0)),
+        ("qwen3-8b", (32, 8, 128, 128, 1e6)),
+        ("gemma3-27b", (32, 16, 128, 128, 1e6)),
+        ("deepseek-mla", (128, 1, 64, 64, 10000.0)),
+        ("glm4-9b-partial", (32, 2, 128, 64, 10000.0)),
+        ("decode-256", (32, 8, 128, 128, 500000.0)),
+    ],
+)
+def test_models_have_their_configurations_heads(name: str, shape: tuple[float, ...]) -> None:
+    cases = [case for case in CASES if case.name == name]
+    assert cases
+    for case in cases:
+        assert (case.q_heads, case.k_heads, case.head_dim, case.width, case.base) == shape
+
+
+def test_bytes_moved_count_each_element_read_and_written() -> None:
+    case = next(case for case in CASES if case.name == "llama3-8b")
+    assert case.bytes_moved == 2 * 2 * (2 * 8192 * (32 + 8) * 128)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_inputs_give_the_same_positions_in_every_form(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    assert inputs.q.shape == case.shape(case.q_heads)
+    assert inputs.cos.shape[-1] == case.width // 2
+    rotated = apply_rope(
+        inputs.q,
+        inputs.k,
+        inputs.cos,
+        inputs.sin,
+        positions=inputs.positions,
+        cu_seqlens=inputs.cu_seqlens,
+        layout=case.layout,
+        interleaved=case.interleaved,
+    )
+    assert max_error(rotated, Gate(case, inputs, "fwd").truth) < 1e-5
+
+
+def test_the_same_seed_draws_the_same_inputs(device: torch.device) -> None:
+    first, again, other = (make_inputs(SMALL[2], device, seed) for seed in (3, 3, 4))
+    assert torch.equal(first.q, again.q)
+    assert torch.equal(first.token_positions, again.token_positions)
+    assert not torch.equal(first.q, other.q)

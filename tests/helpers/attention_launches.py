@@ -1,0 +1,55 @@
+"""Launches of the Triton kernels of attention, recorded for the compile checks and tools/kernel_figures.py."""
+
+import torch
+
+from helpers.compile import Recorder, pretend_target
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backend import Wanted
+from ropewalk.ops.attention.triton import launch as triton_launch
+from ropewalk.ops.attention.triton import launch_common
+from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias
+
+KERNELS = ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel")
+H, T = 4, 128
+CALLS = {
+    "plain": {},
+    "rope-causal": {"position": Rope(), "causal": True},
+    "rope-padding": {"position": Rope(), "mask": torch.ones(2, 1, 1, T, dtype=torch.bool)},
+    "alibi-mask": {"position": Alibi(), "mask": torch.ones(T, T, dtype=torch.bool)},
+    "decay-window": {"position": ExpoSB(distance_decay=True), "causal": True, "window": 64},
+    "packed": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 256])},
+    "starts": {"position": Rope(), "key_starts": torch.tensor([0, 3]), "query_starts": torch.tensor([0, 0])},
+    "softcap": {"causal": True, "softcap": 50.0},
+    "sinks": {"causal": True, "sinks": torch.zeros(H)},
+    "dropout": {"causal": True, "dropout_p": 0.1},
+    "learned": {"position": Alibi(torch.ones(H).requires_grad_()), "causal": True},
+    "learned-bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_()), "causal": True},
+    "learned-t5": {"position": T5Bias(torch.ones(32, H).requires_grad_()), "causal": True},
+    # The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
+    "rerope": {"position": ReRope(48), "causal": True},
+    "leaky-full": {"position": ReRope(48, leak=4.0)},
+}
+
+
+def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
+    """Return the launches of a call's forward and backward on a target, and those of its schedules."""
+    pretend_target(monkeypatch, target)
+    keywords = CALLS[name]
+    layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
+    q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
+    if layout == "thd":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    launches, schedules = [], []
+    for kernel in KERNELS:
+        monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
+    monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
+    call = make_call(q, k, v, layout=layout, **keywords)
+    if call.dropout_p > 0:
+        call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
+    wanted = Wanted(name.startswith("learned"), "sinks" in keywords)
+    with torch.no_grad():
+        out, saved = triton_launch.forward(call, True)
+        saved_call = call._replace(q=saved.q, k=saved.k)
+        triton_launch.backward(saved_call, out, saved, torch.randn_like(out), None, wanted)
+    assert [launch[0].__name__ for launch in launches] == list(KERNELS)
+    return launches, schedules

@@ -1,0 +1,53 @@
+"""A tiny comparison of schemes, as several tests and their processes run it."""
+
+from __future__ import annotations
+
+import torch
+
+from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.corpus import Corpus
+
+TINY = Config(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    intermediate_size=32,
+    vocab_size=512,
+    train_length=16,
+    length_multiples=(1, 2),
+    batch_size=8,
+    steps=12,
+    learning_rate=1e-2,
+    warmup=0.25,
+    dropout=0.1,
+    log_every=2,
+    checkpoint_every=5,
+)
+
+TEXT = "a rope is laid of three strands each of yarns that turn the other way so that it holds by its own strain"
+
+
+def make_corpus(n_documents=20, seed=0):
+    """Words that follow each other by a rule, so that masked ones can be told; some windows are short."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(20, (n_documents, 1), generator=generator)
+    tokens = (5 + (starts + 3 * torch.arange(60)) % 20).int()
+    lengths = torch.tensor([16, 16, 16, 12])
+    windows = torch.tensor([[d * 60 + 16 * w, int(lengths[w])] for d in range(n_documents) for w in range(4)])
+    return Corpus(
+        name="a rule",
+        n_documents=n_documents,
+        n_bytes=0,
+        sha256="0" * 64,
+        vocab_size=30,
+        pad_id=0,
+        mask_id=4,
+        n_special=5,
+        tokenizer=None,
+        tokens=tokens.flatten(),
+        windows=windows,
+        held_out=tokens[:4, :32],
+    )
+
+
+SHARED = (("no", "standard"), ("no", "absolute"), ("no", "exposb"), ("bf16", "exposb"))

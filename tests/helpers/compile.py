@@ -1,0 +1,85 @@
+"""Compile kernels without a GPU: record the launches of a launcher, and compile what they would launch."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from helpers.targets import TARGETS
+from ropewalk import device as gpu
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+# Bounds on spills hold from Triton 3.7 on: tiles were chosen by its reports, and 3.6 spills up to 1 KB on gfx942.
+OLDER_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+
+
+@dataclass
+class Recorder:
+    """Stand in for a kernel, and append each launch: the kernel, its arguments and its keywords."""
+
+    kernel: object
+    launches: list
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **keywords: self.launches.append((self.kernel, arguments, keywords))
+
+
+def pretend_target(monkeypatch, target):
+    """Let launchers find the target in this machine, and no interpreter."""
+    backend, arch = TARGETS[target].backend, TARGETS[target].arch
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
+    monkeypatch.setattr(gpu, "is_rocm", lambda: backend == "hip")
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    if backend == "cuda":
+        monkeypatch.setattr(gpu, "current_capability", lambda: divmod(arch, 10))
+
+
+def describe(value, path, specialised, constants, attributes):
+    """Return a value's type as Triton's compiler writes it; note constants, and values divisible by 16."""
+    if isinstance(value, tuple):
+        parts = [describe(part, (*path, index), specialised, constants, attributes) for index, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int) and not isinstance(value, bool) and not (specialised and value == 1):
+        if specialised and value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32"
+    constants[path] = value
+    return "constexpr"
+
+
+def describe_launch(kernel, arguments, keywords, describe=describe):
+    """Return the signature, constants and attributes of a kernel for these arguments."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        if parameter.is_constexpr:
+            signature[name], constants[index,] = "constexpr", values[name]
+        else:
+            specialised = not parameter.do_not_specialize
+            signature[name] = describe(values[name], (index,), specialised, constants, attributes)
+    return signature, constants, attributes
+
+
+def compile_launch(kernel, arguments, keywords, target):
+    """Compile as Triton's launcher would for these arguments."""
+    options = {name: keywords[name] for name in ("num_warps", "num_stages", "maxnreg") if name in keywords}
+    signature, constants, attributes = describe_launch(kernel, arguments, keywords)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)

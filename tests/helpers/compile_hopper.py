@@ -1,0 +1,161 @@
+"""Compile the Gluon kernels of attention for Hopper as their launchers would, and read what the compiler made."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from helpers.compile import Recorder, describe, describe_launch
+from helpers.targets import TARGETS, cuobjdump
+from ropewalk import device as gpu
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.autograd import without_inputs
+from ropewalk.ops.attention.backend import Wanted
+from ropewalk.ops.attention.hopper import launch as hopper_launch
+from ropewalk.ops.attention.triton import launch_common
+from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend
+
+H, T = 4, 256
+CALLS = {
+    "plain": {},
+    "ragged": {"tokens": T - 1},
+    "rope-causal": {"position": Rope(), "causal": True},
+    "window": {"window": 64},
+    "causal-window": {"causal": True, "window": 64},
+    "lengths": {"key_lengths": torch.tensor([T, 100])},
+    "starts": {
+        "position": Rope(),
+        "causal": True,
+        "key_lengths": torch.tensor([T, 100]),
+        "key_starts": torch.tensor([0, 3]),
+        "query_starts": torch.tensor([0, 0]),
+    },
+    "packed": {"position": Rope(), "cu_seqlens_q": torch.tensor([0, 128, 512])},
+    "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 512])},
+    "alibi": {"position": Alibi()},
+    "alibi-causal": {"position": Alibi(), "causal": True},
+    "decay": {"position": ExpoSB(distance_decay=True)},
+    "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
+    "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
+    "negative": {"causal": True, "scale": -0.1},
+    "softcap": {"softcap": 50.0},
+    "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
+}
+# The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
+FAR_CALLS = {
+    "rerope-causal": {"position": ReRope(48), "causal": True},
+    "self-extend": {"position": SelfExtend(48, 4)},
+}
+WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
+SIDED_WALKS = {"rerope-causal": 2, "self-extend": 2}  # those in which later keys are not attended by the first queries
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def call_of(monkeypatch, head_dim, dtype, name):
+    """Return a call, and a list to which launches of schedules will be added."""
+    keywords = dict((CALLS | FAR_CALLS)[name])
+    tokens, layout = keywords.pop("tokens", T), "thd" if "cu_seqlens_q" in keywords else "bthd"
+    q, k, v = (torch.randn(2, tokens, heads, head_dim).to(dtype) for heads in (H, 2, 2))
+    if layout == "thd":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    schedules = []
+    monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
+    return make_call(q, k, v, layout=layout, **keywords), schedules
+
+
+def forward_launch_of(monkeypatch, head_dim, dtype, name):
+    """Return what the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
+    call, schedules = call_of(monkeypatch, head_dim, dtype, name)
+    launches = []
+    monkeypatch.setattr(hopper_launch, "forward_kernel", Recorder(hopper_launch.forward_kernel, launches))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
+    hopper_launch.forward(call)
+    (launch,) = launches
+    return launch, schedules
+
+
+def backward_launches_of(monkeypatch, head_dim, dtype, name):
+    """Return what the backward of a call would launch: preprocess, the kernel, postprocess."""
+    call, _ = call_of(monkeypatch, head_dim, dtype, name)
+    launches = []
+    for kernel in ("bwd_preprocess_kernel", "backward_kernel", "bwd_postprocess_kernel"):
+        monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), launches))
+    out, _, saved, _ = launch_common.begin_forward(call)
+    read = without_inputs(call, saved)
+    hopper_launch.backward(read, out, saved, torch.randn_like(out), None, Wanted())
+    return launches
+
+
+def arguments_of(launch):
+    """Return a recorded launch's arguments by their names."""
+    kernel, arguments, keywords = launch
+    return dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+
+
+def _describe(value, path, specialised, constants, attributes):
+    """Return a value's type as Gluon's compiler writes it."""
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+    return describe(value, path, specialised, constants, attributes)
+
+
+def compile_gluon(launch, **changed):
+    """Compile as Gluon's launcher would for a recorded launch on Hopper, but for the arguments that are changed."""
+    kernel, arguments, keywords = launch
+    signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
+    source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGETS["sm_90"], options={"num_warps": keywords["num_warps"]})
+
+
+def ptxas_report(compiled, tmp_path):
+    """Return the assembler's report on a kernel."""
+    tool = get_ptxas(90).path
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [tool, "-v", "--gpu-name=sm_90a", "-o", tmp_path / "kernel.cubin", ptx]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def spilled_bytes(report):
+    """Return the bytes of registers that a thread spills, by the assembler's report."""
+    (stored,) = re.findall(r"(\d+) bytes spill stores", report)
+    return int(stored)
+
+
+def instructions_of(compiled, tmp_path):
+    """Return the machine code, an instruction a line, without addresses and predicates."""
+    cubin = tmp_path / "compiled.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z].*?) ;", cuobjdump(cubin, "--dump-sass"))
+
+
+CASES = [
+    *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
+    *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
+    (96, torch.bfloat16, "rope-causal"),
+]
+FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
+# Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
+# accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.
+# `record_hopper_spills.py` writes them.
+SPILLS = Path(__file__).parents[1] / "ops/attention/hopper_spills.json"
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+
+def spill_key(direction, launch, name):
+    """Return the name of a launch in the record of spills."""
+    return f"{direction}, D {arguments_of(launch)['q'].block_shape[3]}, {name}"
+
+
+def recorded_spills(direction, launch, name):
+    """Return the recorded spills of a launch with this Triton."""
+    return json.loads(SPILLS.read_text(encoding="utf-8"))[VERSION].get(spill_key(direction, launch, name), 0)

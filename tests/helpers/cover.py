@@ -1,0 +1,78 @@
+"""Choose among the cases of a test: few or some that hold many pairs of values, instead of every combination."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import pytest
+
+Row = tuple[object, ...]  # a value of each axis
+FEW, SOME = 3, 12
+
+
+def cover(rows: Sequence[Row], strength: int, limit: int | None = None) -> list[int]:
+    """Return the indices of few rows in which every `strength` values occur together that do so in any row.
+
+    With a limit there are no more rows, and in them as many values as the greedy choice finds.
+
+    An axis is a position of the rows. The choice depends on nothing but the rows.
+    """
+    n_axes = len(rows[0]) if rows else 0
+    parts = [set(combinations(enumerate(row), min(strength, n_axes))) for row in rows]
+    missing = set().union(*parts)
+    chosen = []
+    while missing and (limit is None or len(chosen) < limit):
+        best = max(range(len(rows)), key=lambda index: len(parts[index] & missing))
+        chosen.append(best)
+        missing -= parts[best]
+    return sorted(chosen)
+
+
+def axes_of(item: pytest.Item, split: bool = False) -> Row:
+    """The value of each axis: the arguments of one `parametrize` are one axis, and so is each fixture's parameter.
+
+    With `split`, each argument is an axis of its own.
+    """
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return ()
+    # Of what has no value to compare, each object is itself: all cases are made of the same ones.
+    values = {name: x if isinstance(x, str | int | float) else id(x) for name, x in callspec.params.items()}
+    groups: list[object] = []
+    for mark in [] if split else item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(",", " ").split() if isinstance(names, str) else names
+        groups.append(tuple(values.pop(name) for name in names if name in values))
+    return (*groups, *(value for _, value in sorted(values.items())))
+
+
+def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
+    """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, all.
+
+    "some" holds every pair of two parameters' values, as far as a dozen cases can. A test that compiles takes seconds:
+    "few" is one case for sm_90 there, "some" every value of each argument.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    selected = []
+    for cases in tests.values():
+        compiles, interprets = (cases[0].get_closest_marker(name) is not None for name in ("compile", "kernels"))
+        if depth == "all" or len(cases) == 1 or not (compiles or interprets):
+            selected += cases
+        elif interprets:
+            rows = [axes_of(case) for case in cases]
+            selected += [cases[index] for index in cover(rows, 2, SOME if depth == "some" else FEW)]
+        elif depth == "some":
+            selected += [cases[index] for index in cover([axes_of(case, split=True) for case in cases], 1)]
+        else:
+            selected += [case for case in cases if target_of(case) == "sm_90"][:1]
+    return selected
+
+
+def target_of(item: pytest.Item) -> str:
+    """The GPU that a test compiles for."""
+    callspec = getattr(item, "callspec", None)
+    return "sm_90" if callspec is None else callspec.params.get("target", "sm_90")

@@ -1,0 +1,47 @@
+"""One call of `apply_rope` for each thing that it can be asked, shared by the tests that look at it from outside."""
+
+import torch
+
+from helpers.rope_definition import random_tables, random_tensor
+
+B, T, HQ, HK, D, ROWS = 2, 6, 4, 2, 16, 128
+
+# What a call can ask for, by name. Tensors are made on the device under test: see `arguments`.
+CALLS = {
+    "plain": {},
+    "q-alone": {"k": None},
+    "interleaved-inverse": {"interleaved": True, "inverse": True},
+    "partial": {"layout": "bhtd", "rotary_dim": 8, "rotary_offset": 4},
+    "offset": {"positions": 100},
+    "offsets": {"positions": [5, 90]},
+    "tokens": {"positions": [[3, 3, 1, 0, 127, 60]]},
+    "outside": {"positions": [[0, 1, -1, 3, 128, 5]]},
+    "packed": {"layout": "thd", "cu_seqlens": [0, 2, 2, 6], "positions": 7},
+    "packed-tokens": {"layout": "thd", "positions": [5, 4, 3, 2, 1, 0]},
+    "per-token": {"rows": (B, T)},
+}
+
+
+def inputs(layout="bthd", tokens=T, device="cpu", dtype=torch.float32):
+    """q and k."""
+    shapes = {"bthd": lambda h: (B, tokens, h), "bhtd": lambda h: (B, h, tokens), "thd": lambda h: (tokens, h)}[layout]
+    return tuple(random_tensor(*shapes(heads), D, dtype=dtype, device=device) for heads in (HQ, HK))
+
+
+def arguments(name, device, dtype=torch.float32):
+    """(q, k, cos, sin) and the keywords of a call."""
+    call = dict(CALLS[name])
+    q, k = inputs(call.get("layout", "bthd"), device=device, dtype=dtype)
+    tables = random_tables(*call.pop("rows", (ROWS,)), call.get("rotary_dim", D) // 2, device=device)
+    for index in {"positions", "cu_seqlens"} & {key for key, value in call.items() if isinstance(value, list)}:
+        call[index] = torch.tensor(call[index], device=device)
+    return (q, call.pop("k", k), *tables), call
+
+
+def as_tuple(x):
+    return (x,) if isinstance(x, torch.Tensor) else tuple(x)
+
+
+def assert_same(actual, expected):
+    for x, y in zip(as_tuple(actual), as_tuple(expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, check_stride=True)

@@ -1,0 +1,40 @@
+"""Record the spills of the Gluon kernels, compiled by the installed Triton, in hopper_spills.json.
+
+PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py
+
+The compile checks fail on more. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+from helpers import compile_hopper as hopper
+
+
+def main() -> None:
+    """Compile every call of the checks, and write."""
+    spills: dict[str, int] = {}
+    for head_dim, dtype, name in hopper.CASES + hopper.FAR_CASES:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            forward, _ = hopper.forward_launch_of(patch, head_dim, dtype, name)
+            _, backward, _ = hopper.backward_launches_of(patch, head_dim, dtype, name)
+            for direction, launch in (("forward", forward), ("backward", backward)):
+                report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
+                key = hopper.spill_key(direction, launch, name)
+                spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
+                print(key, spills[key], flush=True)
+    recorded = json.loads(hopper.SPILLS.read_text(encoding="utf-8"))
+    recorded[hopper.VERSION] = {key: spilled for key, spilled in spills.items() if spilled}
+    hopper.SPILLS.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,715 @@
+"""The Gluon kernels of attention: what they refuse, and on a GPU of compute capability 9.0 what they compute."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import support
+import torch
+from helpers.hopper_calls import (
+    GLUON,
+    LENGTHS,
+    TK,
+    TQ,
+    VARIANTS,
+    B,
+    H,
+    K,
+    check_supported,
+    check_what_is_read,
+    compute,
+    draw,
+    integers,
+    is_equal,
+    on_hopper,
+    pack,
+)
+from helpers.kernel_checks import launch_backward
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+
+import ropewalk.ops.attention.hopper
+from ropewalk import (
+    Alibi,
+    ExpoSB,
+    NoPosition,
+    PositionScheme,
+    ReRope,
+    Rope,
+    SelfExtend,
+    T5Bias,
+    attention,
+)
+from ropewalk import device as gpu
+from ropewalk.ops.attention import backends, reference
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import REFERENCE
+from ropewalk.ops.attention.call import as_bhtd, flatten
+from ropewalk.ops.attention.hopper import support as hopper_support
+from ropewalk.ops.attention.hopper.support import why_not_on
+from ropewalk.ops.attention.libraries import flash
+from ropewalk.testing import assert_close_to_truth
+
+triton = pytest.importorskip("triton")
+
+NEEDED = "its kernels need an NVIDIA GPU of compute capability 9.0"
+
+
+# What they refuse
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Stand in for a GPU of compute capability 9.0, with cuDNN and without flash-attn."""
+    with support.imagined_gpu():
+        monkeypatch.setattr(flash, "flash_version", lambda device: None)
+        yield
+
+
+def call_on_gpu(tensors=None, **keywords):
+    """A call as if its tensors were on a GPU."""
+    call = make_call(*(tensors or draw("cpu")), **{"layout": "bhtd", **keywords})
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda", requires_grad=x.requires_grad)
+            for x in (call.q, call.k, call.v)
+        )
+    return call._replace(q=q, k=k, v=v)
+
+
+def refusal(call):
+    """The code of the refusal of a call; None where the kernels run it."""
+    found = backends.why_not(GLUON, call)
+    return None if found is None else found.code
+
+
+def chosen(call, impl=None):
+    """The name of the backend that runs a call."""
+    return backends.choose(call, impl).name
+
+
+@dataclass(frozen=True, eq=False)
+class Own(PositionScheme):
+    """A scheme with score functions that nobody has seen."""
+
+    def kernel_score_mod(self) -> str:
+        return "somewhere:SCORES"
+
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
+        return torch.zeros(n_heads, 1, device=device)
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class InPyTorch(PositionScheme):
+    """A scheme without score functions."""
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores
+
+
+POSITIONS = torch.arange(TQ)[None] * 2
+REFUSED = {
+    "what Triton refuses": ({}, {"position": InPyTorch()}, "score_mod"),
+    "float64": ({"dtype": torch.float64}, {}, "dtype"),
+    "float32": ({"dtype": torch.float32}, {}, "dtype"),
+    "wide": ({"head_dim": 136}, {}, "head_dim"),
+    "odd": ({"head_dim": 60}, {}, "head_dim"),
+    "wide values": ({"v_head_dim": 192}, {}, "head_dim"),
+    "mask": ({}, {"mask": torch.ones(TQ, TK, dtype=torch.bool)}, "mask"),
+    "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
+    "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
+    "t5": ({}, {"position": T5Bias(torch.zeros(32, H))}, "score_mod"),
+    "own": ({}, {"position": Own()}, "score_mod"),
+    "positions": ({}, {"position": Alibi(), "positions_q": POSITIONS}, "positions"),
+    "few": ({"queries": 63}, {}, "few_queries"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_have_codes(hopper, name):
+    sizes, keywords, code = REFUSED[name]
+    call = call_on_gpu(draw("cpu", **sizes), **keywords)
+    assert refusal(call) == code
+    with pytest.raises(ValueError, match="impl is 'gluon', but it cannot run this call: "):
+        backends.choose(call, "gluon")
+    assert chosen(call) != "gluon"
+
+
+def test_pages_are_refused(hopper):
+    pages = torch.zeros(4, K, 16, 64, dtype=torch.bfloat16)
+    call = {"block_table": torch.tensor([[0, 1], [2, 3]]), "key_lengths": torch.tensor([20, 3])}
+    with torch.no_grad():
+        assert refusal(call_on_gpu((draw("cpu", queries=5)[0], pages, pages), **call)) == "block_table"
+
+
+SUPPORTED = {
+    "plain": {},
+    "rope": {"position": Rope(), "positions_q": POSITIONS},
+    "alibi": {"position": Alibi(torch.ones(H).requires_grad_())},
+    "exposb": {"position": ExpoSB()},
+    "decay": {"position": ExpoSB(distance_decay=True)},
+    "bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_())},
+    "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_(), distance_decay=True)},
+    "nothing far": {"position": ReRope(TK)},
+    "rerope": {"position": ReRope(50), "causal": True},
+    "extend": {"position": SelfExtend(50, 4)},
+    "window": {"window": 30},
+    "bounds": {"key_lengths": torch.tensor([9, 300]), "key_starts": torch.tensor([0, 3])},
+    "changes": {"softcap": 3.0, "sinks": torch.ones(H), "scale": -1.0, "return_lse": True, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported_calls(hopper, name):
+    assert refusal(call_on_gpu(**SUPPORTED[name])) is None
+
+
+def test_packed_batches_count_all_queries(hopper):
+    starts = torch.tensor([0, 3, 9, 64], dtype=torch.int32)
+    tensors = [torch.randn(64, heads, 64).bfloat16() for heads in (H, K, K)]
+    assert refusal(call_on_gpu(tensors, layout="thd", cu_seqlens_q=starts)) is None
+
+
+@pytest.mark.parametrize(("capability", "words"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((12, 1), "12.1")])
+def test_other_gpus_are_refused(hopper, monkeypatch, capability, words):
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    assert why_not_on(torch.device("cuda")) == f"{NEEDED}, and this one has {words}"
+    assert refusal(call_on_gpu()) == "device"
+
+
+def test_other_devices_are_refused(hopper, monkeypatch):
+    cpu = torch.device("cpu")
+    assert why_not_on(cpu) == gpu.why_no_triton(cpu) is not None
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: True)
+    assert why_not_on(cpu) == f"{NEEDED}, and the tensors are on cpu"
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
+    monkeypatch.setattr(gpu, "is_rocm", lambda: True)
+    assert why_not_on(torch.device("cuda")) == f"{NEEDED}, and this one is AMD's"
+
+
+def test_on_the_cpu_it_is_missing():
+    reason = backends.why_missing("gluon", torch.device("cpu"))
+    assert reason is not None
+    assert "GPU" in reason
+
+
+@pytest.fixture
+def fresh():
+    """Look anew whether Gluon is there."""
+    hopper_support.why_missing.cache_clear()
+    yield
+    hopper_support.why_missing.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_other_versions_of_triton_are_refused(fresh, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    reason = f"its kernels were tried with Triton 3.6, 3.7, 3.8, 3.9, and {version} is installed"
+    assert hopper_support.why_missing() == reason
+
+
+def test_names_that_gluon_lacks_are_told(fresh, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.9.0+git1234")
+    monkeypatch.delattr(ropewalk.ops.attention.hopper, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, "ropewalk.ops.attention.hopper.launch", None)
+    assert hopper_support.why_missing().startswith(
+        "Triton 3.9.0+git1234 lacks something of Gluon that its kernels use: "
+    )
+
+
+def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
+    calls = ({}, {"position": Alibi(), "causal": True}, {"position": ReRope(50), "causal": True})
+    assert [chosen(call_on_gpu(**call)) for call in calls] == ["sdpa", "triton", "triton"]
+    assert [chosen(call_on_gpu(**call), "gluon") for call in calls] == ["gluon"] * 3
+    long = draw("cpu", queries=1024, keys=2048)
+    assert [chosen(call_on_gpu(long, **call)) for call in calls] == ["gluon", "gluon", "triton"]
+    assert chosen(call_on_gpu(draw("cpu", queries=4096, keys=4096), **calls[2])) == "gluon"
+    packed = [x.transpose(1, 2)[0] for x in long]
+    starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
+    assert chosen(call_on_gpu(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])) == "gluon"
+    call = call_on_gpu(**calls[1])
+    assert backends.explain(call, None).others["gluon"] == "it is slower here, by measurement"
+    assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"
+
+
+# What they compute
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request):
+    return VARIANTS[request.param]
+
+
+def learned(device):
+    return (torch.rand(H, device=device) + 0.1).requires_grad_()
+
+
+CALLS = {
+    "plain": lambda device: {},
+    "causal": lambda device: {"causal": True},
+    "window": lambda device: {"window": 100},
+    "causal-window": lambda device: {"causal": True, "window": 150},
+    "lengths": lambda device: {"key_lengths": integers(device, TK, 130)},
+    "no-keys": lambda device: {"key_lengths": integers(device, 0, 1)},
+    "starts": lambda device: {"causal": True, "key_starts": integers(device, 0, 170)},
+    "nothing-between": lambda device: {
+        "key_starts": integers(device, 300, 9),
+        "key_lengths": integers(device, 200, 9),
+    },
+    "cache": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "key_starts": integers(device, 3, 100),
+        "key_lengths": integers(device, 203, 333),
+        "query_starts": integers(device, 3, 133),
+    },
+    "softcap": lambda device: {"softcap": 1.5, "causal": True},
+    "sinks": lambda device: {"sinks": torch.tensor([0.3, -torch.inf, 4.0, -20.0], device=device)},
+    "softcap-sinks": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "softcap": 3.0,
+        "sinks": torch.randn(H, device=device),
+    },
+    "negative": lambda device: {"scale": -0.3, "causal": True},
+    "zero": lambda device: {"scale": 0.0},
+    "alibi": lambda device: {"position": Alibi()},
+    "alibi-window": lambda device: {"position": Alibi(), "causal": True, "window": 150},
+    "alibi-learned": lambda device: {"position": Alibi(learned(device)), "causal": True},
+    "exposb": lambda device: {"position": ExpoSB()},
+    "decay": lambda device: {"position": ExpoSB(distance_decay=True)},
+    "decay-causal": lambda device: {"position": ExpoSB(distance_decay=True), "causal": True},
+    "bands": lambda device: {"position": ExpoSB(band_weights=learned(device))},
+    "bands-decay": lambda device: {
+        "position": ExpoSB(band_weights=learned(device), distance_decay=True),
+        "causal": True,
+    },
+    "rope": lambda device: {"position": Rope()},
+    "rope-causal-window": lambda device: {"position": Rope(), "causal": True, "window": 150},
+    "rope-lengths": lambda device: {"position": Rope(), "key_lengths": integers(device, TK, 130)},
+    "rope-no-keys": lambda device: {"position": Rope(), "causal": True, "key_lengths": integers(device, 0, 1)},
+    "rope-interleaved": lambda device: {"position": Rope(interleaved=True, attention_factor=1.1), "causal": True},
+    "rope-some-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=24)},
+    "rope-few-pairs": lambda device: {"position": Rope(interleaved=True, rotary_dim=12)},  # in rows of 24 bytes
+    "rope-interleaved-positions": lambda device: {
+        "position": Rope(interleaved=True),
+        "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
+    },
+    "rope-partial": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=8), "causal": True},
+    "rope-positions": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
+        "positions_k": torch.randint(0, 10**4, (1, TK), device=device),
+    },
+    "rope-positions-of-rows": lambda device: {
+        "position": Rope(),
+        "causal": True,
+        "positions_k": torch.randint(0, 10**4, (B, TK), device=device),
+    },
+    "keys-rotated": lambda device: {"position": Rope(), "keys_rotated": True},
+    "rerope": lambda device: {"position": ReRope(90), "causal": True},
+    "leaky": lambda device: {"position": ReRope(90, leak=8.0)},
+    "extend-window": lambda device: {"position": SelfExtend(90, 4), "causal": True, "window": 150},
+    "rerope-bounds": lambda device: {
+        "position": ReRope(50),
+        "causal": True,
+        "key_starts": integers(device, 0, 70),
+        "key_lengths": integers(device, 200, TK),
+    },
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_call(kernels, device, head_dim, name):
+    check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["plain", "cache", "decay-causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16(kernels, device, head_dim, name):
+    check_supported(kernels, draw(device, torch.float16, head_dim=head_dim), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 128), (80, 80), (96, 96), (120, 72), (128, 64)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "cache"])
+def test_head_dims(kernels, device, name, dims):
+    check_supported(kernels, draw(device, head_dim=dims[0], v_head_dim=dims[1]), **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        *((64, 64), (64, 1000), (65, 129), (127, 128), (128, 64), (191, 384), (192, 193), (193, 127), (256, 256)),
+        *((500, 63), (1000, 1), (1000, 257), (999, 999), (64, 0)),
+    ],
+)
+def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_dim, causal):
+    tensors = draw(device, queries=queries, keys=keys, head_dim=head_dim)
+    for window in (None, 65):
+        check_supported(kernels, tensors, causal=causal, window=window)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries", [64, 65, 500])
+def test_tiles_without_a_walk_stand_between_others(kernels, device, queries, head_dim):
+    """And a program has more tiles than its rings have stages."""
+    q = torch.randn(40, H, queries, head_dim, device=device).bfloat16()
+    k, v = (torch.randn(40, K, 200, head_dim, device=device).bfloat16() for _ in range(2))
+    lengths = integers(device, 0, 200, 1, 0, 130).repeat(8)
+    check_supported(kernels, (q, k, v), position=Rope(), key_lengths=lengths)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
+    """Those of a batch row without keys show nowhere, and those of a query only in its own row and in gradients."""
+    tensors = draw(device, head_dim=head_dim)
+    call = make_call(*tensors, position=Rope(), key_lengths=integers(device, 0, TK), layout="bhtd")
+    grad_out = torch.randn_like(tensors[0])
+
+    expected = compute(kernels, call, grad_out)
+    tensors[0][0] = torch.nan
+    results = compute(kernels, call, grad_out)
+    assert all(is_equal(kernels, mine, clean) for mine, clean in zip(results, expected, strict=True))
+    tensors[0][1, :, 7] = torch.nan
+    out, lse, *_ = compute(kernels, call, grad_out)
+    assert out[1, :, 7].isnan().all()
+    for mine, clean in ((out, expected[0]), (lse, expected[1])):
+        mine[1, :, 7] = clean[1, :, 7] = 0
+        assert torch.equal(mine, clean)
+
+
+@on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(300)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("growth", [3, 9, 60, 200])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, growth, position):
+    """By few powers of two, which add up before anything is multiplied, or many; in some rows of a warp, or in none."""
+    q, k, v = draw(device, dtype, keys=900, head_dim=head_dim)
+    some = torch.arange(TQ, device=device) % 3 == 0
+    some[64:128] = False
+    q[..., 0] = growth * math.sqrt(head_dim) * math.log(2) * some
+    k[..., 0] = torch.arange(900, device=device).flip(0) // 128  # walks begin with the last keys
+    check_supported(kernels, (q, k, v), position=position)
+    check_supported(kernels, (q, k, v), position=position, causal=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 1)], ids=str)
+def test_heads_share_keys(kernels, device, heads):
+    check_supported(kernels, draw(device, heads=heads[0], key_heads=heads[1]), position=Alibi(), causal=True)
+
+
+@on_hopper
+def test_an_empty_batch(device):
+    q, k, v = (x[:0].requires_grad_() for x in draw(device))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, layout="bhtd", impl="gluon")
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@on_hopper
+def test_any_strides(kernels, device):
+    fused = torch.randn(B, TQ, H + 2 * K, 64, device=device).bfloat16()
+    q, k, v = (x.transpose(1, 2) for x in fused.split([H, K, K], dim=2))
+    check_supported(kernels, (q, k, v), position=Rope(), causal=True)
+    transposed = [x.mT.contiguous().mT for x in (q, k, v)]  # features are not dense
+    check_supported(kernels, transposed, position=Rope(), causal=True, key_lengths=integers(device, TQ, 0, 90, 0)[::2])
+
+
+@on_hopper
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_strides_past_two_to_the_31(kernels, device, dimension):
+    """Batches, heads or tokens more than 2³¹ elements apart."""
+    shape, far = (2, 2, 2, 64), 2**31 + 8
+    strides = [4096 * 3, 4096, 64, 1]
+    strides[dimension] = far
+    memory = torch.empty(far + 4096 * 6, dtype=torch.float16, device=device)
+
+    def place(x):
+        return memory.as_strided(shape, strides).copy_(x)
+
+    q, k, v = (torch.randn(shape, device=device).half() for _ in range(3))
+    call = make_call(q, k, v, causal=True, layout="bhtd")
+
+    def run(q, k, v):
+        out, saved = kernels.forward(call._replace(q=q, k=k, v=v), True)
+        return out, saved.lse
+
+    expected = run(q, k, v)
+    for result in (run(place(q), k, v), run(q, place(k), v), run(q, k, place(v))):
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+@on_hopper
+def test_more_rows_than_a_grid_has_in_its_second_dimension(kernels, device):
+    q, k, v = (torch.randn(70000, 1, 64, 16, device=device, dtype=torch.float16) for _ in range(3))
+    call = make_call(q, k, v, layout="bhtd")
+    out, _ = kernels.forward(call, True)
+    last = call._replace(q=q[-2:], k=k[-2:], v=v[-2:])
+    expected, _ = REFERENCE.attend(last)
+    assert_close_to_truth(out[-2:], REFERENCE.attend(reference.in_dtype(last, torch.float64))[0], expected)
+
+
+# Packed sequences, and what is not to be read
+
+
+@on_hopper
+@pytest.mark.parametrize("call", [{}, {"causal": True}, {"causal": True, "window": 66}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(kernels, device, lengths, head_dim, call):
+    tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
+    check_supported(kernels, tensors, layout="thd", position=Rope(), **starts, **call)
+
+
+@on_hopper
+@pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), ExpoSB(distance_decay=True)], ids=lambda x: type(x).__name__)
+def test_changed_scores_of_packed_sequences(kernels, device, scheme):
+    tensors, starts = pack(device, *LENGTHS["different"])
+    sinks = torch.randn(H, device=device)
+    check_supported(kernels, tensors, layout="thd", position=scheme, causal=True, softcap=4.0, sinks=sinks, **starts)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_see_nothing_of_each_other(kernels, device, head_dim):
+    """NaN in one sequence, and in what belongs to none, stays there: in values and in all gradients."""
+    rest = 70
+    (q, k, v), starts = pack(device, *LENGTHS["different"], head_dim=head_dim, rest=rest)
+    call = make_call(q, k, v, layout="thd", position=Rope(), **starts)
+    rows_q, rows_k = (slice(*list(pairwise(x.tolist()))[2]) for x in starts.values())
+
+    def run(grad_out):
+        out, saved = kernels.forward(call, True)
+        grads = launch_backward(kernels, call, out, saved, as_bhtd(grad_out, "thd"))[:3]
+        return [x[0].transpose(0, 1) for x in (out, *grads)]
+
+    tensors = (q, k, v, torch.randn_like(q))
+    expected = run(tensors[3])
+    for x, rows, more in zip(tensors, (rows_q, rows_k, rows_k, rows_q), (1, 2, 2, 1), strict=True):
+        x[rows] = x[len(x) - more * rest :] = torch.nan
+    for mine, clean, rows, more in zip(
+        run(tensors[3]), expected, (rows_q, rows_q, rows_k, rows_k), (1, 1, 2, 2), strict=True
+    ):
+        mine[rows] = clean[rows] = 0
+        assert is_equal(kernels, mine[: -more * rest], clean[: -more * rest])
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 200, 100, 450], [-5, 100, 200, 450], [0, 100, 200, 9000], [300, 200, 100, 0], [2**31 - 1, 0, -9, 450]],
+)
+def test_offsets_that_are_wrong_read_nothing_out_of_bounds(kernels, device, offsets):
+    """What comes out is of no account; on a device nobody checks them, and nothing past the tensors may be touched."""
+    (q, k, v), starts = pack(device, [100, 100, 250], [100, 100, 250], rest=0)
+    call = make_call(q, k, v, layout="thd", causal=True, **starts)
+    wrong = torch.tensor(offsets, device=device, dtype=torch.int32)
+    kernels.forward(call._replace(cu_seqlens_q=wrong, cu_seqlens_k=wrong), True)
+    torch.cuda.synchronize()
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
+    check_what_is_read(kernels, draw(device, head_dim=head_dim), Rope())
+
+
+# Many launches
+
+
+# By name, of the calls above: what is compiled for them is compiled for these.
+RANDOM = ["plain", "causal", "causal-window", "alibi-learned", "decay", "rope-interleaved", "softcap-sinks"]
+PACKED_SHARE = 0.2
+
+
+def random_call(number, device):
+    """A seeded call of a random shape: its tensors, and its other arguments."""
+    source = random.Random(number)
+
+    def length(longest):
+        return int(64 * (longest / 64) ** source.random())
+
+    group, key_heads = source.choice([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+    heads, head_dim = group * key_heads, source.choice([64, 128])
+    if source.random() < PACKED_SHARE:
+        lengths = [source.randint(0, 1500) for _ in range(source.randint(1, 5))] + [64]
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        shapes = [(sum(lengths), count, head_dim) for count in (heads, key_heads, key_heads)]
+        call = {"layout": "thd", "cu_seqlens_q": starts, "position": Rope(), "causal": source.random() < 0.5}
+    else:
+        queries, keys = length(5000), length(5000)
+        if source.random() < 0.3:
+            keys = queries
+        shapes = [(1, heads, queries, head_dim), *[(1, key_heads, keys, head_dim)] * 2]
+        call = CALLS[source.choice(RANDOM)](device)
+        for name in ("position", "sinks"):  # made for H heads
+            if name == "sinks" and name in call:
+                call[name] = torch.randn(heads, device=device)
+            elif isinstance(call.get(name), Alibi):
+                call[name] = Alibi((torch.rand(heads, device=device) + 0.1).requires_grad_())
+    return [torch.randn(shape, device=device).bfloat16() for shape in shapes], call
+
+
+@on_hopper
+@pytest.mark.parametrize("number", range(200))
+def test_random_shapes(kernels, device, number):
+    tensors, call = random_call(number, device)
+    check_supported(kernels, tensors, **call)
+
+
+@on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim, position):
+    tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
+    call = make_call(*tensors, position=position, causal=True, layout="bhtd")
+    out, saved = kernels.forward(call, True)
+    differs = torch.zeros((), dtype=torch.bool, device=device)
+    for _ in range(10_000):
+        again, saved_again = kernels.forward(call, True)
+        differs |= (again != out).any() | (saved_again.lse != saved.lse).any()
+    assert not bool(differs)
+
+
+@on_hopper
+@pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ten_thousand_backwards_differ_by_roundings(device, head_dim, position):
+    """And in the deterministic mode not at all."""
+    tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
+    call = make_call(*tensors, position=position, causal=True, layout="bhtd")
+    grad_out = torch.randn_like(tensors[0])
+    for name, kernels in VARIANTS.items():
+        out, saved = kernels.forward(call, True)
+        first = [x.float() for x in launch_backward(kernels, call, out, saved, grad_out)[:3]]
+        largest = torch.zeros(3, device=device)
+        for _ in range(10_000):
+            again = launch_backward(kernels, call, out, saved, grad_out)[:3]
+            differences = [((x.float() - y).abs() / y.abs().max()).max() for x, y in zip(again, first, strict=True)]
+            largest = torch.maximum(largest, torch.stack(differences))
+        assert not bool(largest[1:].any())  # those of k and v have one order
+        # What is added in another order in float32 rounds to the same bfloat16, or to its neighbour.
+        assert float(largest[0]) <= (0 if name == "deterministic" else 2**-8)
+
+
+@on_hopper
+def test_two_streams_at_once(kernels, device):
+    calls = []
+    for head_dim in (64, 128):
+        tensors = draw(device, queries=1500, keys=1500, head_dim=head_dim)
+        call = make_call(*tensors, causal=True, layout="bhtd")
+        calls.append((call, kernels.forward(call, True)[0]))
+    streams = [torch.cuda.Stream() for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    outs = []
+    for _ in range(50):
+        for stream, (call, expected) in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append((kernels.forward(call, True)[0], expected))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out, expected in outs)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "call",
+    [{"causal": True}, {"key_lengths": [300, 9]}, {"layout": "thd"}, {"position": ReRope(70), "causal": True}],
+    ids=str,
+)
+def test_a_graph_replays_forward_and_backward(device, call):
+    call = {"position": Rope(), "impl": "gluon", **call}
+    if "key_lengths" in call:
+        call["key_lengths"] = torch.tensor(call["key_lengths"], device=device)
+    tensors = [x.transpose(1, 2) for x in draw(device, queries=333)]
+    if call.get("layout") == "thd":
+        tensors = [x.flatten(0, 1) for x in tensors]
+        call["cu_seqlens_q"] = integers(device, 0, 65, 600)
+    tensors = [x.contiguous().requires_grad_() for x in tensors]
+    weights = torch.randn_like(tensors[0])
+
+    def step():
+        out = attention(*tensors, **call)
+        return out, *torch.autograd.grad((out * weights).sum(), tensors)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*tensors, weights):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        for mine, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+@on_hopper
+def test_no_call_waits_for_the_device(device):
+    tensors = [x.requires_grad_() for x in draw(device)]
+    call = {"position": Rope(), "key_lengths": integers(device, TK, 4), "layout": "bhtd", "impl": "gluon"}
+    attention(*tensors, **call).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention(*tensors, **call).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# The operator
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["plain", "cache", "softcap-sinks", "alibi-learned", "rerope", "leaky"])
+def test_the_operator_is_what_its_schema_says(device, name):
+    tensors = [x.requires_grad_() for x in draw(device)]
+    call = make_call(*tensors, layout="bhtd", **CALLS[name](device))
+    arguments = (*flatten(call), True, "gluon")
+    arguments = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, tuple(arguments))
+
+
+@on_hopper
+@pytest.mark.parametrize("scheme", [Rope(), Alibi()], ids=lambda x: type(x).__name__)
+def test_one_graph_serves_many_lengths(device, scheme):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(*tensors):
+        return attention(*tensors, position=scheme, causal=True, layout="bhtd", impl="gluon")
+
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for length in (64, 130, 300, 77, 1000):
+        tensors = [x.requires_grad_() for x in draw(device, queries=length, keys=length)]
+        outs = [f(*tensors) for f in (compiled, function)]
+        grads = [torch.autograd.grad(out.float().sin().sum(), tensors) for out in outs]
+        for mine, expected in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            torch.testing.assert_close(mine, expected)
+    assert counter.frame_count <= 2  # the first length, and all others

@@ -1,0 +1,192 @@
+"""The Gluon kernels of attention compile for Hopper: within registers, and in the order that makes work overlap."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compile import compile_launch
+from helpers.targets import SHARED_MEMORY, TARGETS
+
+from ropewalk.ops.attention.hopper import support
+
+if support.why_missing() is not None:
+    pytest.skip(str(support.why_missing()), allow_module_level=True)
+
+from helpers.compile_hopper import (
+    CASES,
+    FAR_CASES,
+    SPILLS,
+    arguments_of,
+    backward_launches_of,
+    compile_gluon,
+    forward_launch_of,
+    instructions_of,
+    ptxas_report,
+    recorded_spills,
+    spilled_bytes,
+)
+
+from ropewalk.ops.attention.hopper import launch as hopper_launch
+
+pytestmark = pytest.mark.compile
+RANGES = {"rerope-causal": 2, "self-extend": 3}  # of pairs: far ones behind, far ones ahead, near ones
+SIDED_RANGES = {"rerope-causal": 2, "self-extend": 2}  # those in which the first queries do not attend later keys
+
+
+def barriers_among_tiles(instructions, shared):
+    """Of the barriers that a kernel makes, those that do not lie behind all tiles, as addresses in shared memory.
+
+    Those that do are in the last 512 bytes: no tile is as small, and what else is small comes last.
+    The compiler gives the memory of a barrier that nobody waits at to a tile; such a barrier may come back over it.
+    """
+    made = [line for line in instructions if line.startswith("SYNCS.EXCH")]
+    assert made
+    places = [int((re.findall(r"\+(0x[0-9a-f]+)\]", line) or ["0"])[0], 16) for line in made]
+    return [place for place in places if place < shared - 512]
+
+
+def exponentials_in_main_loops(instructions):
+    """Of each consumer's main loops, one a walk: exponentials before and after the wait for the product with values.
+
+    The one wait that leaves a product going, the one with values, marks a loop: there its scores are done. What follows
+    it is a step's exponentials and, among them, the wait for that product.
+    """
+    found = []
+    for place, instruction in enumerate(instructions):
+        if re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x1$", instruction):
+            counts, waits = [0, 0], 0
+            for following in instructions[place + 1 :]:
+                if following.startswith("WARPGROUP.DEPBAR"):
+                    waits += 1
+                if waits == 2:
+                    break
+                counts[waits] += following.startswith("MUFU.EX2")
+            found.append(tuple(counts))
+    return found
+
+
+def order_of_work(instructions):
+    """Beginnings of products, as P, and waits, as how many they leave going; and how many exponentials follow each."""
+    found = []
+    for instruction in instructions:
+        wait = re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)$", instruction)
+        if wait or instruction.startswith("WARPGROUP.ARRIVE"):
+            found.append([wait.group(1) if wait else "P", 0])
+        elif instruction.startswith("MUFU.EX2") and found:
+            found[-1][1] += 1
+    return found
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
+def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    launch, schedules = forward_launch_of(monkeypatch, head_dim, dtype, name)
+    arguments = arguments_of(launch)
+    for schedule in schedules:
+        compile_launch(*schedule, TARGETS["sm_90"])
+    compiled = compile_gluon(launch)
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    block, consumers, block_n = arguments["q"].block_shape[3], arguments["CONSUMERS"], arguments["BLOCK_N"]
+
+    report = ptxas_report(compiled, tmp_path)
+    assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
+    assert spilled_bytes(report) <= recorded_spills("forward", launch, name)
+
+    instructions = instructions_of(compiled, tmp_path)
+    assert not barriers_among_tiles(instructions, compiled.metadata.shared)
+    # Rows of packed outputs go 16 bytes at a time.
+    assert not any(line.startswith("STG.E.U16") for line in instructions)
+    # Steps of 16: of the products with keys over features, of those with values over keys; each stands twice in a walk.
+    products = sum(line.startswith("HGMMA") for line in instructions)
+    ranges = RANGES.get(name, 1)
+    assert products == ranges * consumers * 2 * (block // 16 + block_n // 16)
+    loops = exponentials_in_main_loops(instructions)
+    assert len(loops) == ranges * consumers
+    if arguments["PIN_EXP2"]:
+        assert min(before for before, _ in loops) >= block_n // 2  # a thread's scores, of 64 rows among 128 threads
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned):
+    """What the check above looks for is there to be found."""
+    launch, _ = forward_launch_of(monkeypatch, 128, torch.bfloat16, "rope-causal")
+    compiled = compile_gluon(launch, PIN_EXP2=pinned)
+    for before, after in exponentials_in_main_loops(instructions_of(compiled, tmp_path)):
+        scores, others = (before, after) if pinned else (after, before)
+        assert scores >= arguments_of(launch)["BLOCK_N"] // 2
+        assert others == 0
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
+def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    _, launch, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
+    arguments = arguments_of(launch)
+    compiled = compile_gluon(launch)
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    (queries, block), keys = arguments["q"].block_shape[2:], arguments["k"].block_shape[2]
+
+    report = ptxas_report(compiled, tmp_path)
+    assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
+    assert spilled_bytes(report) <= recorded_spills("backward", launch, name)
+
+    instructions = instructions_of(compiled, tmp_path)
+    assert not barriers_among_tiles(instructions, compiled.metadata.shared)
+    # Steps of 16, of two consumers: over features for the scores and for the gradients of probabilities; over queries
+    # for the gradients of keys and of values; over keys for those of queries, and once more after the loop if late, or
+    # of one consumer before it in a walk that may begin with queries which attend none of its keys.
+    products = sum(line.startswith("HGMMA") for line in instructions)
+    ranges = RANGES.get(name, 1)
+    skipping = 0 if arguments["DEFER_DQ"] else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
+    extra_dq = 2 * ranges if arguments["DEFER_DQ"] else skipping
+    assert products == (ranges * 2 * (2 * block + 2 * queries + keys) + extra_dq * keys) // 16
+    # Of each consumer, in a step: scores and the gradients of probabilities; gradients of values and queries; of keys.
+    # Or scores and the gradients of queries of the step before; those of probabilities and of values; of keys.
+    order = "PP10PP1P0" + "P0" if arguments["DEFER_DQ"] else "PP10PP1P10"
+    work = order_of_work(instructions)
+    marks = "".join(mark for mark, _ in work)
+    assert re.sub(order, "", marks) == skipping * "P0"
+    # The probabilities are taken behind the scores, before the next product: a thread's, of 64 keys' scores.
+    steps = [match.start() for match in re.finditer(order, marks)]
+    assert len(steps) == ranges * 2
+    for place in steps:
+        assert work[place + 2][1] + work[place + 3][1] >= 64 * queries // 128
+
+
+# What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"])
+def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
+    rows, _, finish = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    for launch in (rows, finish):
+        compiled = compile_launch(*launch, TARGETS["sm_90"])
+        # Triton 3.7.1 spills 16 bytes where it turns back interleaved pairs of 64 features, 3.6 none.
+        allowed = 16 if head_dim == 64 and launch[2].get("INTERLEAVED") else 0
+        assert spilled_bytes(ptxas_report(compiled, tmp_path)) <= allowed, launch[0].__name__
+
+
+def test_every_version_that_is_served_is_compiled_with_and_has_its_record():
+    root = Path(__file__).parents[3]
+    others = re.search(r"^OTHER_TRITONS := (.*)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    usual = re.search(r"^triton==(.*)$", (root / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    versions = {version.rpartition(".")[0] for version in (usual[1], *others[1].split())}
+    assert versions == set(support.TRIED)
+    assert versions == set(json.loads(SPILLS.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads_per_key", "head_dim", "section"),
+    [(4096, 1, 128, 6), (8192, 1, 64, 6), (16384, 1, 128, 1), (8192, 4, 128, 2), (1024, 4, 128, 16), (100, 8, 64, 128)],
+)
+def test_sections_of_the_backward_fill_the_cache_or_the_processors(tokens, heads_per_key, head_dim, section):
+    """Of the last three not one, 6 and 61 key heads fit into 24 MiB."""
+    q = torch.empty(1, heads_per_key, tokens, head_dim, dtype=torch.bfloat16, device="meta")
+    assert hopper_launch._key_heads_per_l2_section(q, heads_per_key, tokens, head_dim) == section
+
+
+def test_no_length_makes_another_binary():
+    of_lengths = {"schedule", "n_work", "workspace_rows", "n_queries", "n_keys", "window", "far_window"}
+    passes = (hopper_launch.bwd_preprocess_kernel, hopper_launch.bwd_postprocess_kernel)
+    for kernel in (hopper_launch.forward_kernel, hopper_launch.backward_kernel, *passes):
+        specialised = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
+        assert not specialised & of_lengths

@@ -1,0 +1,179 @@
+"""The passes around the backward kernel for Hopper, against PyTorch: in Triton's interpreter, or on a GPU."""
+
+import math
+
+import pytest
+import torch
+from helpers.modes import needs_kernels
+
+from ropewalk.ops.attention.call import RopeTable
+from ropewalk.ops.attention.validate import Arguments, validate
+from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
+
+pytestmark = needs_kernels
+
+B, H = 2, 3
+SEQUENCES = [0, 5, 5, 197, 261, 270]  # and three tokens that belong to none
+TOKENS = 273
+
+
+@pytest.fixture(params=[(64, 128), (128, 64)], ids=["64-queries", "128-queries"])
+def shape(request):
+    """How many queries are in a tile, and how many features they have."""
+    return request.param
+
+
+@pytest.fixture(params=["dense", "packed"])
+def batch(request, device, shape):
+    """The batch's rows; of a packed one, where sequences lie; each token's row in the workspace; its rows; tiles."""
+    TILE = shape[0]
+    from ropewalk.ops.attention.triton.launch_common import schedule_tiles
+
+    if request.param == "dense":
+        tiles = math.ceil(TOKENS / TILE)
+        return B, None, torch.arange(TOKENS, device=device), tiles * TILE, tiles * B
+    cu_seqlens = torch.tensor(SEQUENCES, device=device)
+    q = torch.empty(TOKENS, H, 8, device=device)
+    call = validate(q, q, q, Arguments(causal=True, cu_seqlens_q=cu_seqlens, layout="thd"))
+    packed, n_tiles = schedule_tiles(call, "q", 1, TOKENS, TILE)
+    rows = [
+        (start // TILE + sequence) * TILE + token
+        for sequence, (start, stop) in enumerate(zip(SEQUENCES, [*SEQUENCES[1:], TOKENS], strict=True))
+        for token in range(stop - start)
+    ]
+    assert len(set(rows)) == TOKENS
+    return 1, packed, torch.tensor(rows, device=device), n_tiles * TILE, n_tiles
+
+
+def place(row, feature, features):
+    """Where an element of one head lies in the workspace.
+
+    Parts have 64 rows and 64 features. In one, a warp has 16 rows, and a thread of it two that are eight apart, of
+    every eight features two neighbours: those four elements lie together, then the threads', then features, then warps.
+    """
+    part = row // 64 * (features // 64) + feature // 64
+    row, feature = row % 64, feature % 64
+    warp, half, thread_row = row // 16, row % 16 // 8, row % 8
+    eighth, thread_column, side = feature // 8, feature % 8 // 2, feature % 2
+    within = (((warp * 8 + eighth) * 8 + thread_row) * 4 + thread_column) * 4 + half * 2 + side
+    return part * 4096 + within
+
+
+def arguments_of(batch, shape):
+    from ropewalk.ops.attention.triton.arguments import Bounds
+
+    size, packed, _, n_rows, _ = batch
+    return {
+        "packed": packed,
+        "bounds": Bounds(None, None, None),
+        "n_heads": H,
+        "n_queries": TOKENS,
+        "n_keys": TOKENS,
+        "workspace_rows": n_rows,
+        "n_elements": size * H * n_rows * shape[1],
+        "BLOCK_M": shape[0],
+        "BLOCK_D": shape[1],
+    }
+
+
+@pytest.mark.parametrize(("with_lse", "workspaces"), [(False, 1), (True, 3)], ids=["out", "out-and-lse"])
+def test_rows(device, batch, shape, with_lse, workspaces):
+    from ropewalk.ops.attention.hopper.prepost import bwd_preprocess_kernel
+    from ropewalk.ops.attention.triton.launch_common import tiled
+
+    size, _, rows, n_rows, n_tiles = batch
+    TILE, D = shape
+    out, grad_out = (torch.randn(size, TOKENS, H, D, device=device).half().transpose(1, 2) for _ in range(2))
+    lse, grad_lse = (torch.randn(size, H, TOKENS, device=device) for _ in range(2))
+    lse[:, 1, ::7] = -math.inf
+    grad_lse[:, 1, ::7] = math.nan  # of rows that attend nothing
+    with unchanged((out, grad_out, lse, grad_lse)), poisoned_memory():
+        delta = torch.empty_like(lse)
+        sums = torch.empty(workspaces * size * H, n_rows * D, device=device)
+        bwd_preprocess_kernel[(n_tiles * H,)](
+            out=tiled(out, TILE, D),
+            do=tiled(grad_out, TILE, D),
+            lse_ptr=lse,
+            grad_lse_ptr=grad_lse if with_lse else None,
+            delta_ptr=delta,
+            dq_accum_ptr=sums,
+            **arguments_of(batch, shape),
+            WORKSPACES=workspaces,
+        )
+    truth = (out.double() * grad_out.double()).sum(3)
+    plain = (out.float() * grad_out.float()).sum(3)
+    if with_lse:
+        taken = torch.where(lse == -math.inf, 0, grad_lse)
+        truth, plain = truth - taken.double(), plain - taken
+    assert_close_to_truth(delta, truth, plain)
+    assert (sums[:, place(rows[:, None], torch.arange(D, device=device), D)] == 0).all()
+
+
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["near", "past", "past-and-future"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_finish(device, batch, shape, interleaved, far):
+    """The gradient is of all workspaces: each is turned back by a table of its own."""
+    from ropewalk.ops.attention.triton.launch_common import rope_table_args
+    from ropewalk.ops.rope.api import apply_rope
+
+    sums, whole = draw_sums(device, batch, shape, 1 + far)
+    angles = torch.randn(1 + far, batch[0], TOKENS, shape[1] // 2, device=device)
+    tables = [rope_table_args(RopeTable(x.cos(), x.sin())) for x in angles]
+    with unchanged((sums, angles)):
+        grad_q = finish(
+            batch, shape, sums, *(table for table, _ in tables), *[None] * (2 - far), R=tables[0][1],
+            INTERLEAVED=interleaved,
+        )  # fmt: skip
+
+    def turn(x, angles):
+        return apply_rope(
+            x, None, angles.cos().to(x), angles.sin().to(x), layout="bhtd", interleaved=interleaved, inverse=True,
+            impl="reference",
+        )  # fmt: skip
+
+    truth, plain = (sum(turn(x, y) for x, y in zip(of, angles, strict=True)) * 0.3 for of in (whole.double(), whole))
+    assert_close_to_truth(grad_q, truth, plain.half())
+
+
+@pytest.mark.parametrize("workspace", [0, 2])
+def test_finish_of_one_workspace(device, batch, shape, workspace):
+    sums, whole = draw_sums(device, batch, shape, 3)
+    grad_q = finish(batch, shape, sums, None, None, None, workspace=workspace, R=0, INTERLEAVED=False)
+    whole = whole[workspace]
+    assert_close_to_truth(grad_q, whole.double() * 0.3, (whole * 0.3).half())
+
+
+def draw_sums(device, batch, shape, workspaces):
+    """Workspaces, and what they hold of each token, (workspaces, B, H, T, D)."""
+    size, _, rows, n_rows, _ = batch
+    D = shape[1]
+    places = place(rows[:, None], torch.arange(D, device=device), D)
+    assert len(places.unique()) == TOKENS * D
+    with poisoned_memory():
+        sums = torch.empty(workspaces, size, H, n_rows * D, device=device)
+    whole = torch.randn(workspaces, size, H, TOKENS, D, device=device)
+    sums[..., places] = whole
+    return sums, whole
+
+
+def finish(batch, shape, sums, *tables, workspace=0, **keywords):
+    from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel
+    from ropewalk.ops.attention.triton.launch_common import store_target
+
+    size, packed, _, _, n_tiles = batch
+    TILE, D = shape
+    table, past_table, future_table = tables
+    with poisoned_memory():
+        grad_q = torch.empty(size, TOKENS, H, D, dtype=torch.float16, device=sums.device).transpose(1, 2)
+    bwd_postprocess_kernel[(n_tiles * H,)](
+        dq_accum_ptr=sums,
+        dq=store_target(grad_q, TILE, D, packed),
+        table=table,
+        past_table=past_table,
+        future_table=future_table,
+        grad_scale=0.3,
+        workspace=workspace,
+        **arguments_of(batch, shape),
+        **keywords,
+    )
+    return grad_q
