@@ -1,36 +1,72 @@
-# Two commands for everybody: `make demo` and `make test`. Each makes .venv on a fresh machine.
+# For everybody: `make demo`, and `make check` before a commit, `make test` before a merge, `make test-all` as CI does. Each
+# makes .venv on a fresh machine.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= auto
 
-# Beside the Triton of constraints.txt, those that the kernels for Hopper serve: where Triton is to be had.
-ifeq ($(shell uname),Linux)
-OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
-endif
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-gpu test-tritons sanitize lint clean
+# Beside the Triton of constraints.txt, those that the kernels for Hopper support, where Triton is to be had: the oldest,
+# the newest, and those between.
+ifeq ($(shell uname),Linux)
+OUTER_TRITONS := 3.6.0 3.9.0
+INNER_TRITONS := 3.8.0
+endif
+OTHER_TRITONS := $(OUTER_TRITONS) $(INNER_TRITONS)
+
+# What runs Triton's kernels on a CPU runs in Triton's interpreter, all else without: `tests/helpers/modes.py` selects.
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat
+COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
+ONLY_IN_ALL := target or browser or docs or distribution
+
+.PHONY: demo check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
 
-# On the CPU and, compiled, for every target; then the kernels in Triton's interpreter, and those for Hopper compiled by
-# other versions of Triton.
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops -m "not compile"
-	$(MAKE) test-tritons
+# Minutes: the layers and rules, one binary of each kernel for sm_90, and a few cases of each test of kernels.
+check: lint
+	$(MAKE) check-tests
+check-tests:
+	$(PYTEST) --cover few -m "not slow and not target" tests/test_imports.py tests/test_house.py $(COMPILED)
+	$(INTERPRETED) --cover few -m "not slow"
 
-test-tritons: $(OTHER_TRITONS:%=test-triton-%)
+# Every test once, in one mode. Of tests that compile or interpret kernels, some cases; sm_90 alone, with three Tritons.
+test: lint
+	$(PYTEST) --cover some -m "not ($(ONLY_IN_ALL))" tests
+	$(INTERPRETED) --cover some
+	$(MAKE) $(OUTER_TRITONS:%=test-few-triton-%)
+
+# All cases, all targets, all Tritons, the browser, what the documentation shows, and distributions.
+test-all: test
+	$(PYTEST) -m "$(ONLY_IN_ALL) or compile" tests
+	$(INTERPRETED)
+	$(MAKE) $(OTHER_TRITONS:%=test-triton-%)
+
+ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_hopper_compilation.py
 $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
-	PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/ops/attention/test_gluon_compilation.py
+	$(ON_OTHER_TRITON)
+$(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/installed
+	$(ON_OTHER_TRITON) --cover few
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/*/csrc/*
+	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/rope/cuda/csrc/*
 	$(BIN)/mypy
+
+# The tests of `make check`, by another PyTorch and the Triton that belongs to it: the newest, looked for at each run, and
+# the oldest that pyproject.toml promises. Each has an environment of several GB, since PyPI's builds bring CUDA along.
+# PYTHON=python3.10 makes it with another Python, where there is none yet.
+test-newest: VERSIONS := --upgrade --upgrade-strategy eager
+test-oldest: VERSIONS := -c constraints-oldest.txt
+test-newest test-oldest: test-%:
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet $(VERSIONS) -e '.[dev]'
+	.venv-$*/bin/python -c "import sys, torch, triton; print(sys.version, torch.__version__, triton.__version__)"
+	$(MAKE) check-tests BIN=.venv-$*/bin
 
 # The same suite, on a GPU, with the Python that is there: no environment is made.
 test-gpu:

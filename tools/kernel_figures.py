@@ -1,0 +1,413 @@
+"""Write what the compilers say of each kernel into docs/kernels: registers, spills and shared memory, for each target.
+
+python tools/kernel_figures.py        compiles everything (minutes), writes figures.json, and the tables of all pages
+python tools/kernel_figures.py PAGE   compiles what a page, or several, shows: attention-backward-hopper, say
+python tools/kernel_figures.py tables writes the tables again, from figures.json
+
+It needs no GPU: kernels are compiled as their tests compile them, by the tests' own functions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+PAGES = Path(__file__).parents[1] / "docs/kernels"
+FIGURES = PAGES / "figures.json"
+TESTS = Path(__file__).parents[1] / "tests"
+if str(TESTS) not in sys.path:
+    sys.path.append(str(TESTS))
+
+from helpers import attention_launches, compile_hopper, decode_launches  # noqa: E402
+from helpers.compile import Recorder, compile_launch  # noqa: E402
+from helpers.rope_launches import specialise  # noqa: E402
+from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
+
+from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
+from ropewalk.ops.attention.libraries import merge  # noqa: E402
+from ropewalk.ops.rope.cuda import build  # noqa: E402
+from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+BF16, FP32 = torch.bfloat16, torch.float32
+Plan = tuple[Callable[[], Any], str]  # what compiles a kernel, and how its work is cut
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel in one configuration: what the table calls it, and the arguments of the function that compiles it."""
+
+    kernel: str
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    for_hopper: bool = False  # of the launchers of the Gluon kernels
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What it is compiled for."""
+        return ("sm_90",) if self.for_hopper else tuple(TARGETS)
+
+    @property
+    def key(self) -> str:
+        """What figures.json calls it."""
+        return f"{self.kernel}{' for Hopper' if self.for_hopper else ''}: {self.name}"
+
+
+def _attention_rows(*kernels: str) -> Iterator[Row]:
+    for kernel in kernels:
+        yield Row(kernel, "no position, D 64", {"call": "plain", "dims": (64, 64)})
+        yield Row(kernel, "no position, D 128", {"call": "plain", "dims": (128, 128)})
+        yield Row(kernel, "RoPE, causal, D 64", {"call": "rope-causal", "dims": (64, 64)})
+        yield Row(kernel, "RoPE, causal, D 128", {"call": "rope-causal", "dims": (128, 128)})
+        yield Row(kernel, "RoPE, causal, D 192, Dv 128", {"call": "rope-causal", "dims": (192, 128)})
+        yield Row(kernel, "RoPE, causal, D 256", {"call": "rope-causal", "dims": (256, 256)})
+        yield Row(kernel, "RoPE, causal, packed, D 128", {"call": "packed", "dims": (128, 128)})
+        yield Row(kernel, "learned ALiBi, causal, D 128", {"call": "learned", "dims": (128, 128)})
+        yield Row(kernel, "dropout, causal, D 128", {"call": "dropout", "dims": (128, 128)})
+        yield Row(kernel, "ReRoPE, causal, D 128", {"call": "rerope", "dims": (128, 128)})
+        yield Row(kernel, "RoPE, causal, D 128, float32", {"call": "rope-causal", "dims": (128, 128), "dtype": FP32})
+
+
+def _hopper_rows(kernel: str, calls: dict[str, str]) -> Iterator[Row]:
+    for name, call in calls.items():
+        for head_dim in (64, 128):
+            yield Row(kernel, f"{name}, D {head_dim}", {"call": call, "head_dim": head_dim}, for_hopper=True)
+
+
+HOPPER_CALLS = {
+    "no position": "plain",
+    "RoPE, causal": "rope-causal",
+    "RoPE, causal, packed": "packed-causal",
+    "ALiBi, causal": "alibi-causal",
+    "ExpoSB with decay, causal": "decay-causal",
+    "softcap": "softcap",
+    "ReRoPE, causal": "rerope-causal",
+}
+DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
+ROWS: dict[str, list[Row]] = {
+    "rotation-triton": [
+        Row("rotate_kernel", "half-split"),
+        Row("rotate_kernel", "interleaved", {"interleaved": True}),
+        Row("rotate_kernel", "half-split, in place", {"inplace": True}),
+        Row("rotate_kernel", "half-split, bhtd", {"layout": "bhtd"}),
+        Row("rotate_kernel", "half-split, packed", {"kind": "packed"}),
+        Row("rotate_kernel", "half-split, 64 of 128 features", {"rotary_dim": 64}),
+        Row("rotate_kernel", "half-split, float32", {"dtype": "fp32"}),
+        Row("rotate_kernel", "half-split, decode", DECODE),
+        Row("rotate_kernel", "interleaved, decode", {**DECODE, "interleaved": True}),
+    ],
+    "attention-forward": [
+        *_attention_rows("forward_kernel"),
+        Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
+    ],
+    "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS)),
+    "attention-backward": list(_attention_rows("backward_dq_kernel", "backward_dkdv_kernel")),
+    "attention-backward-hopper": [
+        *_hopper_rows("backward_kernel", HOPPER_CALLS),
+        *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),
+        *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal"}),
+    ],
+    "attention-few-queries": [
+        Row("decode_kernel", "1 query, D 64", {"head_dim": 64}),
+        Row("decode_kernel", "1 query, D 128", {"head_dim": 128}),
+        Row("decode_kernel", "1 query, D 256", {"head_dim": 256}),
+        Row("decode_kernel", "1 query, D 128, pages of 16", {"head_dim": 128, "page_size": 16}),
+        Row("decode_kernel", "1 query, D 128, pages of 64", {"head_dim": 128, "page_size": 64}),
+        Row("decode_kernel", "16 queries, causal, D 128", {"head_dim": 128, "queries": 16, "call": "rope-causal"}),
+        Row("decode_kernel", "1 query, ReRoPE, D 128", {"head_dim": 128, "call": "rerope"}),
+        Row("decode_kernel", "1 query, D 128, float32", {"head_dim": 128, "dtype": FP32}),
+        Row("combine_kernel", "D 128", {"head_dim": 128}),
+    ],
+    "attention-merge": [
+        Row("merge_kernel", "D 64", {"head_dim": 64}),
+        Row("merge_kernel", "D 128", {"head_dim": 128}),
+    ],
+}
+CUDA_TARGETS = ("80", "90", "100")
+_TYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16", "f": "float32", "d": "float64"}
+_PAIRINGS = ("half-split", "interleaved", "interleaved, one number an access")
+
+
+def plan(row: Row, target: str) -> Plan:
+    """How a kernel is compiled where its launcher finds the target."""
+    if row.kernel == "rotate_kernel":
+        spec = specialise(**row.arguments)
+        tile = f"{spec.block_tokens} × {spec.block_heads}, {spec.threads} threads"
+        return partial(compile_kernel, spec, TARGETS[target]), tile
+    with pytest.MonkeyPatch.context() as patch:
+        launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
+    if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel"):
+        return partial(compile_hopper.compile_gluon, launch), _describe_roles(launch[2])
+    return partial(compile_launch, *launch, TARGETS[target]), _describe_tile(launch[2])
+
+
+def _describe_tile(keywords: dict[str, Any]) -> str:
+    if "CONFIG" in keywords:
+        keywords = keywords | keywords["CONFIG"]._asdict()
+    if "BLOCK_M" not in keywords:
+        return f"{keywords.get('num_warps', 4)} warps"
+    if "BLOCK_N" not in keywords:
+        return f"{keywords['BLOCK_M']} rows, {keywords.get('num_warps', 4)} w"
+    tile = f"{keywords['BLOCK_M']} × {keywords['BLOCK_N']}, {keywords['num_warps']} w, {keywords['num_stages']} s"
+    return tile + (f", ≤ {keywords['maxnreg']} r" if "maxnreg" in keywords else "")
+
+
+def _describe_roles(keywords: dict[str, Any]) -> str:
+    """How a Gluon kernel's tile is cut, by the configuration that it was launched with."""
+    if "CONSUMERS" in keywords:
+        queries, keys = keywords["CONSUMERS"] * WG_ROWS.value, keywords["BLOCK_N"]
+    else:
+        queries, keys = keywords["BLOCK_M"], BLOCK_N.value
+    names = [name for name in ("PIN_EXP2", "CONVERT_P_EARLY", "PINGPONG", "DEFER_DQ") if keywords.get(name)]
+    return ", ".join(
+        [f"{queries} × {keys}", f"{keywords['STAGES']} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names]
+    )
+
+
+def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    call, head_dim = row.arguments["call"], row.arguments["head_dim"]
+    if row.kernel == "forward_kernel":
+        launch, _schedules = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
+        return _find(row.kernel, [launch])
+    return _find(row.kernel, compile_hopper.backward_launches_of(patch, head_dim, BF16, call))
+
+
+def _launch_of_attention(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    call, dims, dtype = row.arguments["call"], row.arguments["dims"], row.arguments.get("dtype", BF16)
+    launches, schedules = attention_launches.launches_of(patch, target, *dims, dtype, call)
+    return _find(row.kernel, [*launches, *schedules[:1]])
+
+
+def _launch_of_decode(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    head_dim, dtype = row.arguments["head_dim"], row.arguments.get("dtype", BF16)
+    queries, page_size = row.arguments.get("queries", 1), row.arguments.get("page_size")
+    call = decode_launches.CALLS[row.arguments.get("call", "rope")]
+    launches = decode_launches.launches_of(patch, target, head_dim, dtype, queries, page_size, **call)
+    return _find(row.kernel, launches)
+
+
+def _launch_of_merge(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    patch.setattr(merge, "merge_kernel", Recorder(merge.merge_kernel, launches))
+    patch.setattr(torch.cuda, "device_of", lambda x: torch.no_grad())
+    out = torch.empty(2, 128, 4, row.arguments["head_dim"], dtype=BF16)
+    lse = torch.empty(2, 4, 128)
+    merge.merge(out, lse, out[:, 64:].contiguous(), lse[..., 64:].contiguous())
+    return _find(row.kernel, launches)
+
+
+_LAUNCHES = {
+    **dict.fromkeys(
+        ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel", "schedule_kernel"), _launch_of_attention
+    ),
+    **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
+    "merge_kernel": _launch_of_merge,
+}
+
+
+def _find(name: str, launches: list[Any]) -> tuple[Any, ...]:
+    found: list[tuple[Any, ...]] = [launch for launch in launches if launch[0].__name__ == name]
+    if len(found) != 1:
+        raise RuntimeError(f"{name} is launched {len(found)} times, but must be once")
+    return found[0]
+
+
+def measure(row: Row, target: str) -> dict[str, Any]:
+    """Registers of a thread, bytes of spills of a thread, bytes of shared memory of a program, and its tile."""
+    compile_it, tile = plan(row, target)
+    compiled = compile_it()
+    with tempfile.TemporaryDirectory() as folder:
+        used = resources(compiled, Path(folder))
+    spills, columns = spilled_bytes(used, target), tensor_memory(compiled)
+    measured = {"registers": used["registers"], "spills": spills, "shared": compiled.metadata.shared, "tile": tile}
+    return measured if columns <= TENSOR_MEMORY else {**measured, "tensor_memory": columns}
+
+
+def measure_cuda(architecture: str) -> dict[str, dict[str, Any]]:
+    """The same of the CUDA kernels, by what they read at once: how many there are, and the range of their registers."""
+    nvcc = build.find_compilers().nvcc
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    source = build.SOURCES / "rotate.cu"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(nvcc), "-O3", "-std=c++17", "--resource-usage", target, "-c", str(source), "-o"]
+        done = subprocess.run([*command, f"{folder}/rotate.o"], capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, Any]] = {}
+    for report in (done.stdout + done.stderr).split("Compiling entry function")[1:]:
+        name = _describe_cuda(report)
+        registers, spills = int(_search(r"Used (\d+) registers", report)), int(_search(r"(\d+) bytes spill st", report))
+        shared = re.search(r"(\d+) bytes smem", report)
+        entry = found.setdefault(name, {"kernels": 0, "least": 1 << 10, "most": 0, "spills": 0, "shared": 0})
+        entry["kernels"] += 1
+        entry["least"], entry["most"] = min(entry["least"], registers), max(entry["most"], registers)
+        entry["spills"] = max(entry["spills"], spills)
+        entry["shared"] = max(entry["shared"], int(shared.group(1)) if shared else 0)
+    return dict(sorted(found.items()))
+
+
+def _search(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"nvcc's report has no “{pattern}”: {text[:500]}")
+    return match.group(1)
+
+
+def _describe_cuda(report: str) -> str:
+    """What a kernel reads at once, by its mangled name: rotate_kernel<T, TableT, Pairing, lanes, …>."""
+    match = re.search(r"rotate_kernelI(6__half|13__nv_bfloat16|f|d)\w*?PairingE(\d)ELi(\d)E", report)
+    if match is None:
+        raise RuntimeError(f"nvcc's report has a kernel of another name: {report[:500]}")
+    dtype, pairing, lanes = match.groups()
+    size = {"6__half": 2, "13__nv_bfloat16": 2, "f": 4, "d": 8}[dtype]
+    return f"{_TYPES[dtype]}, {_PAIRINGS[int(pairing)]}, accesses of {size * int(lanes)} bytes"
+
+
+def nvcc_version() -> str | None:
+    """The release of the nvcc that is found; None without one."""
+    nvcc = build.find_compilers().nvcc
+    if nvcc is None:
+        return None
+    report = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    return _search(r"release ([\d.]+)", report)
+
+
+_TILE_LEGEND = (
+    "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
+)
+_TILE_LEGENDS = {"rotation-triton": "A tile is so many tokens × heads.", "attention-merge": "A tile is 32 rows."}
+
+
+def render(page: str, figures: dict[str, Any]) -> str:
+    """The table of a page."""
+    if page == "rotation-cuda":
+        return _render_cuda(figures)
+    if all(row.for_hopper for row in ROWS[page]):
+        return _render_hopper(page, figures)
+    targets = list(TARGETS)
+    lines = [
+        f"Compiled by Triton {figures['triton']}: registers of a thread / bytes of spills of a thread / KiB of shared"
+        f" memory of a program. {_TILE_LEGENDS.get(page, _TILE_LEGEND)} A cell names its own where it is not sm_90's.",
+        "",
+        f"| kernel | tile on sm_90 | {' | '.join(targets)} |",
+        f"| --- | --- {'| --- ' * len(targets)}|",
+    ]
+    for row in ROWS[page]:
+        measured = figures["kernels"][row.key]
+        tile = measured["sm_90"]["tile"]
+        cells = [_cell(measured[target], tile) for target in targets]
+        lines.append(f"| `{row.kernel}`, {row.name} | {tile} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _render_hopper(page: str, figures: dict[str, Any]) -> str:
+    lines = [
+        f"Compiled by Triton {figures['triton']} for sm_90. A tile is so many queries × keys, in so many stages of"
+        " loads (s), and its consumers take at most r registers a thread, whatever the binary starts with.",
+        "",
+        "| kernel | tile | registers of a thread at the start | bytes of spills of a thread | KiB of shared memory |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS[page]:
+        used = figures["kernels"][row.key]["sm_90"]
+        shared = f"{round(used['shared'] / 1024, 1):g}"
+        lines.append(
+            f"| `{row.kernel}`, {row.name} | {used['tile']} | {used['registers']} | {used['spills']} | {shared} |"
+        )
+    return "\n".join(lines)
+
+
+def _cell(used: dict[str, Any], usual_tile: str) -> str:
+    if "tensor_memory" in used:
+        return f"**does not run**: wants {used['tensor_memory']} of {TENSOR_MEMORY} columns of tensor memory"
+    cell = f"{used['registers']} / {used['spills']} / {round(used['shared'] / 1024, 1):g}"
+    return cell if used["tile"] == usual_tile else f"{cell} ({used['tile']})"
+
+
+def _render_cuda(figures: dict[str, Any]) -> str:
+    measured = figures["cuda"]
+    lines = [
+        f"Compiled by nvcc {figures['nvcc']}, all instances of `rotate_kernel`: registers of a thread, from the least"
+        " to the most / bytes of spills / bytes of shared memory.",
+        "",
+        f"| instances | of them | {' | '.join(f'sm_{x}' for x in CUDA_TARGETS)} |",
+        f"| --- | --- {'| --- ' * len(CUDA_TARGETS)}|",
+    ]
+    for name, first in measured[CUDA_TARGETS[0]].items():
+        used = [measured[target][name] for target in CUDA_TARGETS]
+        cells = [f"{_range(x['least'], x['most'])} / {x['spills']} / {x['shared']}" for x in used]
+        lines.append(f"| {name} | {first['kernels']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}–{most}"
+
+
+def replace_table(text: str, table: str) -> str:
+    """A page with another table between its marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"a page has no “{BEGIN}” with “{END}” after it")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def page_names() -> list[str]:
+    """The pages that have a table."""
+    return [*ROWS, "rotation-cuda"]
+
+
+def measure_pages(pages: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Compile what pages show."""
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in (row for page in pages for row in ROWS[page]):
+        for target in row.targets:
+            print(f"{row.key}, {target}", flush=True)
+            kernels.setdefault(row.key, {})[target] = measure(row, target)
+    return kernels
+
+
+def measure_all() -> dict[str, Any]:
+    """Compile everything."""
+    kernels = measure_pages(ROWS)
+    cuda = {architecture: measure_cuda(architecture) for architecture in CUDA_TARGETS}
+    return {"triton": triton.__version__, "nvcc": nvcc_version(), "kernels": kernels, "cuda": cuda}
+
+
+def _measure_again(pages: list[str]) -> dict[str, Any]:
+    """The figures that there are, with those of some pages anew."""
+    figures: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
+    if figures["triton"] != triton.__version__:
+        raise SystemExit(f"figures.json is of Triton {figures['triton']}, and {triton.__version__} is installed")
+    kernels = figures["kernels"] | measure_pages(pages)
+    return {**figures, "kernels": {row.key: kernels[row.key] for rows in ROWS.values() for row in rows}}
+
+
+def main(arguments: list[str]) -> None:
+    """Compile, unless only tables are asked for, and write."""
+    if arguments != ["tables"]:
+        unknown = [name for name in arguments if name not in ROWS]
+        if unknown:
+            raise SystemExit(f"the arguments are {arguments}, but must be none, “tables”, or of {', '.join(ROWS)}")
+        figures = _measure_again(arguments) if arguments else measure_all()
+        FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    for name in page_names():
+        page = PAGES / f"{name}.md"
+        page.write_text(replace_table(page.read_text(encoding="utf-8"), render(name, figures)), encoding="utf-8")
+    print(f"wrote the tables of {len(page_names())} pages")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
