@@ -46,7 +46,8 @@ def pretend_target(monkeypatch, target):
 def describe(value, path, specialised, constants, attributes):
     """Return a value's type as Triton's compiler writes it; note constants, and values divisible by 16."""
     if isinstance(value, tuple):
-        parts = [describe(part, (*path, index), specialised, constants, attributes) for index, part in enumerate(value)]
+        # Triton specialises numbers in a tuple, whatever `do_not_specialize` says.
+        parts = [describe(part, (*path, index), True, constants, attributes) for index, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, TensorDescriptor):
         block = ",".join(map(str, value.block_shape))

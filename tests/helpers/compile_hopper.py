@@ -49,6 +49,11 @@ CALLS = {
     "softcap": {"softcap": 50.0},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
+# Numbers that are 1 are constants in a group.
+LONE_CALLS = {
+    "one-head": {"position": Alibi(), "causal": True, "batch": 1, "heads": 1},
+    "one-sequence": {"position": Alibi(), "heads": 1, "cu_seqlens_q": torch.tensor([0, 2 * T])},
+}
 # The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
 FAR_CALLS = {
     "rerope-causal": {"position": ReRope(48), "causal": True},
@@ -61,9 +66,11 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 def call_of(monkeypatch, head_dim, dtype, name):
     """Return a call, and a list to which launches of schedules will be added."""
-    keywords = dict((CALLS | FAR_CALLS)[name])
-    tokens, layout = keywords.pop("tokens", T), "thd" if "cu_seqlens_q" in keywords else "bthd"
-    q, k, v = (torch.randn(2, tokens, heads, head_dim).to(dtype) for heads in (H, 2, 2))
+    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS)[name])
+    batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
+    layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
+    kv_heads = min(heads, 2)
+    q, k, v = (torch.randn(batch, tokens, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads))
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     schedules = []

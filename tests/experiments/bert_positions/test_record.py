@@ -84,7 +84,7 @@ def test_a_row_comes_back_from_json(row):
         ({"kind": "speeds"}, r"line 3: kind is 'speeds', but must be one of 'training', 'evaluation', 'speed'"),
         ({"kind": None}, r"line 3: kind is None"),
         ({"loss": ...}, r"line 3: a row of kind 'evaluation' lacks \['loss'\] and has \[\]"),
-        ({"losses": 1}, r"lacks \[\] and has \['losses'\], which it does not know"),
+        ({"losses": 1}, r"lacks \[\] and has \['losses'\], which are unknown"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, change, message):

@@ -208,11 +208,11 @@ MISFITS = {
     "query_starts-elsewhere": ({"query_starts": i(B).to(META)}, r"query_starts is on meta, but must be on q's device"),
     "cu_seqlens_q-dense": (
         {"cu_seqlens_q": i(3)},
-        "cu_seqlens_q was given with layout 'bthd', but goes with layout 'thd'",
+        "cu_seqlens_q was given with layout 'bthd', but must come with layout 'thd'",
     ),
     "cu_seqlens_k-dense": (
         {"cu_seqlens_k": i(3)},
-        "cu_seqlens_k was given with layout 'bthd', but goes with layout 'thd'",
+        "cu_seqlens_k was given with layout 'bthd', but must come with layout 'thd'",
     ),
     "softcap-0": ({"softcap": 0.0}, "softcap is 0.0, but must be None or a finite number above 0"),
     "softcap-negative": ({"softcap": -5}, "softcap is -5, but must be None or a finite number above 0"),

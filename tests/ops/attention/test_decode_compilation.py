@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from helpers import decode_launches
-from helpers.compile import OLDER_TRITON, compile_launch
+from helpers.compile import OLDER_TRITON, compile_launch, describe_launch
 from helpers.decode_launches import CALLS
 from helpers.targets import SHARED_MEMORY, TARGETS, resources, spilled_bytes
 
@@ -70,3 +70,13 @@ def test_what_is_not_split_is_not_combined(launches_of):
     launches = launches_of("sm_90", 128, torch.bfloat16, keys=64)
     assert [kernel.__name__ for kernel, *_ in launches] == ["decode_kernel"]
     compile_launch(*launches[0], TARGETS["sm_90"])
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi-window", "rerope"])
+def test_no_length_makes_another_binary(launches_of, name):
+    """A cache grows by a token a step; its capacity and the splits of its keys differ from call to call."""
+    described = [
+        [describe_launch(*launch) for launch in launches_of("sm_90", 128, torch.bfloat16, keys=keys, **CALLS[name])]
+        for keys in (4096, 4097, 4200, 8192)
+    ]
+    assert all(launches == described[0] for launches in described)

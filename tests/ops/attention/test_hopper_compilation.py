@@ -17,6 +17,7 @@ if support.why_missing() is not None:
 from helpers.compile_hopper import (
     CASES,
     FAR_CASES,
+    LONE_CALLS,
     SPILLS,
     arguments_of,
     backward_launches_of,
@@ -153,6 +154,17 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
         assert work[place + 2][1] + work[place + 3][1] >= 64 * queries // 128
 
 
+@pytest.mark.parametrize("name", list(LONE_CALLS))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_head_and_one_sequence_compile(monkeypatch, head_dim, name):
+    forward, schedules = forward_launch_of(monkeypatch, head_dim, torch.bfloat16, name)
+    before, backward, after = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    for launch in (*schedules, before, after):
+        compile_launch(*launch, TARGETS["sm_90"])
+    for launch in (forward, backward):
+        assert compile_gluon(launch).metadata.shared <= SHARED_MEMORY["sm_90"]
+
+
 # What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"])
@@ -167,9 +179,11 @@ def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, nam
 
 def test_every_version_that_is_served_is_compiled_with_and_has_its_record():
     root = Path(__file__).parents[3]
-    others = re.search(r"^OTHER_TRITONS := (.*)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    others = re.findall(
+        r"^(?:OUTER|INNER)_TRITONS := (.*)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     usual = re.search(r"^triton==(.*)$", (root / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    versions = {version.rpartition(".")[0] for version in (usual[1], *others[1].split())}
+    versions = {version.rpartition(".")[0] for version in (usual[1], *" ".join(others).split())}
     assert versions == set(support.TRIED)
     assert versions == set(json.loads(SPILLS.read_text(encoding="utf-8")))
 
@@ -185,7 +199,8 @@ def test_sections_of_the_backward_fill_the_cache_or_the_processors(tokens, heads
 
 
 def test_no_length_makes_another_binary():
-    of_lengths = {"schedule", "n_work", "workspace_rows", "n_queries", "n_keys", "window", "far_window"}
+    of_schedule = {"n_tiles", "n_rows", "heads_per_l2_section", "n_work", "workspace_rows"}
+    of_lengths = of_schedule | {"n_queries", "n_keys", "window", "far_window", "n_elements", "workspace"}
     passes = (hopper_launch.bwd_preprocess_kernel, hopper_launch.bwd_postprocess_kernel)
     for kernel in (hopper_launch.forward_kernel, hopper_launch.backward_kernel, *passes):
         specialised = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}

@@ -60,7 +60,7 @@ from ropewalk.ops.attention.hopper.tiles import (
     wgmma_layout,
     zero_missing_rows,
 )
-from ropewalk.ops.attention.triton.arguments import Far, KeyTile, ScoreFlags, Scores
+from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags, Scores
 from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, PAST, mask_flags, range_flags
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
@@ -405,7 +405,7 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     store_rows(grads.dk, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
 
 
-@gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "schedule", "workspace_rows"))
+@gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
 def backward_kernel(
     q,  # descriptors of (B, H, Tq, D), for tiles of BLOCK_M; features rotated already, as those of k
     k,  # (B, K, Tk, D), for tiles of BLOCK_N
@@ -431,7 +431,11 @@ def backward_kernel(
     grad_scale,  # of dK
     window,
     far_window,  # pairs at least so many tokens apart are far; or None
-    schedule,  # Schedule, of keys' tiles and heads
+    n_tiles,  # fields of `Schedule`, of keys' tiles and heads
+    n_rows,
+    n_heads,
+    heads_per_key,
+    heads_per_l2_section,
     n_queries,
     n_keys,
     workspace_rows,  # of each head
@@ -459,6 +463,7 @@ def backward_kernel(
                threads lse                 | P, dQ(j-1) -> smem | dS -> smem, arrive      | release
     """
     BLOCK_D: gl.constexpr = k.block_shape[3]
+    schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     q_ring = make_ring(q, STAGES, 2)
     do_ring = make_ring_beside(q_ring, do)
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -19,7 +19,7 @@ from ropewalk.ops.attention.hopper.pipeline import make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.softmax import online_softmax, rescale, sum_in_threads
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
-from ropewalk.ops.attention.triton.arguments import Far, ScoreFlags, Scores, Tile
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores, Tile
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -32,7 +32,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_seqlens,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
-from ropewalk.ops.attention.triton.tiles import params_of_head
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class Rings(NamedTuple):
@@ -384,11 +384,7 @@ def _compute_warps(
     await_stores(0)
 
 
-# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
-_DO_NOT_SPECIALIZE = ("packed", "scores", "schedule", "window", "far_window", "n_queries", "n_keys", "n_work")
-
-
-@gluon.jit(do_not_specialize=_DO_NOT_SPECIALIZE)
+@gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, *Schedule._fields, "n_work"))
 def forward_kernel(
     q,  # descriptors of (B, H, Tq, D), for tiles of WG_ROWS; features rotated already, as those of k
     k,  # (B, K, Tk, D), for tiles of BLOCK_N
@@ -405,7 +401,11 @@ def forward_kernel(
     scores,  # Scores
     window,
     far_window,  # pairs at least so many tokens apart are far; or None
-    schedule,  # Schedule
+    n_tiles,  # fields of `Schedule`
+    n_rows,
+    n_heads,
+    heads_per_key,
+    heads_per_l2_section,
     n_queries,
     n_keys,
     n_work,  # work items
@@ -435,6 +435,7 @@ def forward_kernel(
     v_ring = make_ring(v, STAGES, CONSUMERS)
     out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, WG_ROWS, q.block_shape[3]], q.layout)
     scheduler = make_scheduler(CONSUMERS)
+    schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     N_OTHERS: gl.constexpr = CONSUMERS - 1  # compute warp groups but the first
     FLAGS: gl.constexpr = mask_flags(
         packed is not None,

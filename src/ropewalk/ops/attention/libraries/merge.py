@@ -10,7 +10,7 @@ from torch import Tensor
 from ropewalk.ops.attention.triton.tiles import wide
 
 
-@triton.jit(do_not_specialize=("out_strides", "other_strides", "first", "n_tokens"))
+@triton.jit(do_not_specialize=("first", "n_tokens"))
 def merge_kernel(
     out_ptr,  # (B, T, H, D); rows from `first` on are written
     lse_ptr,  # (B, H, T), dense, natural; likewise

@@ -8,6 +8,8 @@ function, never in an assignment or a jitted function's result: Triton makes ten
 Where a field is None, compare the field with None and never the group, and return no such group from a jitted function:
 Triton 3.6 refuses both.
 Tensor descriptors are parameters of their own, because Triton's launcher finds no descriptor in a tuple.
+So are numbers that differ from call to call: where a number in a tuple is 1 or a multiple of 16, Triton makes another
+binary, whatever `do_not_specialize` says.
 
 Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim.
 """

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ropewalk.ops.attention.triton.arguments import Mask, Scores
 from ropewalk.ops.attention.triton.softmax import tanh
-from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, wide
 
 
 class DecodeTensors(NamedTuple):
@@ -77,28 +77,11 @@ class DecodeScores(NamedTuple):
     softcap: Any
 
 
-class Windows(NamedTuple):
-    """Distances between a query's own key and the keys that it attends."""
-
-    window: Any  # keys with abs(kv_index − n) < window are attended
-    far: Any  # keys so many positions behind or more are far; None: none is
-
-
 class Heads(NamedTuple):
     """Numbers of heads; specialised, so that a group of one costs no division."""
 
     n_kv_heads: Any
     heads_per_key: Any
-
-
-class Sizes(NamedTuple):
-    """Lengths in tokens, and how keys are split."""
-
-    n_queries: Any
-    n_keys: Any
-    n_pages: Any  # in memory; of a dense cache its batch rows
-    n_splits: Any
-    min_split: Any  # keys of a split, at least: a multiple of BLOCK_N
 
 
 class DecodeConfig(NamedTuple):
@@ -179,10 +162,6 @@ class KeyRange(NamedTuple):
     k_table: Any
 
 
-# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
-DO_NOT_SPECIALIZE = ("strides", "bounds", "pages", "tables", "mask", "scores", "windows", "sizes")
-
-
 @triton.jit
 def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
     """Return how many elements rows are from the first one."""
@@ -237,7 +216,9 @@ def positions_of(positions, batch, index, exists, default, origin):
 
 
 @triton.jit
-def split_keys(first, last, kv_start, n_keys, window, sizes, split_idx, CONFIG: tl.constexpr, WINDOWED: tl.constexpr):
+def split_keys(
+    first, last, kv_start, n_keys, window, n_splits, min_split, split_idx, CONFIG: tl.constexpr, WINDOWED: tl.constexpr
+):
     """Return one split of the keys that some queries attend, whose indices among the keys are `first` to `last`.
 
     Splits begin at a multiple of BLOCK_N, and so does the range in which every query attends every key.
@@ -257,8 +238,8 @@ def split_keys(first, last, kv_start, n_keys, window, sizes, split_idx, CONFIG: 
             stop = tl.minimum(stop, last + window)
             full_stop = tl.minimum(full_stop, first + window)
     aligned_start = start // BLOCK_N * BLOCK_N
-    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), sizes.n_splits), BLOCK_N) * BLOCK_N
-    length = tl.maximum(length, sizes.min_split)
+    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
+    length = tl.maximum(length, min_split)
     split_start = aligned_start + split_idx * length
     split_stop = tl.minimum(split_start + length, stop)
     aligned_stop = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
@@ -437,7 +418,7 @@ def attend_range(
     return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
 
 
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_pages", "n_splits", "min_split"))
 def decode_kernel(
     tensors,
     strides,
@@ -446,9 +427,14 @@ def decode_kernel(
     tables,
     mask,  # without strides of head and query: all rows attend the same keys
     scores,
-    windows,
+    window,  # keys with abs(kv_index − n) < window are attended
+    far_window,  # keys so many positions behind or more are far; None: none is
     heads,
-    sizes,
+    n_queries,
+    n_keys,
+    n_pages,  # in memory; of a dense cache its batch rows
+    n_splits,
+    min_split,  # keys of a split, at least: a multiple of BLOCK_N
     SCORE_MOD: tl.constexpr,  # outside CONFIG, where Triton's cache on disk would not hash the function's source
     CONFIG: tl.constexpr,
 ):
@@ -456,9 +442,8 @@ def decode_kernel(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     SPLIT: tl.constexpr = CONFIG.SPLIT
-    HAS_FAR: tl.constexpr = windows.far is not None
+    HAS_FAR: tl.constexpr = far_window is not None
     NEAR_WINDOWED: tl.constexpr = CONFIG.WINDOWED or HAS_FAR
-    n_queries = sizes.n_queries
     heads_per_key = heads.heads_per_key
 
     # === prologue: neighbouring programs share keys, then pages ===
@@ -468,8 +453,8 @@ def decode_kernel(
     program = program // n_tiles
     kv_head = program % heads.n_kv_heads
     program = program // heads.n_kv_heads
-    split_idx = program % sizes.n_splits
-    batch = program // sizes.n_splits
+    split_idx = program % n_splits
+    batch = program // n_splits
 
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_exists = row < n_queries * heads_per_key
@@ -477,9 +462,8 @@ def decode_kernel(
     head = kv_head * heads_per_key + row % heads_per_key
     result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head) * n_queries + token
     if SPLIT:
-        result = result * sizes.n_splits + split_idx
+        result = result * n_splits + split_idx
 
-    n_keys = sizes.n_keys
     causal_offset = n_keys - n_queries
     if bounds.query_starts is not None:
         causal_offset = tl.load(bounds.query_starts + batch).to(tl.int32)
@@ -490,19 +474,21 @@ def decode_kernel(
         kv_start = tl.maximum(tl.load(bounds.key_starts + batch).to(tl.int32), 0)
     first = tile * BLOCK_M // heads_per_key + causal_offset
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // heads_per_key, n_queries - 1) + causal_offset
-    near_window = windows.window
+    near_window = window
     if HAS_FAR:
-        # Far pairs are those of causal attention by queries that are `windows.far` positions further back.
-        far_first = first - windows.far
-        far_last = last - windows.far
-        far_window = windows.window - windows.far
+        # Far pairs are those of causal attention by queries that are `far_window` positions further back.
+        far_first = first - far_window
+        far_last = last - far_window
+        last_far = window - far_window
         far_split = split_keys(
-            far_first, far_last, kv_start, n_keys, far_window, sizes, split_idx, CONFIG, CONFIG.WINDOWED
+            far_first, far_last, kv_start, n_keys, last_far, n_splits, min_split, split_idx, CONFIG, CONFIG.WINDOWED
         )
-        near_window = windows.far
+        near_window = far_window
         if CONFIG.WINDOWED:
-            near_window = tl.minimum(windows.window, windows.far)
-    near_split = split_keys(first, last, kv_start, n_keys, near_window, sizes, split_idx, CONFIG, NEAR_WINDOWED)
+            near_window = tl.minimum(window, far_window)
+    near_split = split_keys(
+        first, last, kv_start, n_keys, near_window, n_splits, min_split, split_idx, CONFIG, NEAR_WINDOWED
+    )
     if SPLIT:
         is_empty = near_split.split_start >= near_split.split_stop
         if HAS_FAR:
@@ -533,7 +519,7 @@ def decode_kernel(
         pages = Pages(table_ptr, pages.stride_batch, pages.stride_page)
     k_ptr = tensors.k + wide(kv_head) * wide(strides.k.head) * CONFIG.STRIDE_UNIT
     v_ptr = tensors.v + wide(kv_head) * wide(strides.v.head) * CONFIG.STRIDE_UNIT
-    cache = Cache(k_ptr, strides.k, v_ptr, strides.v, pages, sizes.n_pages, scores.positions_k, origin, kv_start)
+    cache = Cache(k_ptr, strides.k, v_ptr, strides.v, pages, n_pages, scores.positions_k, origin, kv_start)
 
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -543,7 +529,7 @@ def decode_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
-        far_range = KeyRange(far_split, kv_index - windows.far, far_window, tables.q_far, tables.k_far)
+        far_range = KeyRange(far_split, kv_index - far_window, last_far, tables.q_far, tables.k_far)
         acc = attend_range(acc, rows, far_range, cache, mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
     near_range = KeyRange(near_split, kv_index, near_window, tables.q, tables.k)
     acc = attend_range(acc, rows, near_range, cache, mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
@@ -563,7 +549,7 @@ def decode_kernel(
         tl.store(tensors.out + (offsets[:, None] + feature), acc_o.to(tensors.out.dtype.element_ty), exists)
 
 
-@triton.jit(do_not_specialize=("out_strides", "n_queries", "n_splits"))
+@triton.jit(do_not_specialize=("n_queries", "n_splits"))
 def combine_kernel(
     partial_ptr,  # (B, H, Tq, n_splits, Dv), dense, float32
     partial_lse_ptr,  # (B, H, Tq, n_splits), base 2; where it is −inf, the partial output was never written

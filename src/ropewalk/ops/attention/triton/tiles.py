@@ -8,19 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Parameters whose values differ from call to call, and must not make another binary; a group is listed whole.
-DO_NOT_SPECIALIZE = (
-    "mask",
-    "packed",
-    "positions_q",
-    "positions_k",
-    "scores",
-    "dropout",
-    "n_queries",
-    "n_keys",
-    "window",
-    "far_window",
-)
+# Parameters whose values differ from call to call, and must not make another binary.
+DO_NOT_SPECIALIZE = ("n_queries", "n_keys", "window", "far_window")
 
 
 @triton.jit
