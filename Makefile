@@ -39,10 +39,11 @@ test: lint
 	$(INTERPRETED) --cover some
 	$(MAKE) $(OUTER_TRITONS:%=test-few-triton-%)
 
-# All cases, all targets, all Tritons, the browser, what the documentation shows, and distributions.
+# All other cases, all targets, all Tritons, the browser, what the documentation shows, and distributions.
 test-all: test
-	$(PYTEST) -m "$(ONLY_IN_ALL) or compile" tests
-	$(INTERPRETED)
+	$(PYTEST) -m "$(ONLY_IN_ALL)" tests
+	$(PYTEST) --cover rest -m "compile and not ($(ONLY_IN_ALL))" tests
+	$(INTERPRETED) --cover rest
 	$(MAKE) $(OTHER_TRITONS:%=test-triton-%)
 
 ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_hopper_compilation.py

@@ -21,9 +21,9 @@ from helpers import cover, modes
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cover",
-        choices=("few", "some", "all"),
+        choices=("few", "some", "rest", "all"),
         default="all",
-        help="of each test that compiles or interprets kernels take few cases, some, or all (the default)",
+        help="of each test that compiles or interprets kernels take few cases, some, the rest, or all (the default)",
     )
 
 

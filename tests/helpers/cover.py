@@ -52,8 +52,12 @@ def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
     """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, all.
 
     "some" holds every pair of two parameters' values, as far as a dozen cases can. A test that compiles takes seconds:
-    "few" is one case for sm_90 there, "some" every value of each argument.
+    "few" is one case for sm_90 there, "some" every value of each argument. "rest" is what "some" leaves out.
     """
+    if depth == "rest":
+        items = list(items)
+        taken = set(select(items, "some"))
+        return [item for item in items if item not in taken]
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
