@@ -17,7 +17,17 @@ from ropewalk.ops.attention import tables as memory
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, token_positions
 from ropewalk.ops.attention.tables import map_features, resolve_scheme
 from ropewalk.ops.attention.validate import Arguments, validate
-from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, Rotation, T5Bias
+from ropewalk.schemes import (
+    Alibi,
+    ExpoSB,
+    NoPosition,
+    PositionScheme,
+    ReRope,
+    Rope,
+    Rotation,
+    SelfExtend,
+    T5Bias,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +49,14 @@ def resolved(device, scheme, queries=5, keys=5, heads=H, **call):
 def cos_of(device, scheme):
     """The table of the queries' cosines."""
     return resolved(device, scheme).tables.q.cos
+
+
+def numbers_of(call):
+    """The tensors that a call's scheme gave."""
+    far = () if call.far is None else (table for table in call.far.tables if table is not None)
+    tables = [table for table in (call.tables.q, call.tables.k, *far) if table is not None]
+    found = [x for table in tables for x in table] + [call.tables.feature_weights, call.score_mod_params]
+    return [x for x in found if x is not None]
 
 
 def made(monkeypatch, kind, name):
@@ -343,15 +361,55 @@ def test_equal_schemes_share_their_tables_and_others_do_not(device, monkeypatch)
     assert len(calls) == 5
 
 
-def test_a_tensor_that_was_written_to_is_noticed(device):
-    inv_freq, slopes = torch.rand(8, device=device), torch.rand(H, device=device)
-    rope, alibi = Rope(inv_freq=inv_freq), Alibi(slopes)
-    before = cos_of(device, rope).clone(), resolved(device, alibi).score_mod_params.clone()
-    inv_freq.mul_(2)
-    slopes.add_(1)
-    assert torch.equal(cos_of(device, rope), rope.rotation(torch.arange(5, device=device)[None], D).cos)
-    assert not torch.equal(cos_of(device, rope), before[0])
-    assert torch.equal(resolved(device, alibi).score_mod_params, before[1] + 1)
+WRITES = {
+    "in-place": lambda x, new: x.copy_(new),
+    "through-data": lambda x, new: x.data.copy_(new),
+    "other-data": lambda x, new: setattr(x, "data", new),
+    "through-detach-of-data": lambda x, new: x.data.detach().view(-1).copy_(new.view(-1)),
+}
+OF_TENSOR = {
+    "rope": ((8,), lambda x: Rope(inv_freq=x)),
+    "rerope": ((8,), lambda x: ReRope(3, rope=Rope(inv_freq=x))),
+    "self-extend": ((8,), lambda x: SelfExtend(3, 2, rope=Rope(inv_freq=x))),
+    "alibi": ((H,), Alibi),
+    "bands": ((H,), lambda x: ExpoSB(band_weights=x)),
+    "t5": ((8, H), T5Bias),
+}
+
+
+@pytest.mark.parametrize("same_scheme", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen_parameter", [False, True])
+@pytest.mark.parametrize("name", OF_TENSOR)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_by_any_way_is_seen(device, write, name, frozen_parameter, dtype, same_scheme):
+    """Checkpoint loaders write through `.data`, which leaves a tensor's version as it was."""
+    shape, make = OF_TENSOR[name]
+    x = torch.rand(shape, device=device).to(dtype)
+    x = nn.Parameter(x, requires_grad=False) if frozen_parameter else x
+    scheme = make(x)
+    first = [x.clone() for x in numbers_of(resolved(device, scheme))]
+    WRITES[write](x, torch.rand(shape, device=device).to(dtype))
+    new = resolved(device, scheme if same_scheme else make(x))
+    expected = resolved(device, make(x.detach().clone()))
+    assert any(not torch.equal(a, b) for a, b in zip(first, numbers_of(new), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(numbers_of(expected), numbers_of(new), strict=True))
+
+
+def test_a_write_through_numpy_is_seen():
+    numpy = pytest.importorskip("numpy")
+    inv_freq = torch.rand(8, dtype=torch.float64)
+    before = cos_of("cpu", Rope(inv_freq=inv_freq)).clone()
+    inv_freq.numpy()[:] = numpy.linspace(0.1, 1, 8)
+    assert not torch.equal(cos_of("cpu", Rope(inv_freq=inv_freq)), before)
+
+
+def test_equal_values_in_two_tensors_stay_apart(device):
+    one, other = torch.rand(H, device=device), torch.empty(H, device=device)
+    other.copy_(one)
+    resolved(device, Alibi(one))
+    one.data.add_(1)
+    assert torch.equal(resolved(device, Alibi(other)).score_mod_params[:, 0], other)
 
 
 def test_a_tensor_at_the_address_of_another_is_not_mistaken_for_it(device):

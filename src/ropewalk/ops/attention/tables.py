@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.attention.call import (
     NO_TABLES,
     AttentionCall,
@@ -46,7 +45,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     params = None
     if score_mod is not None:
         heads, device = call.q.shape[1], call.q.device
-        params = _remember(("params", heads), scheme, known_by, device, lambda: scheme.score_mod_params(heads, device))
+        params = _remember(("params", heads), known_by, device, lambda: scheme.score_mod_params(heads, device))
     either = rotation_q or rotation_k
     rotated = {} if either is None else {"cos": either.cos, "sin": either.sin, "weights": either.weights}
     for name, x in (*rotated.items(), ("parameters", params)):
@@ -223,7 +222,6 @@ class _Rotations:
         high = _power_of_two(stop)
         table = _remember(
             (method, *of, self.head_dim, low, high),
-            self.scheme,
             self.known_by,
             device,
             lambda: make(torch.arange(low, high, device=device)[None], self.head_dim, *of),
@@ -274,17 +272,22 @@ def _power_of_two(count: int) -> int:
 
 
 _MOST_REMEMBERED = 16
-_remembered: OrderedDict[Any, tuple[PositionScheme, Any]] = OrderedDict()
+_remembered: OrderedDict[Any, Any] = OrderedDict()
 _captured: dict[Any, Any] = {}  # read by CUDA graphs: they are never told that memory is gone, so it must not go
 _lock = threading.Lock()
 
 
 Identity = tuple[Any, ...]
-_PLAIN_TYPES = {bool, int, float, str, type(None)}
+_PLAIN_TYPES = {bool, int, float, str, type(None), torch.dtype, torch.device}
+_MOST_VALUES = 4096  # of a tensor that is read in each call
 
 
 def _identity(scheme: PositionScheme) -> Identity | None:
-    """Return a key that tells a scheme apart; None if it is not plain data, or if the call is traced or fake."""
+    """Return a key of all that a scheme holds; None if it is not plain data, or if the call is traced or fake.
+
+    A tensor on the CPU is known by its values: writes through `.data` or a NumPy view leave its version as it was.
+    Values on a device cannot be read without waiting for it, so what derives from them is made in each call.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not hasattr(scheme, "__dict__"):
         return None
     identity: list[Any] = [type(scheme)]
@@ -298,24 +301,28 @@ def _identity(scheme: PositionScheme) -> Identity | None:
                 return None
             identity.append(within)
         elif isinstance(value, Tensor):
-            if gpu.is_fake(value) or value.requires_grad or value.is_inference():
+            if not _is_readable(value):
                 return None
-            identity.append((id(value), value._version))  # which one it is, and how often it was written
-        elif isinstance(value, Hashable):
-            identity.append(value)
+            identity.append((value.dtype, value.shape, *value.flatten().tolist()))
         else:
             return None
     return tuple(identity)
 
 
+def _is_readable(x: Tensor) -> bool:
+    """Say whether a constant's values can be read in each call, for next to nothing."""
+    if x.device.type != "cpu" or x.requires_grad or x.numel() > _MOST_VALUES:
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _remember(
     kind: tuple[Any, ...],
-    scheme: PositionScheme,
     known_by: Identity | None,
     device: torch.device,
     make: Callable[[], Any],
 ) -> Any:
-    """Return the result of `make`, remembered by kind, scheme and device; make it anew for a scheme without a key."""
+    """Return a copy of the result of `make`, remembered by kind, scheme and device; make it anew without a key."""
     if known_by is None:
         return make()
     key = (kind, device, known_by)
@@ -326,14 +333,21 @@ def _remember(
             _remembered.move_to_end(key)
             if capturing:
                 _captured[key] = found
-            return found[1]
+            return found
     with torch.inference_mode(False), torch.no_grad():
-        made = make()
+        made = _copy(make())  # it may be a view of a scheme's tensor
     if not capturing:  # what a graph makes exists while it is replayed
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
         with _lock:
-            _remembered[key] = scheme, made  # the scheme is kept, so that its tensors keep their identity
+            _remembered[key] = made
             while len(_remembered) > _MOST_REMEMBERED:
                 _remembered.popitem(last=False)
     return made
+
+
+def _copy(made: Tensor | Rotation | None) -> Tensor | Rotation | None:
+    if isinstance(made, Rotation):
+        weights = None if made.weights is None else made.weights.clone()
+        return made._replace(cos=made.cos.clone(), sin=made.sin.clone(), weights=weights)
+    return None if made is None else made.clone()
