@@ -29,6 +29,7 @@ class Rotation(NamedTuple):
     interleaved: bool
     weights: Tensor | None  # (D,), float32: of a feature of q times the same feature of k
     offset: int = 0  # the first rotated feature
+    scale: Tensor | None = None  # (..., T), float32: multiplies a query's features that are not rotated
 
 
 @dataclass(frozen=True, eq=False)

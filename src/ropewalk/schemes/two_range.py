@@ -61,8 +61,8 @@ class TwoRangeScheme(PositionScheme):
         """Multiply a map of queries by log_n's factor."""
         if self.log_n is None:
             return table
-        factor = positions.clamp(min=0).double().log1p() / math.log(self.log_n)
-        return _multiply(table, factor.clamp(min=1).float()[..., None])
+        factor = (positions.clamp(min=0).double().log1p() / math.log(self.log_n)).clamp(min=1).float()
+        return _multiply(table, factor[..., None])._replace(scale=factor)
 
 
 def _multiply(table: Rotation, factor: Tensor | float) -> Rotation:

@@ -28,6 +28,10 @@ SCHEMES = {
     "extend-log": SelfExtend(W, 3, log_n=8),
     "rerope-factor": ReRope(W, rope=Rope(attention_factor=1.2)),
     "extend-interleaved": SelfExtend(W, 2, rope=Rope(interleaved=True, attention_factor=0.9)),
+    # log_n multiplies queries, and not their rotated features alone.
+    "rerope-log-partial": ReRope(W, log_n=8, rope=Rope(rotary_dim=8)),
+    "leaky-log-offset": ReRope(W, leak=4, log_n=8, rope=Rope(rotary_dim=6, rotary_offset=4, interleaved=True)),
+    "extend-log-last": SelfExtend(W, 3, log_n=8, rope=Rope(rotary_offset=10)),
 }
 
 
@@ -62,18 +66,22 @@ def naive(scheme, q, k, v, *, causal=False, positions=None):
     ahead = n > m[:, None]
     if positions is not None:
         m, n = positions
-    half = q.shape[3] // 2
+    start = rope.rotary_offset
+    half = (rope.rotary_dim or q.shape[3] - start) // 2
+    stop = start + 2 * half
     omega = rope.base ** (-torch.arange(half, device=q.device).double() / half)
     angles = relative_positions(scheme, m[:, None], n)[..., None] * omega
     turned = torch.polar(torch.ones_like(angles), angles).to(q.dtype.to_complex())
 
     def pairs(x):
+        x = x[..., start:stop]
         if rope.interleaved:
             return torch.complex(x[..., 0::2], x[..., 1::2])
         return torch.complex(x[..., :half], x[..., half:])
 
-    scores = torch.einsum("bhmi,bhni,mni->bhmn", pairs(q), pairs(k).conj(), turned).real / math.sqrt(2 * half)
-    scores = scores * rope.attention_factor**2
+    scores = torch.einsum("bhmi,bhni,mni->bhmn", pairs(q), pairs(k).conj(), turned).real * rope.attention_factor**2
+    scores = scores + sum(q[..., rest] @ k[..., rest].mT for rest in (slice(start), slice(stop, None)))
+    scores = scores / math.sqrt(q.shape[3])
     if scheme.log_n is not None:
         scores = scores * ((m + 1).double().log() / math.log(scheme.log_n)).clamp(min=1).to(q.dtype)[:, None]
     if causal:

@@ -52,6 +52,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
         if x is not None and x.dtype != torch.float32:
             raise TypeError(f"{type(scheme).__name__} gives {name} in {x.dtype}, but must give float32")
     return call._replace(
+        q=call.q if rotation_q is None else _scale_unrotated(call.q, rotation_q),
         positions_q=positions_q,
         positions_k=positions_k,
         score_mod=score_mod,
@@ -68,6 +69,16 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
         ),
         far=None if far_window is None else FarRange(far_window, tables.far()),
     )
+
+
+def _scale_unrotated(q: Tensor, rotation: Rotation) -> Tensor:
+    """Multiply the features of q (B, H, T, D) that are not rotated by the rotation's scale. Differentiable."""
+    start, stop = rotation.offset, rotation.offset + 2 * rotation.cos.shape[-1]
+    if rotation.scale is None or (start, stop) == (0, q.shape[3]):
+        return q
+    scale = rotation.scale[:, None, :, None]
+    before, after = ((x * scale).to(q.dtype) for x in (q[..., :start], q[..., stop:]))
+    return torch.cat((before, q[..., start:stop], after), dim=-1)
 
 
 def _table_of(rotation: Rotation | None) -> RopeTable | None:
@@ -228,13 +239,15 @@ class _Rotations:
         )
         if table is None:
             return None
-        cos, sin = table.cos, table.sin
+        cos, sin, scale = table.cos, table.sin, table.scale
         if indices is None:
-            cos, sin = cos[:, start - low : stop - low], sin[:, start - low : stop - low]
+            tokens = slice(start - low, stop - low)
+            cos, sin, scale = cos[:, tokens], sin[:, tokens], None if scale is None else scale[:, tokens]
         else:
             rows = (indices if low == 0 else indices - low).clamp(0, high - low - 1)  # whatever the device holds
             cos, sin = F.embedding(rows, cos[0]), F.embedding(rows, sin[0])
-        return Rotation(cos, sin, table.interleaved, table.weights, table.offset)
+            scale = None if scale is None else scale[0][rows]
+        return table._replace(cos=cos, sin=sin, scale=scale)
 
 
 def _indices(queries: int, keys: int, call: AttentionCall, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -348,6 +361,5 @@ def _remember(
 
 def _copy(made: Tensor | Rotation | None) -> Tensor | Rotation | None:
     if isinstance(made, Rotation):
-        weights = None if made.weights is None else made.weights.clone()
-        return made._replace(cos=made.cos.clone(), sin=made.sin.clone(), weights=weights)
+        return made._replace(**{name: x.clone() for name, x in made._asdict().items() if isinstance(x, Tensor)})
     return None if made is None else made.clone()
