@@ -101,6 +101,16 @@ class WgKv(NamedTuple):
     idx: Any  # [WG_ROWS]: indices of the keys
 
 
+class Step(NamedTuple):
+    """One tile of queries, as a warp group takes it."""
+
+    use: Any  # of the rings
+    first_use: Any  # of the loop's first step
+    m_start: Any  # the first query
+    full: Any  # queries of [full, full_stop) attend all keys of the warp group
+    full_stop: Any
+
+
 @gluon.jit
 def _wg_kv(keys, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
     """Return a warp group's keys and values, given a `KeyTile` of all keys and its own values.
@@ -144,6 +154,141 @@ def _store_zero_ds(use, first_use, smem, dq_smem, wg_kv, BLOCK_M: gl.constexpr, 
 
 
 @gluon.jit
+def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
+    """Start the product S = K Q' of a step's queries."""
+    if flags.PACKED:
+        zero_missing_rows(q_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    return warpgroup_mma(
+        wg_kv.k,
+        q_tile.permute((1, 0)),
+        gl.zeros([WG_ROWS, BLOCK_M], gl.float32, wgmma_layout(BLOCK_M)),
+        use_acc=False,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
+    """Start the product dP = V dO' - delta of a step's queries; `dp` holds -delta."""
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    return warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
+
+
+@gluon.jit
+def _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
+    """Return dS = P dP, through the backward of the score function."""
+    ds = p * dp
+    if score_flags.MOD_BWD is not None:
+        column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_M)))
+        k_pos = (wg_kv.idx - (step.m_start + seqlens.causal_offset)).to(gl.float32)
+        ds = score_flags.MOD_BWD(
+            ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
+        )
+    return ds
+
+
+@gluon.jit
+def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flags, CONSUMER: gl.constexpr):
+    """Add a tile of queries to dK and dV, and store the chunk of its dQ. Both warp groups are in one step::
+
+    wgmma    S=KQ', dP=VdO'-delta |   | dV+=P'dO   | dQ=dS K | dK+=dS'Q
+    threads  lse, -delta          | P | dS -> smem | sync dS | dQ -> smem, release
+    """
+    acc_dk, acc_dv = acc
+    DTYPE: gl.constexpr = dq_smem.ds.dtype
+    BLOCK_M: gl.constexpr = dq_smem.ds.shape[2]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dk.type.layout, 2)
+    stage = step.use % smem.q.stages
+    q_tile, do_tile = smem.q.tile(step.use), smem.do.tile(step.use)
+    # All reads go before products: reads wait in one queue behind those.
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    smem.q.wait_full(step.use)
+    s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
+    smem.do.wait_full(step.use)
+    dp = _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M)
+    if step.use > step.first_use:  # the chunk of the step before, by now in memory
+        fence_async_shared()
+        named_barrier_arrive(DQ_FULL, CONSUMER)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
+    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, masked, seqlens, scores, flags, score_flags)
+    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    if score_flags.SOFTCAP:  # before p and the scores are both needed
+        p *= 1 - capped * capped
+    dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
+    ds_half = _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M).to(DTYPE)
+    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+    dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
+    fence_async_shared()
+    named_barrier_sync(DS_STORED, 0)
+    dq = _start_dq(dq_smem.ds.index(step.use % 2), wg_kv, CONSUMER)
+    acc_dv, p_half = warpgroup_mma_wait(1, deps=(acc_dv, p_half))
+    ds_operand = gl.convert_layout(ds_half, p_layout)
+    acc_dk = warpgroup_mma(ds_operand, q_tile, acc_dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    named_barrier_sync(DQ_FREE, CONSUMER)
+    dq_smem.dq.store(to_thread_order(dq))
+    acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
+    smem.q.release(step.use)
+    return acc_dk, acc_dv
+
+
+@gluon.jit
+def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flags, CONSUMER: gl.constexpr):
+    """Add a tile of queries to dK and dV, and store dQ of the step before. Warp groups may be a step apart::
+
+    wgmma    S=KQ', dQ(j-1)=dS K |                    | dP=VdO'-delta, dV+=P'dO | dK+=dS'Q
+    threads  lse                 | P, dQ(j-1) -> smem | dS -> smem, arrive      | release
+    """
+    acc_dk, acc_dv = acc
+    DTYPE: gl.constexpr = dq_smem.ds.dtype
+    BLOCK_M: gl.constexpr = dq_smem.ds.shape[2]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dk.type.layout, 2)
+    stage = step.use % smem.q.stages
+    q_tile, do_tile = smem.q.tile(step.use), smem.do.tile(step.use)
+    # All reads go before products: reads wait in one queue behind those.
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    smem.q.wait_full(step.use)
+    s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
+    dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
+    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, masked, seqlens, scores, flags, score_flags)
+    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    if score_flags.SOFTCAP:  # before p and the scores are both needed
+        p *= 1 - capped * capped
+    dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
+    if step.use > step.first_use:
+        named_barrier_sync(DQ_FREE, CONSUMER)
+        dq_smem.dq.store(to_thread_order(dq))
+        fence_async_shared()
+        named_barrier_arrive(DQ_FULL, CONSUMER)
+    smem.do.wait_full(step.use)
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dp = _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M)
+    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds_half = _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M).to(DTYPE)
+    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+    dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    fence_async_shared()
+    named_barrier_arrive(DS_STORED, 2 * CONSUMER, step.use % 2)
+    ds_operand = gl.convert_layout(ds_half, p_layout)
+    acc_dk = warpgroup_mma(ds_operand, q_tile, acc_dk, is_async=True)
+    acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
+    smem.q.release(step.use)
+    return acc_dk, acc_dv
+
+
+@gluon.jit
 def _mainloop_q(
     state,
     keys,
@@ -161,10 +306,6 @@ def _mainloop_q(
     """Add the queries of a range of pairs to dK and dV; return them with the next use of the rings."""
     acc_dk, acc_dv, first_use = state
     BLOCK_M: gl.constexpr = options.BLOCK_M
-    DTYPE: gl.constexpr = dq_smem.ds.dtype
-    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dk.type.layout, 2)
-    column_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
@@ -180,109 +321,32 @@ def _mainloop_q(
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
         for member in range(problem.schedule.heads_per_key):
             head_use = first_use + member * steps_per_head
-            for step in range(n_skipped):
-                _store_zero_ds(head_use + step, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
+            for skipped in range(n_skipped):
+                _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
-            for step in range(n_skipped, steps_per_head):
-                use = head_use + step
-                stage = use % smem.q.stages
-                q_tile, do_tile = smem.q.tile(use), smem.do.tile(use)
+            for i in range(n_skipped, steps_per_head):
                 scores = problem.scores
                 params = params_of_head(scores, tile.kv_head * problem.schedule.heads_per_key + member)
-                head_scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
-                # All reads go before products: reads wait in one queue behind those.
-                mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
-                lse = smem.stats.index(2 * stage).load(column_layout)
-                if not options.DEFER_DQ:
-                    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
-                smem.q.wait_full(use)
-                if flags.PACKED:
-                    zero_missing_rows(q_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
-                s = warpgroup_mma(
-                    wg_kv.k,
-                    q_tile.permute((1, 0)),
-                    gl.zeros([WG_ROWS, BLOCK_M], gl.float32, s_layout),
-                    use_acc=False,
-                    is_async=True,
-                )
-                if options.DEFER_DQ:
-                    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (use + 1) % 2)
-                    dq = _start_dq(dq_smem.ds.index((use + 1) % 2), wg_kv, CONSUMER)
-                else:
-                    smem.do.wait_full(use)
-                    if flags.PACKED:
-                        zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
-                    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
-                    if use > first_use:  # the chunk of the step before, by now in memory
-                        fence_async_shared()
-                        named_barrier_arrive(DQ_FULL, CONSUMER)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                p, capped, scaled = recompute_p(
-                    s,
-                    lse,
-                    m_start,
-                    wg_kv.idx,
-                    (m_start < wg_range.full) | (m_start >= wg_range.full_stop),
+                scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
+                take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
+                acc_dk, acc_dv = take_step(
+                    (acc_dk, acc_dv),
+                    step,
+                    smem,
+                    dq_smem,
+                    wg_kv,
                     seqlens,
-                    head_scores,
+                    scores,
                     range_flags(flags, RANGE),
                     score_flags,
+                    CONSUMER,
                 )
-                p_half = gl.convert_layout(p.to(DTYPE), p_layout)
-                if score_flags.SOFTCAP:  # before p and the scores are both needed
-                    p *= 1 - capped * capped
-                if options.DEFER_DQ:
-                    dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
-                    if use > first_use:
-                        named_barrier_sync(DQ_FREE, CONSUMER)
-                        dq_smem.dq.store(to_thread_order(dq))
-                        fence_async_shared()
-                        named_barrier_arrive(DQ_FULL, CONSUMER)
-                    smem.do.wait_full(use)
-                    if flags.PACKED:
-                        zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
-                    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
-                    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
-                    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
-                else:
-                    dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-                ds = p * dp
-                if score_flags.MOD_BWD is not None:
-                    column = gl.arange(0, BLOCK_M, layout=column_layout)
-                    k_pos = (wg_kv.idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-                    ds = score_flags.MOD_BWD(
-                        ds,
-                        scaled,
-                        column.to(gl.float32)[None, :],
-                        k_pos[:, None],
-                        head_scores.params,
-                        range_flags(flags, RANGE).SIDE == PAST,
-                    )
-                ds_half = ds.to(DTYPE)
-                # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
-                dq_smem.ds.index(use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
                 m_start += BLOCK_M
-                if options.DEFER_DQ:
-                    fence_async_shared()
-                    named_barrier_arrive(DS_STORED, 2 * CONSUMER, use % 2)
-                else:
-                    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
-                    fence_async_shared()
-                    named_barrier_sync(DS_STORED, 0)
-                    dq = _start_dq(dq_smem.ds.index(use % 2), wg_kv, CONSUMER)
-                    acc_dv, p_half = warpgroup_mma_wait(1, deps=(acc_dv, p_half))
-                ds_operand = gl.convert_layout(ds_half, p_layout)
-                acc_dk = warpgroup_mma(ds_operand, q_tile, acc_dk, is_async=True)
-                if not options.DEFER_DQ:
-                    dq = warpgroup_mma_wait(1, deps=(dq,))
-                    named_barrier_sync(DQ_FREE, CONSUMER)
-                    dq_smem.dq.store(to_thread_order(dq))
-                acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
-                smem.q.release(use)
         if options.DEFER_DQ:
-            named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (first_use + n_steps + 1) % 2)
-            dq = _start_dq(dq_smem.ds.index((first_use + n_steps + 1) % 2), wg_kv, CONSUMER)
+            last_ds = (first_use + n_steps + 1) % 2
+            named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
+            dq = _start_dq(dq_smem.ds.index(last_ds), wg_kv, CONSUMER)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             named_barrier_sync(DQ_FREE, CONSUMER)
             dq_smem.dq.store(to_thread_order(dq))
@@ -455,12 +519,7 @@ def backward_kernel(
 ):
     """Compute dK and dV of a tile of one key head, and add its part of dQ.
 
-    Steps of a compute warp group, at D 128 and at D 64 (DEFER_DQ)::
-
-        D 128: wgmma   S=KQ', dP=VdO'-delta |   | dV+=P'dO   | dQ=dS K | dK+=dS'Q
-               threads lse, -delta          | P | dS -> smem | sync dS | dQ -> smem, release
-        D 64:  wgmma   S=KQ', dQ(j-1)=dS K |                    | dP=VdO'-delta, dV+=P'dO | dK+=dS'Q
-               threads lse                 | P, dQ(j-1) -> smem | dS -> smem, arrive      | release
+    `step_d128` and `step_d64` (DEFER_DQ) show the timeline of a step.
     """
     BLOCK_D: gl.constexpr = k.block_shape[3]
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
