@@ -163,6 +163,10 @@ def spill_key(direction, launch, name):
     return f"{direction}, D {arguments_of(launch)['q'].block_shape[3]}, {name}"
 
 
-def recorded_spills(direction, launch, name):
-    """Return the recorded spills of a launch with this Triton."""
-    return json.loads(SPILLS.read_text(encoding="utf-8"))[VERSION].get(spill_key(direction, launch, name), 0)
+def allowed_spills(direction, launch, name):
+    """Return how many bytes a launch may spill with this Triton: none where none were recorded, otherwise a few more.
+
+    The assembler's choice of registers varies with the numbers of lines in the debug information.
+    """
+    recorded = json.loads(SPILLS.read_text(encoding="utf-8"))[VERSION].get(spill_key(direction, launch, name), 0)
+    return recorded and recorded + 32

@@ -19,13 +19,13 @@ from helpers.compile_hopper import (
     FAR_CASES,
     LONE_CALLS,
     SPILLS,
+    allowed_spills,
     arguments_of,
     backward_launches_of,
     compile_gluon,
     forward_launch_of,
     instructions_of,
     ptxas_report,
-    recorded_spills,
     spilled_bytes,
 )
 
@@ -92,7 +92,7 @@ def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, d
 
     report = ptxas_report(compiled, tmp_path)
     assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
-    assert spilled_bytes(report) <= recorded_spills("forward", launch, name)
+    assert spilled_bytes(report) <= allowed_spills("forward", launch, name)
 
     instructions = instructions_of(compiled, tmp_path)
     assert not barriers_among_tiles(instructions, compiled.metadata.shared)
@@ -129,7 +129,7 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
 
     report = ptxas_report(compiled, tmp_path)
     assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
-    assert spilled_bytes(report) <= recorded_spills("backward", launch, name)
+    assert spilled_bytes(report) <= allowed_spills("backward", launch, name)
 
     instructions = instructions_of(compiled, tmp_path)
     assert not barriers_among_tiles(instructions, compiled.metadata.shared)
