@@ -168,14 +168,6 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
-    """Start the product dP = V dO' - delta of a step's queries; `dp` holds -delta."""
-    if flags.PACKED:
-        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
-    return warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
-
-
-@gluon.jit
 def _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
     """Return dS = P dP, through the backward of the score function."""
     ds = p * dp
@@ -209,7 +201,9 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     smem.do.wait_full(step.use)
-    dp = _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M)
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
@@ -272,8 +266,10 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
     smem.do.wait_full(step.use)
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
     dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
-    dp = _start_dp(step, dp, do_tile, wg_kv, seqlens, flags, BLOCK_M)
+    dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds_half = _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M).to(DTYPE)
