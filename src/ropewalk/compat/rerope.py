@@ -15,7 +15,8 @@ from ropewalk.ops.attention.api import run
 from ropewalk.ops.attention.backends import choose
 from ropewalk.ops.attention.call import FarQK, FarRange
 from ropewalk.ops.attention.tables import resolve_scheme
-from ropewalk.ops.attention.validate import DTYPES, MAX_HEAD_DIM, Arguments, validate
+from ropewalk.ops.attention.triton.support import MAX_HEAD_DIM
+from ropewalk.ops.attention.validate import DTYPES, Arguments, validate
 from ropewalk.schemes import PositionScheme
 
 

@@ -23,7 +23,7 @@ from helpers.attention_calls import (
     refusal_of,
     value_and_grads,
 )
-from helpers.modes import ON_GPU, needs_kernels
+from helpers.modes import ON_GPU, needs_kernels, on_gpu
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,7 @@ from ropewalk.ops.attention import backends, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import Rule, backend_order
 from ropewalk.ops.attention.call import FarRange
+from ropewalk.ops.attention.libraries import sdpa
 from ropewalk.schemes import Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -326,12 +327,55 @@ def test_libraries_are_not_asked_for_packed_sequences_or_pages(device):
 
 
 NEW = {
-    "key_starts": lambda device: torch.tensor([1, 2], device=device),
-    "query_starts": lambda device: torch.tensor([0, 0], device=device),
     "softcap": lambda device: 30.0,
     "sinks": lambda device: torch.ones(H, device=device),
     "dropout_p": lambda device: 0.1,
 }
+
+
+# PyTorch's attention takes them on a CPU alone.
+MASKS = ("window", "mask", "key_lengths", "key_starts", "query_starts")
+MASKED = {
+    "mask": lambda: {"mask": torch.rand(B, H, TQ, TK) < 0.4},
+    "mask-of-keys": lambda: {"mask": torch.rand(B, 1, 1, TK) < 0.4},
+    "rows-of-nothing": lambda: {"mask": (torch.arange(TQ) % 3 > 0)[:, None].expand(TQ, TK)},
+    "key_lengths": lambda: {"key_lengths": torch.tensor([0, TK - 2])},
+    "key_starts": lambda: {"key_starts": torch.tensor([3, 0]), "causal": True},
+    "query_starts": lambda: {"query_starts": torch.tensor([0, 1]), "causal": True},
+    "window": lambda: {"window": 2},
+    "causal-window": lambda: {"window": 3, "causal": True, "key_lengths": torch.tensor([TK, 2])},
+    "causal": lambda: {"causal": True},
+}
+
+
+@pytest.mark.parametrize("block", [1 << 24, 3 * B * TK])
+@pytest.mark.parametrize("name", MASKED)
+def test_pytorchs_attention_takes_masks_on_a_cpu(monkeypatch, name, block):
+    """Rows that attend nothing are zeros, and keys that do not exist may hold anything."""
+    monkeypatch.setattr(sdpa, "MASK_BLOCK", block)
+    call = MASKED[name]()
+    q, k, v = draw(torch.device("cpu"), torch.float64, keys=TK + 1 if "query_starts" in call else TK)
+    if "key_lengths" in call:
+        k[0, call["key_lengths"][0] :] = v[0, call["key_lengths"][0] :] = torch.nan
+    assert explain_choice(q, k, v, position=Rope(), **call).name == "sdpa"
+    results = []
+    for impl in ("sdpa", "reference"):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*tensors, position=Rope(), impl=impl, **call)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), tensors)))
+    for mine, defined in zip(*results, strict=True):
+        torch.testing.assert_close(mine, defined)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+@pytest.mark.parametrize("head_dim", [258, 512])
+def test_heads_of_any_width(device, impl, head_dim):
+    """Gemma 4 has 512 features in a head. Kernels take up to 256."""
+    q, k, v = draw(device, torch.float32, head_dim=head_dim)
+    out = attention(q, k, v, position=Rope(), causal=True, impl=impl)
+    truth = attention(*(x.double() for x in (q, k, v)), position=Rope(), causal=True, impl="reference")
+    torch.testing.assert_close(out.double(), truth, atol=1e-4, rtol=1e-4)
+    assert refusal_of("triton", q, k, v) == "head_dim"
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -348,12 +392,16 @@ def test_every_reason_names_what_cannot_be_served(device, name):
 def test_a_refusal_has_a_code_and_says_why(device, name, call, code):
     tensors = draw(device, torch.float64 if name == "triton" else torch.float16)
     call = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    if name == "sdpa" and device.type == "cpu" and code in MASKS:
+        assert refusal_of(name, *tensors, **call) is None
+        return
     assert refusal_of(name, *tensors, **call) == code
     reason = explain_choice(*tensors, **call).others[name]
     with pytest.raises(ValueError, match=re.escape(f"impl is '{name}', but it cannot run this call: {reason}")):
         attention(*tensors, impl=name, **call)
 
 
+@on_gpu
 def test_causal_attention_of_other_lengths_is_not_pytorchs(device):
     with pytest.raises(ValueError, match="causal attention is aligned at the top left"):
         attention(*draw(device, torch.float16, queries=3), causal=True, impl="sdpa")
@@ -904,7 +952,7 @@ def test_a_choice_is_explained(device):
     forced = explain_choice(*tensors, impl="reference")
     assert forced.name == "reference"
     with pytest.raises(ValueError, match="impl is 'sdpa', but"):
-        explain_choice(*tensors, window=3, impl="sdpa")
+        explain_choice(*tensors, softcap=3.0, impl="sdpa")
 
 
 def test_explaining_computes_nothing(device):

@@ -75,10 +75,11 @@ def attention(
 
     Args:
         q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd", (total_q, H, D) for "thd"; float16, bfloat16,
-            float32 or float64, D up to 256, any strides.
+            float32 or float64, any strides. Kernels take D up to 256; for more, PyTorch's attention or the
+            reference runs.
         k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head has H/K query
             heads in a row. Pages of keys with a `block_table`.
-        v: like k, but for its head dim Dv, up to 256, which the output has.
+        v: like k, but for its head dim Dv, which the output has.
         position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What
             it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
             is to be made of them in each forward.
@@ -206,11 +207,11 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         >>> import torch
         >>> from ropewalk import explain_choice
         >>> q = k = v = torch.randn(2, 128, 8, 64)
-        >>> choice = explain_choice(q, k, v, window=32)
+        >>> choice = explain_choice(q, k, v, softcap=50.0)
         >>> choice.name
         'reference'
         >>> choice.others["sdpa"]
-        'window is not supported'
+        'softcap is not supported'
     """
     impl = keywords.pop("impl", None)
     return explain(make_call(q, k, v, **keywords), impl)

@@ -261,6 +261,50 @@ def token_positions(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return positions_q, positions_k
 
 
+def existing(call: AttentionCall) -> Tensor | None:
+    """Return the mask of keys that exist, (B or 1, Tk); None where all do."""
+    if call.cu_seqlens_k is not None:
+        sequences = token_indices(call).sequences_k
+        return None if sequences is None else sequences >= 0
+    columns = torch.arange(call.k.shape[2], device=call.k.device)
+    starts, ends = call.key_starts, call.key_lengths
+    after = None if starts is None else columns >= starts[:, None]
+    before = None if ends is None else columns < ends[:, None]
+    if after is None or before is None:
+        return before if after is None else after
+    return after & before
+
+
+def allowed(block: slice, call: AttentionCall) -> Tensor | None:
+    """Return the mask of keys that a block of queries attends, (B or 1, H or 1, M, Tk); None where it attends all.
+
+    Causal and window go by index.
+    """
+    indices = token_indices(call)
+    parts = []
+    if indices.sequences_q is not None and indices.sequences_k is not None:
+        sequences_q, sequences_k = indices.sequences_q[:, block, None], indices.sequences_k[:, None]
+        parts.append(((sequences_q == sequences_k) & (sequences_k >= 0))[:, None])
+    if call.causal or call.window is not None:
+        ahead = (indices.keys[:, None] - indices.queries[:, block, None])[:, None]
+        if call.causal:
+            parts.append(ahead <= 0)
+        if call.window is not None:
+            parts.append(ahead.abs() < call.window)
+    if call.key_starts is not None or call.key_lengths is not None:
+        exist = existing(call)
+        if exist is not None:
+            parts.append(exist[:, None, None])
+    if call.mask is not None:
+        parts.append(call.mask[:, :, block])
+    if not parts:
+        return None
+    every = parts[0]
+    for part in parts[1:]:
+        every = every & part
+    return every
+
+
 def _unpack(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sequence of each packed token, −1 for none, and its index there, 0 for none; and the sequences' lengths."""
     bounds = cu_seqlens.long().clamp(0, total)

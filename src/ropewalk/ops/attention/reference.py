@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ropewalk.ops.attention import dropout
 from ropewalk.ops.attention.backend import Refusal
-from ropewalk.ops.attention.call import AttentionCall, FarQK, token_indices, token_positions
+from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, existing, token_indices, token_positions
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.schemes import PositionScheme, Rotation
 
@@ -92,20 +92,6 @@ def gather_pages(x: Tensor, block_table: Tensor) -> Tensor:
     return pages.transpose(1, 2).flatten(2, 3)
 
 
-def existing(call: AttentionCall) -> Tensor | None:
-    """Return the mask of keys that exist, (B or 1, Tk); None where all do."""
-    if call.cu_seqlens_k is not None:
-        sequences = token_indices(call).sequences_k
-        return None if sequences is None else sequences >= 0
-    columns = torch.arange(call.k.shape[2], device=call.k.device)
-    starts, ends = call.key_starts, call.key_lengths
-    after = None if starts is None else columns >= starts[:, None]
-    before = None if ends is None else columns < ends[:, None]
-    if after is None or before is None:
-        return before if after is None else after
-    return after & before
-
-
 def map_features(call: AttentionCall, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, Tensor]:
     """Do to q and k what the scheme does to features; weigh those of k alone. Rotated keys are left alone."""
     q, k, scheme, head_dim = call.q, call.k, scheme_of(call), call.q.shape[-1]
@@ -163,36 +149,6 @@ def scores_of(q: Tensor, k: Tensor, far: FarQK | None, distance: Tensor, window:
 
 def _rotate(x: Tensor, table: Rotation) -> Tensor:
     return apply_rope(x, table.cos, table.sin, layout="bhtd", interleaved=table.interleaved, rotary_offset=table.offset)
-
-
-def allowed(block: slice, call: AttentionCall) -> Tensor | None:
-    """Return the mask of keys that a block of queries attends, (B or 1, H or 1, M, Tk); None where it attends all.
-
-    Causal and window go by index.
-    """
-    indices = token_indices(call)
-    parts = []
-    if indices.sequences_q is not None and indices.sequences_k is not None:
-        sequences_q, sequences_k = indices.sequences_q[:, block, None], indices.sequences_k[:, None]
-        parts.append(((sequences_q == sequences_k) & (sequences_k >= 0))[:, None])
-    if call.causal or call.window is not None:
-        ahead = (indices.keys[:, None] - indices.queries[:, block, None])[:, None]
-        if call.causal:
-            parts.append(ahead <= 0)
-        if call.window is not None:
-            parts.append(ahead.abs() < call.window)
-    if call.key_starts is not None or call.key_lengths is not None:
-        exist = existing(call)
-        if exist is not None:
-            parts.append(exist[:, None, None])
-    if call.mask is not None:
-        parts.append(call.mask[:, :, block])
-    if not parts:
-        return None
-    every = parts[0]
-    for part in parts[1:]:
-        every = every & part
-    return every
 
 
 def kept(block: slice, call: AttentionCall) -> Tensor:

@@ -19,7 +19,6 @@ from ropewalk.schemes import NoPosition, PositionScheme
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)
 NO_POSITION = NoPosition()
 
@@ -158,10 +157,9 @@ def _check_tensors(
         raise ValueError(f"k has batch {rows} and head dim {key_dim}, but must have q's, {batch} and {head_dim}")
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"q has {heads} heads, but they must be a multiple of k's {key_heads}")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the head dim is {head_dim}, but must be from 1 to {MAX_HEAD_DIM}")
-    if not 1 <= value_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"v's head dim is {value_dim}, but must be from 1 to {MAX_HEAD_DIM}")
+    for owner, dim in (("the", head_dim), ("v's", value_dim)):
+        if dim < 1:
+            raise ValueError(f"{owner} head dim is {dim}, but must be at least 1")
     return batch, heads, queries, head_dim, keys
 
 

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Refusal
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, allowed, existing
 from ropewalk.ops.attention.libraries.common import HALF, refuse_dtype, refuse_values, why_misaligned, why_no_library
 from ropewalk.ops.attention.tables import map_features
+
+MASK_BLOCK = 1 << 24  # pairs of one mask
+MAX_ROTATED = 512  # features of a head that `apply_rope` takes
 
 
 class Sdpa:
@@ -21,18 +24,25 @@ class Sdpa:
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why PyTorch's kernels do not run a call; None if they do."""
         q, k, v = call.q, call.k, call.v
-        if call.window is not None:
+        is_cpu = q.device.type == "cpu"
+        if call.window is not None and not is_cpu:
             return Refusal("window", "window is not supported")
         if call.far is not None:
             return Refusal("far", "a two-range encoding is not supported: no log-sum-exp to merge its ranges by")
-        refusal = why_no_library(call)
+        refusal = why_no_library(call, takes_masks=is_cpu)
         if refusal is not None:
             return refusal
+        if call.tables.q is not None and q.shape[3] > MAX_ROTATED:
+            return Refusal(
+                "head_dim", f"head dim {q.shape[3]} is not supported: our rotation takes up to {MAX_ROTATED}"
+            )
+        if is_cpu:
+            return None
         if call.causal and q.shape[2] != k.shape[2]:
             return Refusal("causal_lengths", "causal attention is aligned at the top left")
-        if q.device.type != "cpu" and v.shape[3] != q.shape[3]:
+        if v.shape[3] != q.shape[3]:
             return refuse_values(call)
-        if not gpu.is_nvidia(q.device):
+        if not gpu.is_nvidia(q.device) or _is_wide(call):
             return None
         if not may_use_cudnn():
             return Refusal("cudnn", "cuDNN's attention is missing or switched off")
@@ -51,10 +61,12 @@ class Sdpa:
         return why_misaligned(call)
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, None]:
-        """Attend by cuDNN on NVIDIA GPUs, by whatever PyTorch chooses elsewhere."""
+        """Attend by cuDNN on NVIDIA GPUs, by whatever PyTorch chooses elsewhere and for more than 256 features."""
         q, k = map_features(call)
         v = call.v
-        if gpu.is_nvidia(q.device):
+        if _needs_mask(call):
+            return _attend_masked(q, k, call), None
+        if gpu.is_nvidia(q.device) and not _is_wide(call):
             # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
             out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, call.needs_backward, 0.0, call.causal, False, scale=call.scale
@@ -63,6 +75,41 @@ class Sdpa:
         grouped = bool(q.shape[1] != k.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped)
         return out, None
+
+
+def _is_wide(call: AttentionCall) -> bool:
+    """Say whether heads are wider than the kernels of any other backend."""
+    return max(call.q.shape[3], call.v.shape[3]) > 256
+
+
+def _needs_mask(call: AttentionCall) -> bool:
+    """Say whether some pairs are not attended, other than by causality between as many queries as keys."""
+    given = (call.mask, call.window, call.key_lengths, call.key_starts, call.query_starts)
+    return any(x is not None for x in given) or (call.causal and call.q.shape[2] != call.k.shape[2])
+
+
+def _attend_masked(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+    """Attend by masks, in blocks of queries: no mask (Tq, Tk) is ever whole. q and k have their features mapped."""
+    v, exist = call.v, existing(call)
+    if exist is not None:
+        # Keys that do not exist may hold anything, NaN too.
+        missing = ~exist[:, None, :, None]
+        k, v = k.masked_fill(missing, 0), v.masked_fill(missing, 0)
+    queries, grouped = q.shape[2], bool(q.shape[1] != k.shape[1])
+    rows = queries  # a compiled program is not to depend on lengths
+    if not torch.compiler.is_compiling():
+        rows = max(1, MASK_BLOCK // (q.shape[0] * k.shape[2]))
+    outs = []
+    for start in range(0, queries, rows):
+        block = slice(start, min(start + rows, queries))
+        q_block, may = q[:, :, block], allowed(block, call)
+        if may is not None:
+            # A row that attends nothing attends all keys, as zeros, and its output is dropped: no NaN, and no gradient.
+            attends_nothing = ~may.any(dim=-1, keepdim=True)
+            q_block, may = q_block.masked_fill(attends_nothing, 0), may | attends_nothing
+        out = F.scaled_dot_product_attention(q_block, k, v, attn_mask=may, scale=call.scale, enable_gqa=grouped)
+        outs.append(out if may is None else out.masked_fill(attends_nothing, 0))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 @gpu.assume_constant

@@ -12,6 +12,7 @@ from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, rope_tables
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
 
 
 class Triton:
@@ -25,6 +26,9 @@ class Triton:
         if q.dtype not in DTYPES:
             dtype = str(q.dtype).removeprefix("torch.")
             return Refusal("dtype", f"{dtype} is not supported: its kernels need float16, bfloat16 or float32")
+        for name, x in (("q", q), ("v", call.v)):
+            if x.shape[3] > MAX_HEAD_DIM:
+                return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but must be up to {MAX_HEAD_DIM}")
         if call.score_mod is None and call.scheme is not None and call.scheme.has_score_mod():
             return Refusal("score_mod", f"{scheme} has a score_mod, but names no kernel_score_mod")
         if torch.is_grad_enabled() and any(x.requires_grad for x in rope_tables(call)):
