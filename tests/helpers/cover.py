@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 Row = tuple[object, ...]  # a value of each axis
-FEW, SOME = 3, 12
+FEW, SOME = 3, 8
 
 
 def cover(rows: Sequence[Row], strength: int, limit: int | None = None) -> list[int]:
@@ -51,8 +51,9 @@ def axes_of(item: pytest.Item, split: bool = False) -> Row:
 def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
     """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, all.
 
-    "some" holds every pair of two parameters' values, as far as a dozen cases can. A test that compiles takes seconds:
-    "few" is one case for sm_90 there, "some" every value of each argument. "rest" is what "some" leaves out.
+    "some" holds every pair of two parameters' values, as far as eight cases can. A test that compiles takes seconds:
+    "few" is one case for sm_90 there, and "some" holds each argument's values, as far as eight cases can. "rest" is
+    all that "some" leaves out.
     """
     if depth == "rest":
         items = list(items)
@@ -70,7 +71,7 @@ def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
             rows = [axes_of(case) for case in cases]
             selected += [cases[index] for index in cover(rows, 2, SOME if depth == "some" else FEW)]
         elif depth == "some":
-            selected += [cases[index] for index in cover([axes_of(case, split=True) for case in cases], 1)]
+            selected += [cases[index] for index in cover([axes_of(case, split=True) for case in cases], 1, SOME)]
         else:
             selected += [case for case in cases if target_of(case) == "sm_90"][:1]
     return selected
