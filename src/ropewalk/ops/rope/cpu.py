@@ -68,7 +68,8 @@ def _rotate_by_chunks(
     """Rotate all features of `x`, (B, T, H, R), into `out`: whole batch rows at a time, or a part of one's tokens."""
     batch, tokens, heads, width = x.shape
     most = max(1, CHUNK * torch.get_num_threads() // (heads * width))
-    if batch * tokens <= most:
+    in_one_pass = tables[0].is_complex() and _is_complex_in_memory(x, dtype) and _is_complex_in_memory(out, dtype)
+    if in_one_pass or batch * tokens <= most:
         rotate_chunk(x, out, *tables, inplace, dtype)
         return
     n_rows, n_tokens = (max(1, most // tokens), tokens) if tokens <= most else (1, most)
