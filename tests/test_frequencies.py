@@ -402,3 +402,11 @@ def test_positions_may_lie_between_whole_ones():
 def test_bad_tables_are_refused(positions, inv_freq, error, message):
     with pytest.raises(error, match=message):
         rope_table(positions, inv_freq)
+
+
+def test_a_table_on_a_gpu_that_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    inv_freq = torch.ones(4)
+    for length in (3, torch.arange(3)):
+        with pytest.raises(ValueError, match=r"device is 'cuda', but must be one of this machine: PyTorch (finds|is)"):
+            rope_table(length, inv_freq, device="cuda")

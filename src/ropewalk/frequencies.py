@@ -298,7 +298,7 @@ def rope_table(
 
     Raises:
         TypeError: positions or inv_freq of another kind.
-        ValueError: a negative length, or an inv_freq that is not 1-D.
+        ValueError: a negative length, an inv_freq that is not 1-D, or a CUDA device that this machine lacks.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), equation 34.
 
@@ -321,11 +321,11 @@ def rope_table(
         fractional = positions.is_floating_point() and positions.dtype is not torch.float64
         if fractional or positions.is_complex() or positions.dtype is torch.bool:
             raise TypeError(f"positions is {_kind(positions)}, but must be a tensor of integers, or of float64")
-        device = torch.device(positions.device if device is None else device)
+        device = _check_device(positions.device if device is None else device)
     elif isinstance(length_or_positions, (int, torch.SymInt)):
         if length_or_positions < 0:
             raise ValueError(f"the length is {length_or_positions}, but must not be negative")
-        device = torch.device(inv_freq.device if device is None else device)
+        device = _check_device(inv_freq.device if device is None else device)
         positions = torch.arange(length_or_positions, device=device)
     else:
         raise TypeError(f"the length is {_kind(length_or_positions)}, but must be an int or a tensor of positions")
@@ -346,6 +346,15 @@ def rope_table(
             cos[block], sin[block] = _tabulate(flat[block], omega, attention_factor)
     shape = (*positions.shape, pairs)
     return cos.reshape(shape).to(device), sin.reshape(shape).to(device)
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    """Return the device, or raise if it is a GPU that PyTorch cannot use here."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        reason = "finds no GPU" if torch.version.cuda or torch.version.hip else "is built without CUDA"
+        raise ValueError(f"device is {str(device)!r}, but must be one of this machine: PyTorch {reason}")
+    return device
 
 
 def _tabulate(positions: Tensor, omega: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def test_inputs_give_the_same_positions_in_every_form(case: Case, device: torch.
         inputs.k,
         inputs.cos,
         inputs.sin,
-        positions=inputs.positions,
+        **{"offsets" if case.positions == "offsets" else "positions": inputs.positions},
         cu_seqlens=inputs.cu_seqlens,
         layout=case.layout,
         interleaved=case.interleaved,

@@ -13,7 +13,7 @@ CALLS = {
     "interleaved-inverse": {"interleaved": True, "inverse": True},
     "partial": {"layout": "bhtd", "rotary_dim": 8, "rotary_offset": 4},
     "offset": {"positions": 100},
-    "offsets": {"positions": [5, 90]},
+    "offsets": {"offsets": [5, 90]},
     "tokens": {"positions": [[3, 3, 1, 0, 127, 60]]},
     "outside": {"positions": [[0, 1, -1, 3, 128, 5]]},
     "packed": {"layout": "thd", "cu_seqlens": [0, 2, 2, 6], "positions": 7},
@@ -33,7 +33,9 @@ def arguments(name, device, dtype=torch.float32):
     call = dict(CALLS[name])
     q, k = inputs(call.get("layout", "bthd"), device=device, dtype=dtype)
     tables = random_tables(*call.pop("rows", (ROWS,)), call.get("rotary_dim", D) // 2, device=device)
-    for index in {"positions", "cu_seqlens"} & {key for key, value in call.items() if isinstance(value, list)}:
+    for index in {"positions", "offsets", "cu_seqlens"} & {
+        key for key, value in call.items() if isinstance(value, list)
+    }:
         call[index] = torch.tensor(call[index], device=device)
     return (q, call.pop("k", k), *tables), call
 

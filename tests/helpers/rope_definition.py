@@ -43,15 +43,20 @@ def random_tables(
 
 
 def token_positions(
-    batch: int, tokens: int, positions: Tensor | int | None, cu_seqlens: Tensor | None, layout: str
+    batch: int,
+    tokens: int,
+    positions: Tensor | int | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layout: str,
 ) -> list[list[int]]:
     """Work out the position of every token, one after the other."""
+    if offsets is not None:
+        return [[start + t for t in range(tokens)] for start in offsets.tolist()]
     if isinstance(positions, Tensor):
         values = positions.tolist()
         if layout == "thd":
             return [values]
-        if positions.ndim == 1:
-            return [[start + t for t in range(tokens)] for start in values]
         return [values[b if len(values) > 1 else 0] for b in range(batch)]
     offset = positions or 0
     if cu_seqlens is not None:
@@ -81,6 +86,7 @@ def definition(
     sin: Tensor,
     *,
     positions: Tensor | int | None = None,
+    offsets: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
@@ -92,7 +98,7 @@ def definition(
     x = _to_bthd(x.cpu().double(), layout)
     if x.numel() == 0:
         return x[0] if layout == "thd" else _to_bthd(x, layout)
-    where = token_positions(x.shape[0], x.shape[1], positions, cu_seqlens, layout)
+    where = token_positions(x.shape[0], x.shape[1], positions, offsets, cu_seqlens, layout)
     cos, sin = (table_rows(table, where)[:, :, None] for table in (cos, sin))
     half = cos.shape[-1]
     before, turned, after = x.tensor_split((rotary_offset, rotary_offset + 2 * half), dim=-1)
@@ -116,7 +122,8 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     layout, interleaved = arguments.get("layout", "bthd"), arguments.get("interleaved", False)
     x = _to_bthd(x.detach().cpu(), layout)
-    where = token_positions(x.shape[0], x.shape[1], arguments.get("positions"), arguments.get("cu_seqlens"), layout)
+    given = (arguments.get(name) for name in ("positions", "offsets", "cu_seqlens"))
+    where = token_positions(x.shape[0], x.shape[1], *given, layout)
     cos, sin = (table_rows(table, where)[:, :, None].to(dtype) for table in (cos, sin))
     sin = -sin if arguments.get("inverse", False) else sin
     start, half = arguments.get("rotary_offset", 0), cos.shape[-1]

@@ -176,16 +176,16 @@ class TestGrowth:
 
     def test_reads_positions_on_the_cpu(self):
         q, k = make_qk(4, "cpu")
-        for positions, rows in (
-            (torch.tensor([[0, 30, 2, 1], [5, 5, 5, 5]]), 31),
-            (torch.tensor([[0, 30, 2, 1]], dtype=torch.int32), 31),
-            (torch.tensor([3, 30]), 34),
-            (torch.tensor([3, 5]), 10),
+        for where, rows in (
+            ({"positions": torch.tensor([[0, 30, 2, 1], [5, 5, 5, 5]])}, 31),
+            ({"positions": torch.tensor([[0, 30, 2, 1]], dtype=torch.int32)}, 31),
+            ({"offsets": torch.tensor([3, 30])}, 34),
+            ({"offsets": torch.tensor([3, 5])}, 10),
         ):
             rotary = RotaryEmbedding(DIM, max_positions=10)
-            rotated = rotary(q, k, positions)
+            rotated = rotary(q, k, **where)
             assert rotary.cos.shape[0] == rows
-            assert_rotates_like(rotated, q, k, *expected_table(rotary, rows), positions=positions)
+            assert_rotates_like(rotated, q, k, *expected_table(rotary, rows), **where)
 
     def test_reads_packed_lengths_on_the_cpu(self):
         q, k = (x[0] for x in make_qk(40, "cpu"))
@@ -335,6 +335,13 @@ def test_bad_inputs_are_refused_before_anything_grows(device):
     q, k = make_qk(20, device)
     with pytest.raises(ValueError, match="q has shape"):
         rotary(q[0], k[0])
+    index = torch.arange(20, device=device)
+    with pytest.raises(ValueError, match="offsets="):
+        rotary(q, k, index)
+    with pytest.raises(ValueError, match="offsets and positions"):
+        rotary(q, k, 3, offsets=index[:2])
+    with pytest.raises(TypeError, match="offsets is int"):
+        rotary(q, k, offsets=3)
     assert rotary.cos.shape[0] == 8
 
 

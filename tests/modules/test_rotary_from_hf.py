@@ -197,6 +197,13 @@ class TestFromHfConfig:
         nested = RotaryEmbedding.from_hf_config(shared, layer_type="full")
         assert nested.parameters_of_scaling["original_max_position_embeddings"] == 32
 
+    def test_a_config_without_sizes_is_refused(self):
+        with pytest.raises(TypeError, match="config is a dict, but must have attributes"):
+            RotaryEmbedding.from_hf_config({})
+        with pytest.raises(ValueError, match=r"config .* has no head_dim, and hidden_size and .* are 64 and None"):
+            RotaryEmbedding.from_hf_config(SimpleNamespace(hidden_size=64))
+        assert RotaryEmbedding.from_hf_config(SimpleNamespace(), dim=8).dim == 8
+
     def test_overrides_prevail(self, device):
         config = llama_config({"rope_type": "linear", "factor": 2.0})
         rotary = RotaryEmbedding.from_hf_config(

@@ -62,7 +62,8 @@ class RotaryEmbedding(_FloatTables):
     not in its state_dict. Share one module among all layers of a model: its tables take 4·R bytes per position.
 
     Growth: if a call needs more rows than the tables have, they are made again with at least twice as many. The host
-    can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the CPU).
+    can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the CPU;
+    `offsets` likewise).
     It never waits for positions on a GPU, nor for a tensor's values inside `torch.compile`: there the token of a
     position past the tables becomes NaN, and `reserve` grows them ahead. Each growth, or change of frequencies,
     recompiles a compiled caller; lengths within the tables do not.
@@ -102,7 +103,7 @@ class RotaryEmbedding(_FloatTables):
         >>> q, k = rotary(q, k)
         >>> q.shape, k.shape, rotary.cos.dtype
         (torch.Size([2, 16, 8, 64]), torch.Size([2, 16, 2, 64]), torch.float32)
-        >>> next_q = rotary(torch.randn(2, 1, 8, 64), positions=16)
+        >>> next_q = rotary(torch.randn(2, 1, 8, 64), positions=16)  # or offsets=torch.tensor([16, 9])
     """
 
     def __init__(
@@ -153,8 +154,9 @@ class RotaryEmbedding(_FloatTables):
                 in the config by accident; a `scaling` discards the config's scaling parameters.
 
         Raises:
-            ValueError: a layer_type that is missing or unknown, or layers of that type that have no rotary embedding.
-            TypeError: a parameter in the config that its scaling does not have.
+            ValueError: a layer_type that is missing or unknown, layers of that type that have no rotary embedding, or
+                a config without the sizes of a head.
+            TypeError: a dict for a config, or a parameter in the config that its scaling does not have.
 
         Example:
             >>> from types import SimpleNamespace
@@ -190,9 +192,11 @@ class RotaryEmbedding(_FloatTables):
         k: Tensor | None = None,
         positions: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
+        *,
+        offsets: Tensor | None = None,
     ) -> Any:
         """Rotate q and k as `apply_rope` does, with its shapes; return (q, k), or q alone where k is None."""
-        length = self._known_length(q, positions, cu_seqlens)
+        length = self._known_length(q, positions, cu_seqlens, offsets)
         if length is not None:
             self.reserve(length)
         return apply_rope(
@@ -201,6 +205,7 @@ class RotaryEmbedding(_FloatTables):
             self.cos,
             self.sin,
             positions=positions,
+            offsets=offsets,
             cu_seqlens=cu_seqlens,
             layout=self.layout,
             interleaved=self.interleaved,
@@ -214,22 +219,26 @@ class RotaryEmbedding(_FloatTables):
             f"layout={self.layout!r}, impl={self.impl!r}"
         )
 
-    def _known_length(self, q: Tensor, positions: Tensor | int | None, cu_seqlens: Tensor | None) -> int | None:
-        """Return one past the last position of a call, or None where the host cannot tell it."""
-        if q.ndim != len(self.layout):
-            return None  # apply_rope raises
+    def _known_length(
+        self, q: Tensor, positions: Tensor | int | None, cu_seqlens: Tensor | None, offsets: Tensor | None
+    ) -> int | None:
+        """Return one past the last position of a call, or None where the host cannot tell it, or apply_rope raises."""
+        is_packed = self.layout == "thd"
+        if q.ndim != len(self.layout) or (isinstance(positions, Tensor) and positions.ndim != (1 if is_packed else 2)):
+            return None
+        if offsets is not None and (is_packed or positions is not None or not isinstance(offsets, Tensor)):
+            return None
         tokens: int = q.shape[self.layout.index("t")]
-        for index in (positions, cu_seqlens):
+        for index in (positions, offsets, cu_seqlens):
             if isinstance(index, Tensor) and (index.device.type != "cpu" or torch.compiler.is_compiling()):
                 return None
         if cu_seqlens is not None:
             tokens = _largest(cu_seqlens.diff())
+        if offsets is not None:
+            return _largest(offsets) + tokens
         if positions is None:
             return tokens
-        if isinstance(positions, int):
-            return tokens + positions
-        is_per_token = positions.ndim == 2 or self.layout == "thd"
-        return _largest(positions) + (1 if is_per_token else tokens)
+        return tokens + positions if isinstance(positions, int) else _largest(positions) + 1
 
     def _length_to_scale_for(self, length: int) -> int | None:
         original, current = self._original_length, self._scaled_length
@@ -301,6 +310,8 @@ def _largest(values: Tensor) -> int:
 
 def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, Any]) -> dict[str, Any]:
     """Read the keywords of `RotaryEmbedding` from a transformers config."""
+    if isinstance(config, dict):
+        raise TypeError("config is a dict, but must have attributes: pass model.config, or SimpleNamespace(**config)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # An attribute of the whole config does not hold for one type of layer.
     original_length = getattr(config, "original_max_position_embeddings", None)
@@ -337,7 +348,15 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         rope["partial_rotary_factor"], partial = partial, 1.0
     dim = overrides.get("dim")
     if dim is None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None)
+        if not head_dim:
+            hidden_size, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+            if not hidden_size or not heads:
+                raise ValueError(
+                    f"config ({type(config).__name__}) has no head_dim, and hidden_size and num_attention_heads are "
+                    f"{hidden_size} and {heads}: head_dim or both must be there, or pass dim="
+                )
+            head_dim = hidden_size // heads
         dim = int(head_dim * partial)
     return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length}
 

@@ -95,11 +95,12 @@ def test_gradients_with_positions(impl, device, kind, index_dtype):
         "per row": torch.tensor([5, 1], dtype=index_dtype, device=device),
         "per token": torch.tensor([[4, 4, 0], [8, 1, 2]], dtype=index_dtype, device=device),
     }.get(kind)
-    outs = rotate(q, k, cos, sin, impl=impl, positions=positions, rotary_offset=1)
+    where = {"offsets" if kind == "per row" else "positions": positions}
+    outs = rotate(q, k, cos, sin, impl=impl, rotary_offset=1, **where)
     cotangents = [random_tensor(*out.shape, device=device) for out in outs]
     grads = torch.autograd.grad(outs, (q, k), cotangents)
     for cotangent, grad in zip(cotangents, grads, strict=True):
-        assert_rotated(grad, cotangent, cos, sin, positions=positions, inverse=True, rotary_offset=1)
+        assert_rotated(grad, cotangent, cos, sin, inverse=True, rotary_offset=1, **where)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

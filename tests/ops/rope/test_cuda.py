@@ -198,7 +198,7 @@ def test_every_call_through_every_access(library, device, name):
     if k is None:
         k = q[:, :, :1].clone()
     expected = apply_rope(q, k, cos, sin, impl="reference", **call)
-    positions = call.pop("positions", None)
+    positions = call.pop("offsets", call.pop("positions", None))
     offset, positions = (positions, None) if isinstance(positions, int) else (0, positions)
     cu_seqlens = call.pop("cu_seqlens", None)
     for access in native.ACCESSES:
@@ -212,9 +212,9 @@ def test_every_call_through_every_access(library, device, name):
 def test_more_batch_rows_than_a_grid_is_wide(library, device):
     q = random_tensor(70_000, 1, 1, 8, device=device)
     cos, sin = random_tables(11, 4, device=device)
-    positions = torch.randint(11, (70_000,), device=device)
-    actual = apply_rope(q, None, cos, sin, positions=positions, impl="native")
-    torch.testing.assert_close(actual, apply_rope(q, None, cos, sin, positions=positions, impl="reference"))
+    offsets = torch.randint(11, (70_000,), device=device)
+    actual = apply_rope(q, None, cos, sin, offsets=offsets, impl="native")
+    torch.testing.assert_close(actual, apply_rope(q, None, cos, sin, offsets=offsets, impl="reference"))
 
 
 def test_the_first_call_of_a_process_may_be_captured(library):

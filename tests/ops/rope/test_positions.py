@@ -49,9 +49,13 @@ def make(layout, device, dtype=torch.float32, tokens=TOKENS, head_dim=8):
 def test_positions_in_the_table(impl, device, values, layout, index_dtype):
     q, k = make(layout, device)
     cos, sin = random_tables(ROWS, 4, device=device)
-    positions = torch.tensor(values, dtype=index_dtype, device=device)
-    check_out_of_place(q, k, cos, sin, impl=impl, layout=layout, positions=positions, interleaved=True)
-    check_in_place(q, k, cos, sin, impl=impl, layout=layout, positions=positions, inverse=True)
+    where = {
+        "positions" if isinstance(values[0], list) else "offsets": torch.tensor(
+            values, dtype=index_dtype, device=device
+        )
+    }
+    check_out_of_place(q, k, cos, sin, impl=impl, layout=layout, interleaved=True, **where)
+    check_in_place(q, k, cos, sin, impl=impl, layout=layout, inverse=True, **where)
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
@@ -126,18 +130,16 @@ def test_tokens_outside_the_table_become_nan_and_no_others(impl, device, index_d
 def test_offsets_per_row_that_leave_the_table(impl, device, index_dtype, starts, interleaved):
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS, 3, device=device)
-    positions = torch.tensor(starts, dtype=index_dtype, device=device)
-    check_rotation(q, k, cos, sin, impl=impl, positions=positions, interleaved=interleaved, rotary_offset=2)
+    offsets = torch.tensor(starts, dtype=index_dtype, device=device)
+    check_rotation(q, k, cos, sin, impl=impl, offsets=offsets, interleaved=interleaved, rotary_offset=2)
 
 
 def test_table_without_rows(impl, device):
     q, k = make("bthd", device)
     cos, sin = random_tables(0, 4, device=device)
-    for positions in (
-        torch.tensor([0, 1], device=device),
-        torch.zeros(BATCH, TOKENS, dtype=torch.int64, device=device),
-    ):
-        check_rotation(q, k, cos, sin, impl=impl, positions=positions)
+    check_rotation(q, k, cos, sin, impl=impl, offsets=torch.tensor([0, 1], device=device))
+    positions = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device=device)
+    check_rotation(q, k, cos, sin, impl=impl, positions=positions)
 
 
 def strided_positions(device, index_dtype):
@@ -160,7 +162,20 @@ def test_strides_of_positions(impl, device, name, index_dtype):
     positions = dict(strided_positions(device, index_dtype))[name]
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS + 4, 4, device=device)
-    check_rotation(q, k, cos, sin, impl=impl, positions=positions)
+    where = {"positions" if positions.ndim == 2 else "offsets": positions}
+    check_rotation(q, k, cos, sin, impl=impl, **where)
+
+
+def test_one_row_of_positions_is_refused_where_there_are_as_many_rows_as_tokens(impl, device):
+    q = random_tensor(TOKENS, TOKENS, 3, 8, device=device)
+    cos, sin = random_tables(ROWS, 4, device=device)
+    index = torch.arange(TOKENS, device=device)
+    for layout in ("bthd", "bhtd"):
+        with unchanged([q]), pytest.raises(ValueError, match=r"positions has shape \(5,\).*offsets="):
+            rotate(q, None, cos, sin, impl=impl, layout=layout, positions=index, inplace=True)
+    by_row, by_token = (rotate(q, None, cos, sin, impl=impl, **{name: x})[0] for name, x in
+                        (("offsets", index), ("positions", index[None])))  # fmt: skip
+    assert not torch.equal(by_row, by_token)
 
 
 @pytest.mark.parametrize("stride", [0, 2])

@@ -79,7 +79,7 @@ def test_every_call_equals_the_definition(impl, device, case, flags):
         sin,
         impl=impl,
         layout=layout,
-        positions=positions,
+        **{"offsets" if kind == "per row" and layout != "thd" else "positions": positions},
         cu_seqlens=cu_seqlens,
         rotary_offset=case["rotary_offset"],
         **flags,

@@ -23,7 +23,7 @@ def _forget_what_was_compiled():
 def operator_arguments(name, device, impl):
     """The same for the operators: xs, and all that follows."""
     (q, k, cos, sin), call = arguments(name, device)
-    positions = call.get("positions")
+    positions = call.get("offsets", call.get("positions"))  # the operator's 1-D positions are offsets
     offset, positions = (positions, None) if isinstance(positions, int) else (0, positions)
     flags = [call.get("layout", "bthd"), call.get("interleaved", False), call.get("inverse", False)]
     flags += [call.get("rotary_dim"), call.get("rotary_offset", 0), impl]

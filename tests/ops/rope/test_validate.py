@@ -98,6 +98,7 @@ def refused(call, error, pattern, way=nullcontext):
         apply_rope(**call)
 
 
+MULTIMODAL = r"positions has shape {}, three axes for each token \(multimodal RoPE.*must.*\(B or 1, T, R/2\).*=None"
 DTYPE = "float16, bfloat16, float32 or float64"
 OFFSET = r"positions start at {} for 6 tokens, but .*rows 0 … 9: the start must be at least 0 and at most {}"
 
@@ -143,6 +144,9 @@ WRONG_TYPES = {
         {"positions": indices(B, T, dtype=torch.int16)},
         "positions has dtype torch.int16, but must be int32 or int64",
     ),
+    "offsets-int": (padded, {"offsets": 3}, r"offsets is int, but must be a tensor \(B,\).*positions=3"),
+    "offsets-list": (padded, {"offsets": [1, 2]}, "offsets is list, but must be a tensor .* int32 or int64"),
+    "offsets-float": (padded, {"offsets": f(B)}, "offsets has dtype torch.float32, but must be int32 or int64"),
     "cu_seqlens-float": (
         packed,
         {"cu_seqlens": torch.tensor([0.0, T])},
@@ -215,13 +219,46 @@ MISFITS = {
     "positions-bare": (
         padded,
         {"positions": torch.arange(T)},
-        r"positions has shape \(6,\), but .* must be \(B,\), \(2,\); one row for the whole batch is \(1, T\)",
+        r"positions has shape \(6,\), but in layout 'bthd' it must be \(1, T\) or \(B, T\): .*offsets=, \(B,\)",
     ),
-    "positions-0d": (padded, {"positions": i(3)}, r"positions has shape \(\), but must be \(B,\), \(1, T\) or"),
+    "positions-0d": (padded, {"positions": i(3)}, r"positions has shape \(\), but must be \(1, T\) or"),
     "positions-3d": (padded, {"positions": indices(B, T, 1)}, r"positions has shape \(2, 6, 1\), but must be"),
-    "positions-batch": (padded, {"positions": indices(3, T)}, r"positions has shape \(3, 6\).*B = 2, T = 6"),
+    "positions-batch": (padded, {"positions": indices(4, T)}, r"positions has shape \(4, 6\).*B = 2, T = 6"),
+    "positions-multimodal": (padded, {"positions": indices(3, T)}, MULTIMODAL.format(r"\(3, 6\)")),
+    "positions-multimodal-3d": (padded, {"positions": indices(3, B, T)}, MULTIMODAL.format(r"\(3, 2, 6\)")),
+    "packed-positions-multimodal": (packed, {"positions": indices(3, T)}, MULTIMODAL.format(r"\(3, 6\)")),
     "positions-tokens": (padded, {"positions": indices(B, 5)}, r"positions has shape \(2, 5\).*B = 2, T = 6"),
-    "positions-3-offsets": (padded, {"positions": indices(3)}, r"positions has shape \(3,\).*\(B,\), \(2,\)"),
+    "positions-of-rows": (
+        padded,
+        {"positions": indices(B)},
+        r"positions has shape \(2,\).*must be \(1, T\) or .*offsets=",
+    ),
+    "offsets-3": (padded, {"offsets": indices(3)}, r"offsets has shape \(3,\), but must be \(B,\), \(2,\)"),
+    "offsets-2d": (padded, {"offsets": indices(B, T)}, r"offsets has shape \(2, 6\), but must be \(B,\).*is positions"),
+    "offsets-0d": (padded, {"offsets": i(3)}, r"offsets has shape \(\), but must be \(B,\)"),
+    "offsets-elsewhere": (
+        padded,
+        {"offsets": meta(B, dtype=torch.int64)},
+        "offsets.device is meta, but must be q.device",
+    ),
+    "offsets-and-positions": (
+        padded,
+        {"offsets": indices(B), "positions": indices(B, T)},
+        "offsets and positions were both given, but one of them must be None",
+    ),
+    "offsets-and-an-int": (padded, {"offsets": indices(B), "positions": 3}, "offsets and positions were both given"),
+    "offsets-and-0": (padded, {"offsets": indices(B), "positions": 0}, "offsets and positions were both given"),
+    "offsets-packed": (
+        packed,
+        {"offsets": indices(2)},
+        r"offsets was given with layout 'thd', but must .*'bthd' or 'bhtd'.*\(total,\)",
+    ),
+    "offsets-and-cu_seqlens": (
+        padded,
+        {"offsets": indices(B), "cu_seqlens": i([0, T])},
+        "cu_seqlens was given with layout 'bthd', but must",
+    ),
+    "per-token-offsets": (per_token, {"offsets": indices(B)}, "offsets must be None where cos and sin"),
     "packed-positions-2d": (
         packed,
         {"positions": indices(1, T), "cu_seqlens": None},
@@ -307,10 +344,10 @@ def test_the_good_calls_are_good(good, way, device):
 LEGAL = {
     "last-offset": {"positions": 4},
     "one-row": {"positions": indices(1, T)},
-    "int32": {"positions": indices(B, dtype=torch.int32)},
+    "int32": {"offsets": indices(B, dtype=torch.int32)},
     "last-features": {"rotary_dim": R, "rotary_offset": D - R},
     "q-alone": {"k": None},
-    "table-shorter-than-tokens": {"cos": f(5, R // 2), "sin": f(5, R // 2), "positions": indices(B)},
+    "table-shorter-than-tokens": {"cos": f(5, R // 2), "sin": f(5, R // 2), "offsets": indices(B)},
 }
 
 
@@ -397,7 +434,7 @@ def test_positions_and_offset_are_told_apart_after_a_good_call(device):
     call = call_with(padded, device, {"k": None})
     at_0, at_4 = apply_rope(**call), apply_rope(**call | {"positions": 4})
     assert not torch.equal(at_0, at_4)
-    assert torch.equal(at_4, apply_rope(**call | {"positions": 4 + indices(B).to(device)}))
+    assert torch.equal(at_4, apply_rope(**call | {"offsets": 4 + indices(B).to(device)}))
     assert torch.equal(at_0, apply_rope(**call))
 
 

@@ -135,7 +135,7 @@ class Inputs:
     cos: Tensor  # (n, R/2), float32
     sin: Tensor
     inv_freq: Tensor  # (R/2,), float64
-    positions: Tensor | None  # as `apply_rope` takes them
+    positions: Tensor | None  # or offsets, as `apply_rope` takes them
     cu_seqlens: Tensor | None  # int32
     token_positions: Tensor  # (B, T), or (total,): the position of every token, int64
 

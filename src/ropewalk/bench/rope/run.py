@@ -182,7 +182,8 @@ def _build_rotary_embedding(case: Case, inputs: Inputs, differentiable: bool) ->
 
 def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
     """Build our rotation of a case by the implementation `impl`."""
-    cos, sin, positions, cu_seqlens = inputs.cos, inputs.sin, inputs.positions, inputs.cu_seqlens
+    cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
+    positions, offsets = (None, inputs.positions) if case.positions == "offsets" else (inputs.positions, None)
     layout, interleaved, inplace = case.layout, case.interleaved, case.inplace
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +193,7 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
             cos,
             sin,
             positions=positions,
+            offsets=offsets,
             cu_seqlens=cu_seqlens,
             layout=layout,
             interleaved=interleaved,

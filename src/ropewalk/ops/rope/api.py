@@ -9,6 +9,7 @@ from torch import Tensor
 from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.operator import rotate_traced
+from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 
@@ -19,6 +20,7 @@ def apply_rope(
     sin: Tensor,
     *,
     positions: Tensor | int | None = None,
+    offsets: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
@@ -46,15 +48,19 @@ def apply_rope(
     Args:
         q: (B, T, Hq, D) for layout "bthd", (B, Hq, T, D) for "bhtd", (total, Hq, D) for "thd".
         k: the same with its own number of heads and its own strides, or None.
-        cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None.
+        cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None. Tables
+            per token run multimodal RoPE, of three positions a token: gather the rows of each axis first.
         sin: like cos.
         positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
-            int: the same plus this offset; (B,): plus an offset for each batch row; (B, T) or (1, T): one for each
-            token; (total,) for "thd": one for each token. A position outside the table makes every feature of
-            its token NaN, on every device; an int that cannot fit raises.
+            int: the same plus this offset; (B, T) or (1, T): one for each token; (total,) for "thd": one for each
+            token. A position outside the table makes every feature of its token NaN, on every device; an int that
+            cannot fit raises.
+        offsets: (B,), int32 or int64: the position of each batch row's first token, with `positions` None and not for
+            "thd". Tokens outside the table become NaN.
         cu_seqlens: for "thd", the bounds of the packed sequences: (number of sequences + 1,), int32 or int64, from 0 to
             total, never falling. Its values are checked on CPU tensors alone.
-        layout: "bthd", "bhtd" or "thd".
+        layout: "bthd", "bhtd" or "thd". It must be given for (B, H, T, D), SDPA's and transformers' order: such
+            tensors fit "bthd" as well, where each head takes the angles of another position and nothing raises.
         interleaved: pair features (2i, 2i + 1) (GPT-J, complex numbers) rather than (i, i + R/2) (GPT-NeoX, Llama).
         inverse: rotate by −θ rather than +θ.
         rotary_dim: R, if it is to be checked: it must be twice the width of cos. The other D − R features pass through.
@@ -90,6 +96,11 @@ def apply_rope(
     """
     if isinstance(positions, bool):
         raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
+    if offsets is not None:
+        check_offsets(offsets, positions, layout)
+        positions = offsets  # below, 1-D positions of padded layouts are offsets
+    elif isinstance(positions, Tensor) and positions.ndim == 1:
+        check_not_offsets(positions, layout)
     offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
     xs = (q,) if k is None else (q, k)
     flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)

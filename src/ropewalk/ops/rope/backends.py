@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.rope import reference
+from ropewalk.ops.rope import cpu, reference
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
 
@@ -54,7 +54,7 @@ class _Triton:
 
 
 class _Reference:
-    """Plain PyTorch."""
+    """Plain PyTorch; on a CPU in chunks of tokens."""
 
     name = "reference"
 
@@ -62,7 +62,7 @@ class _Reference:
         return None
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
-        return reference.rotate
+        return cpu.rotate if xs[0].device.type == "cpu" else reference.rotate
 
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (_Native(), _Triton(), _Reference())}

@@ -51,6 +51,32 @@ def check_arguments(
     _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
 
 
+def check_offsets(offsets: Tensor, positions: Tensor | int | None, layout: str) -> None:
+    """Raise unless `offsets` are a tensor (B,), and the only positions of a padded layout."""
+    if not isinstance(offsets, Tensor):
+        hint = f"; one offset for all batch rows is positions={offsets}" if isinstance(offsets, int) else ""
+        raise TypeError(f"offsets is {type(offsets).__name__}, but must be a tensor (B,) of int32 or int64{hint}")
+    if positions is not None:
+        raise ValueError("offsets and positions were both given, but one of them must be None")
+    if layout == "thd":
+        raise ValueError(
+            "offsets was given with layout 'thd', but must come with 'bthd' or 'bhtd'; packed tokens have positions of "
+            "shape (total,)"
+        )
+    if offsets.ndim != 1:
+        hint = "; a position for each token is positions" if offsets.ndim == 2 else ""
+        raise ValueError(f"offsets has shape {tuple(offsets.shape)}, but must be (B,), one for each batch row{hint}")
+
+
+def check_not_offsets(positions: Tensor, layout: str) -> None:
+    """Raise where 1-D `positions` could be meant for the tokens of one row or as an offset for each row."""
+    if layout in ("bthd", "bhtd"):
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)}, but in layout {layout!r} it must be (1, T) or (B, T): for "
+            f"tokens of every row pass positions[None], for one offset per batch row offsets=, (B,)"
+        )
+
+
 def check_fixed(cos: Tensor, sin: Tensor) -> None:
     """Raise if a table requires grad."""
     if cos.requires_grad or sin.requires_grad:
@@ -245,7 +271,9 @@ def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_off
 def _check_positions(
     q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, tokens: int, layout: str
 ) -> None:
-    for name, index in (("positions", positions), ("cu_seqlens", cu_seqlens)):
+    are_offsets = layout != "thd" and isinstance(positions, Tensor) and positions.ndim == 1
+    name_given = "offsets" if are_offsets else "positions"
+    for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens)):
         if index is None:
             continue
         if not isinstance(index, Tensor):
@@ -260,21 +288,31 @@ def _check_positions(
             raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be (number of sequences + 1,)")
     if cos.ndim == 3:
         if positions is not None:
-            raise ValueError("positions must be None where cos and sin are per token (they have 3 dimensions)")
+            raise ValueError(f"{name_given} must be None where cos and sin are per token (they have 3 dimensions)")
         return
     if positions is None:
         if layout == "thd" and cu_seqlens is None:
             raise ValueError("layout is 'thd', so cu_seqlens or positions of shape (total,) must be given")
         return
     shape = tuple(positions.shape)
+    if _is_multimodal(shape, (tokens,) if layout == "thd" else (batch, tokens)):
+        raise ValueError(
+            f"positions has shape {shape}, three axes for each token (multimodal RoPE, M-RoPE), but must be one for "
+            f"each token: gather each token's cos and sin, (B or 1, T, R/2), and pass these tables with positions=None"
+        )
     if layout == "thd":
         if shape != (tokens,):
             raise ValueError(f"positions has shape {shape}, but in layout 'thd' it must be (total,), ({tokens},)")
     elif len(shape) == 1:
         if shape != (batch,):
-            hint = "; one row for the whole batch is (1, T)" if shape == (tokens,) else ""
-            raise ValueError(f"positions has shape {shape}, but offsets per batch row must be (B,), ({batch},){hint}")
+            raise ValueError(f"offsets has shape {shape}, but must be (B,), ({batch},)")
     elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != tokens:
-        raise ValueError(
-            f"positions has shape {shape}, but must be (B,), (1, T) or (B, T) with B = {batch}, T = {tokens}"
-        )
+        raise ValueError(f"positions has shape {shape}, but must be (1, T) or (B, T) with B = {batch}, T = {tokens}")
+
+
+def _is_multimodal(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    """Say whether positions of this shape are three for each token, (3, T) or (3, B, T), and cannot be one for each.
+
+    `tokens` is the shape of one position for each token, (T,) or (B, T).
+    """
+    return shape != tokens and shape in ((3, *tokens), (3, tokens[-1]))
