@@ -38,7 +38,13 @@ CAUSAL = {
     "GPTNeoX": {**SIZES, "rotary_pct": 0.25},
     "GptOss": {**GROUPED, "sliding_window": WINDOW, **EXPERTS},
 }
-OTHER_ROTATIONS = {"Cohere": GROUPED, "Glm": {**GROUPED, "attention_bias": False}, "NanoChat": GROUPED}
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+OTHER_ROTATIONS = {
+    "Cohere": GROUPED,
+    "Glm": {**GROUPED, "attention_bias": False},
+    "NanoChat": GROUPED,
+    "DeepseekV3": {**SIZES, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": LAYERS},
+}
 NAMES = [*CAUSAL, "Bert", "BertDecoder"]
 
 

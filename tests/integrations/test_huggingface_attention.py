@@ -27,6 +27,7 @@ from helpers.huggingface_models import (
 )
 from torch import nn
 
+import ropewalk
 from ropewalk import attention
 from ropewalk.integrations import huggingface
 from ropewalk.modules import masks
@@ -359,6 +360,49 @@ def test_output_attentions_of_a_model_raises(device):
     model.set_attn_implementation("ropewalk")
     with pytest.raises(ValueError, match="output_attentions"):
         model(tokens(device), output_attentions=True)
+
+
+def test_t5_is_told_which_attention_has_its_biases(device):
+    """And that attention gives what the model's own does, with the gradient of the table."""
+    sizes = {"vocab_size": 50, "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.T5EncoderModel(transformers.T5Config(**sizes)).to(device).eval()
+    model.set_attn_implementation("ropewalk")
+    with pytest.raises(
+        ValueError, match=r"position_bias is not .*attention\(q, k, v, scale=1\.0, position=ropewalk\.T5Bias"
+    ):
+        model(tokens(device))
+    layer = model.encoder.block[0].layer[0].SelfAttention
+    x = torch.randn(B, T, 64, generator=torch.Generator().manual_seed(5)).to(device)
+    q, k, v = (projection(x).unflatten(-1, (4, 16)) for projection in (layer.q, layer.k, layer.v))
+    table = layer.relative_attention_bias.weight
+    ours = layer.o(attention(q, k, v, scale=1.0, position=ropewalk.T5Bias(table)).flatten(-2))
+    model.set_attn_implementation("eager")
+    theirs = layer(x)[0]
+    torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (ours, theirs)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Bloom", {"hidden_size": 64, "n_layer": 1, "n_head": 4}),
+        ("Mpt", {"d_model": 64, "n_layers": 1, "n_heads": 4}),
+        ("CodeGen", {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}),
+    ],
+)
+def test_models_without_the_interface_stay_as_they_are_or_raise(name, sizes, device):
+    """They would read our masks as theirs, and attend later tokens."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, bos_token_id=1, eos_token_id=2, **sizes)
+    model_class = getattr(transformers, f"{name}Model")
+    model = model_class(config).to(device).eval()
+    before = model(tokens(device)).last_hidden_state
+    model.set_attn_implementation("ropewalk")
+    assert torch.equal(model(tokens(device)).last_hidden_state, before)
+    model = model_class._from_config(config, attn_implementation="ropewalk").to(device)
+    with pytest.raises(ValueError, match=f"attn_implementation must be 'eager' for {name}Config: its model does not"):
+        model(tokens(device))
 
 
 def test_masks_with_four_dimensions_say_everything(device):

@@ -53,7 +53,7 @@ def test_our_rotation_agrees_in_logits_and_gradients(name, monkeypatch, device):
             result = logits_and_grads(model, "ropewalk", tokens(device), mask)
         assert modeling(model).apply_rotary_pos_emb is original
         assert len(rotations) == LAYERS
-        assert rotations[0]["interleaved"] is (name in ("Cohere", "Glm"))
+        assert rotations[0]["interleaved"] is (name in ("Cohere", "Glm", "DeepseekV3"))
         assert rotations[0]["inverse"] is (name == "NanoChat")
         return result
 
@@ -78,14 +78,35 @@ def test_another_replacement_is_left_alone(monkeypatch, device):
     monkeypatch.setattr(modeling(model), "apply_rotary_pos_emb", modeling(model).apply_rotary_pos_emb)
     handle = huggingface.use_ropewalk_rope(model)
     modeling(model).apply_rotary_pos_emb = print
-    with pytest.raises(RuntimeError, match=r"was replaced by other code since, .*modeling_llama"):
+    with pytest.raises(RuntimeError, match=r"has replaced .*modeling_llama\.apply_rotary_pos_emb since"):
         handle.remove()
     assert modeling(model).apply_rotary_pos_emb is print
 
 
 def test_models_without_such_a_function_are_refused(device):
-    with pytest.raises(ValueError, match="BertForMaskedLM has no apply_rotary_pos_emb"):
+    with pytest.raises(ValueError, match="BertForMaskedLM calls no rotary function such as apply_rotary_pos_emb"):
         huggingface.use_ropewalk_rope(build("Bert", device))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Falcon", {"alibi": True}),
+        ("Esm", {"position_embedding_type": "absolute"}),
+        ("GraniteMoeHybrid", {"position_embedding_type": None}),
+        ("Zamba2", {"use_mem_rope": False}),
+    ],
+)
+def test_configs_without_a_rotation_are_refused(name, values, monkeypatch):
+    """Such a model has the function in its module, and never calls it."""
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    model_class = next(x for key, x in vars(module).items() if key.endswith("Attention") and isinstance(x, type))
+    model = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.config = getattr(importlib.import_module("transformers"), f"{name}Config")(**values)
+    (setting,) = values
+    with pytest.raises(ValueError, match=rf"config.{setting} is .*, so {model_class.__name__} rotates nothing"):
+        huggingface.use_ropewalk_rope(model)
 
 
 def rotate_half(x):
@@ -134,6 +155,24 @@ def three(q, k, cos, sin, unsqueeze_dim=1):
     return *like_llama(q, k, cos, sin, unsqueeze_dim), None
 
 
+def fewer_queries(q, k, cos, sin, unsqueeze_dim=1):
+    own = (cos[:, -q.shape[2] :], sin[:, -q.shape[2] :]) if unsqueeze_dim == 1 else (cos, sin)
+    return plainly(q, *own, unsqueeze_dim), plainly(k, cos, sin, unsqueeze_dim)
+
+
+def of_patches(q, k, cos, sin):
+    return plainly(q, cos, sin, -2), plainly(k, cos, sin, -2)
+
+
+def k_may_be_none(q, k, cos, sin, unsqueeze_dim=1):
+    return plainly(q, cos, sin, unsqueeze_dim), None if k is None else plainly(k, cos, sin, unsqueeze_dim)
+
+
+def k_may_be_left_out(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    rotated = plainly(q, cos, sin, unsqueeze_dim)
+    return rotated if k is None else (rotated, plainly(k, cos, sin, unsqueeze_dim))
+
+
 def of_one(x, cos, sin, unsqueeze_dim=1):
     return plainly(x, cos, sin, unsqueeze_dim)
 
@@ -166,10 +205,9 @@ def stub(monkeypatch):
         keys_the_other_way,
         slightly_scaled,
         last_features,
-        interleaved_to_halves,
+        fewer_queries,
         heads_first_alone,
         three,
-        of_one,
         lambda q, k, cos, sin, unsqueeze_dim=1: None,
     ],
 )
@@ -177,7 +215,7 @@ def test_other_rotations_are_refused_and_nothing_is_replaced(function, stub):
     good, bad = stub(like_llama, "modeling_good"), stub(function, "modeling_bad")
     with pytest.raises(
         ValueError,
-        match=r"modeling_bad\.apply_rotary_pos_emb\(.*\) must stay: apply_rope does not support its rotation",
+        match=r"^modeling_bad\.apply_rotary_pos_emb\(.*\) must stay: apply_rope does not support its rotation; pass",
     ):
         huggingface.use_ropewalk_rope(nn.ModuleList([good, bad]))
     assert sys.modules["modeling_good"].apply_rotary_pos_emb is like_llama
@@ -209,6 +247,94 @@ def test_every_layout_that_the_function_has(function, stub):
             baseline = like_llama(x, y, *tables, **flags)
             for actual, truth, theirs in zip(model(x, y, *tables, **flags), expected, baseline, strict=True):
                 assert_close_to_truth(actual, truth, theirs)
+
+
+def assert_alike(actual, function, *given, **flags):
+    truth = function(*(x if x is None else x.double() for x in given), **flags)
+    baseline = function(*given, **flags)
+    assert type(actual) is type(baseline)
+    for ours, exact, theirs in (
+        zip(actual, truth, baseline, strict=True) if isinstance(actual, tuple) else [(actual, truth, baseline)]
+    ):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert_close_to_truth(ours, exact, theirs)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("function", [interleaved_to_halves, of_one, k_may_be_none, k_may_be_left_out])
+def test_functions_of_one_tensor_and_of_another_order_of_features(function, axis, stub):
+    q, k, _ = (x if axis == 1 else x.transpose(1, 2) for x in heads(n_heads=3))
+    cos, sin = angles(2, 6, 8)
+    with huggingface.use_ropewalk_rope(stub(function)) as handle:
+        ours = sys.modules[handle.modules[0]].apply_rotary_pos_emb
+        assert handle.functions == ("modeling_stub.apply_rotary_pos_emb",)
+        for tensors in ([q],) if function is of_one else ((q, k),):
+            given = (*tensors, cos, sin)
+            assert_alike(ours(*given, unsqueeze_dim=axis), function, *given, unsqueeze_dim=axis)
+        if function in (k_may_be_none, k_may_be_left_out):
+            given = q, None, cos, sin
+            assert_alike(ours(*given, unsqueeze_dim=axis), function, *given, unsqueeze_dim=axis)
+        if function is k_may_be_left_out:
+            actual = ours(q, cos=cos, sin=sin, unsqueeze_dim=axis)
+            assert_alike(actual, function, q, None, cos, sin, unsqueeze_dim=axis)
+        if function is interleaved_to_halves:
+            with pytest.raises(ValueError, match="rotary_dim is 16"):
+                ours(q, k, *angles(2, 6, 4), unsqueeze_dim=axis)
+            with pytest.raises(ValueError, match=r"k is None, but must be a tensor for modeling_stub\.apply_rotary"):
+                ours(q, None, cos, sin)
+
+
+def test_patches_without_a_batch(stub):
+    q, k, _ = (x.transpose(1, 2) for x in heads(n_heads=3))
+    cos, sin = angles(2, 6, 8)
+    model = stub(of_patches)
+    with huggingface.use_ropewalk_rope(model):
+        for given in ((q, k, cos, sin), (q[0], k[0], cos[0], sin[0]), (q, k, cos[0], sin[0])):
+            assert_alike(model(*given), of_patches, *given)
+
+
+def test_each_width_of_tables_is_checked(stub):
+    q, k, _ = heads()
+    with huggingface.use_ropewalk_rope(stub(with_positions)) as handle:
+        rotate = sys.modules[handle.modules[0]].apply_rotary_pos_emb
+        rotate(q, k, *angles(2, 6, 8))
+        with pytest.raises(ValueError, match="does not hold every angle twice"):
+            rotate(q[..., :8], k[..., :8], *angles(2, 6, 8, twice="once"))
+
+
+def test_functions_behind_other_functions_and_methods_are_found(monkeypatch, device):
+    """A helper of the module that calls the rotation, and a method that rotates by itself."""
+    module = ModuleType("modeling_stub")
+    source = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    return like_llama(q, k, cos, sin, unsqueeze_dim)
+
+def apply_twice_rope(q, k, cos, sin):
+    return apply_rotary_pos_emb(*apply_rotary_pos_emb(q, k, cos, sin), cos, sin)
+
+def helper(*given):
+    return apply_twice_rope(*given)
+
+class Behind(Module):
+    def forward(self, *given):
+        return helper(*given)
+
+class Itself(Module):
+    def forward(self, *given):
+        return self.apply_rotary_embedding(*given)
+
+    def apply_rotary_embedding(self, *given):
+        return given
+"""
+    vars(module).update(like_llama=like_llama, Module=nn.Module)
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, "modeling_stub", module)
+    with huggingface.use_ropewalk_rope(module.Behind()) as handle:
+        assert handle.functions == ("modeling_stub.apply_rotary_pos_emb",)
+    with pytest.raises(ValueError, match=r"^modeling_stub\.Itself\.apply_rotary_embedding must stay"):
+        huggingface.use_ropewalk_rope(nn.ModuleList([module.Behind(), module.Itself()]))
+    assert not rotation._ROTATIONS
 
 
 def test_what_the_function_has_no_use_for_raises(stub):

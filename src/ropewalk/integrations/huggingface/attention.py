@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ropewalk.device import assume_constant
 from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, remember
 from ropewalk.ops.attention.api import attention
 
@@ -48,6 +50,13 @@ _WITHOUT_EFFECT = frozenset(
         *("encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "layer_idx"),
     )
 )
+# What to call for a keyword that is refused.
+_INSTEAD = {
+    "position_bias": (
+        "; T5's biases, fused and with their gradient, are ropewalk.attention(q, k, v, scale=1.0, "
+        "position=ropewalk.T5Bias(table)), with table = layer.relative_attention_bias.weight"
+    )
+}
 _RESERVED = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
 
 
@@ -59,7 +68,10 @@ def register(name: str = "ropewalk") -> None:
     sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
     cu_seq_lens_q, and any 4-D mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked
     once. All else that a layer passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a
-    bias, a paged cache, and any keyword that may change the result. A second call does nothing.
+    bias, a paged cache, and any keyword that may change the result. So T5 raises in its first forward; `attention` with
+    `T5Bias` has its kernel. Models that do not use transformers' interface, such as BLOOM and MPT, keep their own
+    attention in `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first
+    forward. A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -107,6 +119,12 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
         config: Any = None,
         **sizes: Any,
     ) -> Tensor | None:
+        configuration = type(config).__module__
+        if not _uses_interface(configuration):
+            raise ValueError(
+                f"attn_implementation must be 'eager' for {type(config).__name__}: its model does not use "
+                f"transformers' attention interface, and would read Ropewalk's masks otherwise"
+            )
         if attention_mask is None or attention_mask.ndim == 2:
             padding = _key_mask(attention_mask, **sizes)
             if allow_is_bidirectional_skip and mask_function is masking.bidirectional_mask_function:
@@ -124,6 +142,16 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
         return mask
 
     return make_mask
+
+
+@assume_constant
+def _uses_interface(configuration: str) -> bool:
+    """Say whether the model of a configuration module may call us: no, if its attention classes are all its own."""
+    modeling = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or ".modeling_" not in modeling.__name__:
+        return True
+    own = (x for x in vars(modeling).values() if isinstance(x, type) and x.__module__ == modeling.__name__)
+    return not any("Attention" in x.__name__ for x in own)
 
 
 def _key_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> Tensor | None:
@@ -170,7 +198,9 @@ def _attend(
     """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
     for name, given in others.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            raise ValueError(f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'")
+            raise ValueError(
+                f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
+            )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask, causal, window = _read_mask(attention_mask, bool(is_causal), sliding_window)
@@ -195,7 +225,8 @@ def _attend(
         return attention(q[0], k[0], v[0], **arguments)[None].contiguous(), None
     if mask is not None and attention_mask is not None:
         arguments.update(_describe_mask(attention_mask, mask, batch, keys))
-    arguments["causal"] = causal and queries > 1  # one query is at the last key
+    if queries == 1:  # a branch, so that torch.compile with symbolic lengths decides it and hands on no SymBool
+        arguments["causal"] = False  # one query is at the last key
     return attention(q, k, v, **arguments).contiguous(), None
 
 
