@@ -60,6 +60,8 @@ class Alibi(PositionScheme):
         return scores - slopes[:, None, None] * distance.abs().to(scores.dtype)
 
     def _slopes(self, n_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if self.slopes is None and n_heads == 0:
+            return torch.empty(0, device=device, dtype=dtype)
         if self.slopes is None:  # mps has no float64
             return alibi_slopes(n_heads, None if device.type == "mps" else device).to(device, dtype)
         return per_head("slopes", self.slopes, n_heads).to(device, dtype)

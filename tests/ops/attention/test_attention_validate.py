@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 
+from ropewalk import attention, explain_choice
+from ropewalk.ops.attention import api
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd, from_bhtd, token_indices, token_positions
 from ropewalk.ops.attention.validate import DTYPES, PAGE_SIZES, Arguments, validate
 from ropewalk.schemes import Alibi, NoPosition, Rope
@@ -612,3 +617,103 @@ def test_a_mask_per_head_has_four_dimensions_where_there_are_as_many_batches(dev
     mask = check_call(*bhtd(3, 3, device), mask=given, layout="bhtd").mask
     assert mask.shape == (1, 3, TQ, TK)
     assert torch.equal(mask, given)
+
+
+# What is ambiguous
+
+
+def test_a_mask_that_may_be_one_of_keys_is_refused(device):
+    n = 5
+    q, k, _ = bhtd(n, H, device)
+    assert q.shape[2] == n
+    mask = torch.ones(n, TK, dtype=torch.bool, device=device)
+    with pytest.raises(
+        ValueError, match=r"mask has shape \(5, 7\), .*both \(Tq, Tk\) and \(B, Tk\), .* key_lengths, or a mask"
+    ):
+        check_call(q, k, k, mask=mask, layout="bhtd")
+    for clear in (mask[None, None], mask[:, None, None], mask.expand(n, n, TK)):
+        check_call(q, k, k, mask=clear, layout="bhtd")
+    one = (x[:1] for x in (q[:, :, :1], k, k))
+    assert check_call(*one, mask=mask[:1], layout="bhtd").mask.shape == (1, 1, 1, TK)  # both readings are the same
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_lengths", "positions_q", "sinks"])
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_strides_are_refused(device, kind, name):
+    call = call_with({}, device)
+    x, said = call[name], "a tensor of layout torch.sparse_coo, but must be dense, of torch.strided"
+    if kind == "sparse":
+        call[name] = x.to_sparse()
+    elif x.ndim == 1:
+        pytest.skip("nested tensors have two dimensions or more")
+    else:
+        said = "a nested tensor, but must be dense: pass .*"
+        call[name] = torch.nested.nested_tensor(list(x), layout=torch.jagged if name in "qkv" else torch.strided)
+    with pytest.raises(TypeError, match=f"{name} is {said}"):
+        check_call(**call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("window", value) for value in (torch.tensor(4), np.float32(4), "4", np.int64(0), True)),
+        *(("scale", value) for value in (torch.tensor(0.1), "0.1", np.float32("nan"))),
+        *(("softcap", value) for value in ("3", np.float32(0), True)),
+        *(("dropout_p", value) for value in (np.float32(1), None)),
+    ],
+)
+def test_what_is_no_number_is_refused(device, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}, but must be"):
+        check_call(**call_with({name: value}, device))
+
+
+def test_numbers_of_numpy_become_plain_ones(device):
+    call = call_with({"window": np.int32(3), "scale": np.float32(0.5), "softcap": np.int64(2)}, device)
+    call = check_call(**call, dropout_p=np.float16(0.25))
+    numbers = (call.window, call.scale, call.softcap, call.dropout_p)
+    assert numbers == (3, 0.5, 2.0, 0.25)
+    assert [type(x) for x in numbers] == [int, float, float, float]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("is_causal", "did you mean causal?"),
+        ("softmax_scale", "did you mean scale?"),
+        ("sm_scale", "did you mean scale?"),
+        ("window_size", "did you mean window?"),
+        ("attn_mask", "did you mean mask?"),
+        ("cu_seqlens", "did you mean cu_seqlens_q?"),
+        ("enable_gqa", "grouped heads need no argument"),
+        ("alibi_slopes", "pass position=Alibi(slopes)"),
+        ("casual", "did you mean causal?"),
+        ("zzz", "it takes position, causal, window,"),
+    ],
+)
+@pytest.mark.parametrize("function", [attention, explain_choice])
+def test_names_of_other_libraries_are_told_apart(device, function, name, hint):
+    q = torch.randn(1, 4, 2, 8, device=device)
+    message = f"{function.__name__}() got an unexpected keyword argument '{name}': {hint}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        function(q, q, q, **{name: None})
+
+
+def test_the_signature_is_the_true_one():
+    parameters = inspect.signature(attention).parameters
+    assert list(parameters)[:3] == ["q", "k", "v"]
+    assert set(list(parameters)[3:]) == set(api._KEYWORDS)
+    assert {name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY} == set(api._KEYWORDS)
+    assert all(name in api._KEYWORDS for name in api._ELSEWHERE.values() if " " not in name)
+    assert not set(api._KEYWORDS) & set(api._ELSEWHERE)
+
+
+def test_far_more_heads_than_keys_are_hinted_at(device):
+    q = torch.randn(2, 4, 16, 8, device=device)  # meant as (B, H, T, D)
+    choice = explain_choice(q, q, q)
+    assert choice.hint == "k has 16 heads and 4 keys in layout 'bthd': if it is (B, H, T, D), pass layout='bhtd'"
+    assert str(choice).endswith(f"hint: {choice.hint}")
+    for tensors, keywords in (([q] * 3, {"layout": "bhtd"}), ([q[:, :1], *[q.transpose(1, 2)[:, :, :2]] * 2], {})):
+        choice = explain_choice(*tensors, **keywords)
+        assert choice.hint is None
+        assert "hint" not in str(choice)

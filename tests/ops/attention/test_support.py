@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import support
 import torch
-from helpers.modes import needs_kernels
+from helpers.modes import INTERPRETED, needs_kernels
 
-from ropewalk import attention
+from ropewalk import apply_rope, attention, inverse_frequencies, rope_table
 from ropewalk import device as gpu
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backends import BACKENDS
 
 pytest.importorskip("triton")
 
@@ -45,6 +49,8 @@ def learned_by(keywords):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_so(device, name, impl):
     case = CASES[name]
+    if impl == "triton" and INTERPRETED and case.dtype == torch.bfloat16:
+        case = replace(case, dtype=torch.float16)  # the interpreter's products of bfloat16 are wrong
     for training in (False, True):
         keywords = case.keywords(device)
         tensors = case.tensors(device, learned=training)
@@ -66,3 +72,16 @@ def test_it_is_so(device, name, impl):
 def test_a_refusal_is_told():
     packed = CASES["packed: `cu_seqlens_q`"]
     assert support.why_not(packed, "flash", training=False) == "packed sequences (cu_seqlens_q) are not supported"
+
+
+@needs_kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the products of bfloat16 are right")
+def test_bfloat16_is_refused_in_the_interpreter(device):
+    q = torch.randn(1, 16, 2, 32, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"impl is 'triton', .* Triton's interpreter .* of bfloat16 wrongly"):
+        attention(q, q, q, impl="triton")
+    call = make_call(q, q, q)
+    assert BACKENDS["triton"].why_not(call).code == "interpreter_bfloat16"
+    assert BACKENDS["triton"].why_not(call._replace(q=q.half(), k=q.half(), v=q.half())) is None
+    cos, sin = rope_table(16, inverse_frequencies("default", 32, 10000.0)[0])
+    assert apply_rope(q, None, cos, sin, impl="triton").dtype == torch.bfloat16  # it has no products

@@ -1,5 +1,6 @@
 """Every bad call of `apply_rope` raises an error that says what is wrong, before anything is written."""
 
+import inspect
 import re
 from contextlib import nullcontext
 
@@ -9,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import apply_rope
-from ropewalk.ops.rope import autograd
+from ropewalk.ops.rope import api, autograd
 from ropewalk.testing import unchanged
 
 B, T, HQ, HK, D, R, ROWS = 2, 6, 4, 2, 16, 8, 10
@@ -474,3 +475,61 @@ def test_every_message_says_what_must_be():
         with pytest.raises((TypeError, ValueError)) as raised:
             apply_rope(**call)
         assert re.search("must|pass", str(raised.value)), f"{case}: {raised.value}"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cos", "positions"])
+@pytest.mark.parametrize("kind", ["sparse", "oneDNN", "jagged", "nested"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_strides_are_refused(device, kind, name):
+    call = {name: moved(x, device) for name, x in padded().items()} | {
+        "positions": torch.zeros(B, T, dtype=torch.int64)
+    }
+    apply_rope(**call)  # a plan for calls like it is found from now on
+    x = call[name]
+    if kind == "sparse":
+        x, said = x.to_sparse(), "a tensor of layout torch.sparse_coo, but must be dense, of torch.strided"
+    elif kind == "oneDNN":
+        if not x.is_floating_point() or device.type != "cpu":
+            pytest.skip("oneDNN's tensors are floating-point numbers on a CPU")
+        x, said = x.to_mkldnn(), "a tensor of layout torch._mkldnn, but must be dense"
+    else:
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        x, said = (
+            torch.nested.nested_tensor(list(x), layout=layout),
+            r"a nested tensor, but must be dense: pass .*'thd'",
+        )
+    for inplace in (False, True):
+        with pytest.raises(TypeError, match=f"{name} is {said}"):
+            apply_rope(**call | {name: x}, inplace=inplace)
+
+
+def test_sparse_tensors_are_told_from_expanded_ones(device):
+    """Both have strides of zero: the plan of one is not the other's."""
+    call = {name: moved(x, device) for name, x in padded().items()}
+    call["q"] = torch.zeros((), device=device).expand(call["q"].shape)
+    apply_rope(**call)
+    with pytest.raises(TypeError, match=r"q is a tensor of layout torch.sparse_coo"):
+        apply_rope(**call | {"q": call["q"].to_sparse()})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("position_ids", "did you mean positions?"),
+        ("conjugate", "did you mean inverse?"),
+        ("is_neox_style", "it is the opposite of interleaved"),
+        ("in_place", "did you mean inplace?"),
+        ("xyz", "it takes positions, cu_seqlens, layout,"),
+    ],
+)
+def test_names_of_other_libraries_are_told_apart(device, name, hint):
+    call = {name: moved(x, device) for name, x in padded().items()}
+    message = f"apply_rope() got an unexpected keyword argument '{name}': {hint}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        apply_rope(**call, **{name: None})
+
+
+def test_the_signature_is_the_true_one():
+    names = list(inspect.signature(apply_rope).parameters)
+    assert names == ["q", "k", "cos", "sin", *api._KEYWORDS]
+    assert all(name in api._KEYWORDS for name in api._ELSEWHERE.values() if " " not in name)

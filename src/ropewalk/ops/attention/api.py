@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
@@ -16,7 +18,46 @@ from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.tracing import is_plain_eager
 from ropewalk.schemes import PositionScheme
 
+# What PyTorch, transformers, flash-attn, vLLM and xFormers call arguments of `attention`.
+_ELSEWHERE = {
+    "is_causal": "causal",
+    "attn_mask": "mask",
+    "attention_mask": "mask",
+    "attn_bias": "mask",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "scaling": "scale",
+    "window_size": "window",
+    "sliding_window": "window",
+    "enable_gqa": "grouped heads need no argument, k may have fewer heads than q",
+    "cu_seqlens": "cu_seqlens_q",
+    "max_seqlen_q": "no length is needed beside cu_seqlens_q",
+    "max_seqlen_k": "no length is needed beside cu_seqlens_k",
+    "max_seqlen": "no length is needed beside cu_seqlens_q",
+    "seqused_k": "key_lengths",
+    "cache_seqlens": "key_lengths",
+    "seq_lens": "key_lengths",
+    "key_padding_mask": "for padding pass key_lengths, or a mask of (B, 1, 1, Tk)",
+    "page_table": "block_table",
+    "block_tables": "block_table",
+    "position_ids": "positions_q",
+    "positions": "positions_q",
+    "softcapping": "softcap",
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
+    "learnable_sink": "sinks",
+    "alibi_slopes": "pass position=Alibi(slopes)",
+    "dropout": "dropout_p",
+    "p_dropout": "dropout_p",
+    "return_attn_probs": "probabilities are never held, but return_lse=True gives the log-sum-exp",
+    "return_softmax_lse": "return_lse",
+    "tensor_layout": "layout",
+    "qkv_format": "layout",
+    "backend": "impl",
+}
 
+
+@without_unknown
 def attention(
     q: Tensor,
     k: Tensor,
@@ -43,6 +84,7 @@ def attention(
     layout: str = "bthd",
     deterministic: bool | None = None,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attend from q to k and v, with the position encoding inside.
 
@@ -87,7 +129,9 @@ def attention(
         window: attend keys with abs(m - n) < window, by index; with `causal`, those behind the query alone.
         scale: of the scores; 1/√D by default.
         mask: bool, True where a query may attend: (Tq, Tk); (B, Tq, Tk), the same for all heads; or (B or 1, H or 1,
-            Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing.
+            Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing. Two dimensions are refused
+            where B = Tq > 1, as they could be (B, Tk): pass (1, 1, Tq, Tk), or for padding key_lengths or (B, 1, 1,
+            Tk).
         key_lengths: (B,), int32 or int64: where the keys of each batch row end, from 0 to Tk; what follows is padding
             and is never read. Its values are checked on CPU tensors alone, as are those of all that follow.
         cu_seqlens_q: (S + 1,), int32 or int64, for layout "thd": sequence s is rows cu_seqlens_q[s] to below
@@ -116,7 +160,8 @@ def attention(
         keys_rotated: k is already rotated, as in a cache of rotated keys; q alone is rotated. (ExpoSB weighs features
             of k alone, by both weights.) A two-range encoding does not support it.
         return_lse: return the log-sum-exp too; it is differentiable.
-        layout: "bthd", "bhtd" or, for packed sequences, "thd".
+        layout: "bthd", "bhtd" or, for packed sequences, "thd". (B, H, T, D) tensors, as PyTorch and transformers have
+            them, need "bhtd": in "bthd" they run too, and attend across heads. No check can tell.
         deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
             None does as `torch.are_deterministic_algorithms_enabled()` says.
         impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper;
@@ -128,7 +173,9 @@ def attention(
         (H, total_q) in "thd", to base e and in float32 (float64 for float64 tensors).
 
     Raises:
-        TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them.
+        TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them;
+            sparse or nested tensors; a name that is no argument, with what it is called here; a call under
+            `torch.jit.trace`.
         ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
             query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
             that cannot run the call.
@@ -155,6 +202,8 @@ def attention(
         >>> attention(q, k, v, position=Rope(), causal=True, cu_seqlens_q=packed, layout="thd").shape
         torch.Size([228, 8, 32])
     """
+    if unknown:
+        refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
     call = make_call(
         q,
         k,
@@ -190,6 +239,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+_KEYWORDS = (*Arguments._fields, "return_lse", "deterministic", "impl")
+
+
 def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
     """Say which implementation `attention` takes for a call, and why not each other one. Nothing is computed.
 
@@ -198,7 +250,8 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         keywords: those of `attention`.
 
     Returns:
-        A `Choice`: its `name`; `others`, a reason for each other implementation; and both as text, by `str`.
+        A `Choice`: its `name`; `others`, a reason for each other implementation; `hint`, if the shapes look like those
+        of another layout, or None; and all as text, by `str`.
 
     Raises:
         What `attention` would raise.
@@ -213,8 +266,20 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         >>> choice.others["sdpa"]
         'softcap is not supported'
     """
+    unknown = [name for name in keywords if name not in _KEYWORDS]
+    if unknown:
+        refuse_unknown("explain_choice", unknown, _KEYWORDS, _ELSEWHERE)
     impl = keywords.pop("impl", None)
-    return explain(make_call(q, k, v, **keywords), impl)
+    call = make_call(q, k, v, **keywords)
+    return dataclasses.replace(explain(call, impl), hint=_layout_hint(call, keywords.get("layout", "bthd")))
+
+
+def _layout_hint(call: AttentionCall, layout: str) -> str | None:
+    """Return a hint where k has far more heads than keys, as (B, H, T, D) tensors seem to have in layout "bthd"."""
+    heads, keys = call.k.shape[1:3]
+    if layout != "bthd" or call.block_table is not None or heads < 4 * keys:
+        return None
+    return f"k has {heads} heads and {keys} keys in layout 'bthd': if it is (B, H, T, D), pass layout='bhtd'"
 
 
 def make_call(
@@ -234,6 +299,10 @@ def make_call(
     arguments = Arguments(**keywords)
     if torch.compiler.is_compiling():
         _fix_all_but_lengths(q, k, v, arguments.layout)
+    elif torch._C._get_tracing_state() is not None:
+        raise TypeError(
+            "q is traced by torch.jit.trace, but attention must know sizes as ints: use torch.export or torch.compile"
+        )
     call = resolve_scheme(validate(q, k, v, arguments))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

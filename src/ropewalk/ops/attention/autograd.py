@@ -60,10 +60,12 @@ class _Attend(torch.autograd.Function):
         out, q, k, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
         call = unflatten(_put_back((*tensors, *ctx.numbers)))
         saved, wanted = Saved(q, k, lse, q_past, q_future, k_far), Wanted(*ctx.needs_input_grad[3:5])
+        reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         backend = backward_of(ctx.backend, call, wanted)
-        return *backend.backward(call, out, saved, grad_out, grad_lse, wanted), None, None
+        grad_q, grad_k, grad_v, *rest = backend.backward(call, out, saved, grad_out, grad_lse, wanted)
+        return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
 
 
 # One call each, where loops over all leaves would cost the host microseconds.

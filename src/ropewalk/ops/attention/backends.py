@@ -66,9 +66,11 @@ class Choice:
 
     name: str
     others: dict[str, str]
+    hint: str | None = None  # what looks like a mistake of the caller, though the call runs
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.name} runs", *(f"not {name}: {reason}" for name, reason in self.others.items())])
+        lines = [f"{self.name} runs", *(f"not {name}: {reason}" for name, reason in self.others.items())]
+        return "\n".join(lines if self.hint is None else [*lines, f"hint: {self.hint}"])
 
 
 def backend_order(call: AttentionCall) -> tuple[str, ...]:

@@ -105,6 +105,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     leaves = list(ctx.numbers)
     for index, x in zip(ctx.tensors, tensors, strict=True):
         leaves[index] = x
+    reads_v = grad_out is not None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     needed = ctx.needs_input_grad
@@ -113,7 +114,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
         *(needed[_PARAMS], needed[_SINKS], ctx.impl, *leaves),
     )
     of_leaves: list[Tensor | None] = [None] * len(LEAVES)
-    of_leaves[:3] = grads[:3]
+    of_leaves[:3] = grads[0], grads[1], grads[2] if reads_v else None  # as `autograd` does
     indices = (_GIVEN, _GIVEN + 1, _GIVEN + 2, _PARAMS, _SINKS)
     for index, grad in zip(indices, grads[3:], strict=True):
         of_leaves[index] = grad if needed[index] else None

@@ -7,13 +7,15 @@ sequences.
 from __future__ import annotations
 
 import math
+import operator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
+from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd
 from ropewalk.schemes import NoPosition, PositionScheme
 
@@ -51,17 +53,18 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
 
     Dropout needs a seed beside: `call._replace(seed=...)`.
     """
-    layout, position, window, block_table = given.layout, given.position, given.window, given.block_table
+    layout, position, block_table = given.layout, given.position, given.block_table
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
     batch, heads, queries, head_dim, keys = _check_tensors(q, k, v, layout, block_table)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window is {window!r}, but must be None or an int of at least 1")
-    scale = head_dim**-0.5 if given.scale is None else given.scale
-    if not isinstance(scale, (int, float)) or not abs(scale) < math.inf:
-        raise ValueError(f"scale is {scale!r}, but must be a finite number")
+    window = None if given.window is None else _as_int(given.window)
+    if given.window is not None and (window is None or window < 1):
+        raise ValueError(f"window is {given.window!r}, but must be None or an int of at least 1")
+    scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale is {given.scale!r}, but must be a finite number")
     cu_seqlens_k = given.cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k
     if layout == "thd":
         _check_packed(q, queries, keys, given.cu_seqlens_q, cu_seqlens_k)
@@ -92,14 +95,14 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         _check_pages(q, k, v, given)
     softcap = given.softcap
     if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
-            raise ValueError(f"softcap is {softcap!r}, but must be None or a finite number above 0")
-        softcap = float(softcap)
+        softcap = math.nan if isinstance(softcap, bool) else _as_float(softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap is {given.softcap!r}, but must be None or a finite number above 0")
     if given.sinks is not None:
         _check_sinks(given.sinks, heads, q)
-    dropout_p = given.dropout_p
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p!r}, but must be a number from 0 to below 1")
+    dropout_p = _as_float(given.dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {given.dropout_p!r}, but must be a number from 0 to below 1")
     if given.keys_rotated and position.far_window() is not None:
         raise ValueError(
             f"keys_rotated is True, but {type(position).__name__} rotates a key in one way for near queries and in "
@@ -121,13 +124,35 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         block_table,
         positions_q,
         positions_k,
-        float(scale),
+        scale,
         softcap,
         given.sinks,
-        float(dropout_p),
+        dropout_p,
         None,
         bool(given.keys_rotated),
     )
+
+
+def _as_int(value: Any) -> int | None:
+    """Return an integer of any type, NumPy's too, as an int; None for what is none, such as a bool or a tensor."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    try:  # no isinstance: torch.compile takes numbers of NumPy for arrays
+        return value if isinstance(value, int) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _as_float(value: Any) -> float:
+    """Return a number of any type, NumPy's too, as a float; NaN for what is none, such as a tensor."""
+    if isinstance(value, float):
+        return value
+    if isinstance(value, (Tensor, str, bytes)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 _SHAPES = {"bthd": "(B, T, H, D)", "bhtd": "(B, H, T, D)", "thd": "(total, H, D)"}
@@ -140,6 +165,7 @@ def _check_tensors(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+        check_dense(name, x)
         if x.ndim != len(layout):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be {_SHAPES[layout]}")
         if x.dtype not in DTYPES or x.dtype != q.dtype:
@@ -238,6 +264,7 @@ def _check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         kind = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
         raise TypeError(f"sinks is {kind}, but must be a floating-point tensor, (H,)")
+    check_dense("sinks", sinks)
     if sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, but must be (H,) with H = {heads}")
     _check_device("sinks", sinks, q)
@@ -248,8 +275,14 @@ def _as_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> T
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask is {kind}, but must be a bool tensor, True where a query attends")
+    check_dense("mask", mask)
     shape, square = tuple(mask.shape), (queries, keys)
     if shape == square:
+        if batch == queries > 1:
+            raise ValueError(
+                f"mask has shape {shape}, which is both (Tq, Tk) and (B, Tk), as B = Tq = {batch}: pass (1, 1, Tq, Tk) "
+                "for one mask of all batch rows; for padding pass key_lengths, or a mask of (B, 1, 1, Tk)"
+            )
         return mask[None, None]
     if shape == (batch, *square):
         return mask[:, None]
@@ -280,6 +313,7 @@ def _check_integers(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor of int32 or int64")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is a tensor of {x.dtype}, but must be a tensor of int32 or int64")
+    check_dense(name, x)
 
 
 def _check_positions(name: str, positions: Tensor, batch: int, tokens: int, q: Tensor, layout: str) -> Tensor:

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.operator import rotate_traced
 from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
+_KEYWORDS = (
+    "positions",
+    "cu_seqlens",
+    "layout",
+    "interleaved",
+    "inverse",
+    "rotary_dim",
+    "rotary_offset",
+    "inplace",
+    "impl",
+)
+# What transformers, flash-attn, vLLM and others call them.
+_ELSEWHERE = {
+    "position_ids": "positions",
+    "seqlen_offsets": "positions",
+    "unsqueeze_dim": "layout",
+    "tensor_format": "layout",
+    "rotary_interleaved": "interleaved",
+    "is_neox_style": "it is the opposite of interleaved",
+    "is_neox": "it is the opposite of interleaved",
+    "conjugate": "inverse",
+    "rotary_percent": "the width of cos and sin says how many features are rotated",
+    "partial_rotary_factor": "the width of cos and sin says how many features are rotated",
+    "max_seqlen": "no length is needed beside cu_seqlens",
+    "freqs_cis": "pass cos and sin, its real and its imaginary part",
+    "backend": "impl",
+}
 
+
+@without_unknown
 def apply_rope(
     q: Tensor,
     k: Tensor | None,
@@ -29,6 +59,7 @@ def apply_rope(
     rotary_offset: int = 0,
     inplace: bool = False,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Rotate each pair of features of q and k by its token's angles: rotary position embedding.
 
@@ -74,7 +105,8 @@ def apply_rope(
         (q, k) rotated, or q alone where k is None, with the strides that `torch.empty_like` gives.
 
     Raises:
-        TypeError: an argument of another type or dtype than said here.
+        TypeError: an argument of another type or dtype than said here; sparse or nested tensors; a name that is no
+            argument, with what it is called here.
         ValueError: shapes, devices or values that do not fit, or an `impl` that does not support them.
         RuntimeError: inplace for a tensor that autograd does not let be overwritten.
         Each names the argument, its value and the requirement, and is raised before anything is written.
@@ -94,6 +126,8 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 128, 2, 64]))
     """
+    if unknown:
+        refuse_unknown("apply_rope", unknown, _KEYWORDS, _ELSEWHERE)
     if isinstance(positions, bool):
         raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
     if offsets is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.rope import backends
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
@@ -61,15 +62,23 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
     """Check a call, and return its plan: the one of an earlier call, if its metadata were the same."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     cos, sin, positions, cu_seqlens, offset, flags = call
-    key = (
-        (q.shape, q.stride(), q.dtype, q.device),
-        None if k is None else (k.shape, k.stride(), k.dtype, k.device),
-        (cos.shape, cos.stride(), cos.dtype, cos.device),
-        (sin.shape, sin.stride(), sin.dtype, sin.device),
-        None if positions is None else (positions.shape, positions.stride(), positions.dtype, positions.device),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
-        flags,
-    )
+    try:
+        key = (
+            (q.shape, q.stride(), q.dtype, q.device, q.layout),
+            None if k is None else (k.shape, k.stride(), k.dtype, k.device, k.layout),
+            (cos.shape, cos.stride(), cos.dtype, cos.device),
+            (sin.shape, sin.stride(), sin.dtype, sin.device),
+            None if positions is None else (positions.shape, positions.stride(), positions.dtype, positions.device),
+            None
+            if cu_seqlens is None
+            else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
+            flags,
+        )
+    except RuntimeError:  # a nested tensor has no shape
+        for name, x in zip(("q", "k", *call._fields), (q, k, *call[:4]), strict=False):
+            if x is not None:
+                check_dense(name, x)
+        raise
     plan = _PLANS.get(key)
     if plan is None:
         run = _prepare(xs, call)
@@ -90,7 +99,11 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
 
 def _rotate_natively(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
     """Rotate by the CUDA extension, which checks a call in less time than a plan takes to find."""
-    if not native.rotate(xs, outs, call):
+    try:
+        is_done = native.rotate(xs, outs, call)
+    except NotImplementedError:  # the dispatcher has no kernel for sparse and nested tensors: the checks name them
+        is_done = False
+    if not is_done:
         _find(xs, call).run(xs, outs, call)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
+from ropewalk.ops.arguments import check_dense
+
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 512
@@ -212,6 +214,7 @@ def may_overlap_itself(x: Tensor) -> bool:
 def _check_x(name: str, x: Tensor, layout: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+    check_dense(name, x)
     if x.ndim != len(layout):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, but must have {len(layout)} dimensions in layout {layout!r}, "
@@ -232,6 +235,7 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, batch: int, tokens: int, 
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, Tensor):
             raise TypeError(f"{name} is {type(table).__name__}, but must be a tensor")
+        check_dense(name, table)
         if table.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {table.dtype}, but must be float16, bfloat16, float32 or float64")
         _check_same(f"{name}.device", table.device, "q.device", q.device)
@@ -280,6 +284,7 @@ def _check_positions(
             raise TypeError(f"{name} is {type(index).__name__}, but must be a tensor of int32 or int64")
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} has dtype {index.dtype}, but must be int32 or int64")
+        check_dense(name, index)
         _check_same(f"{name}.device", index.device, "q.device", q.device)
     if cu_seqlens is not None:
         if layout != "thd":

@@ -39,6 +39,11 @@ class Triton:
         reason = gpu.why_no_triton(q.device)
         if reason is not None:
             return Refusal("device", reason)
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+            return Refusal(
+                "interpreter_bfloat16",
+                "Triton's interpreter computes products (tl.dot) of bfloat16 wrongly: use float16 or float32 there",
+            )
         params = call.score_mod_params
         learns = params is not None and torch.is_grad_enabled() and params.requires_grad
         if call.score_mod is not None and learns and not has_param_grad(call.score_mod):

@@ -1,0 +1,49 @@
+"""Checks of arguments that both operators share: dense tensors, and keywords that a function lacks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Raise if x is sparse, nested or oneDNN's: those have no strides by which a kernel could read them."""
+    if x.layout is torch.strided and not x.is_nested:
+        return
+    if x.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor, but must be dense: pass the values() of a jagged one in layout 'thd', and its "
+            "offsets() as the bounds of the sequences"
+        )
+    raise TypeError(f"{name} is a tensor of layout {x.layout}, but must be dense, of torch.strided")
+
+
+def without_unknown(function: Function) -> Function:
+    """Leave `**unknown` out of a function's signature: it is there for `refuse_unknown` alone, and costs no wrapper."""
+    signature = inspect.signature(function)
+    named = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=named)
+    return function
+
+
+def refuse_unknown(
+    function: str, unknown: Collection[str], known: Collection[str], elsewhere: Mapping[str, str]
+) -> NoReturn:
+    """Raise for the first of the unknown keywords.
+
+    known: the function's own. elsewhere: what other libraries call them; a value with a space in it is a sentence.
+    """
+    name = next(iter(unknown))
+    hint = elsewhere.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if hint is None:
+        hint = f"it takes {', '.join(known)}"
+    elif " " not in hint:
+        hint = f"did you mean {hint}?"
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {hint}")
