@@ -21,10 +21,14 @@ INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat
 COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
 ONLY_IN_ALL := target or browser or docs or distribution
 
-.PHONY: demo check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
+.PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
+
+# The wheel and the source distribution, in dist/. For a package index: make dist URL=https://…, the repository's page.
+dist: $(VENV)/dev-installed
+	$(BIN)/python tools/dist.py --url "$(URL)"
 
 # Minutes: the layers and rules, one binary of each kernel for sm_90, and a few cases of each test of kernels.
 check: lint

@@ -1,5 +1,7 @@
 """The `ropewalk` command."""
 
+import itertools
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 import ropewalk
+from ropewalk import __main__ as command
 from ropewalk.bench.report.load import read_bench_record
 from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.cli import app
+from ropewalk.cli.options import EXTRAS
 from ropewalk.ops.rope.cuda import build as native_build
 
 
@@ -28,6 +32,14 @@ def test_doctor_says_what_is_here_and_why_the_rest_is_not() -> None:
     assert result.exit_code == 0, result.output
     for word in ("ropewalk", "torch", "triton", "gluon", "reference", "sdpa", "flash", "compiled", "flashinfer"):
         assert word in result.stdout
+
+
+def test_doctor_names_the_defaults_of_the_rotation_and_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    _, rotation, attention = invoke("doctor").stdout.split("implementations of")
+    for table in (rotation, attention.partition("native extension")[0]):
+        assert table.count("used by default") == 1
+    assert "for correctness, not speed" in " ".join(attention.split())
 
 
 @pytest.fixture
@@ -151,6 +163,93 @@ def test_a_user_error_is_one_line() -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("error: case 'llama' does not exist; there are: llama3-8b,")
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "device", "expected"),
+    [
+        (["bench", "rope"], "gpu", "the device is 'gpu', but must be 'cpu', 'cuda', or one GPU as in 'cuda:0'"),
+        (["bench", "attention"], "gpu", "the device is 'gpu', but must be"),
+        (["bench", "all"], "gpu", "the device is 'gpu', but must be"),
+        (["bench", "training"], "gpu", "the device is 'gpu', but must be"),
+        (["demo"], "gpu", "the device is 'gpu', but must be"),
+        (["experiment", "length-extrapolation"], "gpu", "the device is 'gpu', but must be"),
+        (["bench", "rope"], "cuda:99", "the device is 'cuda"),
+        (["bench", "rope"], "meta", "the device is 'meta', but only 'cpu' and 'cuda' can be timed"),
+    ],
+)
+def test_a_wrong_device_is_one_line(command: list[str], device: str, expected: str) -> None:
+    result = invoke(*command, "--device", device)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {expected}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_training_on_a_cpu_asks_for_a_case() -> None:
+    result = invoke("bench", "training", "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: no case ends within minutes on a CPU: name one with --case (bert-base-rope,"
+    )
+
+
+def test_a_file_gets_a_line_a_case(tmp_path: Path) -> None:
+    """Output that is no terminal has a line for each measurement, as it ends."""
+    options = ["--case", "decode-1", "--impl", "reference", "--peers", "none", "--rounds", "3", "--mode", "decode"]
+    result = invoke("bench", "rope", *options, "--device", "cpu", "-o", str(tmp_path / "record.jsonl"))
+    lines = [line for line in result.stdout.splitlines() if "decode-1" in line and line[:1].isdigit()]
+    assert [line.split(",")[0] for line in lines] == [
+        f"{number}/4 decode-1 {pairs}/{place} decode"
+        for number, (pairs, place) in enumerate(
+            itertools.product(("half", "interleaved"), ("out of place", "in place")), 1
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("matplotlib", "bench"), ("transformers", "bench"), ("tokenizers.models", "train")]
+)
+def test_a_missing_package_is_named_with_its_extra(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr("ropewalk.bench.rope.run.run_rope_bench", fail)
+    result = invoke("bench", "rope")
+    assert result.exit_code == 2
+    name = package.partition(".")[0]
+    assert result.stderr == f"error: {name} is not installed: pip install 'ropewalk[{extra}]'\n"
+
+
+def test_every_extra_has_its_packages() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for package, extra in EXTRAS.items():
+        section = text.partition(f"\n{extra} = [")[2].partition("]\n")[0]
+        distribution = {"yaml": "pyyaml"}.get(package, package)
+        assert f'"{distribution}>' in section
+
+
+def test_without_the_extra_the_command_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for missing, expected in (
+        (("typer", "rich"), "error: typer and rich are not installed: pip install 'ropewalk[bench]'\n"),
+        (("rich",), "error: rich is not installed: pip install 'ropewalk[bench]'\n"),
+    ):
+        monkeypatch.setattr(command, "find_spec", lambda name, missing=missing: None if name in missing else object())
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err == expected
+
+
+def test_commands_hide_torchs_warning_about_numpy() -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None; sys.argv = ['ropewalk', 'doctor']\n"
+        "from ropewalk.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "NumPy" not in done.stderr
 
 
 def test_demo_hands_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

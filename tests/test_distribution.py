@@ -1,6 +1,7 @@
 """The wheel and the source distribution: what is in them, and that the wheel works where there is no compiler."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -8,11 +9,13 @@ import venv
 import zipfile
 from pathlib import Path
 
+import dist as dist_tool
 import pytest
 
 pytestmark = pytest.mark.distribution
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ropewalk"
+URL = "https://example.org/somebody/ropewalk"
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +24,8 @@ def dist(tmp_path_factory):
     if not (ROOT / ".git").exists():
         pytest.skip("not a git repository: what belongs in a distribution cannot be told")
     pytest.importorskip("build", reason="needs the package build")
-    copy, output = (tmp_path_factory.mktemp(name) for name in ("copy", "dist"))
-    listed = run("git", "-C", ROOT, "ls-files", "-z").stdout.split("\0")
-    for name in filter(None, listed):
-        if (ROOT / name).exists():
-            target = copy / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", output, copy)
+    output = tmp_path_factory.mktemp("dist")
+    run(sys.executable, ROOT / "tools" / "dist.py", "--output", output, "--url", URL)
     return output
 
 
@@ -47,6 +44,72 @@ def test_twine_finds_nothing_to_complain_of(dist):
     pytest.importorskip("twine", reason="needs the package twine")
     said = run(sys.executable, "-m", "twine", "check", "--strict", *sorted(dist.iterdir())).stdout
     assert said.count("PASSED") == 2
+
+
+def metadata_of(dist):
+    with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        return wheel.read(name).decode()
+
+
+def test_the_metadata_has_urls_and_few_requirements(dist):
+    lines = metadata_of(dist).splitlines()
+    urls = {line.partition(": ")[2].partition(", ")[0] for line in lines if line.startswith("Project-URL: ")}
+    assert urls == {"Repository", "Documentation", "Changelog", "Issues"}
+    required = [
+        line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
+    assert [re.match(r"[\w-]+", line)[0] for line in required] == ["torch", "triton"]
+    assert "Linux" in required[1]
+
+
+def test_the_readme_of_an_index_has_no_relative_link(dist):
+    text = metadata_of(dist)
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    assert len(targets) > 10
+    assert not [target for target in targets if not target.startswith("https://")]
+    assert f"![speed over other libraries]({URL}/raw/" in text
+    assert f"({URL}/blob/" in text
+
+
+def test_code_and_absolute_links_stay():
+    page = "[a](b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n![j](k.png)\n"
+    expected = "[a](U/blob/C/b.md) [c](https://d.org/e) [f](#g)\n```python\nx = [h](i)\n```\n![j](U/raw/C/k.png)\n"
+    assert dist_tool.absolute_links(page, "U", "C") == expected
+
+
+@pytest.mark.parametrize("how", ["git", "checkout", "wheel"])
+def test_it_installs_as_the_readme_says(how, dist, tmp_path):
+    """From git, from a checkout and from the wheel: nothing is fetched."""
+    if how == "git":
+        source = f"git+file://{ROOT}"
+    elif how == "checkout":
+        source = tmp_path / "checkout"
+        dist_tool.copy_tracked(source)
+    else:
+        source = only(dist, "*.whl")
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", tmp_path / "site"]
+    run(sys.executable, "-m", "pip", "install", *options, source)
+    code = f"import ropewalk, pathlib; assert pathlib.Path(ropewalk.__file__).is_relative_to({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bare(dist, tmp_path_factory):
+    """An environment with the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", only(dist, "*.whl"))
+    return folder
+
+
+@pytest.mark.parametrize("words", [["ropewalk", "doctor"], ["python", "-m", "ropewalk", "demo"]])
+def test_without_the_extra_the_command_is_one_line(bare, words):
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(bare / "bin" / words[0]), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=bare)
+    assert done.returncode == 2
+    assert done.stderr == "error: typer and rich are not installed: pip install 'ropewalk[bench]'\n"
 
 
 def test_the_wheel_has_the_package_and_nothing_else(dist):

@@ -54,7 +54,9 @@ KERNELS = ("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.a
 NO_TRITON = ("ropewalk.ops.*.support",)  # beside kernels, and read before they are loaded
 # Packages that a user may lack: these alone may load them, and only once they are called.
 MAY_USE_OPTIONAL = ("ropewalk.bench.*", "ropewalk.experiments.*", "ropewalk.integrations.*")
-REQUIRED = {"torch", "typer", "rich", *sys.stdlib_module_names}
+COMMANDS = {"typer", "rich"}  # of the extra "bench": these folders alone load them, and nothing outside loads these
+MAY_USE_COMMANDS = ("ropewalk.cli", "ropewalk.cli.*", "ropewalk.bench.*", "ropewalk.experiments.*")
+REQUIRED = {"torch", *COMMANDS, *sys.stdlib_module_names}
 # Examples that need a GPU, by module.
 NEEDS_GPU: set[str] = set()
 WITHOUT_DOCSTRING = {"FREQUENCIES", "__version__"}  # not functions or classes
@@ -191,6 +193,18 @@ def test_what_may_be_missing_is_loaded_by_those_who_may_miss_it():
     triton = {found.importer for found in IMPORTS if found.imported.partition(".")[0] == "triton"}
     assert triton
     assert not [module for module in triton if not matches(module, (*KERNELS, *MAY_USE_OPTIONAL, "ropewalk.device"))]
+
+
+def test_the_library_needs_no_package_of_the_commands():
+    users = {found.importer for found in IMPORTS if found.imported.partition(".")[0] in COMMANDS}
+    assert users
+    assert not [module for module in users if not matches(module, MAY_USE_COMMANDS)]
+    reached = [
+        found
+        for found in IMPORTS
+        if matches(found.imported, MAY_USE_COMMANDS) and not matches(found.importer, (*MAY_USE_COMMANDS, *ROOTS))
+    ]
+    assert not [str(found) for found in reached]
 
 
 def test_who_loads_what_may_be_missing_is_loaded_when_called():

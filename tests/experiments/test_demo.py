@@ -19,6 +19,8 @@ TINY = demo.Size(
     rotated_tokens=600,
     rotated_q_heads=5,
     rotated_k_heads=3,
+    packing=demo.ModelSize(1, 32, 2, context=32, batch=4, steps=0, learning_rate=0.0),
+    packing_seconds=0.1,
 )
 TEXT = b"All that a rope maker makes is rope, and rope again.\n" * 40
 
@@ -38,11 +40,12 @@ def test_the_whole_demo(tmp_path, capsys, device):
     text.write_bytes(TEXT)
     demo.run_demo(text=text, steps=8, device=str(device), figure=figure)
     printed = " ".join(capsys.readouterr().out.split())
-    for expected in ("step 1 loss", "step 8 loss", "Held-out loss", "It writes: All that a", "float64", demo.EAGER):
+    for expected in ("step 1 loss", "step 8 loss", "Held-out loss", "It writes: All that a", "float64", "flash, sdpa"):
         assert expected in printed
-    assert "ropewalk, reference" in printed
-    assert ("ropewalk, triton" in printed) == (device.type == "cuda")
-    assert ("Not here: triton: " in printed) == (device.type == "cpu")
+    on_cpu = device.type == "cpu"
+    assert (printed.count("for correctness, not speed") == 2) == on_cpu
+    assert ("ropewalk, triton" in printed) != on_cpu
+    assert "ropewalk, reference" not in printed  # the definition is no product to be timed
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
@@ -57,9 +60,14 @@ def test_the_loss_falls_below_the_entropy_of_the_bytes(device):
 
 def test_training_ends_when_its_time_is_over(device, capsys):
     training, _ = demo.split(TEXT, TINY.context)
-    losses = demo.train(make_model(device), training, TINY, 10**6, Console(), max_seconds=0.5)
+    losses = demo.train(make_model(device), training, TINY, 10**6, Console(), max_seconds=0.4)
     assert 1 <= len(losses) < 10**6
-    assert f"seconds are over after {len(losses)} steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    announced, over = (
+        "It ends after 1000000 steps or 0 s, whichever comes first.",
+        f"are over after {len(losses)} steps",
+    )
+    assert 0 <= printed.find(announced) < printed.find("step ") < printed.find(over)
 
 
 def test_the_model_does_not_see_what_it_predicts(device):
@@ -125,9 +133,10 @@ def test_q_and_k_are_those_of_the_middle_layer(device):
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         block = model.blocks[1]
         x = block.attention_norm(model.blocks[0](model.embedding(windows)))
-        for rotated, projection in ((q, block.attention.q_proj), (k, block.attention.k_proj)):
+        heads = block.attention.qkv_proj(x).unflatten(-1, (3, 2, 16))
+        for rotated, projected in zip((q, k), heads.unbind(2), strict=False):
             # 256 tokens of 2 heads, then the same again.
-            own = projection(x).reshape(256, 2, 16)
+            own = projected.reshape(256, 2, 16)
             expected = own[torch.arange(600, device=device) % 256][:, torch.arange(rotated.shape[2], device=device) % 2]
             torch.testing.assert_close(rotated[0], expected)
 
@@ -149,11 +158,39 @@ def test_rotations_are_measured_against_float64(monkeypatch, device):
     assert wrong.error > 0.1
 
 
-def test_tritons_interpreter_is_not_compared(monkeypatch):
+def test_the_interpreter_and_the_definition_are_not_timed(monkeypatch):
     monkeypatch.setattr(demo, "why_not", lambda name, device: None)
-    assert "interpreter" in demo.why_missing("triton", torch.device("cpu"))
-    assert demo.why_missing("triton", torch.device("cuda")) is None
-    assert demo.why_missing("reference", torch.device("cpu")) is None
+    assert "interpreter" in demo.why_untimed("triton", torch.device("cpu"))
+    assert demo.why_untimed("triton", torch.device("cuda")) is None
+    for device in ("cpu", "cuda"):
+        assert "definition" in demo.why_untimed("reference", torch.device(device))
+
+
+def test_everything_is_checked_against_float64(monkeypatch, device):
+    q, k = torch.randn(1, 50, 4, 16, device=device), torch.randn(1, 50, 2, 16, device=device)
+    table, *checks = [*demo.check_rotation(q, k), *demo.check_attention(device, 0, tokens=100)]
+    assert table.ours < 1e-7 < 1e-4 < table.plain
+    assert len(checks) == 4
+    assert all(0 < check.ours < 2e-6 and 0 < check.plain < 1e-5 for check in checks)
+    right = demo.attention
+    monkeypatch.setattr(demo, "attention", lambda *inputs, **options: 1.001 * right(*inputs, **options))
+    assert all(check.ours > 5e-4 for check in demo.check_attention(device, 0, tokens=100))
+
+
+def test_packed_and_padded_sequences_give_the_same(device):
+    packing = demo.measure_packing(TINY, device, 0)
+    assert packing.lengths == demo.draw_lengths(TINY.packing, 0)
+    assert max(packing.lengths) == 32
+    assert min(packing.lengths) >= 2
+    assert packing.padded_tokens == 4 * 32
+    assert packing.difference < (1e-5 if device.type == "cpu" else 5e-2)
+    assert packing.packed_by == "sdpa, a sequence at a time" or device.type == "cuda"
+
+
+def test_the_order_on_gpus_is_that_of_the_registry():
+    table = demo.gpu_table()
+    assert table.row_count == 2 + sum(len(rules) for rules in demo.attention_backends.ORDER.values())
+    assert "reference" not in " ".join(cell for column in table.columns for cell in column.cells)
 
 
 def test_bad_arguments(tmp_path, monkeypatch):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 import ropewalk
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_TOKENS = 2048  # of the call whose default backend is named
 
 
 def doctor() -> None:
@@ -61,11 +67,16 @@ def doctor() -> None:
     attention.add_column("implementation")
     attention.add_column("here")
     for device in devices:
+        default = _attention_by_default(device)
         for impl in backends.BACKENDS:
             reason = backends.why_missing(impl, device)
-            attention.add_row(str(device), impl, "yes" if reason is None else escape(f"no: {reason}"))
+            verdict = "yes, and used by default" if impl == default else "yes"
+            attention.add_row(str(device), impl, verdict if reason is None else escape(f"no: {reason}"))
     console.print(attention)
-    console.print("`ropewalk.explain_choice` names the one that runs a call.")
+    console.print(
+        f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
+        "that of your call. The reference is for correctness, not speed."
+    )
 
     native = Table(title="native extension")
     native.add_column("what")
@@ -83,6 +94,18 @@ def doctor() -> None:
             version_found, reason = find_peer(peer, devices[0])
             peers.add_row(of, peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
     console.print(peers)
+
+
+def _attention_by_default(device: torch.device) -> str:
+    """Name the backend of a plain training call."""
+    import torch
+
+    from ropewalk.ops.attention.api import explain_choice
+    from ropewalk.schemes import Rope
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q = torch.empty(1, DEFAULT_TOKENS, 8, 64, dtype=dtype, device=device, requires_grad=True)
+    return explain_choice(q, q, q, position=Rope(), causal=True).name
 
 
 def _native_extension() -> dict[str, str]:

@@ -7,6 +7,12 @@ from contextlib import contextmanager
 
 import typer
 
+# The packages that commands may lack, by their import names, and the extra that has each.
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "datasets", "tensorboard", "tokenizers", "tomli", "yaml"), "train"),
+    **dict.fromkeys(("matplotlib", "plotly", "rich", "transformers", "typer"), "bench"),
+}
+
 
 @contextmanager
 def user_errors(*more: type[Exception]) -> Iterator[None]:
@@ -15,8 +21,17 @@ def user_errors(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho(f"error: {_describe(error)}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+def _describe(error: Exception) -> str:
+    """Return an error's message; for a package of an extra that is missing, how to install it."""
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            return f"{package} is not installed: pip install 'ropewalk[{EXTRAS[package]}]'"
+    return str(error)
 
 
 def split_names(text: str) -> list[str]:

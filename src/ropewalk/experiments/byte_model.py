@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 from ropewalk.ops.attention.api import attention
@@ -21,6 +22,7 @@ from ropewalk.schemes import PositionScheme, Rope
 
 N_BYTES = 256
 ROPE = Rope()
+_REPORTS = 8  # lines of a training
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class ModelSize:
 
 
 class AnyPositionAttention(nn.Module):
-    """Multi-head self-attention with the position scheme as an argument of forward."""
+    """Multi-head self-attention, (B, T, d_model), or (total, d_model) of packed sequences; its options are forward's.
+
+    `lengths` are those of packed sequences that are attended one at a time, as suits a CPU; other options are
+    `attention`'s.
+    """
 
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
@@ -45,9 +51,24 @@ class AnyPositionAttention(nn.Module):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(self, x: Tensor, *, causal: bool = False, position: PositionScheme = ROPE) -> Tensor:
-        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).unbind(2)
-        y: Tensor = self.out_proj(attention(q, k, v, position=position, causal=causal).flatten(2))
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        causal: bool = False,
+        position: PositionScheme = ROPE,
+        lengths: Sequence[int] = (),
+        **options: Any,
+    ) -> Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1))
+
+        def attend(qkv: Tensor) -> Tensor:
+            q, k, v = qkv.unbind(-3)
+            out: Tensor = attention(q, k, v, position=position, causal=causal, **options)
+            return out
+
+        out = torch.cat([attend(part[None])[0] for part in heads.split(list(lengths))]) if lengths else attend(heads)
+        y: Tensor = self.out_proj(out.flatten(-2))
         return y
 
 
@@ -126,28 +147,31 @@ def train(
 ) -> list[float]:
     """Train by AdamW on random windows of the text, showing the loss; returns it for each step.
 
-    The learning rate rises, then falls by `decay` to zero where the steps or the seconds end, whichever comes first.
+    The learning rate rises, then falls by `decay` to zero where the steps or the seconds end, whichever comes first;
+    the bar and the time left go by that too. The limit in seconds is printed before the first step.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     warmup = max(1, steps // 20)
     window = torch.arange(size.context + 1)
-    report_every = max(1, steps // 8)
+    n_recent = max(1, steps // _REPORTS)
+    reported = 0
     losses: list[float] = []
     columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
+        TextColumn(f"step {{task.fields[step]}} of {'at most ' if max_seconds < math.inf else ''}{steps}"),
         BarColumn(),
         TextColumn("loss {task.fields[loss]:.3f} nats/byte"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
+    if max_seconds < math.inf:
+        console.print(f"It ends after {steps} steps or {max_seconds:.0f} s, whichever comes first.", highlight=False)
     model.train()
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=steps, loss=math.log(N_BYTES))
+        task = progress.add_task("train", total=1.0, step=0, loss=math.log(N_BYTES), left="")
         start = time.monotonic()
         for step in range(steps):
             done = max(step / steps, (time.monotonic() - start) / max_seconds)
             if done >= 1:
-                console.print(f"  {max_seconds:.0f} seconds are over after {step} steps")
+                console.print(f"  the {max_seconds:.0f} s are over after {step} steps", highlight=False)
                 break
             for group in optimiser.param_groups:
                 group["lr"] = size.learning_rate * min(1.0, (step + 1) / warmup) * decay(done)
@@ -160,8 +184,14 @@ def train(
             losses.append(loss.item())
             if step == 0:
                 start = time.monotonic()  # the first step is slow: were it counted, it would tilt the learning rate
-            recent = losses[-report_every:]
-            progress.update(task, advance=1, loss=sum(recent) / len(recent))
-            if (step + 1) % report_every == 0:
-                console.print(f"  step {step + 1:5}  loss {sum(recent) / len(recent):.3f} nats/byte")
+            recent = losses[-n_recent:]
+            mean = sum(recent) / len(recent)
+            seconds = time.monotonic() - start
+            done = min(1.0, max((step + 1) / steps, seconds / max_seconds))
+            left = min(seconds / max(step, 1) * (steps - step - 1), max_seconds - seconds)
+            shown = f"{max(left, 0.0):.0f} s left" if step else ""
+            progress.update(task, completed=done, step=step + 1, loss=mean, left=shown)
+            if int(done * _REPORTS) > reported:
+                reported = int(done * _REPORTS)
+                console.print(f"  step {step + 1:5}  loss {mean:.3f} nats/byte", highlight=False)
     return losses

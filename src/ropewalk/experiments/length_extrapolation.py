@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ropewalk.bench.core.options import choose_path
+from ropewalk.bench.core.options import choose_device, choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.bench.core.timing import check_device
 from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, cosine_decay, train
 from ropewalk.frequencies import inverse_frequencies
 from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
@@ -146,8 +145,7 @@ def run_length_extrapolation(
     if figure is not None and not can_draw:
         raise ModuleNotFoundError("the figure is drawn with matplotlib: pip install 'ropewalk[bench]'")
     console = console or default_console()
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(target)
+    target = choose_device(device)
     size = SIZES[target.type]
     size = dataclasses.replace(
         size,

@@ -254,3 +254,12 @@ def test_the_tables_on_the_console(record):
 )
 def test_numbers_are_short(value, text):
     assert figures._short(value) == text
+
+
+def test_a_smoke_run_says_that_it_compares_nothing(tmp_path):
+    record = make_record(tmp_path / "record.jsonl")
+    assert not figures._title(record).startswith("Smoke")
+    record.run["config"]["steps"] = Config().steps
+    assert figures._title(record).startswith("Smoke: no comparison. BERT of")
+    record.run["device"] = "CPU x86_64"
+    assert figures._title(record).endswith("(on a CPU: for correctness, not speed)")

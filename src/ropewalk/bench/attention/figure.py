@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from ropewalk.bench.attention.rows import AttentionRow, attention_groups
 from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.records import cpu_note
 
 # By implementation, so that the same colour means the same in every figure.
 _COLOURS = {
@@ -52,7 +53,8 @@ def draw_attention_record(record: BenchRecord, path: Path, *, protocol: str = "h
         axes.set_ylim(bars - 0.5, -1)  # bars are equally thick in all panels
         axes.set_title(_TITLES[mode], fontsize=11)
     dtypes = ", ".join(dict.fromkeys(row.case.dtype for row in rows))
-    figure.suptitle(f"Attention on {record.run['device']}, {dtypes}, {protocol}", fontsize=13)
+    device = record.run["device"]
+    figure.suptitle(f"Attention on {device}, {dtypes}, {protocol}{cpu_note(device)}", fontsize=13)
     figure.savefig(path, dpi=120, facecolor="white")
     return True
 

@@ -9,6 +9,7 @@ from ropewalk.bench.attention.cases import MODES
 from ropewalk.bench.attention.rows import AttentionRow, attention_groups
 from ropewalk.bench.attention.targets import targets
 from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.records import cpu_note
 
 _CAPTION = (
     "TFLOP/s or GB/s; median µs; ×: the first column's speed over this one's; of matmul: of a matrix product's rate"
@@ -25,7 +26,8 @@ def print_attention_summary(record: BenchRecord, console: Console) -> None:
         if mode == "memory":
             console.print(_memory_table(groups))
         else:
-            console.print(_times_table(f"{record.run['device']}: {mode}, {MODES[mode]}", groups))
+            device = record.run["device"]
+            console.print(_times_table(f"{device}: {mode}, {MODES[mode]}{cpu_note(device)}", groups))
     _print_targets(record, console)
     for row in rows:
         if row.status in ("wrong", "failed") or (row.status == "unsupported" and row.kind != "peer"):

@@ -37,7 +37,12 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 def choose_device(name: str | None) -> torch.device:
     """Choose the device by name, or the GPU if there is one; raise unless calls can be timed there."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # torch lists every device that it has ever had
+        raise ValueError(f"the device is {name!r}, but must be 'cpu', 'cuda', or one GPU as in 'cuda:0'") from None
     check_device(device)
     return device
 

@@ -128,6 +128,11 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def cpu_note(device: str) -> str:
+    """Return the words that a table or a figure of this device, as records name it, needs: none for a GPU."""
+    return " (on a CPU: for correctness, not speed)" if device.startswith("CPU") else ""
+
+
 def _describe_device(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {"device": f"CPU {platform.processor() or platform.machine()}", "threads": torch.get_num_threads()}

@@ -52,6 +52,8 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"the device is {device.type!r}, but only 'cpu' and 'cuda' can be timed")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("the device is 'cuda', but PyTorch finds no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"the device is '{device}', but PyTorch finds {torch.cuda.device_count()} GPUs here")
 
 
 def time_rounds(

@@ -297,4 +297,5 @@ def method(sources: Sequence[Source]) -> Markup:
         )
     if len(on_gpu) < len(sources):
         said.append("On a CPU the time is that of the call, in rounds with a random order; caches are as they are.")
+        said.append("There Ropewalk is for correctness, not speed.")
     return element("p", " ".join(said), class_="note")

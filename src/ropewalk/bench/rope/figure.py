@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.records import cpu_note
 from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.bench.rope.summary import groups
 
@@ -57,7 +58,8 @@ def draw_rope_record(record: BenchRecord, path: Path, *, cases: tuple[str, ...] 
     handles = [axes.barh(0, 0, color=_COLOURS.get(name, "#555555")) for name in used]
     figure.legend(handles, list(used), loc="outside lower center", ncols=min(len(used), 6), frameon=False)
     run = record.run
-    figure.suptitle(f"RoPE on {run['device']}: speed of a copy of the same bytes reached", fontsize=13)
+    device = run["device"]
+    figure.suptitle(f"RoPE on {device}: speed of a copy of the same bytes reached{cpu_note(device)}", fontsize=13)
     figure.savefig(path, dpi=120, facecolor="white")
     return True
 

@@ -29,7 +29,8 @@ from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
 MULTIPLY = "mul_"  # of one token's head by one, in place: what PyTorch's own simplest call costs the host
 SMALL_BYTES = 64 << 20  # moved by a call whose launch matters as much as its work: it is timed in a CUDA graph too
-CPU_ELEMENTS = 1 << 25  # of q and k, that a CPU rotates unless a case is named
+CPU_ELEMENTS = 1 << 21  # of q and k, that a CPU rotates unless a case is named: all of them take about a minute
+CPU_SECONDS = 0.5  # that a CPU times one direction for
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def _time_unit(
         if on_gpu:
             times = time_rounds(calls, device, rounds=rounds)
         else:
-            times = time_rounds(calls, device, warmup=1, rounds=rounds, max_seconds=2.0)
+            times = time_rounds(calls, device, warmup=1, rounds=rounds, max_seconds=CPU_SECONDS)
         graphs, failures = time_graphs(calls, device) if on_gpu and small else ({}, {})
         return [
             RopeRow(

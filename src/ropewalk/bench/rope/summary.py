@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.core.records import cpu_note
 from ropewalk.bench.rope.rows import RopeRow
 
 
@@ -33,7 +34,7 @@ def best_peer(row: RopeRow, group: Sequence[RopeRow]) -> tuple[str, float] | Non
 def print_rope_summary(record: BenchRecord, console: Console) -> None:
     """Print a line for each of our implementations on each case, and the results that were wrong or failed."""
     rows = record.of(RopeRow)
-    table = Table(title=f"{record.run['device']}, times in µs (medians)")
+    table = Table(title=f"{record.run['device']}, times in µs (medians){cpu_note(record.run['device'])}")
     for heading in ("case", "variant", "direction", "impl"):
         table.add_column(heading, overflow="fold")
     for heading in ("time", "in graph", "GB/s", "of copy", "host", "best peer", "against it"):

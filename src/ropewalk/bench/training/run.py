@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ropewalk.bench.core.options import check_names, choose_path
+from ropewalk.bench.core.options import check_names, choose_device, choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run, version_of
 from ropewalk.bench.core.sustained import ratios
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.bench.core.timing import check_device, peak_memory, quantiles
+from ropewalk.bench.core.timing import peak_memory, quantiles
 from ropewalk.bench.training.cases import CASES, Inputs, TrainingCase, make_inputs
 from ropewalk.bench.training.models import CANDIDATES, OURS, Model
 from ropewalk.bench.training.rows import BENCHMARK, TrainingRow, read_training_record
@@ -24,6 +24,7 @@ from ropewalk.integrations import huggingface
 from ropewalk.ops.attention import backends
 
 PRECISIONS = ("autocast", "bf16")
+CPU_TOKENS = 2048  # of a batch that a CPU trains on unless a case is named
 _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
 
@@ -46,7 +47,7 @@ def run_training_bench(
     same model by PyTorch's eager attention, or by SDPA for Llama.
 
     Args:
-        case_names: which of `cases`; none for all.
+        case_names: which of `cases`; none for all that suit the device.
         precisions: of "autocast" and "bf16".
         output: the record's file, which must not exist, or None for one under ./results/.
         device: "cuda" or "cpu"; None for the GPU if there is one.
@@ -59,14 +60,14 @@ def run_training_bench(
         The record's path.
 
     Raises:
-        ValueError: an unknown case or precision, a record that exists already, a device that PyTorch does not find.
+        ValueError: an unknown case or precision, no case that a CPU trains within minutes, a record that
+            exists already, a device that PyTorch does not find.
         ModuleNotFoundError: transformers is not installed.
     """
     console = console or default_console()
     check_names("case", case_names, (case.name for case in cases))
     check_names("precision", precisions, PRECISIONS)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(target)
+    target = choose_device(device)
     huggingface.register()
     attention = {impl: backends.why_missing(impl, target) or "yes" for impl in backends.BACKENDS}
     run = {
@@ -75,13 +76,13 @@ def run_training_bench(
         "seed": seed,
     }
     path = choose_path(output, run)
-    units = [
-        (case, precision)
-        for case in cases
-        if not case_names or case.name in case_names
-        for precision in case.precisions
-        if precision in precisions
-    ]
+    chosen = [case for case in cases if not case_names or case.name in case_names]
+    if target.type == "cpu" and not case_names:
+        left_out = [case.name for case in chosen if case.batch * case.tokens > CPU_TOKENS]
+        chosen = [case for case in chosen if case.name not in left_out]
+        if not chosen:
+            raise ValueError(f"no case ends within minutes on a CPU: name one with --case ({', '.join(left_out)})")
+    units = [(case, precision) for case in chosen for precision in case.precisions if precision in precisions]
     with RecordWriter(path, run) as writer, progress_bar(console) as progress:
         task = progress.add_task("starting", total=len(units))
         for case, precision in units:

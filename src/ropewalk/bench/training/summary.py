@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from ropewalk.bench.core.records import cpu_note
 from ropewalk.bench.training.cases import CASES
 from ropewalk.bench.training.models import OURS
 from ropewalk.bench.training.rows import TrainingRecord
@@ -19,7 +20,10 @@ TARGETS = {
 
 def print_training_summary(record: TrainingRecord, console: Console) -> None:
     """Print the measurements, and whether they meet their targets."""
-    table = Table(title=f"{record.run['device']}: training steps", caption="×: Ropewalk's speed over this one's")
+    table = Table(
+        title=f"{record.run['device']}: training steps{cpu_note(record.run['device'])}",
+        caption="×: Ropewalk's speed over this one's",
+    )
     table.add_column("case", overflow="fold")
     for heading in ("precision", "attention", "ms a step", "tokens/s", "×", "peak, GiB", "error, gradient's"):
         table.add_column(heading, justify="left" if heading in ("precision", "attention") else "right")

@@ -162,7 +162,7 @@ _BETWEEN = {
 _MAY_BE = {"dropout": 0.0, "warmup": 0.0, "weight_decay": 0.0}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # A CPU, in about a minute: the parts work together. Such models learn little.
+    # A CPU, in about three minutes: the parts work together. Such models learn little.
     "smoke": {},
     # One GPU, in minutes: three epochs of 15 million tokens.
     "small": {

@@ -188,7 +188,7 @@ def _encode(tokenizer: Any, raw: Path, sizes: list[int], n_held_out: int, folder
     """Write the tokens of all documents; returns the number of each."""
     lengths: list[int] = []
     documents = _read_documents(raw, sizes)
-    with progress_bar(console) as progress:
+    with progress_bar(console, seconds_between_lines=5.0) as progress:
         task = progress.add_task("tokens", total=len(sizes))
         for name, part in (("held_out.bin", sizes[:n_held_out]), ("tokens.bin", sizes[n_held_out:])):
             with (folder / name).open("wb") as file:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ropewalk.bench.core.records import cpu_note
 from ropewalk.experiments.bert_positions.record import HUGGING_FACE, BertRecord, EvaluationRow, SpeedRow
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _STYLES = {
     "rerope": _Style("ReRoPE", "#CC79A7", "P", "solid"),
 }
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
+SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
 _SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
 _FIRST = 0.03  # of the training, in which the loss falls from where nothing else is
 _LAST = 0.6  # of the training is over where its end begins
@@ -84,10 +86,13 @@ def _save(figure: Figure, path: Path) -> None:
 
 def _title(record: BertRecord) -> str:
     config, corpus, seeds = record.run["config"], record.run["corpus"], len(record.run["config"]["seeds"])
+    tokens = config["steps"] * config["batch_size"] * config["train_length"]
+    smoke = "Smoke: no comparison. " if tokens < SMOKE_TOKENS else ""
+    device = record.run["device"]
     return (
-        f"BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length {config['train_length']} "
-        f"on {corpus['name']}, {config['steps']} steps of {config['batch_size']} windows, {seeds} "
-        f"seed{'s' * (seeds > 1)}, {record.run['device']}"
+        f"{smoke}BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length "
+        f"{config['train_length']} on {corpus['name']}, {config['steps']} steps of {config['batch_size']} windows, "
+        f"{seeds} seed{'s' * (seeds > 1)}, {device}{cpu_note(device)}"
     )
 
 

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
+from ropewalk.bench.core.options import choose_device
 from ropewalk.bench.core.terminal import default_console
-from ropewalk.bench.core.timing import check_device
 from ropewalk.experiments.bert_positions.checkpoint import first_difference
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.corpus import Corpus, prepare_corpus
@@ -92,8 +91,7 @@ def run_bert_positions(
         >>> run_bert_positions(load_config("smoke"), output=Path("bert-positions"))  # doctest: +SKIP
     """
     _check_packages(config)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check_device(target)
+    target = choose_device(device)
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, but must be at least 1")
     if record is not None and record.exists() and not resume:

@@ -87,7 +87,7 @@ def measure_speed(config: Config, vocab_size: int, device: torch.device, console
     if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
         config = dataclasses.replace(config, length_multiples=MULTIPLES)
     rows: list[SpeedRow] = []
-    with progress_bar(console) as progress:
+    with progress_bar(console, seconds_between_lines=5.0) as progress:
         task = progress.add_task("speed", total=len(MULTIPLES) * effort.most_rounds)
         for multiple in MULTIPLES:
             batch = make_batch(config, multiple, vocab_size, device, effort.tokens)
