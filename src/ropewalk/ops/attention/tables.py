@@ -231,7 +231,7 @@ class _Rotations:
         # One table is for every length up to the next power of two, in both directions.
         low = 0 if start >= 0 else -_power_of_two(-start)
         high = _power_of_two(stop)
-        table = _remember(
+        table: Rotation | None = _remember(
             (method, *of, self.head_dim, low, high),
             self.known_by,
             device,
@@ -359,7 +359,8 @@ def _remember(
     return made
 
 
-def _copy(made: Tensor | Rotation | None) -> Tensor | Rotation | None:
+def _copy(made: Any) -> Any:
+    """Return a copy of a tensor or a rotation."""
     if isinstance(made, Rotation):
-        return made._replace(**{name: x.clone() for name, x in made._asdict().items() if isinstance(x, Tensor)})
-    return None if made is None else made.clone()
+        return Rotation(*map(_copy, made))
+    return made.clone() if isinstance(made, Tensor) else made

@@ -15,6 +15,7 @@ from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 _KEYWORDS = (
     "positions",
+    "offsets",
     "cu_seqlens",
     "layout",
     "interleaved",
@@ -27,7 +28,7 @@ _KEYWORDS = (
 # What transformers, flash-attn, vLLM and others call them.
 _ELSEWHERE = {
     "position_ids": "positions",
-    "seqlen_offsets": "positions",
+    "seqlen_offsets": "offsets",
     "unsqueeze_dim": "layout",
     "tensor_format": "layout",
     "rotary_interleaved": "interleaved",
