@@ -19,7 +19,7 @@ OTHER_TRITONS := $(OUTER_TRITONS) $(INNER_TRITONS)
 # What runs Triton's kernels on a CPU runs in Triton's interpreter, all else without: `tests/helpers/modes.py` selects.
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat
 COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
-ONLY_IN_ALL := target or browser or docs or distribution
+ONLY_IN_ALL := target or browser or docs or distribution or slow
 
 .PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
 
@@ -37,17 +37,18 @@ check-tests:
 	$(PYTEST) --cover few -m "not slow and not target" tests/test_imports.py tests/test_house.py $(COMPILED)
 	$(INTERPRETED) --cover few -m "not slow"
 
-# Every test once, in one mode. Of tests that compile or interpret kernels, some cases; sm_90 alone, with three Tritons.
+# Every test once, in one mode, but for slow ones. Of tests with many cases, some; sm_90 alone, with three Tritons.
 test: lint
 	$(PYTEST) --cover some -m "not ($(ONLY_IN_ALL))" tests
-	$(INTERPRETED) --cover some
+	$(INTERPRETED) --cover some -m "not slow"
 	$(MAKE) $(OUTER_TRITONS:%=test-few-triton-%)
 
-# All other cases, all targets, all Tritons, the browser, what the documentation shows, and distributions.
+# All other cases, slow tests, all targets, all Tritons, the browser, what the documentation shows, and distributions.
 test-all: test
 	$(PYTEST) -m "$(ONLY_IN_ALL)" tests
-	$(PYTEST) --cover rest -m "compile and not ($(ONLY_IN_ALL))" tests
-	$(INTERPRETED) --cover rest
+	$(PYTEST) --cover rest -m "not ($(ONLY_IN_ALL))" tests
+	$(INTERPRETED) --cover rest -m "not slow"
+	$(INTERPRETED) -m slow
 	$(MAKE) $(OTHER_TRITONS:%=test-triton-%)
 
 ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_hopper_compilation.py

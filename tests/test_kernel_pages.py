@@ -106,6 +106,7 @@ def test_figures_are_what_this_compiler_says(key):
 
 
 @pytest.mark.compile
+@pytest.mark.slow
 def test_figures_of_cuda_are_what_nvcc_says():
     version = kernel_figures.nvcc_version()
     if version != FIGURES["nvcc"]:

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 Row = tuple[object, ...]  # a value of each axis
-FEW, SOME = 3, 8
+FEW, SOME, MANY = 3, 8, 24
 
 
 def cover(rows: Sequence[Row], strength: int, limit: int | None = None) -> list[int]:
@@ -49,11 +49,11 @@ def axes_of(item: pytest.Item, split: bool = False) -> Row:
 
 
 def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
-    """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, all.
+    """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, many or all.
 
-    "some" holds every pair of two parameters' values, as far as eight cases can. A test that compiles takes seconds:
-    "few" is one case for sm_90 there, and "some" holds each argument's values, as far as eight cases can. "rest" is
-    all that "some" leaves out.
+    "some" holds every pair of two parameters' values, as far as SOME cases can, or MANY of other tests. A test that
+    compiles takes seconds: "few" is one case for sm_90 there, and "some" holds each argument's values, as far as SOME
+    cases can. "rest" is all that "some" leaves out.
     """
     if depth == "rest":
         items = list(items)
@@ -65,8 +65,11 @@ def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
     selected = []
     for cases in tests.values():
         compiles, interprets = (cases[0].get_closest_marker(name) is not None for name in ("compile", "kernels"))
-        if depth == "all" or len(cases) == 1 or not (compiles or interprets):
+        if depth == "all" or len(cases) == 1:
             selected += cases
+        elif not (compiles or interprets):
+            most = MANY if depth == "some" else len(cases)
+            selected += cases if len(cases) <= most else [cases[i] for i in cover([*map(axes_of, cases)], 2, most)]
         elif interprets:
             rows = [axes_of(case) for case in cases]
             selected += [cases[index] for index in cover(rows, 2, SOME if depth == "some" else FEW)]

@@ -71,6 +71,7 @@ def compile_and_run(name, implementation, is_padded):
 
 
 @pytest.mark.parametrize(("name", "is_padded"), [*((name, False) for name in MODELS), ("Gemma3ForCausalLM", True)])
+@pytest.mark.slow
 def test_lengths_that_change_need_no_more_graphs_than_sdpa(name, is_padded):
     """In one graph each, as `fullgraph` says; "eager" counts for a model without "sdpa"."""
     huggingface.register()

@@ -95,6 +95,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_preset_smoke(tmp_path, device, monkeypatch):
     """From the text that ships with Python to the figures, as `--preset smoke` does it."""
     monkeypatch.undo()
@@ -184,6 +185,7 @@ app()
 
 
 @pytest.mark.parametrize("moment", ["training", "saving"])
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_as_if_nothing_had_been(tmp_path, corpus, settings, uninterrupted, moment):
     output = tmp_path / "output"
     options = ("--config", settings, "--corpus", corpus, "--schemes", "rope,exposb", "--device", "cpu", "-o", output)
@@ -272,6 +274,7 @@ def test_seeds_and_schemes_make_a_run_each(tmp_path, corpus, settings, device):
     assert record.training[0].steps == [4]
 
 
+@pytest.mark.slow
 def test_two_processes_do_it_together(tmp_path, corpus, settings):
     """By torchrun on the CPU: one record, printed once, and the losses of one process but for rounding."""
     config = tmp_path / "settings.yaml"

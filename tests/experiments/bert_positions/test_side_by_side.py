@@ -103,6 +103,7 @@ def test_jobs_are_counted(tmp_path, settings, jobs):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_parent_leaves_nobody_behind(tmp_path, text, settings):
     config = load_config("smoke", settings, schemes=["alibi", "rope"], corpus=[str(text)])
     prepare_corpus(config, tmp_path / DATA, QUIET)

@@ -413,6 +413,7 @@ def in_processes(tmp_path, n_processes, folder):
         process.terminate()  # which torchrun hands on to its processes
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(tmp_path):
     """A scheme's own parameters too, in float32 and under autocast; and two processes' run is not one process's."""
     for count in (1, 2):

@@ -335,7 +335,7 @@ NEW = {
 
 # PyTorch's attention takes them on a CPU alone.
 MASKS = ("window", "mask", "key_lengths", "key_starts", "query_starts")
-MASKED = {
+SDPA_MASKED = {
     "mask": lambda: {"mask": torch.rand(B, H, TQ, TK) < 0.4},
     "mask-of-keys": lambda: {"mask": torch.rand(B, 1, 1, TK) < 0.4},
     "rows-of-nothing": lambda: {"mask": (torch.arange(TQ) % 3 > 0)[:, None].expand(TQ, TK)},
@@ -349,11 +349,11 @@ MASKED = {
 
 
 @pytest.mark.parametrize("block", [1 << 24, 3 * B * TK])
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", SDPA_MASKED)
 def test_pytorchs_attention_takes_masks_on_a_cpu(monkeypatch, name, block):
     """Rows that attend nothing are zeros, and keys that do not exist may hold anything."""
     monkeypatch.setattr(sdpa, "MASK_BLOCK", block)
-    call = MASKED[name]()
+    call = SDPA_MASKED[name]()
     q, k, v = draw(torch.device("cpu"), torch.float64, keys=TK + 1 if "query_starts" in call else TK)
     if "key_lengths" in call:
         k[0, call["key_lengths"][0] :] = v[0, call["key_lengths"][0] :] = torch.nan

@@ -350,6 +350,7 @@ def _forget_what_was_compiled():
 
 @pytest.mark.parametrize(("scheme", "causal"), [("rerope", True), ("leaky-log", False), ("extend", True)])
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.slow
 def test_one_graph_serves_many_lengths(device, impl, scheme, causal):
     call = {"position": SCHEMES[scheme], "causal": causal, "impl": impl}
     counter = CompileCounterWithBackend("aot_eager")

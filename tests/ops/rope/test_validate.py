@@ -519,7 +519,7 @@ def test_sparse_tensors_are_told_from_expanded_ones(device):
         ("conjugate", "did you mean inverse?"),
         ("is_neox_style", "it is the opposite of interleaved"),
         ("in_place", "did you mean inplace?"),
-        ("xyz", "it takes positions, cu_seqlens, layout,"),
+        ("xyz", "it takes positions, offsets, cu_seqlens, layout,"),
     ],
 )
 def test_names_of_other_libraries_are_told_apart(device, name, hint):

@@ -95,21 +95,26 @@ def _attend_masked(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
         # Keys that do not exist may hold anything, NaN too.
         missing = ~exist[:, None, :, None]
         k, v = k.masked_fill(missing, 0), v.masked_fill(missing, 0)
-    queries, grouped = q.shape[2], bool(q.shape[1] != k.shape[1])
-    rows = queries  # a compiled program is not to depend on lengths
-    if not torch.compiler.is_compiling():
-        rows = max(1, MASK_BLOCK // (q.shape[0] * k.shape[2]))
-    outs = []
-    for start in range(0, queries, rows):
-        block = slice(start, min(start + rows, queries))
-        q_block, may = q[:, :, block], allowed(block, call)
-        if may is not None:
-            # A row that attends nothing attends all keys, as zeros, and its output is dropped: no NaN, and no gradient.
-            attends_nothing = ~may.any(dim=-1, keepdim=True)
-            q_block, may = q_block.masked_fill(attends_nothing, 0), may | attends_nothing
-        out = F.scaled_dot_product_attention(q_block, k, v, attn_mask=may, scale=call.scale, enable_gqa=grouped)
-        outs.append(out if may is None else out.masked_fill(attends_nothing, 0))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    queries = q.shape[2]
+    if torch.compiler.is_compiling():  # a compiled program is not to depend on lengths
+        return _attend_block(q, k, v, slice(None), call)
+    rows = max(1, MASK_BLOCK // (q.shape[0] * k.shape[2]))
+    if queries <= rows:
+        return _attend_block(q, k, v, slice(None), call)
+    blocks = [slice(start, start + rows) for start in range(0, queries, rows)]
+    return torch.cat([_attend_block(q[:, :, block], k, v, block, call) for block in blocks], dim=2)
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: slice, call: AttentionCall) -> Tensor:
+    """Attend from a block of queries."""
+    grouped, may = bool(q.shape[1] != k.shape[1]), allowed(block, call)
+    if may is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped)
+    # A row that attends nothing attends all keys, as zeros, and its output is dropped: no NaN, and no gradient.
+    attends_nothing = ~may.any(dim=-1, keepdim=True)
+    q, may = q.masked_fill(attends_nothing, 0), may | attends_nothing
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=may, scale=call.scale, enable_gqa=grouped)
+    return out.masked_fill(attends_nothing, 0)
 
 
 @gpu.assume_constant
