@@ -101,6 +101,7 @@ def compare(theirs: Any, ours: Any) -> None:
         assert distance <= budget, f"theirs and ours differ by {distance:.3e}, and may by {budget:.3e}"
 
 
+@pytest.mark.both_modes  # for the test of docs/schemes.md in the interpreter
 @pytest.mark.usefixtures("_undone")
 @pytest.mark.parametrize("page", WITH_CODE, ids=page_name)
 def test_every_block_runs(page, device, monkeypatch):
