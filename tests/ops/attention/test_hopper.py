@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import support
@@ -65,10 +66,12 @@ NEEDED = "its kernels need an NVIDIA GPU of compute capability 9.0"
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """Stand in for a GPU of compute capability 9.0, with cuDNN and without flash-attn."""
-    with support.imagined_gpu():
-        monkeypatch.setattr(flash, "flash_version", lambda device: None)
+def hopper():
+    """Stand in for a GPU of compute capability 9.0, with cuDNN and without flash-attn.
+
+    Without `monkeypatch`, which a test may use: it would put back what stands in here after that has gone.
+    """
+    with support.imagined_gpu(), mock.patch.object(flash, "flash_version", return_value=None):
         yield
 
 
