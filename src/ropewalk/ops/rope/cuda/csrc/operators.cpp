@@ -327,8 +327,8 @@ void rotary_embedding(Tensor positions_tensor, Tensor query_tensor, std::optiona
     fail("cos_sin_cache must be float32 or have query's dtype");
   }
   if (!positions.is_index()) fail("positions must be int32 or int64");
-  const bool per_row = query.dims > 1 && positions.dims == 2 && query.size(0) == positions.size(0) &&
-                       query.size(1) == positions.size(1);
+  const bool per_row =
+      query.dims > 1 && positions.dims == 2 && query.size(0) == positions.size(0) && query.size(1) == positions.size(1);
   if (positions.dims == 2 && positions.size(0) == 3 && query.dims > 0 && query.size(0) == positions.size(1) &&
       !per_row) {
     fail("positions must have shape [num_tokens] or [batch_size, seq_len], but has three axes for each token ",
