@@ -123,7 +123,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         scores=scores_args(call, score_mod),
-        sinks_ptr=None if call.sinks is None else call.sinks.contiguous(),
+        sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         window=window_arg(call),
         far_window=far_window_arg(call),
         **schedule._asdict(),

@@ -60,7 +60,7 @@ def forward(call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
         out=store_target(out, tiles.block_m, features.block_dv, packed),
         lse_ptr=lse,
         packed=packed,
-        sinks_ptr=None if call.sinks is None else call.sinks.contiguous(),
+        sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **call_args(call, score_mod),
         n_heads=heads,
         heads_per_key=heads // k.shape[1],
