@@ -166,7 +166,7 @@ def spill_key(direction, launch, name):
 def allowed_spills(direction, launch, name):
     """Return how many bytes a launch may spill with this Triton: none where none were recorded, otherwise a few more.
 
-    The assembler's choice of registers varies with the numbers of lines in the debug information.
+    The assembler's choice of registers varies by some bytes with the order of independent instructions.
     """
     recorded = json.loads(SPILLS.read_text(encoding="utf-8"))[VERSION].get(spill_key(direction, launch, name), 0)
     return recorded and recorded + 32
