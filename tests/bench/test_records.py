@@ -94,11 +94,11 @@ def test_a_line_that_is_cut_off_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"case": 3}', '{"case": {"name": "x"}, "mode": "fwd"}', "{}"])
-@pytest.mark.parametrize("benchmark", ["rope", "attention"])
-def test_a_line_that_is_no_row_is_told(line: str, benchmark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rope", "attention"])
+def test_a_line_that_is_no_row_is_told(line: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    path.write_text(f'{{"format": 1, "benchmark": "{benchmark}"}}\n{line}\n')
-    with pytest.raises(ValueError, match=rf"record\.jsonl has a line that is not a row of the benchmark '{benchmark}'"):
+    path.write_text(f'{{"format": 1, "benchmark": "{name}"}}\n{line}\n')
+    with pytest.raises(ValueError, match=rf"record\.jsonl has a line that is not a row of the benchmark '{name}'"):
         read_bench_record(path)
 
 

@@ -342,6 +342,14 @@ def test_tables_are_made_once_for_many_lengths(device, monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("scheme", [NoPosition(), Alibi()], ids=["none", "alibi"])
+def test_a_scheme_that_rotates_nothing_is_asked_once(device, monkeypatch, scheme):
+    calls = made(monkeypatch, PositionScheme, "rotation")
+    for tokens in (1, 100, 256):
+        resolved(device, scheme, tokens, tokens)
+    assert len(calls) == 1
+
+
 def test_numbers_are_made_once_for_as_many_heads(device, monkeypatch):
     calls = made(monkeypatch, Alibi, "score_mod_params")
     for tokens in (1, 100, 1000):

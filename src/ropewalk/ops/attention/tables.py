@@ -341,12 +341,11 @@ def _remember(
     key = (kind, device, known_by)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     with _lock:
-        found = _remembered.get(key)
-        if found is not None:
+        if key in _remembered:  # None, too: a scheme that rotates nothing is not to be asked again
             _remembered.move_to_end(key)
             if capturing:
-                _captured[key] = found
-            return found
+                _captured[key] = _remembered[key]
+            return _remembered[key]
     with torch.inference_mode(False), torch.no_grad():
         made = _copy(make())  # it may be a view of a scheme's tensor
     if not capturing:  # what a graph makes exists while it is replayed
