@@ -481,9 +481,8 @@ def test_every_message_says_what_must_be():
 @pytest.mark.parametrize("kind", ["sparse", "oneDNN", "jagged", "nested"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_strides_are_refused(device, kind, name):
-    call = {name: moved(x, device) for name, x in padded().items()} | {
-        "positions": torch.zeros(B, T, dtype=torch.int64)
-    }
+    call = {name: moved(x, device) for name, x in padded().items()}
+    call["positions"] = torch.zeros(B, T, dtype=torch.int64, device=device)
     apply_rope(**call)  # a plan for calls like it is found from now on
     x = call[name]
     if kind == "sparse":
