@@ -97,7 +97,7 @@ def test_alibi_passes_its_slopes_to_the_score_functions(device):
 
 @pytest.mark.parametrize("slopes", [torch.ones(3), torch.ones(4, 1), torch.tensor(1.0)])
 def test_alibi_slopes_of_another_number_of_heads_are_refused(slopes, device):
-    with pytest.raises(ValueError, match=r"slopes has shape .*, but must be \(H,\) with H = 4"):
+    with pytest.raises(ValueError, match=r"slopes has shape .*, but must be \(H,\) or \(B, H\) with H = 4"):
         Alibi(slopes).score_mod_params(4, device)
 
 

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from ropewalk.schemes.base import PositionScheme, check_learnable, is_int, per_head
+from ropewalk.schemes.base import PositionScheme, check_learnable, is_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +20,16 @@ class Alibi(PositionScheme):
 
     The same in PyTorch, for positions m of queries and n of keys::
 
-        scores = q @ k.mT * scale - slopes[:, None, None] * (m[:, None] - n[None, :]).abs()
+        scores = q @ k.mT * scale - slopes[..., None, None] * (m[:, None] - n[None, :]).abs()
 
     Args:
-        slopes: (H,), each head's, differentiable; None for the published ones: 2^(−8h/H) for h = 1 … H, and for an H
-            that is not a power of two those of the next smaller one, then every second of the next larger one's.
+        slopes: (H,), each head's, or (B, H), differentiable; None for the published ones: 2^(−8h/H) for h = 1 … H, and
+            for an H that is not a power of two those of the next smaller one, then every second of the next larger
+            one's. Packed sequences are one batch row, and have slopes (H,).
 
     Raises:
         TypeError: slopes that are not a floating-point tensor.
-        ValueError: in a call, slopes of another number than q's heads.
+        ValueError: in a call, slopes of another number than q's heads, or for another number of batch rows.
 
     Source: ALiBi (https://arxiv.org/abs/2108.12409), §3, and its code for an H that is not a power of two.
 
@@ -44,27 +45,31 @@ class Alibi(PositionScheme):
 
     def __post_init__(self) -> None:
         if self.slopes is not None:
-            check_learnable("slopes", self.slopes, "(H,)")
+            check_learnable("slopes", self.slopes, "(H,) or (B, H)")
 
     def kernel_score_mod(self) -> str:
         """Name the bias by distance."""
         return "ropewalk.ops.attention.triton.score_mods:ALIBI"
 
     def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
-        """Return the slopes, (H, 1)."""
-        return self._slopes(n_heads, device, torch.float32)[:, None]
+        """Return the slopes, (H, 1) or (B, H, 1)."""
+        return self._slopes(n_heads, device, torch.float32)[..., None]
 
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Subtract slope times distance."""
         slopes = self._slopes(scores.shape[1], scores.device, scores.dtype)
-        return scores - slopes[:, None, None] * distance.abs().to(scores.dtype)
+        return scores - slopes[..., None, None] * distance.abs().to(scores.dtype)
 
     def _slopes(self, n_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         if self.slopes is None and n_heads == 0:
             return torch.empty(0, device=device, dtype=dtype)
         if self.slopes is None:  # mps has no float64
             return alibi_slopes(n_heads, None if device.type == "mps" else device).to(device, dtype)
-        return per_head("slopes", self.slopes, n_heads).to(device, dtype)
+        if self.slopes.ndim not in (1, 2) or self.slopes.shape[-1] != n_heads:
+            raise ValueError(
+                f"slopes has shape {tuple(self.slopes.shape)}, but must be (H,) or (B, H) with H = {n_heads}"
+            )
+        return self.slopes.to(device, dtype)
 
 
 def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:

@@ -49,6 +49,12 @@ MASKS = {
     "window": fixed(window=9),
     "causal-window": fixed(window=20, causal=True),
     "window-of-one": fixed(window=1),
+    "window-left": fixed(window=(20, 3)),
+    "window-right": fixed(window=(2, 18)),
+    "window-ahead": fixed(window=(4, -1)),
+    "window-behind": fixed(window=(-1, 5)),
+    "before-the-keys": lambda device: {"causal": True, "query_starts": torch.tensor([-21, -8], device=device)},
+    "before-the-window": lambda device: {"window": (3, 9), "query_starts": torch.tensor([-30, -17], device=device)},
     "lengths": lengths(K, 20),
     "no-keys": lengths(0, 1),
     "mask": random_mask(Q, K),
@@ -92,7 +98,7 @@ def test_every_dtype_and_head_dim(kernels, device, dtype, scheme, head_dim, caus
     [(1, 1), (1, 50), (50, 1), (16, 16), (17, 31), (32, 33), (33, 15), (60, 10), (5, 0), (0, 5)],
 )
 def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, causal):
-    for window in (None, 8):
+    for window in (None, 8, (3, 11)):
         check(kernels, draw(device, queries=queries, keys=keys), position=Rope(), causal=causal, window=window)
 
 
@@ -146,6 +152,7 @@ def test_any_strides_of_what_comes_with_them(kernels, device):
     lengths = torch.tensor([K, 0, 20, 0], device=device)[::2]
     slopes = torch.tensor([0.5, 9.0, 0.1], device=device)[::2]
     check(kernels, tensors, position=Alibi(slopes), key_lengths=lengths)
+    check(kernels, tensors, position=Alibi(torch.rand(H, B, device=device).mT), causal=True)
     check(kernels, tensors, position=Scattered(), key_lengths=lengths)
     positions = torch.randint(0, 100, (Q, B), device=device).mT
     check(kernels, tensors, position=Alibi(slopes), positions_q=positions)

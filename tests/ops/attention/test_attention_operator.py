@@ -51,6 +51,7 @@ CALLS = {
     "half-sinks": lambda device: {"causal": True, "sinks": torch.randn(H, device=device, dtype=torch.bfloat16)},
     "dropout": lambda device: {"position": Rope(), "causal": True, "dropout_p": 0.4},
     "slopes": lambda device: {"position": Alibi(learnable(device, H)), "causal": True, "sinks": learnable(device, H)},
+    "slopes of rows": lambda device: {"position": Alibi(learnable(device, B, H)), "causal": True},
     "bands": lambda device: {"position": ExpoSB(band_weights=learnable(device, H), distance_decay=True)},
     "t5": lambda device: pack(device, [9, 0, 5], [4, 3, 12]) | {"position": T5Bias(learnable(device, 8, H))},
     "values": lambda device: {"position": Rope(rotary_dim=8, rotary_offset=8), "sizes": {"v_head_dim": 20}},

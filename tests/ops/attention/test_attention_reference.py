@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ B, H, K, D = 4, 4, 2, 16  # as many batches as heads: the two are easily mistake
 TQ, TK = 5, 7
 INV_FREQ = [1.0, 0.25, 0.0625]
 SLOPES = [0.5, 0.0, 1.5, -0.25]
+SLOPES_OF_ROWS = [SLOPES, [0.1, 2.0, 0.0, 0.3], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 0.5, 0.2]]
 PUBLISHED_SLOPES = {1: [2**-8], 4: [2**-2, 2**-4, 2**-6, 2**-8], 6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]}
 
 Table = Callable[[Tensor], Tensor]
@@ -88,10 +89,10 @@ def exposb_decay(scores: Tensor, distance: Tensor, table: Table) -> Tensor:
     return scores * (0.7 + 0.3 * torch.exp(-0.005 * distance.abs()))
 
 
-def falling(slopes: dict[int, list[float]]) -> Callable[[Tensor, Tensor, Table], Tensor]:
+def falling(slopes: dict[int, Any]) -> Callable[[Tensor, Tensor, Table], Tensor]:
     def scores(scores: Tensor, distance: Tensor, table: Table) -> Tensor:
         slope = torch.tensor(slopes[scores.shape[1]], dtype=torch.float64, device=scores.device)
-        return scores - slope[:, None, None] * distance.abs()
+        return scores - slope[..., None, None] * distance.abs()
 
     return scores
 
@@ -136,7 +137,9 @@ def attended(
         index = row + keys - queries
         if causal and n > index:
             return False
-        if window is not None and abs(index - n) >= window:
+        if isinstance(window, int) and abs(index - n) >= window:
+            return False
+        if isinstance(window, tuple) and (0 <= window[0] < index - n or 0 <= window[1] < n - index):
             return False
         return n < lengths[b] and not (mask is not None and masked(b, h, row, n))
 
@@ -211,7 +214,7 @@ MASK_SHAPES = {
 
 @pytest.mark.parametrize("mask_shape", MASK_SHAPES.values(), ids=MASK_SHAPES)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("window", [None, 1, 3, (2, 1), (-1, 1), (1, -1), (0, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("definition", SCHEMES)
 def test_every_scheme_with_every_mask_is_as_defined(device, definition, causal, window, padded, mask_shape):
@@ -228,6 +231,12 @@ def test_every_scheme_with_every_mask_is_as_defined(device, definition, causal, 
 def test_every_number_of_tokens_and_heads_is_as_defined(device, definition, queries, keys, heads, key_heads, causal):
     tensors = make(device, queries=queries, keys=keys, batch=2, heads=heads, key_heads=key_heads)
     check(*tensors, definition, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_of_batch_rows_are_as_defined(device, causal):
+    definition = Definition(Alibi(torch.tensor(SLOPES_OF_ROWS)), scores=falling({H: SLOPES_OF_ROWS}))
+    check(*make(device), definition, causal=causal)
 
 
 def scattered(rows, tokens, dtype):

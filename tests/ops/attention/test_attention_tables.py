@@ -113,7 +113,14 @@ def test_everything_else_goes_through(device):
     mask = torch.ones(B, 1, 5, 7, dtype=torch.bool, device=device)
     lengths = torch.tensor([7, 2], device=device)
     result = resolved(device, NoPosition(), 5, 7, mask=mask, key_lengths=lengths, causal=True, window=3, scale=0.5)
-    given = {"causal": True, "window": 3, "scale": 0.5, "key_lengths": lengths, "dropout_p": 0.0, "keys_rotated": False}
+    given = {
+        "causal": True,
+        "window_left": 2,
+        "scale": 0.5,
+        "key_lengths": lengths,
+        "dropout_p": 0.0,
+        "keys_rotated": False,
+    }
     others = {"n_learned_params": 0, "tables": NO_TABLES, "return_lse": False, "deterministic": False}
     left_out = {"q", "k", "v", "scheme", "mask", "needs_backward"}
     expected = {**dict.fromkeys(AttentionCall._fields), **given, **others}

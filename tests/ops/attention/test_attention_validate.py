@@ -166,11 +166,13 @@ MISFITS = {
         {"q": f(B, TQ, H, 0), "k": f(B, TK, K, 0), "v": f(B, TK, K, 0)},
         "the head dim is 0, but must be at least 1",
     ),
-    "window-0": ({"window": 0}, "window is 0, but must be None or an int of at least 1"),
-    "window-negative": ({"window": -3}, "window is -3, but must be None or an int of at least 1"),
-    "window-true": ({"window": True}, "window is True, but must be None or an int of at least 1"),
-    "window-float": ({"window": 2.0}, "window is 2.0, but must be None or an int of at least 1"),
-    "window-pair": ({"window": (1, 1)}, r"window is \(1, 1\), but must be None or an int of at least 1"),
+    "window-0": ({"window": 0}, "window is 0, but must be None, an int of at least 1, or a pair"),
+    "window-negative": ({"window": -3}, "window is -3, but must be None, an int of at least 1, or a pair"),
+    "window-true": ({"window": True}, "window is True, but must be None, an int of at least 1, or a pair"),
+    "window-float": ({"window": 2.0}, "window is 2.0, but must be None, an int of at least 1, or a pair"),
+    "window-pair-below": ({"window": (1, -2)}, r"window is \(1, -2\), but must be .* a pair \(left, right\) of ints"),
+    "window-pair-floats": ({"window": (1.0, 2)}, r"window is \(1.0, 2\), but must be .* a pair \(left, right\)"),
+    "window-of-three": ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\), but must be .* a pair \(left, right\)"),
     "scale-nan": ({"scale": math.nan}, "scale is nan, but must be a finite number"),
     "scale-infinite": ({"scale": -math.inf}, "scale is -inf, but must be a finite number"),
     "mask-1d": ({"mask": b(TK)}, rf"mask has shape \(7,\), but {SHAPES}"),
@@ -323,8 +325,16 @@ def test_pages_may_require_grad_where_none_is_recorded(device):
 FAULTS = {
     "key_starts-beyond": (good, {"key_starts": [0, TK + 1]}, "key_starts holds 8, but must be from 0 to Tk = 7"),
     "key_starts-below": (good, {"key_starts": [-1, 0]}, "key_starts holds -1, but must be from 0 to Tk = 7"),
-    "query_starts-beyond": (good, {"query_starts": [3, 0]}, "query_starts holds 3, but must be from 0 to Tk − Tq = 2"),
-    "query_starts-below": (good, {"query_starts": [0, -2]}, "query_starts holds -2, but must be from 0 to Tk − Tq = 2"),
+    "query_starts-beyond": (
+        good,
+        {"query_starts": [3, 0]},
+        r"query_starts holds 3, but must be from −Tq = -\d to Tk − Tq = 2",
+    ),
+    "query_starts-below": (
+        good,
+        {"query_starts": [0, -9]},
+        r"query_starts holds -9, but must be from −Tq = -\d to Tk − Tq = 2",
+    ),
     "cu_seqlens_q-start": (
         good_packed,
         {"cu_seqlens_q": [1, 2, 3, 5]},
@@ -409,7 +419,7 @@ def test_a_good_call_comes_back_as_it_went_in(device):
     with unchanged(tensors):
         checked = check_call(**call)
     assert checked.scheme is call["position"]
-    assert (checked.causal, checked.window, checked.scale) == (True, 3, 0.5)
+    assert (checked.causal, checked.window_left, checked.window_right, checked.scale) == (True, 2, None, 0.5)
     assert (checked.softcap, checked.dropout_p, checked.keys_rotated, checked.seed) == (50.0, 0.25, True, None)
     for name in ("key_lengths", "positions_q", "positions_k", "key_starts", "query_starts", "sinks"):
         assert getattr(checked, name) is call[name]
@@ -671,9 +681,31 @@ def test_what_is_no_number_is_refused(device, name, value):
 def test_numbers_of_numpy_become_plain_ones(device):
     call = call_with({"window": np.int32(3), "scale": np.float32(0.5), "softcap": np.int64(2)}, device)
     call = check_call(**call, dropout_p=np.float16(0.25))
-    numbers = (call.window, call.scale, call.softcap, call.dropout_p)
-    assert numbers == (3, 0.5, 2.0, 0.25)
+    numbers = (call.window_left, call.scale, call.softcap, call.dropout_p)
+    assert numbers == (2, 0.5, 2.0, 0.25)
     assert [type(x) for x in numbers] == [int, float, float, float]
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "expected"),
+    [
+        (None, False, (False, None, None)),
+        (4, False, (False, 3, 3)),
+        (4, True, (True, 3, None)),
+        ((3, 5), False, (False, 3, 5)),
+        ([3, 5], True, (True, 3, None)),
+        ((-1, 5), False, (False, None, 5)),
+        ((3, -1), False, (False, 3, None)),
+        ((-1, -1), False, (False, None, None)),
+        ((-1, -1), True, (True, None, None)),
+        ((3, 0), False, (True, 3, None)),  # causal by another name
+        ((np.int64(3), np.int32(5)), False, (False, 3, 5)),
+    ],
+    ids=str,
+)
+def test_a_window_has_two_sides(device, window, causal, expected):
+    call = check_call(**call_with({"window": window, "causal": causal}, device))
+    assert (call.causal, call.window_left, call.window_right) == expected
 
 
 @pytest.mark.parametrize(

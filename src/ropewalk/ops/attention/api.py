@@ -65,7 +65,7 @@ def attention(
     *,
     position: PositionScheme = NO_POSITION,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
@@ -100,7 +100,8 @@ def attention(
         if causal:
             allowed = allowed & (ahead <= 0)
         if window is not None:
-            allowed = allowed & (ahead.abs() < window)
+            left, right = window if isinstance(window, tuple) else (window - 1, window - 1)  # -1: no bound
+            allowed = allowed & ((left == -1) | (ahead >= -left)) & ((right == -1) | (ahead <= right))
         scores = scores.masked_fill(~allowed, -torch.inf)
         if sinks is not None:  # one more key for each head, with a value of zero
             scores = torch.cat((scores, sinks[:, None, None].expand(B, H, Tq, 1)), dim=-1)
@@ -126,7 +127,8 @@ def attention(
             it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
             is to be made of them in each forward.
         causal: let no query attend a later key, by index, aligned at the bottom right.
-        window: attend keys with abs(m - n) < window, by index; with `causal`, those behind the query alone.
+        window: attend keys with abs(m - n) < window, by index; or, as flash-attn's (left, right), with m - left <= n <=
+            m + right, where -1 leaves a side without a bound. With `causal`, no key after the query's own.
         scale: of the scores; 1/√D by default.
         mask: bool, True where a query may attend: (Tq, Tk); (B, Tq, Tk), the same for all heads; or (B or 1, H or 1,
             Tq or 1, Tk or 1). It is read where it lies, so a broadcast one costs nothing. Two dimensions are refused
@@ -145,8 +147,9 @@ def attention(
         positions_k: the keys' positions, (B, Tk), (1, Tk) or (total_k,); by default their index, counted likewise.
         key_starts: (B,), int32 or int64: where the keys of each batch row start, from 0 to Tk; what comes before is
             padding on the left and is never read. With default positions it is the same as a call without the padding.
-        query_starts: (B,), int32 or int64: the index of the key that each batch row's first query stands at, from 0 to
-            Tk − Tq, instead of Tk − Tq: for a cache that was allocated for more keys than it holds.
+        query_starts: (B,), int32 or int64: the index of the key that each batch row's first query stands at, from −Tq
+            to Tk − Tq, instead of Tk − Tq: for a cache that was allocated for more keys than it holds. A query before
+            the first key, at an index below 0, attends nothing where `causal` is set.
         block_table: (B, pages of a row), int32 or int64: k is pages, (pages, page_size, K, D) for "bthd" or (pages, K,
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
             n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries

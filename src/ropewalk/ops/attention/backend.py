@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    score_mod_params: Tensor | None  # (H, anything), like the parameters
+    score_mod_params: Tensor | None  # like the parameters
     sinks: Tensor | None  # (H,)
     q_past: Tensor | None = None  # of the features of far pairs, where the call gave them
     q_future: Tensor | None = None

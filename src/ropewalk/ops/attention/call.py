@@ -70,7 +70,8 @@ class AttentionCall(NamedTuple):
     v: Tensor
     scheme: PositionScheme | None
     causal: bool
-    window: int | None
+    window_left: int | None  # keys before its own that a query attends; None: all
+    window_right: int | None  # those after it; None with `causal`
     mask: Tensor | None  # (B or 1, H or 1, Tq, Tk), bool
     key_lengths: Tensor | None  # (B,): where the keys end
     key_starts: Tensor | None  # (B,): where the keys start; None: at 0
@@ -87,13 +88,18 @@ class AttentionCall(NamedTuple):
     seed: Tensor | None  # (1,), int64: of dropout
     keys_rotated: bool
     score_mod: str | None = None  # “module:NAME” of the ScoreMod that kernels apply
-    score_mod_params: Tensor | None = None  # (H, anything), float32: the ScoreMod's numbers
+    score_mod_params: Tensor | None = None  # (H, n) or (B, H, n), float32: the ScoreMod's numbers
     n_learned_params: int = 0  # how many columns of them, from the first, may need a gradient; 0: all
     tables: Tables = Tables()
     far: FarRange | None = None  # None: no pair is far
     return_lse: bool = False
     deterministic: bool = False
     needs_backward: bool = False
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query attends fewer keys before its own, or after it, than causality allows."""
+        return self.window_left is not None or self.window_right is not None
 
     @property
     def reads_positions(self) -> bool:
@@ -163,7 +169,7 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
     tables, far = call.tables, call.far
     leaves = (
         *call[:3],
-        *call[4:24],
+        *call[4:25],
         *(tables.q or _NO_TABLE),
         *(tables.k or _NO_TABLE),
         *tables[2:],
@@ -179,10 +185,10 @@ _NO_FAR_LEAVES = (None,) * 10
 
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    q, k, v, *plain = leaves[:23]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[23:30]
+    q, k, v, *plain = leaves[:24]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[24:31]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[30:40]
+    window, *features = leaves[31:41]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -191,7 +197,7 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[40])
+    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[41])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:
@@ -285,12 +291,14 @@ def allowed(block: slice, call: AttentionCall) -> Tensor | None:
     if indices.sequences_q is not None and indices.sequences_k is not None:
         sequences_q, sequences_k = indices.sequences_q[:, block, None], indices.sequences_k[:, None]
         parts.append(((sequences_q == sequences_k) & (sequences_k >= 0))[:, None])
-    if call.causal or call.window is not None:
+    if call.causal or call.has_window:
         ahead = (indices.keys[:, None] - indices.queries[:, block, None])[:, None]
         if call.causal:
             parts.append(ahead <= 0)
-        if call.window is not None:
-            parts.append(ahead.abs() < call.window)
+        if call.window_left is not None:
+            parts.append(ahead >= -call.window_left)
+        if call.window_right is not None:
+            parts.append(ahead <= call.window_right)
     if call.key_starts is not None or call.key_lengths is not None:
         exist = existing(call)
         if exist is not None:

@@ -51,6 +51,11 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     for name, x in (*rotated.items(), ("parameters", params)):
         if x is not None and x.dtype != torch.float32:
             raise TypeError(f"{type(scheme).__name__} gives {name} in {x.dtype}, but must give float32")
+    if params is not None and params.shape[:-1] not in (call.q.shape[1:2], call.q.shape[:2]):
+        raise ValueError(
+            f"{type(scheme).__name__}'s parameters, such as slopes, have shape {tuple(params.shape)}, but must be "
+            f"(H, n) or (B, H, n) with B = {call.q.shape[0]} and H = {call.q.shape[1]}"
+        )
     return call._replace(
         q=call.q if rotation_q is None else _scale_unrotated(call.q, rotation_q),
         positions_q=positions_q,
@@ -177,9 +182,8 @@ class _Rotations:
         if not (call.cu_seqlens_q is None and call.key_starts is None and call.query_starts is None):
             self.indices_q, self.indices_k = _indices(self.queries, self.keys, call, self.device)
             # Queries may stand before the first key; of those causal attention makes nothing.
-            before = call.key_starts is not None or (
-                call.cu_seqlens_q is not None and self.indices_q is not self.indices_k
-            )
+            is_placed = call.key_starts is not None or call.query_starts is not None
+            before = is_placed or (call.cu_seqlens_q is not None and self.indices_q is not self.indices_k)
             self.lowest = -max(self.queries, self.keys) if before and not call.causal else 0
 
     def near(self) -> tuple[Rotation | None, Rotation | None]:

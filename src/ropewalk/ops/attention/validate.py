@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
 
     position: PositionScheme = NO_POSITION
     causal: bool = False
-    window: int | None = None
+    window: int | tuple[int, int] | None = None
     scale: float | None = None
     mask: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -59,9 +59,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
     batch, heads, queries, head_dim, keys = _check_tensors(q, k, v, layout, block_table)
-    window = None if given.window is None else _as_int(given.window)
-    if given.window is not None and (window is None or window < 1):
-        raise ValueError(f"window is {given.window!r}, but must be None or an int of at least 1")
+    window_left, window_right = _as_window(given.window)
+    causal = bool(given.causal) or window_right == 0
     scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
     if not abs(scale) < math.inf:
         raise ValueError(f"scale is {given.scale!r}, but must be a finite number")
@@ -79,11 +78,12 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         mask = _as_mask(mask, batch, heads, queries, keys)
         _check_device("mask", mask, q)
     if given.key_lengths is not None:
-        _check_rows("key_lengths", given.key_lengths, batch, keys, "Tk", q)
+        _check_rows("key_lengths", given.key_lengths, batch, (0, keys), ("0", "Tk"), q)
     if given.key_starts is not None:
-        _check_rows("key_starts", given.key_starts, batch, keys, "Tk", q)
+        _check_rows("key_starts", given.key_starts, batch, (0, keys), ("0", "Tk"), q)
     if given.query_starts is not None:
-        _check_rows("query_starts", given.query_starts, batch, keys - queries, "Tk − Tq", q)
+        limits = ("−Tq", "Tk − Tq")  # a query before the first key may attend nothing
+        _check_rows("query_starts", given.query_starts, batch, (-queries, keys - queries), limits, q)
     positions_q, positions_k = given.positions_q, given.positions_k
     if positions_q is not None:
         positions_q = _check_positions("positions_q", positions_q, batch, queries, q, layout)
@@ -113,8 +113,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         as_bhtd(k, layout),
         as_bhtd(v, layout),
         position,
-        bool(given.causal),
-        window,
+        causal,
+        window_left,
+        None if causal else window_right,
         mask,
         given.key_lengths,
         given.key_starts,
@@ -130,6 +131,24 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         dropout_p,
         None,
         bool(given.keys_rotated),
+    )
+
+
+def _as_window(window: Any) -> tuple[int | None, int | None]:
+    """Return how many keys before its own a query attends, and how many after it; None for all of a side."""
+    if window is None:
+        return None, None
+    if isinstance(window, (tuple, list)):
+        left, right = map(_as_int, window) if len(window) == 2 else (None, None)
+        if left is not None and right is not None and left >= -1 and right >= -1:
+            return None if left == -1 else left, None if right == -1 else right
+    else:
+        reach = _as_int(window)
+        if reach is not None and reach >= 1:
+            return reach - 1, reach - 1
+    raise ValueError(
+        f"window is {window!r}, but must be None, an int of at least 1, or a pair (left, right) of ints of at least 0, "
+        "or -1 for a side without a bound"
     )
 
 
@@ -296,16 +315,18 @@ def _as_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> T
     )
 
 
-def _check_rows(name: str, x: Tensor, batch: int, most: int, limit: str, q: Tensor) -> None:
-    """Check one index for each batch row, from 0 to `most`."""
+def _check_rows(name: str, x: Tensor, batch: int, limits: tuple[int, int], said: tuple[str, str], q: Tensor) -> None:
+    """Check one index for each batch row, within limits."""
     _check_integers(name, x)
     if x.shape != (batch,):
         raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B,) with B = {batch}")
     _check_device(name, x, q)
     if _has_values(x):
-        outside = (x < 0) | (x > most)
+        (least, most), (low, high) = limits, said
+        outside = (x < least) | (x > most)
         if bool(outside.any()):
-            raise ValueError(f"{name} holds {int(x[outside][0])}, but must be from 0 to {limit} = {most}")
+            low = low if low == str(least) else f"{low} = {least}"
+            raise ValueError(f"{name} holds {int(x[outside][0])}, but must be from {low} to {high} = {most}")
 
 
 def _check_integers(name: str, x: Tensor) -> None:

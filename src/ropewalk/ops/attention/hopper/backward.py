@@ -322,8 +322,16 @@ def _mainloop_q(
             m_start = start + n_skipped * BLOCK_M
             for i in range(n_skipped, steps_per_head):
                 scores = problem.scores
-                params = params_of_head(scores, tile.kv_head * problem.schedule.heads_per_key + member)
-                scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+                head = tile.kv_head * problem.schedule.heads_per_key + member
+                params = params_of_head(scores, tile.batch, head)
+                scores = Scores(
+                    params,
+                    scores.params_stride,
+                    scores.params_stride_batch,
+                    scores.scale,
+                    scores.softcap,
+                    scores.exp2_scale,
+                )
                 step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
@@ -490,6 +498,7 @@ def backward_kernel(
     scores,  # Scores
     grad_scale,  # of dK
     window,
+    window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
     n_tiles,  # fields of `Schedule`, of keys' tiles and heads
     n_rows,
@@ -555,7 +564,19 @@ def backward_kernel(
                     QuerySmem(q_ring, do_ring, stats, stats_full),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
-                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
                     Options(BLOCK_M, DEFER_DQ, q_far_future is not None),
@@ -569,7 +590,19 @@ def backward_kernel(
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
                     QuerySmem(q_ring, do_ring, stats, stats_full),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
-                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
                     FLAGS,
                 ),
             )
@@ -580,7 +613,19 @@ def backward_kernel(
                     dq_accum,
                     dq_chunks,
                     workspace_rows,
-                    Problem(packed, bounds, scores, grad_scale, window, far_window, schedule, n_queries, n_keys, None),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
                     FLAGS,
                     BLOCK_M,
                     BLOCK_D,

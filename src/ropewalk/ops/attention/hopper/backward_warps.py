@@ -70,7 +70,13 @@ def tile_of_program(problem, BLOCK_M: gl.constexpr):
     """
     tile, batch, kv_head, sequence = work_to_tile(gl.program_id(0), problem.packed, problem.schedule, False)
     q_offset, k_offset, kv_capacity, seqlens = sequence_info(
-        sequence, problem.packed, problem.bounds, problem.n_queries, problem.n_keys, problem.window
+        sequence,
+        problem.packed,
+        problem.bounds,
+        problem.n_queries,
+        problem.n_keys,
+        problem.window,
+        problem.window_right,
     )
     workspace_row = workspace_start(q_offset, sequence, problem.packed, BLOCK_M)
     tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N)

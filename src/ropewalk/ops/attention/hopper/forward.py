@@ -59,7 +59,13 @@ def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
     """Return a work item's tile, and the extents of its sequence."""
     tile, batch, head, sequence = work_to_tile(work_idx, problem.packed, problem.schedule, flags.SIDE == PAST)
     q_offset, k_offset, _kv_capacity, seqlens = sequence_info(
-        sequence, problem.packed, problem.bounds, problem.n_queries, problem.n_keys, problem.window
+        sequence,
+        problem.packed,
+        problem.bounds,
+        problem.n_queries,
+        problem.n_keys,
+        problem.window,
+        problem.window_right,
     )
     start = tile * BLOCK_M
     return Tile(batch, head, head // problem.schedule.heads_per_key, q_offset, k_offset, start), seqlens
@@ -197,8 +203,10 @@ def _mainloop_kv(
     full_stop = tile_range.full_stop
     wg_start = tile.start + CONSUMER * WG_ROWS
     scores = problem.scores
-    params = params_of_head(scores, tile.head)
-    scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+    params = params_of_head(scores, tile.batch, tile.head)
+    scores = Scores(
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+    )
 
     # === prologue
     n_before = 0
@@ -400,6 +408,7 @@ def forward_kernel(
     sinks_ptr,  # (H,); or None
     scores,  # Scores
     window,
+    window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
     n_tiles,  # fields of `Schedule`
     n_rows,
@@ -458,7 +467,19 @@ def forward_kernel(
                     Rings(q_ring, k_ring, v_ring),
                     out_tiles,
                     sinks_ptr,
-                    Problem(packed, bounds, scores, None, window, far_window, schedule, n_queries, n_keys, n_work),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        None,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        n_work,
+                    ),
                     FLAGS,
                     ScoreFlags(MOD, None, None, SOFTCAP, True),
                     Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
@@ -476,7 +497,19 @@ def forward_kernel(
                     counter_ptr,
                     scheduler,
                     Rings(q_ring, k_ring, v_ring),
-                    Problem(packed, bounds, scores, None, window, far_window, schedule, n_queries, n_keys, n_work),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        None,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        n_work,
+                    ),
                     FLAGS,
                     Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
                 ),

@@ -43,7 +43,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     store_target,
     strides_of_tiles,
     tiled,
-    window_arg,
+    window_args,
 )
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
@@ -124,14 +124,14 @@ def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
         bounds=bounds,
         scores=scores_args(call, score_mod),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
-        window=window_arg(call),
+        **window_args(call),
         far_window=far_window_arg(call),
         **schedule._asdict(),
         n_queries=queries,
         n_keys=keys,
         n_work=n_work,
         CAUSAL=call.causal,
-        WINDOWED=call.window is not None,
+        WINDOWED=call.has_window,
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
         MOD=None if score_mod is None else score_mod.forward,
         SOFTCAP=call.softcap is not None,
@@ -275,7 +275,7 @@ def _launch_kernel(
         bounds=bounds,
         scores=scores_args(call, score_mod),
         grad_scale=call.scale,
-        window=window_arg(call),
+        **window_args(call),
         far_window=far_window_arg(call),
         **schedule._asdict(),
         n_queries=queries,
@@ -284,7 +284,7 @@ def _launch_kernel(
         R=width,
         INTERLEAVED=call.tables.interleaved,
         CAUSAL=call.causal,
-        WINDOWED=call.window is not None,
+        WINDOWED=call.has_window,
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, block_n),
         MOD=None if score_mod is None else score_mod.forward,
         MOD_BWD=None if score_mod is None else score_mod.backward,
@@ -301,7 +301,7 @@ def block_of_features(head_dim: int, v_head_dim: int) -> int:
 
 def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None, bounds: Bounds, block_n: int) -> bool:
     """Say whether a tile of scores may have pairs that are not attended."""
-    if call.causal or call.window is not None or saved.q_past is not None or packed is not None:
+    if call.causal or call.has_window or saved.q_past is not None or packed is not None:
         return True
     return any(x is not None for x in bounds) or saved.k.shape[2] % block_n != 0
 

@@ -23,6 +23,7 @@ class Problem(NamedTuple):
     scores: Any  # Scores
     grad_scale: Any  # of dK; None in the forward
     window: Any
+    window_right: Any  # or None: as `window`
     far_window: Any  # pairs at least so many tokens apart are far; or None
     schedule: Any  # Schedule
     n_queries: Any

@@ -125,7 +125,9 @@ def recompute_p(s, lse, m_start, k_idx, masked, seqlens, scores, flags, score_fl
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if masked:
             offset = seqlens.causal_offset + m_start
-            from_here = Seqlens(seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, offset, seqlens.window)
+            from_here = Seqlens(
+                seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, offset, seqlens.window, seqlens.window_right
+            )
             attends = attention_mask(column[None, :], k_idx[:, None], from_here, flags)
             p = gl.where(attends, p, 0.0)
     return p, s, scaled

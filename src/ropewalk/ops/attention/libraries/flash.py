@@ -41,7 +41,7 @@ class Flash:
         refusal = why_no_library(call)
         if refusal is not None:
             return refusal
-        if (call.causal or call.window is not None) and q.shape[2] > k.shape[2]:
+        if (call.causal or call.has_window) and q.shape[2] > k.shape[2]:
             return Refusal("more_queries", "more queries than keys leave rows without a key")
         refusal = None if call.far is None else _why_no_far(call, version)
         if refusal is not None:
@@ -76,8 +76,10 @@ class Flash:
             q, k, q_past, k_far, v = (x.transpose(1, 2) for x in (q, k, far.q_past, far.k, call.v))
             return flash_two_range.attend(q, k, q_past, k_far, v, call.scale, call.far.window).transpose(1, 2), None
         keywords: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
-        if call.window is not None:
-            keywords["window_size"] = (call.window - 1, 0 if call.causal else call.window - 1)
+        if call.has_window:
+            unbounded = None if flash_version(call.q.device) == 4 else -1
+            sides = (call.window_left, 0 if call.causal else call.window_right)
+            keywords["window_size"] = tuple(unbounded if side is None else side for side in sides)
         result = function(q.transpose(1, 2), k.transpose(1, 2), call.v.transpose(1, 2), **keywords)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.transpose(1, 2), None
@@ -93,7 +95,7 @@ def _why_no_far(call: AttentionCall, version: int) -> Refusal | None:
         return Refusal("far_causal", "a two-range encoding is supported with causal attention alone")
     if far.given is None and (far.tables is None or far.tables.q_past is None):
         return Refusal("far_tables", f"{type(call.scheme).__name__} does not rotate far queries: not supported")
-    if call.window is not None:
+    if call.has_window:
         return Refusal("far_window", "window beside a two-range encoding is not supported")
     if call.positions_q is not None:
         return Refusal("far_positions", "positions_q and positions_k are not supported with a two-range encoding")

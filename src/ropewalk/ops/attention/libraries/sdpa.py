@@ -25,7 +25,7 @@ class Sdpa:
         """Say why PyTorch's kernels do not run a call; None if they do."""
         q, k, v = call.q, call.k, call.v
         is_cpu = q.device.type == "cpu"
-        if call.window is not None and not is_cpu:
+        if call.has_window and not is_cpu:
             return Refusal("window", "window is not supported")
         if call.far is not None:
             return Refusal("far", "a two-range encoding is not supported: no log-sum-exp to merge its ranges by")
@@ -84,8 +84,8 @@ def _is_wide(call: AttentionCall) -> bool:
 
 def _needs_mask(call: AttentionCall) -> bool:
     """Say whether some pairs are not attended, other than by causality between as many queries as keys."""
-    given = (call.mask, call.window, call.key_lengths, call.key_starts, call.query_starts)
-    return any(x is not None for x in given) or (call.causal and call.q.shape[2] != call.k.shape[2])
+    given = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
+    return call.has_window or any(x is not None for x in given) or (call.causal and call.q.shape[2] != call.k.shape[2])
 
 
 def _attend_masked(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:

@@ -26,7 +26,8 @@ class Seqlens(NamedTuple):
     kv_start: Any  # the first key that exists
     n_keys: Any  # one past the last key that exists
     causal_offset: Any  # query m has the index m + causal_offset among the keys
-    window: Any  # keys with abs(m + causal_offset - n) < window are attended
+    window: Any  # attended keys n are more than m + causal_offset - window
+    window_right: Any  # and less than m + causal_offset + window_right; both where MaskFlags says so
 
 
 class Bounds(NamedTuple):
@@ -74,6 +75,7 @@ class Scores(NamedTuple):
 
     params: Any  # pointer to the score function's numbers, float32; or None
     params_stride: Any  # from one head's to the next's; or None
+    params_stride_batch: Any  # None: all batch rows have the same
     scale: Any  # multiplies products before soft-capping and the score function
     softcap: Any
     exp2_scale: Any  # multiplies scores, as the softmax reads them, into exponents of 2

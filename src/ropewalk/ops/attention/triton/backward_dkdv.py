@@ -156,8 +156,10 @@ def _attend_heads(
         mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
         head_masking = Masking(masking.seqlens, mask, masking.far_window)
         scores = scoring.scores
-        params = params_of_head(scores, head)
-        scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+        params = params_of_head(scores, tile.batch, head)
+        scores = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
         head_scoring = Scoring(scores, scoring.positions, scoring.origin, dropout)
         head_stream = QueryStream(
             stream.do,
@@ -305,6 +307,7 @@ def backward_dkdv_kernel(
     scores,  # Scores
     grad_factor,  # multiplies dk
     window,
+    window_right,  # or None: as `window`
     far_window,  # pairs at least so many positions apart are far; or None
     n_kv_heads,
     heads_per_key,
@@ -330,7 +333,9 @@ def backward_dkdv_kernel(
     """Compute dK and dV of a tile of BLOCK_N keys of one key head, from all query heads that share it."""
     tile_index, batch, kv_head, sequence = tile_of_program(packed, n_keys, n_kv_heads, BLOCK_N, False)
     all_queries = n_queries
-    q_offset, k_offset, kv_capacity, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window)
+    q_offset, k_offset, kv_capacity, seqlens = sequence_info(
+        sequence, packed, bounds, n_queries, n_keys, window, window_right
+    )
     tile = Tile(batch, None, kv_head, q_offset, k_offset, tile_index * BLOCK_N)
     PACKED: tl.constexpr = packed is not None
     k_index = tile.start + tl.arange(0, BLOCK_N)

@@ -254,6 +254,7 @@ def backward_dq_kernel(
     scores,  # Scores
     grad_factor,  # multiplies dq
     window,
+    window_right,  # or None: as `window`
     far_window,  # pairs at least so many positions apart are far; or None
     n_heads,
     heads_per_key,
@@ -280,7 +281,7 @@ def backward_dq_kernel(
     """Compute dQ of a tile of BLOCK_M queries of one head."""
     tile_index, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, CAUSAL)
     row_offsets = wide(batch * n_heads + head) * n_queries
-    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window)
+    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_right)
     tile = Tile(batch, head, head // heads_per_key, q_offset, k_offset, tile_index * BLOCK_M)
     n_queries = seqlens.n_queries
     PACKED: tl.constexpr = packed is not None
@@ -316,8 +317,10 @@ def backward_dq_kernel(
     mask_ptr = mask_of_head(mask, batch, head)
     mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
     masking = Masking(seqlens, mask, far_window)
-    params = params_of_head(scores, head)
-    scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+    params = params_of_head(scores, batch, head)
+    scores = Scores(
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+    )
     if dropout is not None:
         dropout = begin_dropout(dropout, batch * n_heads + head, sequence if PACKED else head * 0)
     scoring = Scoring(scores, positions_k, origin, dropout)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ropewalk.ops.attention.triton.arguments import Mask, Scores
 from ropewalk.ops.attention.triton.softmax import tanh
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, wide
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head, wide
 
 
 class DecodeTensors(NamedTuple):
@@ -72,6 +72,7 @@ class DecodeScores(NamedTuple):
     positions_k: Any
     params: Any  # pointer to the score function's numbers, float32; or None
     params_stride: Any  # from one head's to the next's; or None
+    params_stride_batch: Any  # None: all batch rows have the same
     scale: Any
     exp2_scale: Any
     softcap: Any
@@ -157,7 +158,8 @@ class KeyRange(NamedTuple):
 
     split: Any
     kv_index: Any  # [BLOCK_M]: the last key that causality admits
-    window: Any
+    window: Any  # attended keys n are more than kv_index − window
+    window_right: Any  # and without causality less than kv_index + window_right
     q_table: Any
     k_table: Any
 
@@ -217,7 +219,17 @@ def positions_of(positions, batch, index, exists, default, origin):
 
 @triton.jit
 def split_keys(
-    first, last, kv_start, n_keys, window, n_splits, min_split, split_idx, CONFIG: tl.constexpr, WINDOWED: tl.constexpr
+    first,
+    last,
+    kv_start,
+    n_keys,
+    window,
+    window_right,
+    n_splits,
+    min_split,
+    split_idx,
+    CONFIG: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """Return one split of the keys that some queries attend, whose indices among the keys are `first` to `last`.
 
@@ -235,8 +247,8 @@ def split_keys(
         start = tl.maximum(start, first - window + 1)
         full = tl.maximum(full, last - window + 1)
         if not CONFIG.CAUSAL:
-            stop = tl.minimum(stop, last + window)
-            full_stop = tl.minimum(full_stop, first + window)
+            stop = tl.minimum(stop, last + window_right)
+            full_stop = tl.minimum(full_stop, first + window_right)
     aligned_start = start // BLOCK_N * BLOCK_N
     length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
     length = tl.maximum(length, min_split)
@@ -375,7 +387,7 @@ def mainloop_kv(
             if WINDOWED:
                 is_attended = is_attended & (ahead > -keys.window)
                 if not CONFIG.CAUSAL:
-                    is_attended = is_attended & (ahead < keys.window)
+                    is_attended = is_attended & (ahead < keys.window_right)
             if mask.ptr is not None:
                 mask_ptrs = mask.ptr + (wide(n) * mask.stride_key)[None, :]
                 is_attended = is_attended & (tl.load(mask_ptrs, exists[None, :], other=0) != 0)
@@ -427,7 +439,8 @@ def decode_kernel(
     tables,
     mask,  # without strides of head and query: all rows attend the same keys
     scores,
-    window,  # keys with abs(kv_index − n) < window are attended
+    window,  # attended keys n are more than kv_index − window
+    window_right,  # and less than kv_index + window_right; None: as `window`
     far_window,  # keys so many positions behind or more are far; None: none is
     heads,
     n_queries,
@@ -474,6 +487,8 @@ def decode_kernel(
         kv_start = tl.maximum(tl.load(bounds.key_starts + batch).to(tl.int32), 0)
     first = tile * BLOCK_M // heads_per_key + causal_offset
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // heads_per_key, n_queries - 1) + causal_offset
+    if window_right is None:
+        window_right = window
     near_window = window
     if HAS_FAR:
         # Far pairs are those of causal attention by queries that are `far_window` positions further back.
@@ -481,13 +496,33 @@ def decode_kernel(
         far_last = last - far_window
         last_far = window - far_window
         far_split = split_keys(
-            far_first, far_last, kv_start, n_keys, last_far, n_splits, min_split, split_idx, CONFIG, CONFIG.WINDOWED
+            far_first,
+            far_last,
+            kv_start,
+            n_keys,
+            last_far,
+            last_far,
+            n_splits,
+            min_split,
+            split_idx,
+            CONFIG,
+            CONFIG.WINDOWED,
         )
         near_window = far_window
         if CONFIG.WINDOWED:
             near_window = tl.minimum(window, far_window)
     near_split = split_keys(
-        first, last, kv_start, n_keys, near_window, n_splits, min_split, split_idx, CONFIG, NEAR_WINDOWED
+        first,
+        last,
+        kv_start,
+        n_keys,
+        near_window,
+        window_right,
+        n_splits,
+        min_split,
+        split_idx,
+        CONFIG,
+        NEAR_WINDOWED,
     )
     if SPLIT:
         is_empty = near_split.split_start >= near_split.split_stop
@@ -504,10 +539,12 @@ def decode_kernel(
     if not CONFIG.INDEX_POSITIONS:
         q_pos = positions_of(scores.positions_q, batch, token, row_exists, wide(kv_index - kv_start), origin)
     rows = Rows(tensors.q, q_offsets, batch, token, row_exists, q_pos)
-    numbers = Scores(None, None, scores.scale, scores.softcap, scores.exp2_scale)
+    numbers = Scores(None, None, None, scores.scale, scores.softcap, scores.exp2_scale)
     if scores.params is not None:
-        params = (scores.params + wide(tl.where(row_exists, head, 0)) * scores.params_stride)[:, None]
-        numbers = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+        params = params_of_head(scores, batch, tl.where(row_exists, head, 0))[:, None]
+        numbers = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
     if mask.ptr is not None:
         mask_ptr = mask.ptr + wide(batch) * mask.stride_batch
         if mask.stride_query is not None:
@@ -529,9 +566,9 @@ def decode_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
-        far_range = KeyRange(far_split, kv_index - far_window, last_far, tables.q_far, tables.k_far)
+        far_range = KeyRange(far_split, kv_index - far_window, last_far, last_far, tables.q_far, tables.k_far)
         acc = attend_range(acc, rows, far_range, cache, mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
-    near_range = KeyRange(near_split, kv_index, near_window, tables.q, tables.k)
+    near_range = KeyRange(near_split, kv_index, near_window, window_right, tables.q, tables.k)
     acc = attend_range(acc, rows, near_range, cache, mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
 
     # === epilogue ===

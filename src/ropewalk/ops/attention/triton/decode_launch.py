@@ -38,7 +38,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     positions_args,
     precision,
     rope_table_args,
-    window_arg,
+    window_args,
 )
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
@@ -155,7 +155,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         tables=_table_args(call),
         mask=mask,
         scores=_score_args(call, is_plain=score_mod is None),
-        window=window_arg(call),
+        **window_args(call),
         far_window=None if call.far is None else min(call.far.window, 2**29),
         heads=Heads(n_kv_heads, n_heads // n_kv_heads),
         n_queries=n_queries,
@@ -219,9 +219,9 @@ def _choose_rows(rows: int, block: int, element_size: int) -> int:
 
 def _most_attended(n_keys: int, n_queries: int, call: AttentionCall) -> int:
     """Return the most keys that the queries of one row may attend."""
-    if call.window is None:
+    if call.window_left is None or not (call.causal or call.window_right is not None):
         return n_keys
-    return min(n_keys, (1 if call.causal else 2) * call.window + n_queries)
+    return min(n_keys, call.window_left + (call.window_right or 0) + 1 + n_queries)
 
 
 def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int) -> DecodeConfig:
@@ -243,7 +243,7 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
         INT64_STRIDES=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
         INDEX_POSITIONS=call.goes_by_index,
         CAUSAL=call.causal,
-        WINDOWED=call.window is not None,
+        WINDOWED=call.has_window,
         HAS_STARTS=call.key_starts is not None,
         SPLIT=n_splits > 1,
         SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
@@ -278,7 +278,8 @@ def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
         positions_q=None if call.goes_by_index else positions_args(call.positions_q),
         positions_k=None if call.goes_by_index else positions_args(call.positions_k),
         params=params,
-        params_stride=None if params is None else params[0].numel(),
+        params_stride=None if params is None else params.shape[-1],
+        params_stride_batch=None if params is None or params.ndim == 2 else params[0].numel(),
         scale=call.scale,
         exp2_scale=call.scale * LOG2_E if is_plain and call.softcap is None else LOG2_E,
         softcap=call.softcap,

@@ -191,6 +191,7 @@ def forward_kernel(
     dropout,  # Dropout | None
     scores,  # Scores
     window,
+    window_right,  # or None: as `window`
     far_window,  # pairs at least so many positions apart are far; or None
     n_heads,
     heads_per_key,
@@ -211,7 +212,7 @@ def forward_kernel(
     """Attend with a tile of BLOCK_M queries of one head."""
     tile_index, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, CAUSAL)
     lse_ptr += wide(batch * n_heads + head) * n_queries
-    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window)
+    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_right)
     tile = Tile(batch, head, head // heads_per_key, q_offset, k_offset, tile_index * BLOCK_M)
     q_index = tile.start + tl.arange(0, BLOCK_M)
     PACKED: tl.constexpr = packed is not None
@@ -235,8 +236,10 @@ def forward_kernel(
     mask_ptr = mask_of_head(mask, batch, head)
     mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
     masking = Masking(seqlens, mask, far_window)
-    params = params_of_head(scores, head)
-    scores = Scores(params, scores.params_stride, scores.scale, scores.softcap, scores.exp2_scale)
+    params = params_of_head(scores, batch, head)
+    scores = Scores(
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+    )
     rescale = 1.0
     if dropout is not None:
         rescale = dropout.rescale

@@ -133,7 +133,7 @@ def backward(
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m)
     n_params, param_grads, param_grad_fn = 1, None, None
     if wanted.score_mod_params and score_mod is not None and call.score_mod_params is not None:
-        n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[1])
+        n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[-1])
         param_grads = torch.empty(n_tiles * heads, n_params, dtype=torch.float32, device=q.device)
         param_grad_fn = score_mod.param_grad
     dq, dq_far_past, dq_far_future = (
@@ -219,14 +219,13 @@ def _tables_of_k(call: AttentionCall, rotates: bool, separate_far_grads: bool) -
 def _sum_param_grads(param_grads: Tensor, call: AttentionCall, batch: int, heads: int) -> Tensor:
     """Sum the programs' parts of the parameters' gradient, (programs, N_PARAMS), into a tensor like the parameters."""
     assert call.score_mod_params is not None
-    n_params = param_grads.shape[1]
+    result, n_params = torch.zeros_like(call.score_mod_params), param_grads.shape[1]
     if call.cu_seqlens_q is None:
-        by_head = param_grads.view(batch, heads, -1, n_params).sum((0, 2))
+        of_rows = param_grads.view(batch, heads, -1, n_params).sum(2)
     else:
-        by_head = param_grads.view(-1, heads, n_params).sum(0)
-    result = torch.zeros_like(call.score_mod_params)
-    columns = min(n_params, result.shape[1])
-    result[:, :columns] = by_head[:, :columns]
+        of_rows = param_grads.view(-1, heads, n_params).sum(0, keepdim=True)
+    columns = min(n_params, result.shape[-1])
+    result[..., :columns] = (of_rows if result.ndim == 3 else of_rows.sum(0))[..., :columns]
     return result
 
 
@@ -237,7 +236,7 @@ def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Featur
         "D_CHUNKS": features.d_chunks,
         "BLOCK_DV": features.block_dv,
         "CAUSAL": call.causal,
-        "WINDOWED": call.window is not None,
+        "WINDOWED": call.has_window,
         "MOD": None if score_mod is None else score_mod.forward,
         "SOFTCAP": call.softcap is not None,
         "FAST_TANH": q.dtype.itemsize == 2 and not (gpu.is_interpreted() or gpu.is_rocm()),

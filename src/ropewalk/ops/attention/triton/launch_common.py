@@ -103,7 +103,8 @@ def scores_args(call: AttentionCall, score_mod: ScoreMod | None) -> Scores:
         softcap=1.0 if softcap is None else softcap,
         exp2_scale=exp2_scale if score_mod is None else LOG2_E,
         params=None if params is None else params.contiguous(),
-        params_stride=None if params is None else params[0].numel(),
+        params_stride=None if params is None else params.shape[-1],
+        params_stride_batch=None if params is None or params.ndim == 2 else params[0].numel(),
     )
 
 
@@ -113,9 +114,12 @@ def dropout_args(call: AttentionCall) -> Dropout | None:
     return None if steps == 0 else Dropout(call.seed, steps, rescale(call.dropout_p))
 
 
-def window_arg(call: AttentionCall) -> int:
-    """Return the window, as far as indices go; 0 without one."""
-    return 0 if call.window is None else min(call.window, 2**30)
+def window_args(call: AttentionCall) -> dict[str, int | None]:
+    """Return how far a query attends to either side, exclusive, as far as indices go; None: as far as to the left."""
+    if not call.has_window:
+        return {"window": 0, "window_right": None}
+    left, right = (2**30 if x is None else min(x + 1, 2**30) for x in (call.window_left, call.window_right))
+    return {"window": left, "window_right": None if call.causal or left == right else right}
 
 
 def far_window_arg(call: AttentionCall) -> int | None:
@@ -278,6 +282,6 @@ def call_args(call: AttentionCall, score_mod: ScoreMod | None) -> dict[str, Any]
         "positions_k": positions_args(call.positions_k) if call.reads_positions else None,
         "dropout": dropout_args(call),
         "scores": scores_args(call, score_mod),
-        "window": window_arg(call),
+        **window_args(call),
         "far_window": far_window_arg(call),
     }

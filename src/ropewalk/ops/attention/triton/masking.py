@@ -60,19 +60,22 @@ def range_seqlens(seqlens, far_window, flags, RANGE: tl.constexpr):
     """
     causal_offset = seqlens.causal_offset
     window = seqlens.window
+    window_right = seqlens.window_right
     if RANGE == ALL or flags.INDEX_POSITIONS:
         if RANGE == FAR_PAST:
             causal_offset -= far_window
             window -= far_window
         elif RANGE == FAR_FUTURE:
             causal_offset += far_window
-            window -= far_window
+            window_right -= far_window
         elif RANGE == NEAR:
-            if flags.WINDOWED:  # noqa: SIM108
+            if flags.WINDOWED:
                 window = tl.minimum(window, far_window)
+                window_right = tl.minimum(window_right, far_window)
             else:
                 window = far_window
-    return Seqlens(seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, causal_offset, window)
+                window_right = far_window
+    return Seqlens(seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, causal_offset, window, window_right)
 
 
 @triton.jit
@@ -99,8 +102,8 @@ def key_ranges(q_start, seqlens, flags, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
             start = tl.maximum(first - seqlens.window + 1, seqlens.kv_start)
             full = tl.maximum(last - seqlens.window + 1, seqlens.kv_start)
         if flags.SIDE != PAST:
-            stop = tl.minimum(stop, last + seqlens.window)
-            full_stop = tl.minimum(full_stop, first + seqlens.window)
+            stop = tl.minimum(stop, last + seqlens.window_right)
+            full_stop = tl.minimum(full_stop, first + seqlens.window_right)
     start = start // BLOCK_N * BLOCK_N
     stop = tl.maximum(stop, start)
     full = tl.minimum((full + BLOCK_N - 1) // BLOCK_N * BLOCK_N, (stop + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
@@ -131,8 +134,8 @@ def query_ranges(n_start, seqlens, flags, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
             stop = tl.minimum(stop, last + seqlens.window)
             full_stop = tl.minimum(full_stop, first + seqlens.window)
         if flags.SIDE != PAST:
-            start = tl.maximum(first - seqlens.window + 1, 0)
-            full = tl.maximum(last - seqlens.window + 1, 0)
+            start = tl.maximum(first - seqlens.window_right + 1, 0)
+            full = tl.maximum(last - seqlens.window_right + 1, 0)
     start = start // BLOCK_M * BLOCK_M
     stop = tl.maximum(stop, start)
     full = tl.minimum((full + BLOCK_M - 1) // BLOCK_M * BLOCK_M, (stop + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
@@ -187,7 +190,7 @@ def attention_mask(m, n, seqlens, flags):
         if flags.SIDE != FUTURE:
             attends = attends & (ahead > -seqlens.window)
         if flags.SIDE != PAST:
-            attends = attends & (ahead < seqlens.window)
+            attends = attends & (ahead < seqlens.window_right)
     return attends
 
 

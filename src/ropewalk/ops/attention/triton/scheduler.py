@@ -48,7 +48,7 @@ def span_of(cu_seqlens_ptr, sequence, n_sequences, n_tokens):
 
 
 @triton.jit
-def sequence_info(sequence, packed, bounds, n_queries, n_keys, window):
+def sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_right):
     """Return a sequence's first query and key, its `kv_capacity`, and its `Seqlens`.
 
     `kv_capacity` counts the keys that memory has for the sequence, `n_keys` of the `Seqlens` those that exist.
@@ -75,7 +75,9 @@ def sequence_info(sequence, packed, bounds, n_queries, n_keys, window):
         n_keys = tl.where(sequence == packed.n_sequences, 0, kv_capacity)  # tokens of no sequence attend nothing
         kv_start = 0
         causal_offset = kv_capacity - n_queries
-    return q_offset, k_offset, kv_capacity, Seqlens(n_queries, kv_start, n_keys, causal_offset, window)
+    if window_right is None:
+        window_right = window
+    return q_offset, k_offset, kv_capacity, Seqlens(n_queries, kv_start, n_keys, causal_offset, window, window_right)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Parameters whose values differ from call to call, and must not make another binary.
-DO_NOT_SPECIALIZE = ("n_queries", "n_keys", "window", "far_window")
+DO_NOT_SPECIALIZE = ("n_queries", "n_keys", "window", "window_right", "far_window")
 
 
 @triton.jit
@@ -201,11 +201,13 @@ def mask_of_head(mask, batch, head):
 
 
 @triton.jit
-def params_of_head(scores, head):
+def params_of_head(scores, batch, head):
     """Return the pointer to the score function's numbers at one head; None without any."""
     ptr = None
     if scores.params is not None:
         ptr = scores.params + wide(head) * scores.params_stride
+        if scores.params_stride_batch is not None:
+            ptr += wide(batch) * scores.params_stride_batch
     return ptr
 
 
