@@ -335,6 +335,26 @@ def test_one_graph_serves_every_cache(device, impl):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["sdpa", None], ids=str)
+def test_one_graph_serves_every_length_of_a_library(cuda, impl):
+    counter = CompileCounterWithBackend("inductor")
+
+    def function(*tensors):
+        out = attention(*tensors, position=Rope(), causal=True, impl=impl)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    compiled = torch.compile(
+        lambda *tensors: attention(*tensors, position=Rope(), causal=True, impl=impl), backend=counter, fullgraph=True
+    )
+    for tokens in (96, 128, 176, 260):
+        tensors = [x.requires_grad_() for x in draw(cuda, torch.bfloat16, queries=tokens, keys=tokens, head_dim=64)]
+        out = compiled(*tensors)
+        results = (out, *torch.autograd.grad(out.float().square().sum(), tensors))
+        torch.testing.assert_close(results, function(*tensors), rtol=2e-2, atol=2e-2)
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
 def test_one_graph_serves_every_table_of_pages(device, impl):
     counter = CompileCounterWithBackend("aot_eager")
