@@ -62,7 +62,7 @@ def bwd_preprocess_kernel(
     """Zero the workspaces, and compute delta = rowsum(dO · O) - grad_lse of each query."""
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
     row_offsets = wide(batch * n_heads + head) * n_queries
-    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0)
+    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
     row_offsets += q_offset + m
@@ -102,7 +102,7 @@ def bwd_postprocess_kernel(
 ):
     """Store dQ of a tile of queries, from one workspace or from all of them."""
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
-    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0)
+    q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
     n_queries = seqlens.n_queries
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
