@@ -30,6 +30,7 @@ CALLS = {
     "rope-causal": {"position": Rope(), "causal": True},
     "window": {"window": 64},
     "causal-window": {"causal": True, "window": 64},
+    "window-sides": {"window": (64, 20)},
     "lengths": {"key_lengths": torch.tensor([T, 100])},
     "starts": {
         "position": Rope(),
@@ -42,6 +43,7 @@ CALLS = {
     "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 512])},
     "alibi": {"position": Alibi()},
     "alibi-causal": {"position": Alibi(), "causal": True},
+    "alibi-rows": {"position": Alibi(torch.ones(2, H)), "causal": True},
     "decay": {"position": ExpoSB(distance_decay=True)},
     "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
