@@ -72,6 +72,8 @@ def test_strict_export_keeps_the_length_free(device):
 
 @pytest.mark.slow
 def test_aot_inductor_compiles_it(device, tmp_path):
+    if device.type != "cpu":  # seen with torch 2.11: the package of a lone nn.Linear crashed the process there
+        pytest.skip("AOTInductor is tried on a CPU")
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no C++ compiler")
     block, x = Block().to(device), torch.randn(2, 16, D, device=device)
