@@ -249,7 +249,7 @@ def imagined_gpu(capability: tuple[int, int] = (9, 0), flash_attn: int = 4) -> I
         yield
 
 
-def _on_gpu(x: Tensor) -> Tensor:
+def on_gpu(x: Tensor) -> Tensor:
     """A tensor without memory that says that it is there; all else is as x's."""
     with FakeTensorMode():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda", requires_grad=x.requires_grad)
@@ -257,7 +257,7 @@ def _on_gpu(x: Tensor) -> Tensor:
 
 def refusal_on_gpu(impl: str, call: AttentionCall) -> Refusal | None:
     """A backend's refusal of a call as if its tensors were on the imagined GPU."""
-    q, k, v = (_on_gpu(x) for x in (call.q, call.k, call.v))
+    q, k, v = (on_gpu(x) for x in (call.q, call.k, call.v))
     return backends.why_not(backends.BACKENDS[impl], call._replace(q=q, k=k, v=v))
 
 
