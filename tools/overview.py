@@ -148,11 +148,9 @@ def make_table(comparisons: Sequence[Comparison]) -> str:
         ratio = found.peers[name] / found.ours
         verdict = f"[{ratio:.2f} ×](results/{found.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
         picks = (
-            [duration(found.ours), "the same", "the same"]
-            if found.choice is None
-            else map(show_pick, found.choice.picks)
+            [show(found.ours), "the same", "the same"] if found.choice is None else map(show_pick, found.choice.picks)
         )
-        cells = (found.line.label, *picks, f"{duration(found.peers[name])}, {PEERS[name][0]}", verdict)
+        cells = (found.line.label, *picks, f"{show(found.peers[name])}, {PEERS[name][0]}", verdict)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -165,7 +163,7 @@ def make_choices(found: Sequence[Choice]) -> str:
         f"| --- | --- {'| --- ' * (3 + len(COLUMNS))}|",
     ]
     for one in found:
-        peers = (duration(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS)
+        peers = (show(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS)
         record = f"[{_MODES[one.lead.mode]}](results/{one.lead.record}.jsonl)"
         case = ", ".join(part for part in (one.lead.shape, one.lead.variant, _DTYPES[one.lead.dtype]) if part)
         lines.append(f"| {' | '.join((case, record, *map(show_pick, one.picks), *peers))} |")
@@ -173,7 +171,12 @@ def make_choices(found: Sequence[Choice]) -> str:
 
 
 def show_pick(pick: Pick | None) -> str:
-    return NOT_MEASURED if pick is None else f"{duration(pick.time)}, {pick.backend}"
+    return NOT_MEASURED if pick is None else f"{show(pick.time)}, {pick.backend}"
+
+
+def show(time: float) -> str:
+    """A time that does not break before its unit."""
+    return duration(time).replace(" ", "\u00a0")
 
 
 def draw(comparisons: list[Comparison], path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ropewalk.bench.report.choices import (
@@ -183,6 +184,7 @@ def _superseded(groups: Sequence[Group]) -> Markup | None:
 
 
 _CHOICE_HEADINGS = ("case", "our kernels", *PICKED, *COLUMNS.values())
+_CHOICE_LABELS = ("our kernels", *(name.removeprefix("impl=None ") for name in PICKED), *COLUMNS.values())
 
 
 def _choices(found: Sequence[Choice], several: bool) -> Markup | None:
@@ -195,7 +197,9 @@ def _choices(found: Sequence[Choice], several: bool) -> Markup | None:
         mode = title_of(one.lead.benchmark, one.lead.mode)
         small = " · ".join([mode, *([one.lead.record] if several else []), one.lead.what])
         times = [duration(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS]
-        cells = zip(_CHOICE_HEADINGS[1:], (*map(_picked, one.picks), *times), strict=True)
+        ours = _picked(one.kernels and replace(one.kernels, by_name=False))  # that one is by name in every row
+        picks = (ours, _picked(one.without_flash), _picked(one.with_flash))
+        cells = zip(_CHOICE_LABELS, (*picks, *times), strict=True)
         head = element("th", one.lead.case, element("small", small), scope="row")
         rows.append(element("tr", head, *(_cell(heading, cell) for heading, cell in cells)))
     head = element("thead", element("tr", *(element("th", text, scope="col") for text in _CHOICE_HEADINGS)))

@@ -11,7 +11,7 @@ from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.entries import Entry
 from ropewalk.bench.report.formats import ratio
 
-_NAMED = 8  # losses that the sentence names, and then a number
+_NAMED = 3  # losses that the sentence names, and then a number
 SAME = 0.02  # times within so much of each other are taken for equal
 AHEAD, LEVEL, BEHIND, ABSENT, ALONE, SUPERSEDED = "ahead", "level", "behind", "absent", "alone", "superseded"
 
@@ -235,9 +235,13 @@ def sentence(groups: Sequence[Group]) -> str:
     behind = sum(group.count(BEHIND) for group in groups)
     absent = sum(group.count(ABSENT) for group in groups)
     if behind:
-        named = [f"{one.lead.case} {one.lead.mode} ({one.text})" for _, one in losses(groups) if one.outcome == BEHIND]
-        more = f" and {behind - _NAMED} more" if behind > _NAMED else ""
-        text += f"; behind in: {', '.join(named[:_NAMED])}{more}"
+        named: dict[str, str] = {}  # the worst of a case stands for hot and cool
+        for _, one in losses(groups):
+            if one.outcome == BEHIND:
+                named.setdefault(f"{one.lead.case} {one.lead.mode}", one.text)
+        worst = [f"{case} ({said})" for case, said in named.items()][:_NAMED]
+        more = f" and {len(named) - len(worst)} more cases" if len(named) > len(worst) else ""
+        text += f"; behind in: {', '.join(worst)}{more}"
     if absent:
         text += f"; without a time of ours in {absent}"
     return text + "."
