@@ -222,7 +222,10 @@ def title_of(benchmark: str, mode: str, protocol: str | None = None) -> str:
 
 def note_of(benchmark: str, mode: str) -> str:
     """Describe the content of a mode's time."""
-    return (_NOTES if benchmark == "rope" else MODES).get(mode, "")
+    if benchmark == "rope":
+        return _NOTES.get(mode, "")
+    said = MODES.get(mode, "")
+    return f"{said}; ours is what impl=None picked" if AUTO in COMPARED.get(mode, ()) else said
 
 
 def sentence(groups: Sequence[Group]) -> str:
