@@ -119,6 +119,19 @@ def test_every_block_runs(page, device, monkeypatch):
         assert compared
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_set_of_tabs_has_no_name_twice(page):
+    """Two pairs of tabs with no sentence between them are one set of four on the site."""
+    names: list[str] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        tab = re.match(r'=== "(.*)"$', line)
+        if tab:
+            assert tab[1] not in names, line
+            names.append(tab[1])
+        elif line.strip() and not line.startswith("    "):
+            names = []
+
+
 def test_a_wrong_side_is_noticed(device):
     a = torch.randn(3, 4, device=device)
     compare((a, a + 1), (a.clone(), (a + 1).clone()))

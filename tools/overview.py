@@ -1,24 +1,39 @@
-"""Write README.md's figure and its table of five rows from records.
+"""Write README.md's figure and table, the table of choices in docs/results.md, and results/report-h200.html.
 
-`python tools/overview.py` writes both; a test compares the README with the records.
+`python tools/overview.py` writes them all from the records in results/; tests compare them with the records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ropewalk.bench.attention.rows import AttentionRow
 from ropewalk.bench.core.load import BenchRecord
+from ropewalk.bench.report.choices import COLUMNS, NOT_MEASURED, Choice, Pick, newest_choices
+from ropewalk.bench.report.entries import read_sources
+from ropewalk.bench.report.formats import MISSING, duration
 from ropewalk.bench.report.load import read_bench_record
+from ropewalk.bench.report.page import write_report
 from ropewalk.bench.rope.rows import RopeRow
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 FIGURE = RESULTS / "overview-h200.png"
+REPORT = RESULTS / "report-h200.html"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- overview -->\n", "<!-- end of overview -->\n"
+_MODES = {
+    "train": "training",
+    "decode": "decoding",
+    "rerope-fwd": "ReRoPE, forward",
+    "rerope-train": "ReRoPE, training",
+}
+_DTYPES = {"bfloat16": "", "float16": "fp16"}
+PAGE = ROOT / "docs" / "results.md"
+MARKS = {README: "overview", PAGE: "choices"}  # of the tables
 
 # By the name that records have: the name that people know, and its colour.
 PEERS = {
@@ -38,18 +53,16 @@ PEERS = {
 }
 
 _MARKERS = "osD^vPX"
-_LIBRARIES = {"flash": "FlashAttention-4", "sdpa": "cuDNN"}  # that `impl=None` may pick, after our rotation
+_PICKED: dict[str, Any] = {"marker": "o", "facecolors": "none", "edgecolors": "#1c5fc4", "linewidths": 1.2}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One comparison: the rows of a record, and one of their times."""
+    """One comparison: of our rotation in a record, or of attention in the newest record of a case."""
 
     label: str
-    record: str
     case: str
     mode: str  # a direction of the rotation, or a mode of attention
-    ours: str  # an implementation of the rotation, or a label of attention
     variant: str = ""  # of the rotation
     time: str = "time"  # of the rotation: "time" with a cold cache, "graph" in a CUDA graph, "host"
     in_table: bool = False  # the figure has all lines, README's table these
@@ -58,104 +71,112 @@ class Line:
 _HALF, _INPLACE = "half/out of place", "half/in place"
 # The rotation's lines are of the one record that has flash-attn's, FlashInfer's and vLLM's rotations too: in three of
 # the five the best other is one of theirs.
+ROTATION, OURS = "rope-h200", "native"
 LINES = (
-    Line("RoPE forward, Llama 3 8B, 2 × 8192", "rope-h200", "llama3-8b", "fwd", "native", _HALF, in_table=True),
-    Line("RoPE forward, in place", "rope-h200", "llama3-8b", "fwd", "native", _INPLACE),
-    Line("RoPE backward", "rope-h200", "llama3-8b", "bwd", "native", _HALF),
-    Line(
-        "RoPE of 64 decoding tokens, in a CUDA graph", "rope-h200", "decode-64", "decode", "native", _INPLACE, "graph"
-    ),
-    Line(
-        "host time of rotating 64 decoding tokens, eager",
-        "rope-h200",
-        "decode-64",
-        "decode",
-        "native",
-        _INPLACE,
-        "host",
-        in_table=True,
-    ),
-    Line("training, causal, 4 × 4096, H32 D128", "all-h200", "causal-4k-d128", "train", "auto + rope"),
-    Line("training, causal, 2 × 8192, H32/8 D128", "all-h200", "gqa-8k-d128", "train", "auto + rope"),
-    Line("training, causal, 1 × 8192, H32 D64", "all-h200", "causal-8k-d64", "train", "auto + rope"),
-    Line(
-        "training, BERT-base, 32 × 512 with padding",
-        "all-h200",
-        "bert-512-lengths",
-        "train",
-        "auto + rope",
-        in_table=True,
-    ),
-    Line(
-        "training, 64 packed sequences",
-        "attention-gluon-packed-h200",
-        "packed-4k-d128",
-        "train",
-        "auto + rope",
-        in_table=True,
-    ),
-    Line("training, ReRoPE, 1 × 8192, H32 D64", "all-h200", "rerope-8k-d64", "rerope-train", "auto + rerope"),
-    Line("decoding, 64 caches of up to 8192 keys", "all-h200", "decode-8k-d128", "decode", "auto + rope"),
-    Line("decoding, one cache of 8192 keys", "all-h200", "decode-1", "decode", "auto + rope", in_table=True),
+    Line("RoPE forward, Llama 3 8B, 2 × 8192", "llama3-8b", "fwd", _HALF, in_table=True),
+    Line("RoPE forward, in place", "llama3-8b", "fwd", _INPLACE),
+    Line("RoPE backward", "llama3-8b", "bwd", _HALF),
+    Line("RoPE of 64 decoding tokens, in a CUDA graph", "decode-64", "decode", _INPLACE, "graph"),
+    Line("host time of rotating 64 decoding tokens, eager", "decode-64", "decode", _INPLACE, "host", in_table=True),
+    Line("training, causal, 4 × 4096, H32 D128", "causal-4k-d128", "train", in_table=True),
+    Line("training, causal, 2 × 8192, H32/8 D128", "gqa-8k-d128", "train"),
+    Line("training, causal, 1 × 8192, H32 D64", "causal-8k-d64", "train"),
+    Line("training, BERT-base, 32 × 512 with padding", "bert-512-lengths", "train"),
+    Line("training, 64 packed sequences", "packed-4k-d128", "train", in_table=True),
+    Line("decoding, 64 caches of up to 8192 keys", "decode-8k-d128", "decode"),
+    Line("decoding, one cache of 8192 keys", "decode-1", "decode", in_table=True),
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times in µs: ours, and each peer's."""
+    """Times in µs: our kernels', each peer's, and of attention what `impl=None` picks."""
 
     line: Line
+    record: str
     ours: float
-    served_by: str | None
+    choice: Choice | None
     peers: dict[str, float]
+
+
+def records() -> list[Path]:
+    """All records of the kernels' benchmarks."""
+    found = []
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as lines:
+            if json.loads(next(lines)).get("benchmark") in ("rope", "attention", "all"):
+                found.append(path)
+    return found
+
+
+@functools.cache
+def hot_choices() -> list[Choice]:
+    """What `impl=None` picks, by the newest record of each case."""
+    return [choice for choice in newest_choices(read_sources(records())) if choice.lead.protocol == "hot"]
 
 
 def compare(line: Line) -> Comparison:
     """Look up a line's times."""
-    record = read_bench_record(RESULTS / f"{line.record}.jsonl")
-    found = dict(_rotations(record, line) if line.variant else _attentions(record, line))
-    ((name, served_by, ours),) = [key for key, kind in found.items() if kind == "ours" and key[0] == line.ours]
-    peers = {name: time for (name, _, time), kind in found.items() if kind == "peer"}
-    return Comparison(line, ours, served_by if name.startswith("auto") else None, peers)
+    if line.variant:
+        times = dict(_rotations(read_bench_record(RESULTS / f"{ROTATION}.jsonl"), line))
+        peers = {name: time for (name, kind), time in times.items() if kind == "peer"}
+        return Comparison(line, ROTATION, times[OURS, "ours"], None, peers)
+    (choice,) = (one for one in hot_choices() if (one.lead.case, one.lead.mode) == (line.case, line.mode))
+    assert choice.kernels is not None
+    return Comparison(line, choice.lead.record, choice.kernels.time, choice, choice.peers)
 
 
-def _rotations(record: BenchRecord, line: Line) -> Iterator[tuple[tuple[str, str | None, float], str]]:
+def _rotations(record: BenchRecord, line: Line) -> Iterator[tuple[tuple[str, str], float]]:
     for row in record.of(RopeRow):
         if (row.case.name, row.case.variant, row.direction) != (line.case, line.variant, line.mode):
             continue
         times = getattr(row, line.time)
         if times is not None:
-            yield (row.impl, row.impl, times.median if line.time == "host" else times.p50), row.kind
+            yield (row.impl, row.kind), times.median if line.time == "host" else times.p50
 
 
-def _attentions(record: BenchRecord, line: Line) -> Iterator[tuple[tuple[str, str | None, float], str]]:
-    for row in record.of(AttentionRow):
-        if (row.case.name, row.mode, row.protocol) == (line.case, line.mode, "hot") and row.time is not None:
-            ours = row.kind == "ours"
-            yield (row.label if ours else row.impl, row.served_by if ours else None, row.time.p50), row.kind
-
-
-def make_table(comparisons: list[Comparison]) -> str:
-    """Return the table: the best peer for each line that is `in_table`."""
-    lines = ["| one H200, bf16 | Ropewalk | best other | Ropewalk is |", "| --- | --- | --- | --- |"]
+def make_table(comparisons: Sequence[Comparison]) -> str:
+    """Return README's table: our kernels, what `impl=None` picks, and the best peer."""
+    lines = [
+        "| one H200, bf16 | our kernels | `impl=None` without flash-attn 4 | with it | best other | times as fast |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for found in comparisons:
         if not found.line.in_table:
             continue
         name = min(found.peers, key=found.peers.__getitem__)
-        by = "" if found.served_by is None else f", by {_LIBRARIES.get(found.served_by, 'our kernels')}"
         ratio = found.peers[name] / found.ours
-        record = f"[{ratio:.2f} ×](results/{found.line.record}.jsonl)"
-        shown = f"{record} as fast" if ratio >= 0.98 else f"{record} as fast: **slower**"
-        lines.append(
-            f"| {found.line.label} | {_show(found.ours)}{by} | {_show(found.peers[name])}, {PEERS[name][0]} | {shown} |"
+        verdict = f"[{ratio:.2f} ×](results/{found.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
+        picks = (
+            [show(found.ours), "the same", "the same"] if found.choice is None else map(show_pick, found.choice.picks)
         )
+        cells = (found.line.label, *picks, f"{show(found.peers[name])}, {PEERS[name][0]}", verdict)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _show(microseconds: float) -> str:
-    if microseconds >= 1000:
-        return f"{microseconds / 1000:.3g} ms"
-    return f"{microseconds:.3g} µs"
+def make_choices(found: Sequence[Choice]) -> str:
+    """Return the page's table: our kernels, what `impl=None` picks, and other libraries, of every case."""
+    lines = [
+        "| case | record | our kernels | `impl=None` without flash-attn 4 | with flash-attn 4 "
+        f"| {' | '.join(COLUMNS.values())} |",
+        f"| --- | --- {'| --- ' * (3 + len(COLUMNS))}|",
+    ]
+    for one in found:
+        peers = (show(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS)
+        record = f"[{_MODES[one.lead.mode]}](results/{one.lead.record}.jsonl)"
+        case = ", ".join(part for part in (one.lead.shape, one.lead.variant, _DTYPES[one.lead.dtype]) if part)
+        lines.append(f"| {' | '.join((case, record, *map(show_pick, one.picks), *peers))} |")
+    return "\n".join(lines) + "\n"
+
+
+def show_pick(pick: Pick | None) -> str:
+    return NOT_MEASURED if pick is None else f"{show(pick.time)}, {pick.backend}"
+
+
+def show(time: float) -> str:
+    """A time that does not break before its unit."""
+    return duration(time).replace(" ", "\u00a0")
 
 
 def draw(comparisons: list[Comparison], path: Path) -> None:
@@ -170,6 +191,9 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     for y, found in enumerate(comparisons):
         ratios = {name: time / found.ours for name, time in found.peers.items()}
         axes.plot([min(ratios.values()), max(ratios.values())], [y, y], color="#dddddd", linewidth=1, zorder=1)
+        picked = found.choice and found.choice.with_flash
+        if picked:
+            axes.scatter(picked.time / found.ours, y, s=90, zorder=1, **_PICKED)
         for name, ratio in ratios.items():
             used.setdefault(name)
             colour, marker = PEERS[name][1], _MARKERS[list(PEERS).index(name) % len(_MARKERS)]
@@ -183,10 +207,11 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x", color="#eeeeee", zorder=0)
     axes.set_axisbelow(True)
-    axes.set_xlabel("times as fast as the other: right of the line Ropewalk is faster", fontsize=9)
+    axes.set_xlabel("our kernels, times as fast as the other: right of the line they are faster", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    handles = [
+    handles = [axes.scatter([], [], s=90, label="impl=None with flash-attn 4", **_PICKED)]
+    handles += [
         axes.scatter(
             [], [], color=PEERS[name][1], marker=_MARKERS[list(PEERS).index(name) % len(_MARKERS)], label=PEERS[name][0]
         )
@@ -196,14 +221,21 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     figure.savefig(path, dpi=130, facecolor="white")
 
 
-def place_table(text: str, table: str) -> str:
-    """Return the README with the table between its marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table}{END}{after}"
+def place_table(text: str, table: str, name: str) -> str:
+    """Return a page with the table between its marks."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}{table}{end}{after}"
+
+
+def tables() -> dict[Path, str]:
+    """The table of each page."""
+    return {README: make_table([compare(line) for line in LINES]), PAGE: make_choices(hot_choices())}
 
 
 if __name__ == "__main__":
-    found = [compare(line) for line in LINES]
-    draw(found, FIGURE)
-    README.write_text(place_table(README.read_text(encoding="utf-8"), make_table(found)), encoding="utf-8")
+    draw([compare(line) for line in LINES], FIGURE)
+    for page, table in tables().items():
+        page.write_text(place_table(page.read_text(encoding="utf-8"), table, MARKS[page]), encoding="utf-8")
+    write_report(records(), REPORT, force=True)

@@ -249,7 +249,7 @@ def imagined_gpu(capability: tuple[int, int] = (9, 0), flash_attn: int = 4) -> I
         yield
 
 
-def _on_gpu(x: Tensor) -> Tensor:
+def on_gpu(x: Tensor) -> Tensor:
     """A tensor without memory that says that it is there; all else is as x's."""
     with FakeTensorMode():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda", requires_grad=x.requires_grad)
@@ -257,7 +257,7 @@ def _on_gpu(x: Tensor) -> Tensor:
 
 def refusal_on_gpu(impl: str, call: AttentionCall) -> Refusal | None:
     """A backend's refusal of a call as if its tensors were on the imagined GPU."""
-    q, k, v = (_on_gpu(x) for x in (call.q, call.k, call.v))
+    q, k, v = (on_gpu(x) for x in (call.q, call.k, call.v))
     return backends.why_not(backends.BACKENDS[impl], call._replace(q=q, k=k, v=v))
 
 
@@ -299,14 +299,15 @@ INTRODUCTION = """\
 
 <!-- Written by tools/support.py from the backends' own refusals. Do not edit. -->
 
-On an NVIDIA GPU of compute capability 9.0 where cuDNN, flash-attn 4 and a Triton with Gluon are there; in bfloat16 and
-with a head dim of 64, unless a row says otherwise. “yes” is forward and backward, with the gradient of what is learned;
-“forward” is without any gradient; the numbers are of the [reasons](#why-not). The frequencies that `Rope` is given are
-constants.
+The GPU is an NVIDIA one of compute capability 9.0, with cuDNN, flash-attn 4 and a Triton that has Gluon.
+Calls are in bfloat16 with a head dim of 64, unless a row says otherwise.
+“yes” is forward and backward, with the gradient of what is learned; “forward” is without any gradient.
+Numbers in brackets are of the [reasons](#why-not).
+The frequencies that `Rope` is given are constants.
 
 A backend runs a call that combines features if it runs each of them; `attention` says which do not go together.
-`explain_choice` answers for your call, on your machine. Among the backends that can run a call, `impl=None` picks the
-fastest by measurement, or by expectation where nothing was measured.
+`explain_choice` answers for your call, on your machine.
+`impl=None` picks the fastest backend that can run a call, by measurement, or by expectation where nothing was measured.
 """
 
 

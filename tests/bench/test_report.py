@@ -8,8 +8,11 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import support
+import torch
 
 pytest.importorskip("plotly")
 
@@ -22,6 +25,7 @@ from ropewalk.bench.attention.rows import AttentionRow
 from ropewalk.bench.core.records import FORMAT
 from ropewalk.bench.core.timing import COPY, HostTime, Quantiles
 from ropewalk.bench.report import charts, formats, sections
+from ropewalk.bench.report.choices import Pick, after_flash, choices
 from ropewalk.bench.report.entries import read_sources
 from ropewalk.bench.report.markup import Markup, element
 from ropewalk.bench.report.page import data_of, write_report
@@ -34,6 +38,10 @@ from ropewalk.bench.rope.peers import PEERS
 from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.bench.rope.run import MULTIPLY
 from ropewalk.cli.report import report
+from ropewalk.ops.attention import backends
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.libraries import flash
+from ropewalk.schemes import ReRope, Rope
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'{{plotly}}"
 GPU = {
@@ -234,6 +242,96 @@ def test_the_sentence_counts_and_names_the_losses(tmp_path: Path) -> None:
     assert host_sentence(groups) == (
         "An eager call costs the host no more than the best peer's does in 1 of the 2 where both were timed."
     )
+
+
+@pytest.mark.parametrize(
+    ("dates", "peers", "decided_by"),
+    [
+        (("2026-11-21", "2026-11-22"), ("quack", "quack"), {"new"}),
+        (("2026-11-22", "2026-11-21"), ("quack", "quack"), {"old"}),
+        (("2026-11-21", "2026-11-22"), ("vllm", "quack"), {"old", "new"}),  # the new one lacks the older's best peer
+    ],
+)
+def test_a_newer_record_with_the_same_best_peer_decides(dates, peers, decided_by, tmp_path: Path) -> None:
+    paths = []
+    for name, date, peer, time in zip(("old", "new"), dates, peers, (8.0, 12.0), strict=True):
+        rows = [rotation(LARGE, "fwd", "native", "ours", 10.0), rotation(LARGE, "fwd", peer, "peer", time)]
+        paths.append(write(tmp_path / f"{name}.jsonl", {**GPU, "date": date}, rows))
+    sources = read_sources(paths)
+    entries = [entry for source in sources for entry in source.entries]
+    (group,) = verdict_groups(entries, {source.name: source.date for source in sources})
+    assert {one.lead.record for one in group.verdicts} == decided_by
+    assert group.compared == len(decided_by)
+    assert [one.superseded_by for one in group.superseded] == [*decided_by] * (2 - len(decided_by))
+    page = sections.verdicts(sources)
+    assert f"in {2 - len(group.superseded) - ('old' in decided_by)} of {len(decided_by)} comparisons" in page
+    assert ("superseded by" in page) is (len(decided_by) == 1)
+
+
+def make_choice(
+    tmp_path: Path, served_by: str, flash: str | None, *, case=BY_NAME["causal-4k-d128"], gluon: bool = True
+):
+    """The choice of a record where a backend ran `impl=None`, and flash-attn 4 was found, missing or not looked for."""
+    times = {("auto", "rope", "ours"): 5.0, ("triton", "rope", "ours"): 9.0, ("triton", "none", "ours"): 1.0}
+    times |= {("gluon", "rope", "ours"): 7.0} if gluon else {}
+    times |= {("flash_attn_4", "compiled rope", "peer"): 6.0}
+    rows = [
+        replace(row, served_by=served_by if row.impl == "auto" else row.impl) for row in attention(case, "train", times)
+    ]
+    run = {**GPU, "capability": "9.0", "peers": {} if flash is None else {"flash_attn_4": flash}}
+    (choice,) = choices(sources_of(tmp_path, rows, run)[0])
+    return choice
+
+
+def test_kernels_and_choices_are_told_apart(tmp_path: Path) -> None:
+    choice = make_choice(tmp_path, "flash", "4.0")
+    assert choice.picks == (Pick("gluon", 7.0, True), Pick("gluon", 7.0, True), Pick("flash", 5.0, False))
+    assert choice.peers == {"flash_attn_4": 6.0}
+
+
+def test_a_time_that_no_row_has_is_not_measured(tmp_path: Path) -> None:
+    choice = make_choice(tmp_path, "flash", "4.0", gluon=False)
+    assert choice.picks == (Pick("triton", 9.0, True), None, Pick("flash", 5.0, False))
+    # At 512 tokens cuDNN follows flash-attn, and no row has it.
+    assert make_choice(tmp_path, "flash", "4.0", case=BY_NAME["bert-512"]).without_flash is None
+    page = sections.verdicts(sources_of(tmp_path, ATTENTIONS, {**GPU, "peers": {}}))
+    assert "not measured" in page
+
+
+@pytest.mark.parametrize(
+    ("flash", "with_flash"), [("4.0", Pick("gluon", 5.0, False)), ("missing: x", None), (None, None)]
+)
+def test_a_pick_beside_flash_attn_is_the_same_without(flash, with_flash, tmp_path: Path) -> None:
+    choice = make_choice(tmp_path, "gluon", flash)
+    assert (choice.without_flash, choice.with_flash) == (Pick("gluon", 5.0, False), with_flash)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "train") for name in ("causal-4k-d128", "full-4k-d64", "causal-2k-d128", "bert-512", "gemma3-27b")),
+        *((name, mode) for name in ("rerope-8k-d64", "rerope-16k-d128") for mode in ("rerope-fwd", "rerope-train")),
+    ],
+)
+def test_what_follows_flash_attn_is_what_attention_picks_without(name: str, mode: str, tmp_path: Path) -> None:
+    """By the backends' own refusals, on one head of the case."""
+    pytest.importorskip("triton")
+    case = BY_NAME[name]
+    far, training = case.far_window is not None, mode.endswith("train")
+    position = ReRope(case.far_window) if far else Rope()
+    (row, *_) = attention(case, mode, {("auto", "rerope" if far else "rope", "ours"): 1.0})
+    run = {**GPU, "capability": "9.0"}
+    source = sources_of(tmp_path, [replace(row, served_by="flash")], run)[0]
+    with torch.set_grad_enabled(training), support.imagined_gpu():
+        q, k, v = (
+            torch.zeros(1, case.tokens, 1, case.head_dim, dtype=torch.bfloat16, requires_grad=training)
+            for _ in range(3)
+        )
+        call = make_call(q, k, v, position=position, causal=case.causal, window=case.window)
+        call = call._replace(**{x: support.on_gpu(getattr(call, x)) for x in "qkv"})
+        assert backends.choose(call, None).name == "flash"
+        with mock.patch.object(flash, "flash_version", return_value=None):
+            assert after_flash(source.entries[0], source) == backends.choose(call, None).name
 
 
 def test_without_peers_nothing_is_claimed(tmp_path: Path) -> None:

@@ -115,7 +115,13 @@ def test_the_same_seed_gives_the_same_losses(tmp_path, text):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_the_figure_is_drawn_from_the_record_alone(tmp_path):
+@pytest.mark.parametrize(("batch", "smoke"), [(1, True), (300, False)])
+def test_the_figure_is_drawn_from_the_record_alone(batch, smoke, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "suptitle", lambda figure, text, **look: drawn.append((text, len(figure.axes))))
     run = {
         "format": 1,
         "benchmark": "length-extrapolation",
@@ -125,6 +131,8 @@ def test_the_figure_is_drawn_from_the_record_alone(tmp_path):
         "text": "a text",
         "parameters": 1000,
         "device": "a device",
+        "steps": 3000,
+        "batch": batch,
     }
     rows = [
         {"scheme": "a", "settings": {}, "length": n, "loss": 1.0, "standard_error": 0.1, "loss_all": 1.1}
@@ -134,6 +142,9 @@ def test_the_figure_is_drawn_from_the_record_alone(tmp_path):
     path.write_text("\n".join(json.dumps(line) for line in (run, *rows)))
     draw_length_record(read_length_record(path), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    ((title, n_panels),) = drawn
+    assert title.startswith("Smoke: no comparison. ") is smoke
+    assert n_panels == (1 if smoke else 2)
 
 
 def test_without_matplotlib_there_is_a_record(tmp_path, text, monkeypatch):

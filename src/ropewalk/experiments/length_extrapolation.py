@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ SCORED_BYTES = 256  # at the end of each window, or half of the training length 
 LEAST_TRAIN_LENGTH = 4
 HELD_OUT_FILES = 10  # one file in so many is held out; of a text in one file, its last tenth
 ZOOM = 0.25  # nats per byte that the figure shows large
+SMOKE_BYTES = 10_000_000  # of a training, below which schemes cannot be compared
 
 
 @dataclass(frozen=True)
@@ -346,18 +347,33 @@ def length_table(record: LengthRecord) -> Table:
     return table
 
 
+def is_smoke(run: Mapping[str, Any]) -> bool:
+    """Say whether a run learnt from so few bytes that its schemes cannot be compared."""
+    return int(run["steps"] * run["batch"] * run["train_length"]) < SMOKE_BYTES
+
+
+def figure_title(run: Mapping[str, Any]) -> str:
+    """Name the run, and a smoke run as one."""
+    return (
+        f"{'Smoke: no comparison. ' if is_smoke(run) else ''}Trained with RoPE at length {run['train_length']} on "
+        f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}"
+    )
+
+
 def draw_length_record(record: LengthRecord, path: Path) -> None:
     """Draw the loss against the length, a line for each scheme, as PNG; beside it once more, with the low losses large.
 
-    RoPE's loss past the training length is so high that the others would not be told apart.
+    RoPE's loss past the training length is so high that the others would not be told apart. A smoke run has the first
+    panel alone: its small differences say nothing.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     run = record.run
+    zoomed = not is_smoke(run)
     figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, 1 + zoomed, squeeze=False)[0]
     for axes in panels:
         for number, rows in enumerate(_by_scheme(record).values()):
             style = "o-" if number % 2 == 0 else "s--"  # lines may lie on each other
@@ -370,14 +386,11 @@ def draw_length_record(record: LengthRecord, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     least = min(row.loss for row in record.rows)
     panels[0].set_ylabel(f"loss of the last {run['scored_bytes']} bytes, nats per byte")
-    panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
-    panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
+    if zoomed:
+        panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
+        panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(
-        f"Trained with RoPE at length {run['train_length']} on {run['text']}, "
-        f"{run['parameters'] / 1e6:.1f} million parameters, {run['device']}",
-        fontsize=12,
-    )
+    figure.suptitle(figure_title(run), fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, facecolor="white", format="png")

@@ -105,7 +105,9 @@ class AttentionCase:
         if self.form == "packed":
             return f"{self.batch} sequences of {self.shortest} to {self.tokens} tokens, {rest}, {mask}"
         if self.form == "cache":
-            return f"{self.batch} caches of {self.tokens}, {self.shortest} to {self.tokens} keys there, {rest}"
+            if self.batch == 1 and self.shortest == self.tokens:
+                return f"one full cache of {self.tokens} keys, {rest}"
+            return f"{self.batch} caches of {self.shortest} to {self.tokens} keys, {rest}"
         padding = ", key lengths from T/2 to T" if self.padded else ""
         far = "" if self.far_window is None else f", far from {self.far_window} tokens on"
         sliding = "" if self.window is None else f", a window of {self.window}"

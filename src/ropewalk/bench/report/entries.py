@@ -81,6 +81,11 @@ class Source:
         return str(self.run["device"])
 
     @property
+    def date(self) -> str:
+        """When the run began, in a form that sorts."""
+        return str(self.run["date"])
+
+    @property
     def on_cpu(self) -> bool:
         """Whether times are those of calls on a CPU."""
         return self.device.startswith("CPU")

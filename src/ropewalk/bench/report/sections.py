@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ropewalk.bench.report.choices import (
+    CHOICES_NOTE,
+    COLUMNS,
+    NOT_MEASURED,
+    PICKED,
+    Choice,
+    Pick,
+    newest_choices,
+)
 from ropewalk.bench.report.entries import Entry, Source
 from ropewalk.bench.report.formats import MISSING, duration, ratio, share
 from ropewalk.bench.report.markup import Markup, element, join
@@ -82,14 +92,15 @@ def verdicts(sources: Sequence[Source]) -> Markup:
     for machine, records in machines.items():
         entries = [entry for source in records for entry in source.entries]
         title = element("h3", machine) if len(machines) > 1 else None
-        parts.append(element("div", title, _of_machine(entries, len(records) > 1), class_="machine"))
+        parts.append(element("div", title, _of_machine(entries, records), class_="machine"))
     return join(*parts)
 
 
-def _of_machine(entries: Sequence[Entry], several: bool) -> Markup:
+def _of_machine(entries: Sequence[Entry], records: Sequence[Source]) -> Markup:
     if not entries:
         return element("p", "There are no rows in this record.", class_="lead")
-    groups = verdict_groups(entries)
+    several = len(records) > 1
+    groups = verdict_groups(entries, {source.name: source.date for source in records})
     compared = [group for group in groups if group.compared]
     scale = scale_of(compared)
     tiles = element("div", *(_tile(group, scale) for group in compared), class_="tiles")
@@ -106,10 +117,12 @@ def _of_machine(entries: Sequence[Entry], several: bool) -> Markup:
         element("p", host_sentence(groups)) if host_sentence(groups) else None,
         _complaints(entries),
         tiles if compared else None,
+        _choices(newest_choices(records), several),
         behind,
         element("h3", "Every case") if shown else None,
         *shown,
         more,
+        _superseded(groups),
         _costs(costs(entries), several),
     )
 
@@ -161,6 +174,51 @@ def _alone(groups: Sequence[Group], count: int, several: bool, *, open_: bool) -
     return element("details", summary, note, _table(rows), class_="group", open=open_)
 
 
+def _superseded(groups: Sequence[Group]) -> Markup | None:
+    rows = [_row(one, True, group.title) for group in groups for one in group.superseded]
+    if not rows:
+        return None
+    summary = element("summary", element("b", "Superseded"), " ", element("span", f"{len(rows)}", class_="count"))
+    note = "A newer record timed the case and this row's best peer again. These rows count nowhere above."
+    return element("details", summary, element("p", note, class_="note"), _table(rows), class_="group")
+
+
+_CHOICE_HEADINGS = ("case", "our kernels", *PICKED, *COLUMNS.values())
+_CHOICE_LABELS = ("our kernels", *(name.removeprefix("impl=None ") for name in PICKED), *COLUMNS.values())
+
+
+def _choices(found: Sequence[Choice], several: bool) -> Markup | None:
+    """Our kernels beside what `impl=None` picks, hot."""
+    found = [one for one in found if one.lead.protocol == "hot"]
+    if not found:
+        return None
+    rows = []
+    for one in found:
+        mode = title_of(one.lead.benchmark, one.lead.mode)
+        small = " · ".join([mode, *([one.lead.record] if several else []), one.lead.what])
+        times = [duration(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS]
+        ours = _picked(one.kernels and replace(one.kernels, by_name=False))  # that one is by name in every row
+        picks = (ours, _picked(one.without_flash), _picked(one.with_flash))
+        cells = zip(_CHOICE_LABELS, (*picks, *times), strict=True)
+        head = element("th", one.lead.case, element("small", small), scope="row")
+        rows.append(element("tr", head, *(_cell(heading, cell) for heading, cell in cells)))
+    head = element("thead", element("tr", *(element("th", text, scope="col") for text in _CHOICE_HEADINGS)))
+    table = element("table", head, element("tbody", *rows), class_="verdicts choices")
+    return join(
+        element("h3", "Kernels and choices"),
+        element("p", CHOICES_NOTE, class_="note"),
+        element("div", table, class_="scroll"),
+    )
+
+
+def _picked(pick: Pick | None) -> str:
+    if pick is None:
+        return NOT_MEASURED
+    time = element("span", duration(pick.time), class_="time")
+    said = element("small", "timed by its name") if pick.by_name else None
+    return join(chip(pick.backend), element("span", pick.backend), " ", time, said)
+
+
 _HEADINGS = ("case", "ours", "best peer", "verdict", "of the roof", "host: ours, peer")
 
 
@@ -176,7 +234,9 @@ def _row(verdict: Verdict, several: bool, title: str | None = None) -> Markup:
         where.append(lead.record)
     small = " · ".join([*where, lead.what])
     excluded = ", ".join(f"{name} ({why})" for name, why in verdict.excluded)
-    note = element("small", f"not compared: {excluded}") if excluded else None
+    superseded = f"superseded by {verdict.superseded_by}" if verdict.superseded_by else None
+    said = "; ".join(text for text in (f"not compared: {excluded}" if excluded else None, superseded) if text)
+    note = element("small", said) if said else None
     roof = element("span", share(verdict.share), title=f"of a {lead.roof}") if verdict.share is not None else MISSING
     cells = (
         element("th", lead.case, element("small", small), scope="row"),

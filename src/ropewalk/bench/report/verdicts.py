@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ropewalk.bench.attention.candidates import AUTO, COMPILED
 from ropewalk.bench.attention.cases import MODES
@@ -11,9 +11,9 @@ from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.entries import Entry
 from ropewalk.bench.report.formats import ratio
 
-_NAMED = 8  # losses that the sentence names, and then a number
+_NAMED = 3  # losses that the sentence names, and then a number
 SAME = 0.02  # times within so much of each other are taken for equal
-AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alone"
+AHEAD, LEVEL, BEHIND, ABSENT, ALONE, SUPERSEDED = "ahead", "level", "behind", "absent", "alone", "superseded"
 
 TITLES = {
     ("rope", "fwd"): "Rotation, forward",
@@ -38,7 +38,7 @@ _NOTES = {
     "decode": "one token for each sequence",
 }
 # mode -> ours and the peers' positions, and ours by name where it is one implementation that users get
-_COMPARED: dict[str, tuple[str, str, str | None]] = {
+COMPARED: dict[str, tuple[str, str, str | None]] = {
     "fwd": ("none", "none", None),
     "bwd": ("none", "none", None),
     "train": ("rope", COMPILED, AUTO),
@@ -68,10 +68,14 @@ class Verdict:
     share: float | None  # of the roof, by ours
     absent: str | None = None  # why there is nothing of ours
     excluded: tuple[tuple[str, str], ...] = ()  # peers that are not compared, and why
+    timed: frozenset[str] = frozenset()  # the peers with a time
+    superseded_by: str | None = None  # the newer record that decides the case
 
     @property
     def outcome(self) -> str:
-        """Ahead, level or behind; absent: nothing of ours was measured; alone: no peer was."""
+        """Ahead, level or behind; absent: nothing of ours was measured; alone: no peer was; or superseded."""
+        if self.superseded_by is not None:
+            return SUPERSEDED
         if self.ours is None:
             return ABSENT
         if self.times_as_fast is None:
@@ -88,6 +92,8 @@ class Verdict:
         if self.peer is None or self.times_as_fast is None:
             return "no peer was measured"
         times, name = f"{ratio(self.times_as_fast)}\u00a0×", self.peer.entry.impl
+        if self.outcome == SUPERSEDED:
+            return f"{times} {name}"
         if self.outcome == AHEAD:
             return f"{times} as fast as {name}"
         return f"{times}: as fast as {name}" if self.outcome == LEVEL else f"{times}: {name} is faster"
@@ -114,6 +120,7 @@ class Group:
     title: str
     note: str
     verdicts: list[Verdict]
+    superseded: list[Verdict] = field(default_factory=list)  # that newer records decide: they count nowhere
 
     def count(self, *outcomes: str) -> int:
         """Count the verdicts with one of these outcomes."""
@@ -147,18 +154,52 @@ def together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     yield from groups.values()
 
 
-def verdict_groups(entries: Sequence[Entry]) -> list[Group]:
-    """The verdicts of rows of one machine, by title."""
-    found: dict[tuple[str, str, str | None], list[Verdict]] = {}
+def verdict_groups(entries: Sequence[Entry], dates: Mapping[str, str] | None = None) -> list[Group]:
+    """The verdicts of rows of one machine, by title.
+
+    Args:
+        dates: of the records, by name: a newer record's verdict on a case supersedes an older one's if it has a time of
+            the older one's best peer. None: no verdict supersedes another.
+    """
+    by_case: dict[tuple[tuple[object, ...], str | None], list[Verdict]] = {}
     for rows in together(entries):
         verdict = _of_rotation(rows) if rows[0].benchmark == "rope" else _of_attention(rows)
         if verdict is not None:
-            verdict = replace(verdict, excluded=tuple(_excluded(rows, verdict)))
+            timed = frozenset(row.impl for row in rows if row.kind == "peer" and row.time is not None)
+            verdict = replace(verdict, excluded=tuple(_excluded(rows, verdict)), timed=timed)
             protocol = next((row.protocol for row in rows if row.protocol is not None), None)
-            found.setdefault((rows[0].benchmark, rows[0].mode, protocol), []).append(verdict)
+            by_case.setdefault((rows[0].group[1:-1], protocol), []).append(verdict)
+    found: dict[tuple[str, str, str | None], list[Verdict]] = {}
+    for (_, protocol), verdicts in by_case.items():
+        for verdict in verdicts if dates is None else _supersede(verdicts, dates):
+            found.setdefault((verdict.lead.benchmark, verdict.lead.mode, protocol), []).append(verdict)
     order = list(TITLES)
     keys = sorted(found, key=lambda key: (order.index(key[:2]) if key[:2] in order else len(order), key[2] or ""))
-    return [Group(title_of(*key), note_of(*key[:2]), found[key]) for key in keys]
+    return [
+        Group(
+            title_of(*key),
+            note_of(*key[:2]),
+            [one for one in found[key] if one.outcome != SUPERSEDED],
+            [one for one in found[key] if one.outcome == SUPERSEDED],
+        )
+        for key in keys
+    ]
+
+
+def _supersede(verdicts: Sequence[Verdict], dates: Mapping[str, str]) -> Iterator[Verdict]:
+    """Mark the verdicts on one case that the newest record with a time of their best peer overrules."""
+    for verdict in verdicts:
+        peer, date = verdict.peer, dates[verdict.lead.record]
+        newer = [
+            other
+            for other in verdicts
+            if peer is not None
+            and other.ours is not None
+            and peer.entry.impl in other.timed
+            and dates[other.lead.record] > date
+        ]
+        newest = max(newer, key=lambda other: dates[other.lead.record], default=None)
+        yield verdict if newest is None else replace(verdict, superseded_by=newest.lead.record)
 
 
 def _excluded(rows: Sequence[Entry], verdict: Verdict) -> Iterator[tuple[str, str]]:
@@ -181,7 +222,10 @@ def title_of(benchmark: str, mode: str, protocol: str | None = None) -> str:
 
 def note_of(benchmark: str, mode: str) -> str:
     """Describe the content of a mode's time."""
-    return (_NOTES if benchmark == "rope" else MODES).get(mode, "")
+    if benchmark == "rope":
+        return _NOTES.get(mode, "")
+    said = MODES.get(mode, "")
+    return f"{said}; ours is what impl=None picked" if AUTO in COMPARED.get(mode, ()) else said
 
 
 def sentence(groups: Sequence[Group]) -> str:
@@ -194,9 +238,13 @@ def sentence(groups: Sequence[Group]) -> str:
     behind = sum(group.count(BEHIND) for group in groups)
     absent = sum(group.count(ABSENT) for group in groups)
     if behind:
-        named = [f"{one.lead.case} {one.lead.mode} ({one.text})" for _, one in losses(groups) if one.outcome == BEHIND]
-        more = f" and {behind - _NAMED} more" if behind > _NAMED else ""
-        text += f"; behind in: {', '.join(named[:_NAMED])}{more}"
+        named: dict[str, str] = {}  # the worst of a case stands for hot and cool
+        for _, one in losses(groups):
+            if one.outcome == BEHIND:
+                named.setdefault(f"{one.lead.case} {one.lead.mode}", one.text)
+        worst = [f"{case} ({said})" for case, said in named.items()][:_NAMED]
+        more = f" and {len(named) - len(worst)} more cases" if len(named) > len(worst) else ""
+        text += f"; behind in: {', '.join(worst)}{more}"
     if absent:
         text += f"; without a time of ours in {absent}"
     return text + "."
@@ -239,7 +287,7 @@ def _fastest(rows: Sequence[Entry], in_graph: bool) -> Side | None:
 
 def _of_attention(rows: Sequence[Entry]) -> Verdict | None:
     """By the ratios of times from the same rounds. None: the mode holds no peers against ours."""
-    compared = _COMPARED.get(rows[0].mode)
+    compared = COMPARED.get(rows[0].mode)
     if compared is None:
         return None
     position, of_peers, name = compared
