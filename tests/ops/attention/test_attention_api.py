@@ -26,6 +26,7 @@ from helpers.attention_calls import (
 from helpers.modes import ON_GPU, needs_kernels, on_gpu
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias, apply_rope, attention, explain_choice
@@ -313,7 +314,11 @@ REFUSED = {
 def test_libraries_are_not_asked_for_packed_sequences_or_pages(device):
     q, k, v = draw_packed(device, 9, 9)
     packed = {"cu_seqlens_q": torch.tensor([0, 4, 9], device=device), "layout": "thd"}
-    assert refusal_of("sdpa", q, k, v, **packed) == "cu_seqlens_q"
+    assert refusal_of("sdpa", q, k, v, **packed) == (None if device.type == "cpu" else "cu_seqlens_q")
+    nothing = {**packed, "cu_seqlens_q": torch.tensor([0, 0], device=device)}
+    assert refusal_of("sdpa", q, k, v, **nothing) == ("empty" if device.type == "cpu" else "cu_seqlens_q")
+    with FlopCounterMode(display=False):  # a tracer, which is a mode too, could not follow what is read
+        assert refusal_of("sdpa", q, k, v, **packed) == "cu_seqlens_q"
     q, pages = torch.randn(B, 1, H, D, device=device), torch.randn(4, 16, K, D, device=device)
     call = {"key_lengths": torch.tensor([3, 20], device=device)}
     call["block_table"] = torch.tensor([[0, 1], [2, 1]], device=device)
@@ -330,6 +335,20 @@ NEW = {
     "softcap": lambda device: 30.0,
     "sinks": lambda device: torch.ones(H, device=device),
     "dropout_p": lambda device: 0.1,
+}
+
+
+def draw_packed(device, queries, keys, dv=D):
+    shapes = ((queries, H, D), (keys, K, D), (keys, K, dv))
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+
+
+PACKS = {
+    "as long": ([5, 0, 9, 3], None, 0),
+    "with room": ([5, 9, 1], None, 7),
+    "of other lengths": ([5, 0, 9, 3, 2], [7, 4, 2, 0, 2], 3),
+    "one": ([11], None, 0),
+    "none": ([], None, 4),
 }
 
 
@@ -363,6 +382,24 @@ def test_pytorchs_attention_takes_masks_on_a_cpu(monkeypatch, name, block):
         tensors = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*tensors, position=Rope(), impl=impl, **call)
         results.append((out, *torch.autograd.grad(out.sin().sum(), tensors)))
+    for mine, defined in zip(*results, strict=True):
+        torch.testing.assert_close(mine, defined)
+
+
+@pytest.mark.parametrize("call", [{}, {"causal": True}, {"window": (3, 1)}], ids=str)
+@pytest.mark.parametrize("pack", [name for name in PACKS if name != "none"])
+def test_pytorchs_attention_takes_packed_sequences_on_a_cpu(pack, call):
+    lengths_q, lengths_k, room = PACKS[pack]
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (lengths_q, lengths_k or lengths_q))
+    q, k, v = draw_packed(torch.device("cpu"), int(cu_q[-1]) + room, int(cu_k[-1]) + room, dv=24)
+    call = {**call, "position": Rope(), "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": "thd"}
+    assert explain_choice(q, k, v, **call).name == "sdpa"
+    with torch.no_grad():
+        k[int(cu_k[-1]) :] = v[int(cu_k[-1]) :] = torch.nan  # no sequence has them
+    results = []
+    for impl in ("sdpa", "reference"):
+        out = attention(q, k, v, impl=impl, **call)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
     for mine, defined in zip(*results, strict=True):
         torch.testing.assert_close(mine, defined)
 
@@ -495,20 +532,6 @@ LEARNED = {
 
 def t5(device):
     return T5Bias(torch.randn(32, H, device=device), max_distance=20)
-
-
-def draw_packed(device, queries, keys, dv=D):
-    shapes = ((queries, H, D), (keys, K, D), (keys, K, dv))
-    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
-
-
-PACKS = {
-    "as long": ([5, 0, 9, 3], None, 0),
-    "with room": ([5, 9, 1], None, 7),
-    "of other lengths": ([5, 0, 9, 3, 2], [7, 4, 2, 0, 2], 3),
-    "one": ([11], None, 0),
-    "none": ([], None, 4),
-}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -23,20 +23,20 @@ _UNSUPPORTED = {
 
 
 # Arguments that a mask of pairs can stand for.
-_MASKS = ("mask", "key_lengths", "key_starts", "query_starts")
+MASKS = ("mask", "key_lengths", "key_starts", "query_starts")
 
 
-def why_no_library(call: AttentionCall, *, takes_masks: bool = False) -> Refusal | None:
-    """Say why no library runs a call: most run full and causal attention alone; None if one may."""
+def why_no_library(call: AttentionCall, takes: tuple[str, ...] = ()) -> Refusal | None:
+    """Say why a library that takes some more arguments does not run a call; None if it may."""
     for name, reason in _UNSUPPORTED.items():
-        if getattr(call, name) is not None and not (takes_masks and name in _MASKS):
+        if getattr(call, name) is not None and name not in takes:
             return Refusal(name, reason)
     if call.dropout_p > 0:
         return Refusal("dropout_p", "dropout (dropout_p) is not supported: its seed would mean another mask")
     if call.scheme is not None and call.scheme.has_score_mod():
         return Refusal("score_mod", f"the score mod of {type(call.scheme).__name__} is not supported")
     for name in ("mask", "key_lengths"):
-        if getattr(call, name) is not None and not takes_masks:
+        if getattr(call, name) is not None and name not in takes:
             return Refusal(name, f"{name}, which may leave rows without a key, is not supported")
     if call.return_lse:
         return Refusal("return_lse", "a differentiable log-sum-exp is not supported")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Refusal
-from ropewalk.ops.attention.call import AttentionCall, allowed, existing
-from ropewalk.ops.attention.libraries.common import HALF, refuse_dtype, refuse_values, why_misaligned, why_no_library
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing
+from ropewalk.ops.attention.libraries.common import (
+    HALF,
+    MASKS,
+    refuse_dtype,
+    refuse_values,
+    why_misaligned,
+    why_no_library,
+)
 from ropewalk.ops.attention.tables import map_features
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 MASK_BLOCK = 1 << 24  # pairs of one mask
 MAX_ROTATED = 512  # features of a head that `apply_rope` takes
@@ -29,13 +39,15 @@ class Sdpa:
             return Refusal("window", "window is not supported")
         if call.far is not None:
             return Refusal("far", "a two-range encoding is not supported: no log-sum-exp to merge its ranges by")
-        refusal = why_no_library(call, takes_masks=is_cpu)
+        refusal = why_no_library(call, _taken_on_a_cpu(call) if is_cpu else ())
         if refusal is not None:
             return refusal
         if call.tables.q is not None and q.shape[3] > MAX_ROTATED:
             return Refusal(
                 "head_dim", f"head dim {q.shape[3]} is not supported: our rotation takes up to {MAX_ROTATED}"
             )
+        if is_cpu and call.cu_seqlens_q is not None and not _sequences(call):
+            return Refusal("empty", "packed sequences without a query and a key are not supported")
         if is_cpu:
             return None
         if call.causal and q.shape[2] != k.shape[2]:
@@ -64,6 +76,8 @@ class Sdpa:
         """Attend by cuDNN on NVIDIA GPUs, by whatever PyTorch chooses elsewhere and for more than 256 features."""
         q, k = map_features(call)
         v = call.v
+        if call.cu_seqlens_q is not None:
+            return _attend_packed(q, k, call), None
         if _needs_mask(call):
             return _attend_masked(q, k, call), None
         if gpu.is_nvidia(q.device) and not _is_wide(call):
@@ -77,6 +91,13 @@ class Sdpa:
         return out, None
 
 
+def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
+    """Return the arguments that a CPU runs and a GPU does not. Where sequences end is read: a traced call cannot."""
+    bounds = (call.cu_seqlens_q, call.cu_seqlens_k)
+    may_read = call.cu_seqlens_q is None or (is_plain_eager(call.q, *bounds) and not is_transformed())
+    return (*MASKS, "cu_seqlens_q") if may_read else MASKS
+
+
 def _is_wide(call: AttentionCall) -> bool:
     """Say whether heads are wider than the kernels of any other backend."""
     return max(call.q.shape[3], call.v.shape[3]) > 256
@@ -86,6 +107,40 @@ def _needs_mask(call: AttentionCall) -> bool:
     """Say whether some pairs are not attended, other than by causality between as many queries as keys."""
     given = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     return call.has_window or any(x is not None for x in given) or (call.causal and call.q.shape[2] != call.k.shape[2])
+
+
+def _attend_packed(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+    """Attend within each sequence of a packed batch on a CPU; a token without keys gives 0."""
+    outs, done = [], 0
+    for (first, last), (first_key, last_key) in _sequences(call):
+        if first > done:  # those of sequences without a key
+            outs.append(_zeros(q, call.v, first - done))
+        rows, keys = slice(first, last), slice(first_key, last_key)
+        one = call._replace(
+            q=q[:, :, rows],
+            k=k[:, :, keys],
+            v=call.v[:, :, keys],
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            tables=NO_TABLES,
+        )
+        outs.append(Sdpa().attend(one)[0])
+        done = last
+    if done < q.shape[2]:
+        outs.append(_zeros(q, call.v, q.shape[2] - done))
+    return torch.cat(outs, dim=2)
+
+
+def _sequences(call: AttentionCall) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the first and one past the last query and key of each sequence that has both."""
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    pairs = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_k.tolist()), strict=True)
+    return [(queries, keys) for queries, keys in pairs if queries[0] < queries[1] and keys[0] < keys[1]]
+
+
+def _zeros(q: Tensor, v: Tensor, tokens: int) -> Tensor:
+    return q.new_zeros(*q.shape[:2], tokens, v.shape[3])
 
 
 def _attend_masked(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
