@@ -15,7 +15,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from helpers import cover, modes
+from helpers import cover, interpreter, modes
+
+if modes.INTERPRETED:
+    interpreter.make_faster()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
