@@ -25,12 +25,13 @@ from helpers.huggingface_models import (
     transformers,
     truth_and_baseline,
 )
+from helpers.writes import WRITES
 from torch import nn
 
 import ropewalk
 from ropewalk import attention
 from ropewalk.integrations import huggingface
-from ropewalk.modules import masks
+from ropewalk.integrations.huggingface import attention as module_of_attention
 from ropewalk.testing import assert_close_to_truth
 
 
@@ -434,13 +435,44 @@ def test_masks_with_four_dimensions_say_everything(device):
     assert torch.equal(attend(q, k, v, of_keys)[0], bhtd(q, k, v, mask=allowed[:, :, :1]))
 
 
-def test_a_mask_that_was_written_to_is_read_again(device):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_mask_by_any_way_is_seen(device, write, dtype):
     q, k, v = heads(device)
-    mask = torch.zeros(2, 1, 1, 6, device=device)
+    allowed = (torch.arange(6, device=device) < 4).expand(2, 1, 1, 6).contiguous()
+    as_mask = (lambda x: x.clone()) if dtype == torch.bool else (lambda x: torch.where(x, 0.0, -torch.inf))
+    mask = as_mask(torch.ones_like(allowed))
     torch.testing.assert_close(attend(q, k, v, mask)[0], bhtd(q, k, v))
-    mask[:, :, :, 4:] = -torch.inf
+    WRITES[write](mask, as_mask(allowed))
     expected = bhtd(q, k, v, key_lengths=torch.tensor([4, 4], device=device))
     torch.testing.assert_close(attend(q, k, v, mask)[0], expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_that_becomes_a_bias_is_refused(write):
+    """On a CPU: on a device values are read once for a mask, as they are to be waited for."""
+    q, k, v = heads("cpu")
+    mask = torch.zeros(2, 1, 6, 6)
+    attend(q, k, v, mask)
+    WRITES[write](mask, torch.randn(2, 1, 6, 6))
+    with pytest.raises(ValueError, match="attention_mask is a bias"):
+        attend(q, k, v, mask)
+
+
+def test_an_additive_mask_on_a_device_is_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(module_of_attention, "masks_only", lambda mask: not checked.append(mask))
+    mask = torch.zeros(2, 1, 6, 6, device="meta")
+    for _ in range(3):
+        module_of_attention._as_bool(mask)
+    assert len(checked) == 1
+    mask.add_(1)
+    module_of_attention._as_bool(mask)
+    module_of_attention._as_bool(mask.clone())
+    assert len(checked) == 3
+    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    assert len(checked) == 5
 
 
 def test_a_mask_that_comes_to_be_learned_is_refused(device):
@@ -458,16 +490,6 @@ def test_masks_of_equal_rows_are_masks_of_keys(calls, device):
         attend(q, k, v, mask.expand(2, 4, 6, 6))
         assert calls[-1]["mask"].shape == (2, 1, 1, 6)
         assert calls[-1]["key_lengths"].tolist() == [6, 4]
-
-
-def test_masks_are_not_kept_alive(device):
-    q, k, v = heads(device)
-    before = len(masks._MADE)
-    mask = torch.zeros(2, 1, 1, 6, device=device)
-    attend(q, k, v, mask)
-    assert len(masks._MADE) > before
-    del mask
-    assert len(masks._MADE) == before
 
 
 def test_a_mask_seen_in_inference_serves_training(calls, device):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.attention_calls import SCHEMES, B, D, H
+from helpers.writes import WRITES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -369,12 +370,6 @@ def test_equal_schemes_share_their_tables_and_others_do_not(device, monkeypatch)
     assert len(calls) == 5
 
 
-WRITES = {
-    "in-place": lambda x, new: x.copy_(new),
-    "through-data": lambda x, new: x.data.copy_(new),
-    "other-data": lambda x, new: setattr(x, "data", new),
-    "through-detach-of-data": lambda x, new: x.data.detach().view(-1).copy_(new.view(-1)),
-}
 OF_TENSOR = {
     "rope": ((8,), lambda x: Rope(inv_freq=x)),
     "rerope": ((8,), lambda x: ReRope(3, rope=Rope(inv_freq=x))),
