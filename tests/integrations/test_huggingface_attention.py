@@ -62,20 +62,8 @@ def test_models_agree_with_eager_in_logits_and_gradients(name, kind, device):
 
 def test_layers_of_gemma_4_with_512_features_a_head_agree_with_eager(device):
     """No kernel is as wide: PyTorch's attention runs those layers."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "hidden_size_per_layer_input": 0, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 512}
-    config = transformers.Gemma4TextConfig(num_hidden_layers=6, vocab_size_per_layer_input=32, **sizes, **heads)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ropewalk").eval().to(device)
-    found = []
-    for impl in ("ropewalk", "eager"):
-        model.set_attn_implementation(impl)
-        logits = model(torch.arange(1, 25, device=device).view(2, 12)).logits
-        found.append((logits, *torch.autograd.grad(logits.sin().sum(), list(model.parameters()), allow_unused=True)))
-    assert model.model.layers[5].self_attn.head_dim == 512
-    for mine, eager in zip(*found, strict=True):
-        if eager is not None:
-            torch.testing.assert_close(mine, eager, atol=1e-3, rtol=1e-3)
+    assert build("Gemma4", device).model.layers[-1].self_attn.head_dim == 512
+    assert_agrees("Gemma4", device, lambda model: logits_and_grads(model, "ropewalk", tokens(device), None))
 
 
 @pytest.mark.parametrize("kind", ["none", "left"])
