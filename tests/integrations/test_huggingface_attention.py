@@ -161,7 +161,7 @@ def describe(keywords):
         ("BertDecoder", "right", [(True, None, (B, 1, 1, T), True)] * 2),
     ],
 )
-def test_masks_say_no_more_than_they_must(name, kind, expected, calls, device):
+def test_layers_get_the_shortest_mask(name, kind, expected, calls, device):
     model, mask = build(name, device), padding(kind, device)
     model.set_attn_implementation("ropewalk")
     model(tokens(device), attention_mask=mask)
@@ -208,7 +208,7 @@ def bhtd(q, k, v, **keywords):
     return attention(q, k, v, layout="bhtd", **keywords).transpose(1, 2)
 
 
-def test_keywords_change_what_they_say(device):
+def test_keywords_become_arguments_of_attention(device):
     q, k, v = heads(device)
     sinks = torch.randn(4).to(device)
     assert torch.equal(attend(q, k, v)[0], bhtd(q, k, v, causal=True))
@@ -319,7 +319,7 @@ def test_a_mask_that_must_be_whole_is(pattern, device):
     assert torch.equal(make_mask(**arguments), whole_mask(**arguments))
 
 
-def test_a_place_that_only_the_device_knows_is_not_asked_for(device):
+def test_an_offset_on_the_device_gives_the_whole_mask(device):
     arguments = mask_arguments("causal", "whole", None, device)
     if "q_offset" not in arguments:
         pytest.skip("this transformers gives no offset")
@@ -369,7 +369,7 @@ def test_output_attentions_of_a_model_raises(device):
         model(tokens(device), output_attentions=True)
 
 
-def test_t5_is_told_which_attention_has_its_biases(device):
+def test_t5s_refusal_names_the_call_with_its_biases(device):
     """And that attention gives what the model's own does, with the gradient of the table."""
     sizes = {"vocab_size": 50, "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 4}
     torch.manual_seed(0)
@@ -412,7 +412,7 @@ def test_models_without_the_interface_stay_as_they_are_or_raise(name, sizes, dev
         model(tokens(device))
 
 
-def test_masks_with_four_dimensions_say_everything(device):
+def test_masks_with_four_dimensions_replace_causality_and_window(device):
     q, k, v = heads(device)
     allowed = (torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.6).to(device)
     additive = torch.zeros(2, 1, 6, 6, device=device).masked_fill(~allowed, torch.finfo(torch.float32).min)
@@ -480,7 +480,7 @@ def test_masks_of_equal_rows_are_masks_of_keys(calls, device):
         assert calls[-1]["key_lengths"].tolist() == [6, 4]
 
 
-def test_a_mask_seen_in_inference_serves_training(calls, device):
+def test_a_mask_of_inference_can_be_used_in_training(calls, device):
     q, k, v = heads(device)
     mask = torch.zeros(2, 1, 1, 6, device=device)
     with torch.inference_mode():

@@ -603,7 +603,7 @@ def test_position_ids_that_are_refused(kind):
         make("rope")(random(B, T, C), position_ids=ids)
 
 
-def test_what_is_not_served_is_refused_by_name():
+def test_unsupported_keywords_are_refused_by_name():
     layer, x = make("rope"), random(B, T, C)
     for name, value in {
         "past_key_values": object(),

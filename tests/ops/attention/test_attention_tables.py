@@ -212,7 +212,7 @@ def test_tables_are_of_the_positions(device, name, dtype, causal):
         assert (result.tables.q.cos is result.tables.k.cos) is (name in ("packed", "packed, none", "starts"))
 
 
-def test_one_table_serves_all_that_is_placed(device, monkeypatch):
+def test_packed_and_padded_calls_share_one_table(device, monkeypatch):
     calls = made(monkeypatch, Rope, "rotation")
     for name in PLACED:
         resolve_scheme(make_call(device, name, Rope(), causal=True))
@@ -450,7 +450,7 @@ def test_what_was_used_last_is_kept_longest(device, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_what_a_mode_makes_serves_training(device, mode):
+def test_what_is_made_in_a_mode_can_be_used_in_training(device, mode):
     with mode():
         resolved(device, ExpoSB(distance_decay=True), 3, 7)
         resolved(device, Alibi())
