@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 takes, `--cover` how many combinations of parameters.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -42,6 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = selected
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all that was imported: accelerate and torch collect garbage often, and walked it in 0.4 s each time
 
 
 @pytest.fixture(scope="session")

@@ -174,14 +174,6 @@ def test_layers_get_the_shortest_mask(name, kind, expected, calls, device):
             assert keywords["mask"].untyped_storage().nbytes() == B * T  # nothing was expanded in memory
 
 
-def test_nothing_is_worked_out_twice_for_one_forward(calls, device):
-    model = build("Llama", device)
-    model.set_attn_implementation("ropewalk")
-    model(tokens(device), attention_mask=padding("right", device))
-    first, second = (keywords["key_lengths"] for keywords in calls)
-    assert first.data_ptr() == second.data_ptr()
-
-
 def test_one_query_of_a_preallocated_cache_walks_what_is_filled(calls, device):
     model = build("Llama", device)
     model.set_attn_implementation("ropewalk")
