@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 import sys
@@ -98,7 +97,6 @@ def rotates(source):
 FAMILIES = [family for family, path in FILES.items() if rotates(path.read_text())]
 
 
-@functools.cache
 def served(family):
     """The functions that are replaced, and the error."""
     module, model = bare_model(family)
