@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 takes, `--cover` how many combinations of parameters.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -15,7 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from helpers import cover, modes
+from helpers import cover, interpreter, modes
+
+if modes.INTERPRETED:
+    interpreter.make_faster()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = selected
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all that was imported: accelerate and torch collect garbage often, and walked it in 0.4 s each time
 
 
 @pytest.fixture(scope="session")

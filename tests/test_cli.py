@@ -93,7 +93,7 @@ def test_build_refuses_what_is_no_architecture(compiler: Path) -> None:
     assert result.stderr.startswith("error: architecture is 'hopper', but must be a compute capability")
 
 
-def test_build_that_fails_says_all_of_why(compiler: Path) -> None:
+def test_a_failed_build_prints_the_compilers_whole_output(compiler: Path) -> None:
     compiler.write_text("#!/bin/sh\necho the header is missing\nexit 7\n")
     result = invoke("build")
     assert result.exit_code == 2
@@ -228,9 +228,7 @@ def test_every_extra_has_its_packages() -> None:
         assert f'"{distribution}>' in section
 
 
-def test_without_the_extra_the_command_says_which(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for missing, expected in (
         (("typer", "rich"), "error: typer and rich are not installed: pip install 'ropewalk[bench]'\n"),
         (("rich",), "error: rich is not installed: pip install 'ropewalk[bench]'\n"),

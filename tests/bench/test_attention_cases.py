@@ -120,13 +120,13 @@ def test_a_far_window_leaves_near_pairs_and_far_ones(window: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"far_window": None}, {"causal": False}, {"padded": True}, {"form": "packed"}])
-def test_rerope_is_measured_where_all_ways_to_it_serve(changes: dict[str, Any]) -> None:
+def test_rerope_is_measured_in_dense_causal_cases_alone(changes: dict[str, Any]) -> None:
     right = replace(CASE, causal=True, modes=REROPE)
     with pytest.raises(ValueError, match="small: ReRoPE is measured of dense causal cases that have a far_window"):
         replace(right, **changes)
 
 
-def test_a_far_window_is_told_and_costs_no_operations() -> None:
+def test_a_far_window_is_in_the_description_and_costs_no_operations() -> None:
     without = replace(CASE, far_window=None)
     assert CASE.description == f"{without.description}, far from 5 tokens on"
     assert CASE.flops("rerope-fwd") == without.flops("fwd")

@@ -390,7 +390,7 @@ def test_ready_pairs_are_made_before_what_is_timed(device: torch.device) -> None
     assert all(grad.any() for grad in grads)
 
 
-def test_ways_that_cannot_serve_say_so() -> None:
+def test_candidates_that_cannot_run_have_a_reason() -> None:
     device = torch.device("cpu")
     inputs = make_attention_inputs(FAR, device)
     found = candidates_of(FAR, inputs, ("sdpa",), [])["rerope-train"]

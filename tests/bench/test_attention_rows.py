@@ -233,7 +233,7 @@ def test_targets_of_rerope() -> None:
     }
 
 
-def test_auto_ought_to_be_faster_where_flash_serves_it() -> None:
+def test_auto_has_a_target_only_where_flash_ran() -> None:
     rows = [replace(row, served_by="triton") for row in REROPE]
     said = [target.what for target in targets(bench_record(RUN, rows)) if "eager" in target.what]
     assert said == ["rerope-train: triton + rerope, times as fast as eager PyTorch"]

@@ -309,7 +309,7 @@ def test_ours_must_be_right(
     assert [row.status for row in rows_of(rows, "auto")] == ["ok"]
 
 
-def test_an_implementation_that_cannot_serve_says_so(tmp_path: Path) -> None:
+def test_an_implementation_that_cannot_run_has_a_row_with_the_reason(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     result, text = run(tmp_path, cpu, impls=("flash", "reference"), modes=("fwd",), cases=(CASE,))
     row = rows_of(result.record.rows, "flash")[0]

@@ -140,7 +140,7 @@ def test_what_was_right_must_stay_right(status: str | None, make: Any) -> None:
     assert compare([*bad, beside], [*bad, beside]) == []
 
 
-def test_a_protocol_or_a_graph_that_is_gone_is_told() -> None:
+def test_a_protocol_or_a_graph_that_is_gone_is_a_regression() -> None:
     both = [attend(), attend(protocol="cool")]
     (change,) = compare(both, both[:1])
     assert (change.label, change.after, change.verdict) == ("attend bfloat16 fwd cool, device", "gone", "regression")

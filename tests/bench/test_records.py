@@ -84,7 +84,7 @@ def test_lines_can_be_kept_and_the_rest_is_gone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["record.jsonl"]
 
 
-def test_a_line_that_is_cut_off_is_told(tmp_path: Path) -> None:
+def test_a_line_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     with RecordWriter(path, RUN) as writer:
         writer.append(ROWS[0])
@@ -95,7 +95,7 @@ def test_a_line_that_is_cut_off_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ['{"case": 3}', '{"case": {"name": "x"}, "mode": "fwd"}', "{}"])
 @pytest.mark.parametrize("name", ["rope", "attention"])
-def test_a_line_that_is_no_row_is_told(line: str, name: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_row_is_refused(line: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text(f'{{"format": 1, "benchmark": "{name}"}}\n{line}\n')
     with pytest.raises(ValueError, match=rf"record\.jsonl has a line that is not a row of the benchmark '{name}'"):

@@ -142,7 +142,7 @@ def test_a_backward_that_cannot_be_repeated_is_a_failure(
     assert found == [("fwd", "ok"), ("bwd", "failed")]
 
 
-def test_a_peer_is_asked_only_for_what_it_serves(
+def test_a_peer_runs_only_supported_cases(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

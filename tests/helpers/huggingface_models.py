@@ -45,6 +45,18 @@ OTHER_ROTATIONS = {
     "NanoChat": GROUPED,
     "DeepseekV3": {**SIZES, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": LAYERS},
 }
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+WIDE = {  # 512 features in a head of the last layer
+    "Gemma4": {
+        **GROUPED,
+        "num_key_value_heads": 1,
+        "sliding_window": WINDOW,
+        "layer_types": LAYER_TYPES,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+}
 NAMES = [*CAUSAL, "Bert", "BertDecoder"]
 
 
@@ -66,8 +78,8 @@ def build(name, device, **changes):
         config = transformers.BertConfig(**{**SIZES, "is_decoder": name == "BertDecoder", **changes})
         model_class = transformers.BertLMHeadModel if config.is_decoder else transformers.BertForMaskedLM
     else:
-        sizes = {**CAUSAL, **OTHER_ROTATIONS}[name]
-        config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+        sizes = {**CAUSAL, **OTHER_ROTATIONS, **WIDE}[name]
+        config = getattr(transformers, f"{name}TextConfig" if name in WIDE else f"{name}Config")(**{**sizes, **changes})
         model_class = getattr(transformers, f"{name}ForCausalLM")
     config._experts_implementation = "eager"  # others know no float64
     model = model_class._from_config(config, attn_implementation="eager")

@@ -25,12 +25,13 @@ from helpers.huggingface_models import (
     transformers,
     truth_and_baseline,
 )
+from helpers.writes import WRITES
 from torch import nn
 
 import ropewalk
 from ropewalk import attention
 from ropewalk.integrations import huggingface
-from ropewalk.modules import masks
+from ropewalk.integrations.huggingface import attention as module_of_attention
 from ropewalk.testing import assert_close_to_truth
 
 
@@ -61,20 +62,8 @@ def test_models_agree_with_eager_in_logits_and_gradients(name, kind, device):
 
 def test_layers_of_gemma_4_with_512_features_a_head_agree_with_eager(device):
     """No kernel is as wide: PyTorch's attention runs those layers."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "hidden_size_per_layer_input": 0, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 512}
-    config = transformers.Gemma4TextConfig(num_hidden_layers=6, vocab_size_per_layer_input=32, **sizes, **heads)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ropewalk").eval().to(device)
-    found = []
-    for impl in ("ropewalk", "eager"):
-        model.set_attn_implementation(impl)
-        logits = model(torch.arange(1, 25, device=device).view(2, 12)).logits
-        found.append((logits, *torch.autograd.grad(logits.sin().sum(), list(model.parameters()), allow_unused=True)))
-    assert model.model.layers[5].self_attn.head_dim == 512
-    for mine, eager in zip(*found, strict=True):
-        if eager is not None:
-            torch.testing.assert_close(mine, eager, atol=1e-3, rtol=1e-3)
+    assert build("Gemma4", device).model.layers[-1].self_attn.head_dim == 512
+    assert_agrees("Gemma4", device, lambda model: logits_and_grads(model, "ropewalk", tokens(device), None))
 
 
 @pytest.mark.parametrize("kind", ["none", "left"])
@@ -172,7 +161,7 @@ def describe(keywords):
         ("BertDecoder", "right", [(True, None, (B, 1, 1, T), True)] * 2),
     ],
 )
-def test_masks_say_no_more_than_they_must(name, kind, expected, calls, device):
+def test_layers_get_the_shortest_mask(name, kind, expected, calls, device):
     model, mask = build(name, device), padding(kind, device)
     model.set_attn_implementation("ropewalk")
     model(tokens(device), attention_mask=mask)
@@ -183,14 +172,6 @@ def test_masks_say_no_more_than_they_must(name, kind, expected, calls, device):
             assert torch.equal(keywords["key_starts"], torch.where(mask.bool(), index, T).amin(1).int())
             assert torch.equal(keywords["key_lengths"], torch.where(mask.bool(), index + 1, 0).amax(1).int())
             assert keywords["mask"].untyped_storage().nbytes() == B * T  # nothing was expanded in memory
-
-
-def test_nothing_is_worked_out_twice_for_one_forward(calls, device):
-    model = build("Llama", device)
-    model.set_attn_implementation("ropewalk")
-    model(tokens(device), attention_mask=padding("right", device))
-    first, second = (keywords["key_lengths"] for keywords in calls)
-    assert first.data_ptr() == second.data_ptr()
 
 
 def test_one_query_of_a_preallocated_cache_walks_what_is_filled(calls, device):
@@ -219,7 +200,7 @@ def bhtd(q, k, v, **keywords):
     return attention(q, k, v, layout="bhtd", **keywords).transpose(1, 2)
 
 
-def test_keywords_change_what_they_say(device):
+def test_keywords_become_arguments_of_attention(device):
     q, k, v = heads(device)
     sinks = torch.randn(4).to(device)
     assert torch.equal(attend(q, k, v)[0], bhtd(q, k, v, causal=True))
@@ -330,7 +311,7 @@ def test_a_mask_that_must_be_whole_is(pattern, device):
     assert torch.equal(make_mask(**arguments), whole_mask(**arguments))
 
 
-def test_a_place_that_only_the_device_knows_is_not_asked_for(device):
+def test_an_offset_on_the_device_gives_the_whole_mask(device):
     arguments = mask_arguments("causal", "whole", None, device)
     if "q_offset" not in arguments:
         pytest.skip("this transformers gives no offset")
@@ -380,7 +361,7 @@ def test_output_attentions_of_a_model_raises(device):
         model(tokens(device), output_attentions=True)
 
 
-def test_t5_is_told_which_attention_has_its_biases(device):
+def test_t5s_refusal_names_the_call_with_its_biases(device):
     """And that attention gives what the model's own does, with the gradient of the table."""
     sizes = {"vocab_size": 50, "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 4}
     torch.manual_seed(0)
@@ -423,7 +404,7 @@ def test_models_without_the_interface_stay_as_they_are_or_raise(name, sizes, dev
         model(tokens(device))
 
 
-def test_masks_with_four_dimensions_say_everything(device):
+def test_masks_with_four_dimensions_replace_causality_and_window(device):
     q, k, v = heads(device)
     allowed = (torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.6).to(device)
     additive = torch.zeros(2, 1, 6, 6, device=device).masked_fill(~allowed, torch.finfo(torch.float32).min)
@@ -434,13 +415,44 @@ def test_masks_with_four_dimensions_say_everything(device):
     assert torch.equal(attend(q, k, v, of_keys)[0], bhtd(q, k, v, mask=allowed[:, :, :1]))
 
 
-def test_a_mask_that_was_written_to_is_read_again(device):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_mask_by_any_way_is_seen(device, write, dtype):
     q, k, v = heads(device)
-    mask = torch.zeros(2, 1, 1, 6, device=device)
+    allowed = (torch.arange(6, device=device) < 4).expand(2, 1, 1, 6).contiguous()
+    as_mask = (lambda x: x.clone()) if dtype == torch.bool else (lambda x: torch.where(x, 0.0, -torch.inf))
+    mask = as_mask(torch.ones_like(allowed))
     torch.testing.assert_close(attend(q, k, v, mask)[0], bhtd(q, k, v))
-    mask[:, :, :, 4:] = -torch.inf
+    WRITES[write](mask, as_mask(allowed))
     expected = bhtd(q, k, v, key_lengths=torch.tensor([4, 4], device=device))
     torch.testing.assert_close(attend(q, k, v, mask)[0], expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_that_becomes_a_bias_is_refused(write):
+    """On a CPU: on a device values are read once for a mask, as they are to be waited for."""
+    q, k, v = heads("cpu")
+    mask = torch.zeros(2, 1, 6, 6)
+    attend(q, k, v, mask)
+    WRITES[write](mask, torch.randn(2, 1, 6, 6))
+    with pytest.raises(ValueError, match="attention_mask is a bias"):
+        attend(q, k, v, mask)
+
+
+def test_an_additive_mask_on_a_device_is_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(module_of_attention, "masks_only", lambda mask: not checked.append(mask))
+    mask = torch.zeros(2, 1, 6, 6, device="meta")
+    for _ in range(3):
+        module_of_attention._as_bool(mask)
+    assert len(checked) == 1
+    mask.add_(1)
+    module_of_attention._as_bool(mask)
+    module_of_attention._as_bool(mask.clone())
+    assert len(checked) == 3
+    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    assert len(checked) == 5
 
 
 def test_a_mask_that_comes_to_be_learned_is_refused(device):
@@ -460,17 +472,7 @@ def test_masks_of_equal_rows_are_masks_of_keys(calls, device):
         assert calls[-1]["key_lengths"].tolist() == [6, 4]
 
 
-def test_masks_are_not_kept_alive(device):
-    q, k, v = heads(device)
-    before = len(masks._MADE)
-    mask = torch.zeros(2, 1, 1, 6, device=device)
-    attend(q, k, v, mask)
-    assert len(masks._MADE) > before
-    del mask
-    assert len(masks._MADE) == before
-
-
-def test_a_mask_seen_in_inference_serves_training(calls, device):
+def test_a_mask_of_inference_can_be_used_in_training(calls, device):
     q, k, v = heads(device)
     mask = torch.zeros(2, 1, 1, 6, device=device)
     with torch.inference_mode():

@@ -260,7 +260,7 @@ def test_embeddings_drop_out_in_training(device):
     torch.testing.assert_close(dropped[kept], 2 * still[kept])
 
 
-def test_layers_get_one_mask_of_keys(device, monkeypatch):
+def test_layers_get_a_mask_of_keys(device, monkeypatch):
     asked = []
 
     def record(*tensors, **keywords):
@@ -274,7 +274,7 @@ def test_layers_get_one_mask_of_keys(device, monkeypatch):
     assert first["mask"].shape == (B, 1, 1, T)
     assert first["key_starts"].tolist() == [4, 0, 1]
     for name in ("mask", "key_starts", "key_lengths"):
-        assert first[name].data_ptr() == second[name].data_ptr()
+        assert torch.equal(first[name], second[name])
 
 
 def test_what_it_does_not_hold_is_refused_by_name(device):

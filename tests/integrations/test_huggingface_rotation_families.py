@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 import sys
@@ -81,22 +80,23 @@ def bare_model(family):
     return module, nn.ModuleList(each() for each in classes)
 
 
-def rotates(family):
-    """Whether a family's classes call anything whose name is a rotation's."""
-    called = set()
-    for node in ast.parse(FILES[family].read_text()).body:
-        for inner in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
-            if isinstance(inner, ast.Call):
-                called.add(getattr(inner.func, "id", getattr(inner.func, "attr", "")))
-    return any(re.search(r"apply.*(rotary|rope)|rotate_(half|quer|every|pair)", name) for name in called)
+CALL = re.compile(r"(?:apply\w*(?:rotary|rope)|rotate_(?:half|quer|every|pair))\w*\(")
 
 
-FAMILIES = [
-    family for family, path in FILES.items() if re.search("rotary|rotate_", path.read_text()) and rotates(family)
-]
+def rotates(source):
+    """Whether a file's classes call anything whose name is a rotation's; by lines, as parsing takes seconds."""
+    in_class = False
+    for line in source.splitlines() if re.search("rotary|rotate_", source) else ():
+        if line[:1] == "@" or line[:1].isidentifier():
+            in_class = line.startswith("class ")
+        elif in_class and CALL.search(line) and not line.lstrip().startswith("def "):
+            return True
+    return False
 
 
-@functools.cache
+FAMILIES = [family for family, path in FILES.items() if rotates(path.read_text())]
+
+
 def served(family):
     """The functions that are replaced, and the error."""
     module, model = bare_model(family)
@@ -126,5 +126,6 @@ def test_every_family_is_served_or_refused_by_name(family):
 
 
 def test_most_families_are_served():
+    """Those of REFUSED are all that are not, by the test before."""
     assert len(FAMILIES) > 150
-    assert sum(bool(served(family)[0]) for family in FAMILIES) > 0.85 * len(FAMILIES)
+    assert len(REFUSED.keys() & set(FAMILIES)) < 0.15 * len(FAMILIES)

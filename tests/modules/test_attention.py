@@ -328,6 +328,17 @@ def test_masks_of_other_shapes_are_refused(device, shape):
         layer(x, torch.ones(shape, device=device))
 
 
+def test_a_mask_that_may_be_one_of_padding_is_refused(device):
+    layer, x = make(device), random(T, T, H * D, device=device)
+    mask = random_mask(T, T, device=device)
+    with pytest.raises(ValueError, match=r"which is both \(T, T\) and \(B, T\), as B = T = 13: pass \(1, 1, T, T\)"):
+        layer(x, mask)
+    check(layer, x, mask, mask=mask[None, None])
+    assert layer(x[:1, :1], mask[:1, :1]).shape == (1, 1, H * D)
+    with pytest.raises(TypeError, match="mask is list, but must be a tensor"):
+        layer(x, [1] * T)
+
+
 def test_a_mask_to_be_added_is_refused_on_the_cpu():
     layer, x = make("cpu"), random(B, T, H * D)
     additive = torch.zeros(T, T).masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)

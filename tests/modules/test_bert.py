@@ -366,28 +366,6 @@ def test_keys_start_elsewhere_where_that_moves_no_position(device, calls, case):
         assert calls[-1]["key_starts"].tolist() == [0, 4, 9]
 
 
-@pytest.mark.parametrize("kind", ["2-D bool", "2-D int", "bool", "additive"])
-def test_masks_are_read_once_for_all_layers(device, calls, kind):
-    x, is_token = random(B, T, C, device=device), torch.arange(T, device=device) < PADDED_TO[:, None].to(device)
-    square = is_token[:, None, None].expand(B, 1, T, T)
-    mask = {
-        "2-D bool": is_token,
-        "2-D int": is_token.long(),
-        "bool": square,
-        "additive": torch.where(square, 0.0, -math.inf),
-    }[kind]
-    for _ in range(2):
-        make("none", device)(x, mask)
-    for name in ("mask", "key_starts", "key_lengths"):
-        first, second = (keywords[name] for keywords in calls)
-        if first is not None:  # no bounds at the start for rows that differ, in memory
-            assert first.data_ptr() == second.data_ptr()
-    written = is_token if kind == "bool" else mask  # which is a view of it
-    written[2] = written[0].clone()
-    make("none", device)(x, mask)
-    assert calls[-1]["key_lengths"].tolist() == [T, 9, T]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_values_on_a_device_are_not_waited_for(case):
     """A meta tensor has no values: whoever asks for them fails."""
@@ -625,7 +603,7 @@ def test_position_ids_that_are_refused(kind):
         make("rope")(random(B, T, C), position_ids=ids)
 
 
-def test_what_is_not_served_is_refused_by_name():
+def test_unsupported_keywords_are_refused_by_name():
     layer, x = make("rope"), random(B, T, C)
     for name, value in {
         "past_key_values": object(),

@@ -1,13 +1,10 @@
-"""What masks say, and that it is worked out once for a mask, and anew where it must be."""
-
-import gc
+"""Masks of transformers' models, and writes to them."""
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from helpers.writes import WRITES
 
-from ropewalk.modules import masks
-from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, read_mask, remember
+from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, read_mask
 
 ROWS = [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1]]
 STARTS, ENDS = [0, 0, 1, 1, 3], [0, 4, 4, 2, 4]
@@ -86,96 +83,41 @@ def test_a_mask_that_comes_to_be_learned_is_refused(device):
         read_mask(mask.requires_grad_(), 5, 2, 4)
 
 
-MADE = []
+@pytest.mark.parametrize("kind", ["bool", "int", "square", "additive"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_by_any_way_is_seen(rows, write, kind):
+    as_kind = {
+        "bool": torch.clone,
+        "int": torch.Tensor.long,
+        "square": lambda x: x[:, None, None].repeat(1, 1, 4, 1),
+        "additive": lambda x: torch.where(x, 0.0, -torch.inf)[:, None, None],
+    }[kind]
+    mask = as_kind(rows)
+    before = read_mask(mask, 5, 2, 4)
+    WRITES[write](mask, as_kind(rows.flip(0)))
+    after, expected = read_mask(mask, 5, 2, 4), read_mask(as_kind(rows.flip(0)), 5, 2, 4)
+    assert all(torch.equal(new, defined) for new, defined in zip(after, expected, strict=True))
+    assert not torch.equal(before.key_lengths, after.key_lengths)
 
 
-def make(mask):
-    MADE.append(mask)
-    return mask + 0
+def test_a_write_through_numpy_is_seen():
+    pytest.importorskip("numpy")
+    mask = torch.tensor(ROWS)
+    read_mask(mask, 5, 2, 4)
+    mask.numpy()[:] = 1
+    allowed, starts, ends = read_mask(mask, 5, 2, 4)
+    assert allowed.all()
+    assert (starts.tolist(), ends.tolist()) == ([0] * 5, [4] * 5)
 
 
-def make_another(mask):
-    MADE.append(mask)
-    return mask + 1
-
-
-@pytest.fixture
-def made():
-    """The masks that something was made of."""
-    yield MADE
-    MADE.clear()
-
-
-def test_made_once(made, device):
-    mask = torch.zeros(3, device=device)
-    assert remember(mask, make) is remember(mask, make)
-    assert len(made) == 1
-    assert remember(mask, make_another).tolist() == [1, 1, 1]
-    assert remember(mask.clone(), make) is not remember(mask, make)
-    assert len(made) == 3
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(1, 2)])
-def test_made_anew_when_written_to(made, device, part):
-    mask = torch.zeros(3, device=device)
-    remember(mask, make)
-    mask[part] = 5  # of all, or through a view
-    assert torch.equal(remember(mask, make), mask)
-    assert len(made) == 2
-
-
-def test_nothing_is_kept_alive(rows, device):
-    gc.collect()  # of what other tests left
-    before = len(masks._MADE)
-    kept = [rows.clone(), rows.long(), rows[:, None, None].expand(-1, 2, 4, -1), torch.zeros(5, 1, 4, 4, device=device)]
-    for mask in kept:
-        read_mask(mask, 5, 2, 4)
-    assert len(masks._MADE) >= before + len(kept)
-    kept.clear()
-    del mask
-    gc.collect()
-    assert len(masks._MADE) == before
-
-
-def test_made_in_inference_for_training(made, device):
-    mask = torch.zeros(3, device=device)
-    with torch.inference_mode():
-        assert not remember(mask, make).is_inference()
-        of_inference = torch.zeros(3, device=device)
-        remember(of_inference, make)
-        remember(of_inference, make)  # which has no version, by which one could tell that it was written to
-    assert not remember(mask, make).is_inference()
-    assert len(made) == 3
-
-
-def test_made_anew_where_it_is_traced(made, device):
-    gc.collect()  # of what other tests left
-    before = len(masks._MADE)
-    mask = torch.zeros(3, device=device)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: remember(x, torch.abs) + 1, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        assert compiled(mask).tolist() == [1, 1, 1]
-    with FakeTensorMode():
-        fake = torch.zeros(3)
-        remember(fake, make)
-        remember(fake, make)
-    assert torch.func.vmap(lambda x: x * remember(mask, make_another))(mask[:, None]).shape == (3, 3)
-    assert torch.func.grad(lambda x: (x * remember(mask, make_another)).sum())(mask).tolist() == [1, 1, 1]
-    assert len(made) == 4
-    assert len(masks._MADE) == before
-    assert remember(mask, make_another).tolist() == [1, 1, 1]
-
-
-def test_made_anew_in_a_cuda_graph(made, device):
-    """So that a replay reads the mask as it is then."""
+def test_a_cuda_graph_reads_the_mask_of_each_replay(device):
     if device.type != "cuda":
         pytest.skip("needs CUDA")
-    mask = torch.zeros(3, device=device)
-    remember(mask, make)
+    mask = torch.full((2, 1, 1, 4), -torch.inf, device=device)
+    read_mask(mask, 2, 1, 4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = remember(mask, make)
-    mask.fill_(5)
+        bounds = read_mask(mask, 2, 1, 4)[1:]
+    mask[0, :, :, 1:3] = 0
     graph.replay()
-    assert y.tolist() == [5, 5, 5]
+    assert as_lists(bounds) == ([1, 0], [3, 0])

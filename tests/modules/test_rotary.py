@@ -63,7 +63,7 @@ def test_forward_is_apply_rope_with_its_tables(layout, interleaved, device):
     assert torch.equal(rotary(q), apply_rope(q, None, cos, sin, **options))
 
 
-def test_forward_serves_packed_sequences(device):
+def test_forward_rotates_packed_sequences(device):
     rotary = RotaryEmbedding(DIM, layout="thd", max_positions=16, device=device)
     q, k = (x[0] for x in make_qk(20, device))
     cos, sin = expected_table(rotary, 16)
@@ -345,7 +345,7 @@ def test_bad_inputs_are_refused_before_anything_grows(device):
     assert rotary.cos.shape[0] == 8
 
 
-def test_repr_tells_the_scaling():
+def test_repr_has_the_scaling():
     rotary = RotaryEmbedding(DIM, scaling="linear", factor=2.0)
     assert repr(rotary) == (
         "RotaryEmbedding(16, base=10000.0, scaling='linear', factor=2.0, interleaved=False, layout='bthd', impl=None)"

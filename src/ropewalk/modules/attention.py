@@ -35,8 +35,10 @@ class RoPEAttention(nn.Module):
         d_model, n_heads, head_dim, dropout: as given.
 
     Raises:
-        ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1); in a call an x
-            or a mask of another shape.
+        ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1), a theta that is
+            not positive and finite; in a call an x or a mask of another shape, a mask (T, T) where B = T, which may be
+            one of padding, and on the CPU a mask of other values than 0 and 1.
+        TypeError: in a call a mask that is no tensor.
 
     Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
     (https://arxiv.org/abs/2104.09864), §3.2.
@@ -80,9 +82,9 @@ class RoPEAttention(nn.Module):
 
         Args:
             x: (B, T, d_model).
-            mask: 1 or True to attend, 0 or False not to, of any dtype: (T, T); (B, T, T), the same for all heads; or
-                (B or 1, H or 1, T, T). Rows are queries. Other values are an error on CPU tensors; on a GPU,
-                where values are not waited for, they count as 1.
+            mask: 1 or True to attend, 0 or False not to, of any dtype: (T, T), unless B = T; (B, T, T), the same for
+                all heads; or (B or 1, H or 1, T, T). Rows are queries. Other values are an error on CPU tensors; on a
+                GPU, where values are not waited for, they count as 1.
             causal: let no token attend a later one; together with a mask, both must allow it.
 
         Returns:
@@ -102,6 +104,8 @@ class RoPEAttention(nn.Module):
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
         """Return the mask as bool, broadcastable to the scores, (B, H, T, T)."""
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask is {type(mask).__name__}, but must be a tensor")
         shape = tuple(mask.shape)
         square = (tokens, tokens)
         fits = (
@@ -113,6 +117,11 @@ class RoPEAttention(nn.Module):
             raise ValueError(
                 f"mask has shape {shape}, but must be (T, T), (B, T, T) or (B or 1, H or 1, T, T) with B = {batch}, "
                 f"H = {self.n_heads} and T = {tokens}"
+            )
+        if shape == square and batch == tokens > 1:
+            raise ValueError(
+                f"mask has shape {shape}, which is both (T, T) and (B, T), as B = T = {batch}: pass (1, 1, T, T) for "
+                "one mask of all batch rows; for padding, padding[:, None].expand(B, T, T)"
             )
         if mask.dtype != torch.bool:
             is_readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -55,6 +55,7 @@ class BERTAttention(nn.Module):
     Raises:
         ValueError: "hidden_size must be divisible by num_heads", a dropout outside [0, 1), a max_position_embeddings
             below 1, a head dim that the scheme does not support; in a call as `forward`.
+        TypeError: a keyword that the class does not have; in a call as `forward`.
 
     Source: BERT (https://arxiv.org/abs/1810.04805), §3, and transformers' `BertSelfAttention`.
 
@@ -235,7 +236,7 @@ class AbsoluteBERTAttention(BERTAttention):
     Arguments, results and errors are the same, but hidden_size must be even; in addition:
 
     Args:
-        base: of the frequencies.
+        base: of the frequencies, above 0.
         add_to_values: add them to the input of value too, as a model does that adds them to its input.
 
     Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.5.
@@ -273,7 +274,7 @@ class RoPEBERTAttention(BERTAttention):
     and errors are the same, but the head dim must be even; in addition:
 
     Args:
-        base: of the frequencies.
+        base: of the frequencies, above 0.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + D/2).
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.

@@ -1,19 +1,18 @@
-"""Masks of transformers' models: converted once, and reused by all layers that get the same one.
+"""Masks of transformers' models, converted for `ropewalk.attention`.
+
+Each layer converts its mask anew: writes through `.data` or a NumPy view leave no trace by which to tell that what was
+made of a mask is out of date.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from ropewalk.ops.tracing import is_transformed
 
 
 class ReadMask(NamedTuple):
@@ -38,10 +37,10 @@ def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
     if mask.requires_grad:
         raise _bias_error(mask)
     if mask.dtype != torch.bool:
-        mask = remember(mask, _padding_as_bool if is_padding else _additive_as_bool)
+        mask = (_padding_as_bool if is_padding else _additive_as_bool)(mask)
     if not is_padding and mask.shape[3] != tokens:
         mask = mask.expand(-1, -1, -1, tokens)
-    starts, ends = remember(mask, find_key_bounds)
+    starts, ends = find_key_bounds(mask)
     allowed = mask[:, None, None] if is_padding else drop_equal_rows(mask)
     return ReadMask(allowed, starts.expand(batch), ends.expand(batch))
 
@@ -61,9 +60,8 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
         return none, none
     # In int64 to the end: a dynamic length is an int64 in the kernels that Inductor writes, and int32 reductions over
     # it do not compile with torch 2.11 (“initial type int32 but is re-assigned to int64”).
-    index = torch.arange(keys, device=mask.device)
-    ends = torch.where(kept, index + 1, 0).amax(dim=1)
-    starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
+    ends = (kept * torch.arange(1, keys + 1, device=mask.device)).amax(dim=1)
+    starts = kept.view(torch.uint8).argmax(dim=1)  # the first of equal values; 0 where there is no key
     return starts.to(torch.int32), ends.to(torch.int32)
 
 
@@ -98,9 +96,10 @@ def _additive_as_bool(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         kind = f"a tensor of {mask.dtype}"
         raise TypeError(f"attention_mask is {kind}, but with 4 dimensions must be bool or floating point")
+    mask = drop_equal_rows(mask)
     if is_readable(mask) and not bool(masks_only(mask)):
         raise _bias_error(mask)
-    return drop_equal_rows(mask) == 0
+    return mask == 0
 
 
 def _bias_error(mask: Tensor) -> ValueError:
@@ -109,21 +108,3 @@ def _bias_error(mask: Tensor) -> ValueError:
         f"{torch.finfo(mask.dtype).min:.4g} or -inf (mask out) alone, and not require grad; a bias can be a position "
         "scheme, such as T5Bias"
     )
-
-
-_MADE: Any = WeakTensorKeyDictionary()  # by mask: {make: (the mask's version, what it made)}
-
-
-def remember(mask: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """Return `make(mask)`, cached for all layers that get the mask; made again if the mask was, or may be, written to.
-
-    `make` is a module-level function, and returns new tensors: a view of the mask would keep the mask alive.
-    """
-    is_traced = torch.compiler.is_compiling() or isinstance(mask, FakeTensor) or is_transformed()
-    if is_traced or mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return make(mask)
-    made = _MADE.setdefault(mask, {})
-    if make not in made or made[make][0] != mask._version:
-        with torch.inference_mode(False):  # the next call may be one with a backward
-            made[make] = mask._version, make(mask)
-    return made[make][1]

@@ -91,7 +91,8 @@ class RotaryEmbedding(_FloatTables):
         cos, sin: the tables, (rows, R/2), float32.
 
     Raises:
-        ValueError, TypeError: as `inverse_frequencies` and `apply_rope`; each names the argument.
+        ValueError, TypeError: as `inverse_frequencies`, `rope_table` and, in a call, `apply_rope`; each names the
+            argument. ValueError for an unknown layout and for a negative max_positions too, TypeError for seq_len.
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864).
 
@@ -155,8 +156,8 @@ class RotaryEmbedding(_FloatTables):
 
         Raises:
             ValueError: a layer_type that is missing or unknown, layers of that type that have no rotary embedding, or
-                a config without the sizes of a head.
-            TypeError: a dict for a config, or a parameter in the config that its scaling does not have.
+                a config without the sizes of a head; and as `RotaryEmbedding`.
+            TypeError: a dict for a config, or a parameter in the config that its scaling does not have, or lacks.
 
         Example:
             >>> from types import SimpleNamespace
@@ -273,7 +274,8 @@ class TritonRotary(_FloatTables):
 
     Raises:
         ValueError: a dim that is not a positive multiple of 4, a negative max_seq_len, or in a call more than
-            max_seq_len tokens or another head dim.
+            max_seq_len tokens, another head dim, or k of another batch, length or device than q.
+        TypeError: in a call a dtype that is not floating point.
 
     Source: the rotary class of the modded-nanogpt speedruns (https://github.com/KellerJordan/modded-nanogpt).
 

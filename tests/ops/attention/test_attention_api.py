@@ -222,7 +222,7 @@ def test_autocast_leaves_float64_alone_and_the_reference_in_float32(device):
     assert torch.equal(lse, expected[1])
 
 
-def test_transforms_are_served_by_the_reference(device):
+def test_transforms_run_the_reference(device):
     q, k, v = draw(device)
     expected = attention(q, k, v, position=Rope(), impl="reference")
     mapped = torch.vmap(lambda q, k, v: attention(q[None], k[None], v[None], position=Rope())[0])(q, k, v)
@@ -311,7 +311,7 @@ REFUSED = {
 }
 
 
-def test_libraries_are_not_asked_for_packed_sequences_or_pages(device):
+def test_libraries_refuse_packed_sequences_and_pages(device):
     q, k, v = draw_packed(device, 9, 9)
     packed = {"cu_seqlens_q": torch.tensor([0, 4, 9], device=device), "layout": "thd"}
     assert refusal_of("sdpa", q, k, v, **packed) == (None if device.type == "cpu" else "cu_seqlens_q")
@@ -408,15 +408,14 @@ def test_pytorchs_attention_takes_packed_sequences_on_a_cpu(pack, call):
 @pytest.mark.parametrize("head_dim", [258, 512])
 def test_heads_of_any_width(device, impl, head_dim):
     """Gemma 4 has 512 features in a head. Kernels take up to 256."""
-    q, k, v = draw(device, torch.float32, head_dim=head_dim)
-    out = attention(q, k, v, position=Rope(), causal=True, impl=impl)
-    truth = attention(*(x.double() for x in (q, k, v)), position=Rope(), causal=True, impl="reference")
-    torch.testing.assert_close(out.double(), truth, atol=1e-4, rtol=1e-4)
-    assert refusal_of("triton", q, k, v) == "head_dim"
+    tensors = draw(device, torch.float32, head_dim=head_dim)
+    call = {"position": Rope(), "causal": True}
+    assert_correct(lambda *leaves, **keywords: attention(*leaves, impl=impl, **keywords), tensors, **call)
+    assert refusal_of("triton", *tensors) == "head_dim"
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_every_reason_names_what_cannot_be_served(device, name):
+def test_every_refusal_names_the_argument(device, name):
     explained = explain_choice(*draw(device, torch.float16), **{name: NEW[name](device)})
     assert name in explained.others["sdpa"]
     assert name in explained.others["flash"] or "flash-attn" in explained.others["flash"]
@@ -830,7 +829,7 @@ def test_values_may_have_a_head_dim_of_their_own(device, impl, dv, causal):
         assert_close_to_truth(actual, exact, plain, ROUNDINGS)
 
 
-def test_a_library_is_not_asked_for_other_head_dims_on_gpus():
+def test_sdpa_refuses_values_of_another_head_dim_on_gpus():
     q = torch.empty(1, 1, 128, 64, device="meta", dtype=torch.float16)
     assert refusal_of("sdpa", q, q, q[..., :32], layout="bhtd") == "v_head_dim"
 
@@ -1009,7 +1008,7 @@ def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):
     assert backend_order(imagined(monkeypatch, device="cpu")) == ("sdpa", "reference")
 
 
-def test_rules_fit_what_they_say(monkeypatch):
+def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
     call = imagined(monkeypatch, queries=100, keys=4096)
     order = ("reference",)
     assert Rule(order).fits(call)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.attention_calls import SCHEMES, B, D, H
+from helpers.writes import WRITES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -218,7 +219,7 @@ def test_tables_are_of_the_positions(device, name, dtype, causal):
         assert (result.tables.q.cos is result.tables.k.cos) is (name in ("packed", "packed, none", "starts"))
 
 
-def test_one_table_serves_all_that_is_placed(device, monkeypatch):
+def test_packed_and_padded_calls_share_one_table(device, monkeypatch):
     calls = made(monkeypatch, Rope, "rotation")
     for name in PLACED:
         resolve_scheme(make_call(device, name, Rope(), causal=True))
@@ -376,12 +377,6 @@ def test_equal_schemes_share_their_tables_and_others_do_not(device, monkeypatch)
     assert len(calls) == 5
 
 
-WRITES = {
-    "in-place": lambda x, new: x.copy_(new),
-    "through-data": lambda x, new: x.data.copy_(new),
-    "other-data": lambda x, new: setattr(x, "data", new),
-    "through-detach-of-data": lambda x, new: x.data.detach().view(-1).copy_(new.view(-1)),
-}
 OF_TENSOR = {
     "rope": ((8,), lambda x: Rope(inv_freq=x)),
     "rerope": ((8,), lambda x: ReRope(3, rope=Rope(inv_freq=x))),
@@ -462,7 +457,7 @@ def test_what_was_used_last_is_kept_longest(device, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_what_a_mode_makes_serves_training(device, mode):
+def test_what_is_made_in_a_mode_can_be_used_in_training(device, mode):
     with mode():
         resolved(device, ExpoSB(distance_decay=True), 3, 7)
         resolved(device, Alibi())

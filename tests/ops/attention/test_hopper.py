@@ -221,7 +221,7 @@ def test_other_versions_of_triton_are_refused(fresh, monkeypatch, version):
     assert hopper_support.why_missing() == reason
 
 
-def test_names_that_gluon_lacks_are_told(fresh, monkeypatch):
+def test_a_triton_that_lacks_names_of_gluon_is_refused(fresh, monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.9.0+git1234")
     monkeypatch.delattr(ropewalk.ops.attention.hopper, "launch", raising=False)
     monkeypatch.setitem(sys.modules, "ropewalk.ops.attention.hopper.launch", None)

@@ -102,7 +102,7 @@ def test_its_numbers_can_be_learned(device):
     assert all(bool(grad.all()) for grad in grads)
 
 
-def test_libraries_do_not_serve_it(device):
+def test_libraries_refuse_it(device):
     for name in ("sdpa", "flash"):
         with pytest.raises(ValueError, match=f"impl is '{name}', but it cannot run this call"):
             attention(*draw(device), position=make(device), impl=name)

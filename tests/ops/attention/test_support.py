@@ -69,7 +69,7 @@ def test_it_is_so(device, name, impl):
             assert len(leaves) == 3 + ("learned" in name or name == "`sinks`")
 
 
-def test_a_refusal_is_told():
+def test_a_refusal_is_in_the_table():
     packed = CASES["packed: `cu_seqlens_q`"]
     assert support.why_not(packed, "flash", training=False) == "packed sequences (cu_seqlens_q) are not supported"
 

@@ -136,7 +136,7 @@ def test_a_library_whose_kernels_do_not_run_here_is_refused(no_library):
     assert "CUDA error 35" in native.why_not(GPU)
 
 
-def test_it_serves_nvidia_gpus_alone(no_library):
+def test_devices_without_its_kernels_are_refused(no_library):
     assert native.why_not(torch.device("cpu")) == "CUDA kernels need an NVIDIA GPU, and the tensors are on cpu"
     no_library.setattr(gpu, "is_rocm", lambda: True)
     assert native.why_not(GPU) == "CUDA kernels need an NVIDIA GPU, and the tensors are on an AMD GPU"
@@ -235,7 +235,7 @@ def test_the_first_call_of_a_process_may_be_captured(library):
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
-def test_the_reference_is_not_asked_where_the_library_serves(library, device, monkeypatch):
+def test_the_reference_does_not_run_where_the_library_does(library, device, monkeypatch):
     def fail(*arguments):
         pytest.fail("the reference was asked")
 

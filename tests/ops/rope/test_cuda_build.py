@@ -146,7 +146,7 @@ def change_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change", [change_a_byte, add_a_header, change_a_flag, change_torch, change_cuda, change_the_machine]
 )
-def test_the_key_tells_what_differs(
+def test_the_key_changes_with_each_input(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = cache_key(("90",))
@@ -155,7 +155,7 @@ def test_the_key_tells_what_differs(
     assert cache_key(("90",)) != before
 
 
-def test_the_key_tells_architectures_apart_but_not_their_spelling() -> None:
+def test_the_key_depends_on_architectures_and_not_on_their_spelling() -> None:
     assert len({cache_key(names) for names in (("80",), ("90",), ("80", "90"), ("90", "100"))}) == 4
     assert cache_key(["9.0", "sm_80", "90"]) == cache_key(("80", "90"))
     assert len(cache_key(("90",))) == 16
@@ -216,7 +216,7 @@ def test_the_visible_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_build.visible_architectures() == ()
 
 
-def test_a_library_for_more_architectures_serves_too(toolchain: Toolchain) -> None:
+def test_a_library_for_more_architectures_is_found(toolchain: Toolchain) -> None:
     assert find_library(("90",)) is None
     both = build(("80", "90"))
     assert find_library(("90",)) == find_library(("80",)) == find_library(("90", "80")) == both
@@ -306,7 +306,7 @@ def test_a_named_compiler_is_not_replaced_by_another(
     assert missing == f"{variable} is '{value}', but must be the name or the path of one program that can be run"
 
 
-def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert find_compilers() == (None, None, "it is built on Linux, and this is win32")
 
@@ -345,7 +345,7 @@ def test_a_library_with_a_runtime_of_its_own_is_refused(tmp_path: Path, toolchai
     assert left(tmp_path) == ["build.log", "failed.txt", "lock"]
 
 
-def test_nvcc_is_told_of_a_host_compiler_that_it_would_not_take(
+def test_nvcc_gets_the_host_compiler_by_ccbin(
     tmp_path: Path, toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cxx = program(tmp_path / "clang++")

@@ -49,7 +49,7 @@ def test_values_gradients_and_versions_of_non_leaves(impl, device, tables, with_
 
 @pytest.mark.parametrize("spoiled", ["q", "k"])
 @pytest.mark.parametrize("wants_grad", [(True, True), (True, False), (False, True)])
-def test_a_consumer_that_saved_the_unrotated_tensor_is_told(impl, device, tables, spoiled, wants_grad):
+def test_a_consumer_that_saved_the_unrotated_tensor_raises(impl, device, tables, spoiled, wants_grad):
     q, k = (x.requires_grad_(wants) * 1 for x, wants in zip(make(device, HQ, HK), wants_grad, strict=True))
     weight = torch.ones((), device=device, requires_grad=True)
     other = (q if spoiled == "q" else k) * weight  # saves q or k for the weight's gradient

@@ -452,7 +452,7 @@ def test_tensors_made_in_inference_mode(device):
 
 @pytest.mark.parametrize("function", [rotary_embedding, OPERATOR], ids=["function", "operator"])
 @pytest.mark.parametrize("spoiled", ["query", "key"])
-def test_a_consumer_that_saved_the_unrotated_tensor_is_told(spoiled, function, device):
+def test_a_consumer_that_saved_the_unrotated_tensor_raises(spoiled, function, device):
     arguments = good(device)
     weight = torch.ones((), device=device, requires_grad=True)
     product = arguments[spoiled] * weight  # saves the tensor for the weight's gradient

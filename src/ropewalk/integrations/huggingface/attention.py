@@ -36,9 +36,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ropewalk.device import assume_constant
-from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only, remember
+from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only
 from ropewalk.ops.attention.api import attention
 
 # Keywords that models pass to the attention, and that do not change it.
@@ -57,6 +58,7 @@ _INSTEAD = {
         "position=ropewalk.T5Bias(table)), with table = layer.relative_attention_bias.weight"
     )
 }
+_CHECKED: Any = WeakTensorKeyDictionary()  # additive masks on a device that are no bias: (version, address)
 _RESERVED = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
 
 
@@ -223,8 +225,8 @@ def _attend(
             )
         arguments.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, layout="thd")
         return attention(q[0], k[0], v[0], **arguments)[None].contiguous(), None
-    if mask is not None and attention_mask is not None:
-        arguments.update(_describe_mask(attention_mask, mask, batch, keys))
+    if mask is not None:
+        arguments.update(_describe_mask(mask, batch, keys))
     if queries == 1:  # a branch, so that torch.compile with symbolic lengths decides it and hands on no SymBool
         arguments["causal"] = False  # one query is at the last key
     return attention(q, k, v, **arguments).contiguous(), None
@@ -244,16 +246,16 @@ def _read_mask(
     return None if given.shape[3] == 0 else given[:, :1].view(torch.bool), True, window
 
 
-def _describe_mask(given: Tensor, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
-    """Return a mask as bool, and the bounds of its keys if it is one of keys; layers share the tensor `given`."""
+def _describe_mask(mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
+    """Return a mask as bool, and the bounds of its keys if it is one of keys."""
     if mask.dtype != torch.bool:
         if mask.requires_grad:
             raise ValueError("attention_mask requires grad, but must not: pass a bool mask, True where a query attends")
-        given = mask = remember(given, _as_bool)
+        mask = _as_bool(mask)
     mask = drop_equal_rows(mask)
     if mask.shape[1:] != (1, 1, keys):
         return {"mask": mask}
-    starts, ends = remember(given, find_key_bounds)
+    starts, ends = find_key_bounds(mask)
     return {"mask": mask, "key_starts": starts.expand(batch), "key_lengths": ends.expand(batch)}
 
 
@@ -266,12 +268,18 @@ def _as_bool(mask: Tensor) -> Tensor:
             "attention_mask is additive, but must be bool under torch.compile, which cannot check its values: True "
             "where a query attends"
         )
-    if not bool(masks_only(mask)):
-        raise ValueError(
-            "attention_mask is a bias, but must hold 0 and the lowest numbers alone: biases are not supported, use "
-            "'eager' attention"
-        )
-    return drop_equal_rows(mask) == 0
+    allowed = drop_equal_rows(mask)
+    # To read values on a device is to wait for it: once for a mask, not in each layer.
+    state = None if mask.is_cpu or mask.is_inference() else (mask._version, mask.data_ptr())
+    if state is None or _CHECKED.get(mask) != state:
+        if not bool(masks_only(allowed)):
+            raise ValueError(
+                "attention_mask is a bias, but must hold 0 and the lowest numbers alone: biases are not supported, use "
+                "'eager' attention"
+            )
+        if state is not None:
+            _CHECKED[mask] = state
+    return allowed == 0
 
 
 def find_transformers() -> tuple[Any, Any]:
