@@ -60,8 +60,9 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
         return none, none
     # In int64 to the end: a dynamic length is an int64 in the kernels that Inductor writes, and int32 reductions over
     # it do not compile with torch 2.11 (“initial type int32 but is re-assigned to int64”).
-    ends = (kept * torch.arange(1, keys + 1, device=mask.device)).amax(dim=1)
-    starts = kept.view(torch.uint8).argmax(dim=1)  # the first of equal values; 0 where there is no key
+    index = torch.arange(keys, device=mask.device)
+    ends = torch.where(kept, index + 1, 0).amax(dim=1)
+    starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
     return starts.to(torch.int32), ends.to(torch.int32)
 
 

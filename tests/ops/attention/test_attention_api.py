@@ -26,8 +26,8 @@ from helpers.attention_calls import (
 from helpers.modes import ON_GPU, needs_kernels, on_gpu
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, Rope, T5Bias, apply_rope, attention, explain_choice
 from ropewalk import device as gpu
