@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,7 @@ class ModelSize:
 
 
 class AnyPositionAttention(nn.Module):
-    """Multi-head self-attention, (B, T, d_model), or (total, d_model) of packed sequences; its options are forward's.
-
-    `lengths` are those of packed sequences that are attended one at a time, as suits a CPU; other options are
-    `attention`'s.
-    """
+    """Self-attention of several heads, (B, T, d_model), or (total, d_model) if packed; options are `attention`'s."""
 
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
@@ -51,23 +47,9 @@ class AnyPositionAttention(nn.Module):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        causal: bool = False,
-        position: PositionScheme = ROPE,
-        lengths: Sequence[int] = (),
-        **options: Any,
-    ) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1))
-
-        def attend(qkv: Tensor) -> Tensor:
-            q, k, v = qkv.unbind(-3)
-            out: Tensor = attention(q, k, v, position=position, causal=causal, **options)
-            return out
-
-        out = torch.cat([attend(part[None])[0] for part in heads.split(list(lengths))]) if lengths else attend(heads)
+    def forward(self, x: Tensor, *, position: PositionScheme = ROPE, **options: Any) -> Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).unbind(-3)
+        out: Tensor = attention(q, k, v, position=position, **options)
         y: Tensor = self.out_proj(out.flatten(-2))
         return y
 

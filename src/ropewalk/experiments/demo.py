@@ -412,8 +412,7 @@ def draw_lengths(size: ModelSize, seed: int) -> tuple[int, ...]:
 def measure_packing(size: Size, device: torch.device, seed: int) -> Packing:
     """Time forwards of a larger, untrained model over sequences of many lengths, padded and packed.
 
-    Padding on the right needs no mask: no token attends a later one. On a GPU one call of `attention` takes the packed
-    sequences, by `cu_seqlens_q`; on a CPU a call takes one.
+    Padding on the right needs no mask: no token attends a later one.
     """
     torch.manual_seed(seed)
     model = make_model(size.packing).to(device).eval()
@@ -423,16 +422,14 @@ def measure_packing(size: Size, device: torch.device, seed: int) -> Packing:
     is_token = torch.arange(size.packing.context, device=device) < key_lengths[:, None]
     packed_tokens = tokens[is_token]
     cu_seqlens = torch.nn.functional.pad(key_lengths.cumsum(0), (1, 0)).int()
-    kinds: dict[str, object] = {"lengths": lengths}
-    if device.type == "cuda":
-        kinds = {"layout": "thd", "cu_seqlens_q": cu_seqlens}
+    layout = {"layout": "thd", "cu_seqlens_q": cu_seqlens}
 
     def padded() -> Tensor:
         logits: Tensor = model(tokens)
         return logits
 
     def packed() -> Tensor:
-        logits: Tensor = model(packed_tokens, **kinds)
+        logits: Tensor = model(packed_tokens, **layout)
         return logits
 
     expected = padded()[is_token]
@@ -445,11 +442,8 @@ def measure_packing(size: Size, device: torch.device, seed: int) -> Packing:
     q = torch.empty(*tokens.shape, *heads, dtype=dtype, device=device)
     rope = Rope()
     padded_by = explain_choice(q, q, q, position=rope, causal=True).name
-    if device.type == "cuda":
-        q = torch.empty(len(packed_tokens), *heads, dtype=dtype, device=device)
-        packed_by = explain_choice(q, q, q, position=rope, causal=True, layout="thd", cu_seqlens_q=cu_seqlens).name
-    else:
-        packed_by = f"{explain_choice(q[:1], q[:1], q[:1], position=rope, causal=True).name}, a sequence at a time"
+    q = torch.empty(len(packed_tokens), *heads, dtype=dtype, device=device)
+    packed_by = explain_choice(q, q, q, position=rope, causal=True, **layout).name
     rates = {name: sum(lengths) * 1e6 / times[name].p50 for name in calls}
     return Packing(lengths, tokens.numel(), rates["padded"], rates["packed"], difference, padded_by, packed_by)
 
