@@ -112,8 +112,10 @@ def test_every_kind_of_call_is_checked_and_timed(case: AttentionCase, tmp_path: 
     for mode in case.modes:
         found = {(row.impl, row.status) for row in rows if row.mode == mode and row.kind != "peer"}
         assert found == {("mul_", "ok"), ("auto", "ok"), ("reference", "ok")}
-    pages = [row.position for row in rows if "pages" in row.position]
-    assert pages == (["rope, pages of 64", "rope, pages of 16"] if case.form == "cache" else [])
+    labels = [row.label for row in rows]
+    assert len(set(labels)) * len(case.modes) == len(labels), "a candidate is there twice"
+    pages = [f"{impl} + rope, pages of {size}" for size in (64, 16) for impl in ("auto", "reference")]
+    assert sorted(label for label in labels if "pages" in label) == (sorted(pages) if case.form == "cache" else [])
     peers = {row.status for row in rows if row.kind == "peer"}
     assert peers == ({"ok"} if case.name in ("tiny-lengths", "tiny-cache") else {"unsupported"})
 

@@ -7,6 +7,7 @@ A burst of calls is enqueued on an idle GPU and timed on the host alone. The mul
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ Checked = tuple[HostRow, Callable[[], tuple[Verdict, Timed]]]
 
 @dataclass(frozen=True)
 class _Options:
-    impls: Sequence[str]
+    impls: Sequence[str]  # `AUTO` among them
     peers: Sequence[AttentionPeer]
     rounds: int
     seed: int
@@ -100,7 +101,7 @@ def run_host_bench(
     )
     found, versions = choose_peers(HOST_PEERS, peers, target)
     impls = list(impls or IMPLS[target.type])
-    options = _Options(impls, found, rounds, seed, target, console)
+    options = _Options((AUTO, *impls), found, rounds, seed, target, console)
     jobs = [
         Job(
             case,
@@ -115,7 +116,7 @@ def run_host_bench(
         raise ValueError(f"nothing is to be measured: the cases are {named}, and none has a mode that is named")
     if target.type == "cpu":
         console.print("warning: on a CPU a call's time includes its arithmetic", style="yellow", highlight=False)
-    plan = Plan(HOST, jobs, versions, {"impls": impls, "modes": list(modes), "rounds": rounds}, None)
+    plan = Plan(HOST, jobs, versions, {"impls": impls, "rounds": rounds}, None)
     return run_plans("host", [plan], target, output=output, resume=resume, seed=seed, console=console)
 
 
@@ -129,11 +130,12 @@ def _measure_case(case: AttentionCase, options: _Options, modes: Sequence[str], 
     found = candidates_of(case, inputs, options.impls, options.peers)
     for mode in modes:
         if mode == ROTATE:
-            yield mode, _measure_mode(case, mode, rotations_of(case, mode, options.device, options.seed), options)
-            continue
-        candidates = _candidates(case, mode, inputs, found, options.impls)
-        yield mode, _measure_mode(case, mode, [_checked(case, mode, x, gate) for x in candidates], options)
-    del inputs, gate, found
+            checked = rotations_of(case, mode, options.device, options.seed)
+        else:
+            checked = [_checked(mode, x, gate) for x in _candidates(case, mode, inputs, found, options.impls)]
+        yield mode, _measure_mode(case, mode, checked, options)
+    del inputs, gate, found, checked
+    gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -147,9 +149,9 @@ def _candidates(
 ) -> list[Candidate]:
     """List ours, then the peers; one that has no adapter with the mode's setting is listed to say so."""
     if case.form == "cache":
-        return list(found["decode"])
+        return list({candidate.label: candidate for candidate in found["decode"]}.values())
     setting = mode.rpartition("-")[0]
-    ours = [our_candidate(case, inputs, impl, setting) for impl in (AUTO, *impls)]
+    ours = [our_candidate(case, inputs, impl, setting) for impl in impls]
     peers = [candidate for candidate in found["train" if setting == "rope" else "fwd"] if candidate.kind == "peer"]
     if setting not in ("none", "rope"):
         reason = f"the benchmark has no adapter of it with {setting}"
@@ -157,12 +159,12 @@ def _candidates(
     return [*ours, *peers]
 
 
-def _checked(case: AttentionCase, mode: str, candidate: Candidate, gate: AttentionGate) -> Checked:
+def _checked(mode: str, candidate: Candidate, gate: AttentionGate) -> Checked:
     """Make the row of a candidate of attention and the check of its result."""
     trains = direction_of(mode) == "train"
     served_by, reason = candidate.choose(trains)
     status = "ok" if reason is None else "unsupported"
-    row = HostRow(case, mode, candidate.impl, candidate.position, candidate.kind, status, reason, served_by)
+    row = HostRow(candidate.case, mode, candidate.impl, candidate.position, candidate.kind, status, reason, served_by)
 
     def check() -> tuple[Verdict, Timed]:
         attend, context = candidate.build(), CONTEXTS.get(candidate.impl, nullcontext)
