@@ -42,6 +42,7 @@ LAYERS = {
     "bench.core": "",
     "bench.rope": "bench.core ops.* schemes",
     "bench.attention": "bench.core bench.rope compat ops.* schemes",
+    "bench.host": "bench.core bench.attention bench.rope ops.*",
     "bench.training": "bench.core integrations ops.* schemes",
     "bench.report": "bench.core bench.rope bench.attention",
     "bench.all": "bench.core bench.rope bench.attention ops.attention.backends ops.rope.backends",

@@ -115,6 +115,47 @@ def attention(
     _run(run_attention_bench, case, impl, peers, output, resume, device, dtype, **own)
 
 
+@app.command("host")
+def host(
+    case: Cases = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help="One of our implementations of attention, beside the one that a call chooses; repeat for more. By "
+            "default all but the reference on a GPU, else sdpa and reference.",
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="Of those that --list shows, with commas between. By default all.")] = "",
+    peers: Peers = "auto",
+    output: Output = None,
+    resume: Resume = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    rounds: Annotated[int, typer.Option(help="How many bursts of each call are timed, at most; at least 3.")] = 100,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and modes, and stop.")] = False,
+) -> None:
+    """Measure the host's part of eager calls, in µs and as multiples of x.mul_(1.0), beside the peers.
+
+    Calls are timed in short bursts, in turns, and a forward in turns with its backward, as training has them.
+    Everything is checked against float64 before it is timed. On a CPU the times include the arithmetic. Ctrl-C keeps
+    what was measured; --resume goes on.
+    """
+    from ropewalk.bench.host.cases import CASES, DIRECTIONS, ROTATE
+
+    if list_cases:
+        _list_attentions(CASES)
+        for name, meaning in DIRECTIONS.items():
+            typer.echo(f"modes that end with -{name}: {meaning}")
+        typer.echo(f"mode {ROTATE}: apply_rope in place, out of place and recording, rotary_embedding, complex numbers")
+        return
+    _check_resume(resume, output)
+    from ropewalk.bench.host.run import run_host_bench
+
+    own = {"modes": split_names(mode), "rounds": rounds}
+    _run(run_host_bench, case, impl, peers, output, resume, device, dtype, **own)
+
+
 @app.command("all")
 def all_(
     case: Cases = None,

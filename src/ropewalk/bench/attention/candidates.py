@@ -93,7 +93,7 @@ def candidates_of(
 
     def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[Candidate]:
         names = (AUTO, *impls) if auto else impls
-        return [_ours(case, inputs, impl, setting, changes) for impl in names for setting in settings]
+        return [our_candidate(case, inputs, impl, setting, changes) for impl in names for setting in settings]
 
     if case.form == "cache":
         paged = [
@@ -126,12 +126,12 @@ def candidates_of(
 def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[Candidate]]:
     """Make the yardsticks of a case, by mode: our kernels on another case."""
     plain, with_rope = (
-        [_ours(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
+        [our_candidate(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
     )
     return {"fwd": plain, "bwd": plain, "train": with_rope}
 
 
-def _ours(
+def our_candidate(
     case: AttentionCase,
     inputs: AttentionInputs,
     impl: str,
@@ -170,8 +170,8 @@ def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
     device = inputs.q.device
     has_flash = device.type == "cuda" and flash_version(device) is not None
     named = dict.fromkeys((*impls, *(("flash",) if has_flash else ())))
-    one_call = [_ours(case, inputs, impl, "rerope") for impl in (AUTO, *named)]
-    with_rope = [_ours(case, inputs, impl, "rope") for impl in named]
+    one_call = [our_candidate(case, inputs, impl, "rerope") for impl in (AUTO, *named)]
+    with_rope = [our_candidate(case, inputs, impl, "rope") for impl in named]
     otherwise = []
     for impl in impls:
         choose = _our_choice(inputs, _as_they_are, near_keywords(case, impl))

@@ -18,8 +18,8 @@ def label(impl: str, position: str, yardstick: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class AttentionRow:
-    """The result of one implementation on one case, mode and protocol. Times are in microseconds."""
+class GatedRow:
+    """The verdict on one implementation on one case and mode: the part of a row that is known before it is timed."""
 
     case: AttentionCase
     mode: str
@@ -31,6 +31,22 @@ class AttentionRow:
     served_by: str | None = None  # ours: which implementation `explain_choice` names
     error: float | None = None  # against float64, where it comes nearest to its budget; None where it is infinite
     error_budget: float | None = None
+
+    @property
+    def description(self) -> str:
+        """The implementation, the case and the mode in words."""
+        return f"{self.label} on {self.case.name} {self.mode}"
+
+    @property
+    def label(self) -> str:
+        """The name among the rows of its case and mode."""
+        return label(self.impl, self.position)
+
+
+@dataclass(frozen=True)
+class AttentionRow(GatedRow):
+    """The result of one implementation on one case, mode and protocol. Times are in microseconds."""
+
     protocol: str | None = None  # "hot" or "cool"
     time: Quantiles | None = None  # on the device, of a call (on a CPU: of the call)
     rounds: int | None = None
@@ -49,11 +65,6 @@ class AttentionRow:
         return "attention", self.case, self.mode
 
     @property
-    def description(self) -> str:
-        """The implementation, the case and the mode in words."""
-        return f"{self.label} on {self.case.name} {self.mode}"
-
-    @property
     def label(self) -> str:
         """The name in `ratios`."""
         return label(self.impl, self.position, self.yardstick)
@@ -61,11 +72,16 @@ class AttentionRow:
 
 def attention_row(line: dict[str, Any]) -> AttentionRow:
     """Make a row of a record's line."""
-    case = line.pop("case")
+    case = attention_case(line.pop("case"))
     for name, kind in (("time", Quantiles), ("host", HostTime)):
         if line[name] is not None:
             line[name] = kind(**line[name])
-    return AttentionRow(AttentionCase(**{**case, "modes": tuple(case["modes"])}), **line)
+    return AttentionRow(case, **line)
+
+
+def attention_case(fields: dict[str, Any]) -> AttentionCase:
+    """Make a case of a record's fields."""
+    return AttentionCase(**{**fields, "modes": tuple(fields["modes"])})
 
 
 def attention_groups(rows: Sequence[AttentionRow]) -> Iterator[list[AttentionRow]]:

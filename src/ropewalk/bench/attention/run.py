@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -25,8 +25,9 @@ from ropewalk.bench.attention.candidates import Candidate, candidates_of, yardst
 from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, AttentionPeer
-from ropewalk.bench.attention.rows import AttentionRow, attention_row
+from ropewalk.bench.attention.rows import AttentionRow, GatedRow, attention_row
 from ropewalk.bench.attention.summary import print_attention_summary
+from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.load import BenchRecord
 from ropewalk.bench.core.options import check_names, choose_cases, choose_device, choose_dtype, choose_peers
 from ropewalk.bench.core.runner import Benchmark, BenchResult, Job, Measured, Plan, Rates, run_plans
@@ -34,6 +35,9 @@ from ropewalk.bench.core.sustained import PROTOCOLS, ratios, time_bursts
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.core.timing import COPY, Call, peak_memory, quantiles, time_host
 from ropewalk.ops.attention.backends import BACKENDS
+
+AnyRow = TypeVar("AnyRow", bound=GatedRow)
+AnyCall = TypeVar("AnyCall")
 
 CPU_FLOPS = 1e9  # of a forward that a CPU runs unless a case is named
 SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: the host's time is recorded too
@@ -211,28 +215,11 @@ def _measure_mode(
         if reason is not None:
             yield replace(row, status="unsupported", reason=reason)
             continue
-        try:
-            attend = candidate.build()
-            gate, whole = gates[candidate.case.name], candidate.from_inputs(attend)
-            verdict = gate.check(whole, candidate.setting, backward=backward, parameters=candidate.parameters)
-            if direction_of(mode) == "bwd" and verdict.complaint is None:
-                backward_call = _call(mode, candidate, attend)
-                for _ in range(2):  # not every backward can run again over one forward
-                    backward_call()
-        except torch.AcceleratorError:
-            raise  # nothing that runs on the GPU after it can be trusted
-        except Exception as error:
-            # Another library may fail in any way, and of ours the others are still worth measuring. The message may
-            # hold paths: it is printed, and kept out of records.
-            options.console.print(f"{candidate.label} failed on {case.name} {mode}: {error}", markup=False)
-            yield replace(row, status="failed", reason=type(error).__name__)
-            continue
-        finite = verdict.error if math.isfinite(verdict.error) else None
-        row = replace(row, error=finite, error_budget=verdict.budget)
-        if verdict.complaint is None:
-            right.append(_Right(candidate, attend, row))
+        row, attend = judge(row, functools.partial(_check, candidate, mode, gates), options.console)
+        if attend is None:
+            yield row
         else:
-            yield replace(row, status="wrong", reason=verdict.complaint)
+            right.append(_Right(candidate, attend, row))
     if mode == "memory":
         for candidate, attend, row in right:
             inputs = candidate.inputs
@@ -241,6 +228,38 @@ def _measure_mode(
             yield replace(row, peak_bytes=peak, floor_bytes=case.training_bytes())
     elif right:
         yield from _time_mode(case, mode, right, options, rates)
+
+
+def _check(
+    candidate: Candidate, mode: str, gates: Mapping[str, AttentionGate]
+) -> tuple[Verdict, Callable[..., Tensor]]:
+    """Build a candidate's call and compare its results with the right ones."""
+    attend = candidate.build()
+    gate, whole, backward = gates[candidate.case.name], candidate.from_inputs(attend), direction_of(mode) != "fwd"
+    verdict = gate.check(whole, candidate.setting, backward=backward, parameters=candidate.parameters)
+    if direction_of(mode) == "bwd" and verdict.complaint is None:
+        backward_call = _call(mode, candidate, attend)
+        for _ in range(2):  # not every backward can run again over one forward
+            backward_call()
+    return verdict, attend
+
+
+def judge(row: AnyRow, check: Callable[[], tuple[Verdict, AnyCall]], console: Console) -> tuple[AnyRow, AnyCall | None]:
+    """Return a row with the verdict of its check, and the checked call if its result is right."""
+    try:
+        verdict, call = check()
+    except torch.AcceleratorError:
+        raise  # nothing that runs on the GPU after it can be trusted
+    except Exception as error:
+        # Another library may fail in any way, and of ours the others are still worth measuring. The message may
+        # hold paths: it is printed, and kept out of records.
+        console.print(f"{row.label} failed on {row.case.name} {row.mode}: {error}", markup=False)
+        return replace(row, status="failed", reason=type(error).__name__), None
+    finite = verdict.error if math.isfinite(verdict.error) else None
+    row = replace(row, error=finite, error_budget=verdict.budget)
+    if verdict.complaint is None:
+        return row, call
+    return replace(row, status="wrong", reason=verdict.complaint), None
 
 
 class _Right(NamedTuple):

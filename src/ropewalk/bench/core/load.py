@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from ropewalk.bench.core.records import read_lines
 
-BENCHMARKS = ("rope", "attention", "all")  # whose records hold rows of kernels
+ALL = "all"  # the benchmark of a record whose lines name their own
 Unit = tuple[str, object, str]  # a benchmark, a case of it, and a direction or mode
 
 
@@ -54,7 +54,7 @@ class BenchRecord:
 
 def load_record(path: Path, parsers: Mapping[str, ParseRow]) -> BenchRecord:
     """Read a record; `parsers` has the function that makes a row of a line, for each benchmark."""
-    run, lines = read_lines(path, *BENCHMARKS)
+    run, lines = read_lines(path, *parsers, ALL)
     return BenchRecord(path, run, [parse_row(path, run, line, parsers) for line in lines])
 
 

@@ -1,0 +1,1 @@
+"""The benchmark of the host's part of eager calls."""

@@ -1,0 +1,111 @@
+"""Host times of eager calls: short bursts between synchronizations, the candidates in turns."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+MIN_ROUNDS = 3
+_WARMUP = 2  # rounds that are not recorded
+
+
+class Timed(NamedTuple):
+    """A call to time: a forward, and the backward that takes its result where there is one."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], object] | None = None
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # of a burst, entered before the clock starts
+
+
+class Burst(NamedTuple):
+    """The microseconds of one call, a mean over a burst; its two parts where there is a backward."""
+
+    total: float
+    forward: float | None = None
+    backward: float | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The least, the median and the 95 % quantile over bursts."""
+
+    least: float
+    median: float
+    p95: float
+
+    def over(self, unit: float) -> Spread:
+        """Return all three as multiples of a unit."""
+        return Spread(self.least / unit, self.median / unit, self.p95 / unit)
+
+
+def spread(microseconds: Sequence[float]) -> Spread:
+    """Summarise the times of some bursts."""
+    samples = torch.tensor(microseconds, dtype=torch.float64)
+    return Spread(*samples.quantile(torch.tensor([0.0, 0.5, 0.95], dtype=torch.float64)).tolist())
+
+
+def time_turns(
+    timed: Mapping[str, Timed], device: torch.device, *, calls: int, rounds: int, max_seconds: float
+) -> dict[str, list[Burst]]:
+    """Time one burst of each candidate per round, in a new random order each round.
+
+    Turns spread a slow moment of the machine over all candidates. After `max_seconds` no further round begins, but
+    `MIN_ROUNDS` are always timed.
+    """
+    samples: dict[str, list[Burst]] = {name: [] for name in timed}
+    order, shuffle = list(timed), random.Random(0).shuffle
+    deadline = time.perf_counter() + max_seconds
+    for number in range(-_WARMUP, rounds):
+        if number >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        shuffle(order)
+        for name in order:
+            burst = time_burst(timed[name], device, calls)
+            if number >= 0:
+                samples[name].append(burst)
+    return samples
+
+
+def time_burst(timed: Timed, device: torch.device, calls: int) -> Burst:
+    """Time a burst of calls on an idle device: `calls` must be too few to fill the launch queue.
+
+    One call goes before the clock starts: another candidate's burst has left the host's caches cold.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    with timed.context():
+        if timed.backward is None:
+            return Burst(_time_forward(timed.forward, calls) / calls)
+        parts = _time_both(timed.forward, timed.backward, calls)
+        return Burst(sum(parts) / calls, *(part / calls for part in parts))
+
+
+def _time_forward(forward: Callable[[], Any], calls: int) -> float:
+    """Return the microseconds of so many calls."""
+    now = time.perf_counter_ns
+    forward()
+    start = now()
+    for _ in range(calls):
+        forward()
+    return (now() - start) / 1e3
+
+
+def _time_both(forward: Callable[[], Any], backward: Callable[[Any], object], calls: int) -> tuple[float, float]:
+    """Return the microseconds of so many forwards, and of the backwards with which they take turns."""
+    now, in_forward = time.perf_counter_ns, 0
+    backward(forward())
+    start = now()
+    for _ in range(calls):
+        before = now()
+        out = forward()
+        in_forward += now() - before
+        backward(out)
+        del out
+    total = now() - start
+    return in_forward / 1e3, (total - in_forward) / 1e3
