@@ -112,12 +112,11 @@ def _needs_mask(call: AttentionCall) -> bool:
 def _attend_packed(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """Attend within each sequence of a packed batch on a CPU; a token without keys gives 0."""
     outs, done = [], 0
-    for (first, last), (first_key, last_key) in _sequences(call):
-        if first > done:  # those of sequences without a key
-            outs.append(_zeros(q, call.v, first - done))
-        rows, keys = slice(first, last), slice(first_key, last_key)
+    for queries, keys in _sequences(call):
+        if queries.start > done:  # those of sequences without a key
+            outs.append(_zeros(q, call.v, queries.start - done))
         one = call._replace(
-            q=q[:, :, rows],
+            q=q[:, :, queries],
             k=k[:, :, keys],
             v=call.v[:, :, keys],
             cu_seqlens_q=None,
@@ -125,18 +124,21 @@ def _attend_packed(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
             tables=NO_TABLES,
         )
         outs.append(Sdpa().attend(one)[0])
-        done = last
+        done = queries.stop
     if done < q.shape[2]:
         outs.append(_zeros(q, call.v, q.shape[2] - done))
     return torch.cat(outs, dim=2)
 
 
-def _sequences(call: AttentionCall) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the first and one past the last query and key of each sequence that has both."""
+def _sequences(call: AttentionCall) -> list[tuple[slice, slice]]:
+    """Return the queries and the keys of each sequence that has both."""
     assert call.cu_seqlens_q is not None
     assert call.cu_seqlens_k is not None
-    pairs = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_k.tolist()), strict=True)
-    return [(queries, keys) for queries, keys in pairs if queries[0] < queries[1] and keys[0] < keys[1]]
+    of_queries, of_keys = (
+        [slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (call.cu_seqlens_q, call.cu_seqlens_k)
+    )
+    pairs = zip(of_queries, of_keys, strict=True)
+    return [(queries, keys) for queries, keys in pairs if queries.start < queries.stop and keys.start < keys.stop]
 
 
 def _zeros(q: Tensor, v: Tensor, tokens: int) -> Tensor:
