@@ -53,7 +53,7 @@ def _flash_rotary(
     return x.copy_(turned) if inplace else turned
 
 
-def _flash_attention(
+def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,7 +99,7 @@ def _flash_packed(
     q_parts = q.split(cu_seqlens_q.diff().tolist())
     k_parts, v_parts = (x.split(cu_seqlens_k.diff().tolist()) for x in (k, v))
     parts = zip(q_parts, k_parts, v_parts, strict=True)
-    return torch.cat([_flash_attention(*(x[None] for x in part), **keywords)[0] for part in parts])
+    return torch.cat([flash_attention(*(x[None] for x in part), **keywords)[0] for part in parts])
 
 
 def _flash_with_cache(
@@ -128,7 +128,7 @@ def _flash_with_cache(
         end = filled + k.shape[1]
         k_cache[row, filled:end], v_cache[row, filled:end] = k[row], v[row]
         part = (x[row : row + 1, :end] for x in (k_cache, v_cache))
-        rows.append(_flash_attention(q[row : row + 1], *part, causal=causal, **keywords))
+        rows.append(flash_attention(q[row : row + 1], *part, causal=causal, **keywords))
     return torch.cat(rows)
 
 
@@ -171,7 +171,7 @@ class _TorchtuneRope(nn.Module):
 # The module that a guide imports, and what it takes from there.
 STAND_INS: dict[str, dict[str, Any]] = {
     "flash_attn": {
-        "flash_attn_func": _flash_attention,
+        "flash_attn_func": flash_attention,
         "flash_attn_varlen_func": _flash_packed,
         "flash_attn_with_kvcache": _flash_with_cache,
     },
