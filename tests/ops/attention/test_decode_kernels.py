@@ -106,7 +106,7 @@ MASKS = {
     "window-sides": {"window": (50, 12), **STARTS},
     "window-ahead": {"window": (7, -1), **STARTS},
     "window-behind": {"window": (-1, 5), **STARTS},
-    "before-the-keys": {"causal": True, "query_starts": integers(-3, -1, 4)},
+    "before-the-keys": {"causal": True, "query_starts": integers(-1, 0, 4)},
     "starts": {"causal": True, **STARTS, "key_lengths": integers(KEYS, 36, 3)},
     "starts-window": {"causal": True, "window": 20, **STARTS},
     "starts-of-window": {"window": 20, **STARTS},
