@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -79,3 +80,9 @@ def why_no_triton(device: torch.device) -> str | None:
     if not is_rocm() and capability(device) < (8, 0):
         return f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
     return None
+
+
+def is_launch_watched() -> bool:
+    """Say whether a profiler wants to be told of Triton's launches. Triton must be loaded."""
+    hook = sys.modules["triton"].knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))  # Triton 3.6 has None, later ones a chain of hooks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
-from ropewalk.ops.attention import autograd, operator
+from ropewalk.ops.attention import autograd, operator, plans
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
@@ -207,6 +207,20 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
+    flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
+    key = None
+    if not torch.compiler.is_compiling():
+        if _is_autocast(q):
+            q, k, v = (_lower(x) for x in (q, k, v))
+        masks = (mask, key_lengths, key_starts, query_starts)
+        bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
+        key = plans.key_of(given, position, flags)
+        planned = None if key is None else plans.find_call(key)
+        if planned is not None:
+            result = autograd.run_planned(planned, given)
+            if result is not None:
+                return result
     call = make_call(
         q,
         k,
@@ -233,8 +247,10 @@ def attention(
         deterministic=deterministic,
     )
     backend = choose(call, impl)
-    if dropout_p > 0:  # from torch's generator of the device: no number that the host would have to wait for
-        call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=call.q.device))
+    if dropout_p > 0:
+        call = call._replace(seed=plans.make_seed(call.q))
+    if key is not None and backend.name in KERNELS:
+        plans.note_call(key, call, KERNELS[backend.name], given, layout)
     out, lse = run(call, backend)
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ropewalk.ops.attention.backend import KernelBackend, Saved, Wanted
-from ropewalk.ops.attention.backends import backward_of
-from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, FarQK, flatten, unflatten
-
-LN_2 = math.log(2)
+from ropewalk.ops.attention import plans
+from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall, FarQK, flatten
 
 
 def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
@@ -23,7 +20,7 @@ def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor 
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
         result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, call, backend)
         return result
-    out, saved = backend.forward(call, False)
+    out, saved, _ = plans.forward(call, backend, False)
     return out, saved.lse * LN_2 if call.return_lse else None
 
 
@@ -47,29 +44,71 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         *_, call, ctx.backend = inputs
-        out, saved = ctx.backend.forward(call, True)
+        out, saved, ctx.plan = plans.forward(call, ctx.backend, True)
         leaves = flatten(without_inputs(call, saved))
-        ctx.numbers = _pick_numbers(leaves)
-        ctx.save_for_backward(out, *saved, *_pick_tensors(leaves))
+        ctx.numbers = plans.pick_numbers(leaves)
+        ctx.save_for_backward(out, *saved[2:], *plans.pick_tensors(leaves))
         ctx.set_materialize_grads(False)
         return out, saved.lse * LN_2 if call.return_lse else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, q, k, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
-        call = unflatten(_put_back((*tensors, *ctx.numbers)))
-        saved, wanted = Saved(q, k, lse, q_past, q_future, k_far), Wanted(*ctx.needs_input_grad[3:5])
+        out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
+        call = plans.call_of(tensors, ctx.numbers)
+        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(*ctx.needs_input_grad[3:5])
         reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        backend = backward_of(ctx.backend, call, wanted)
-        grad_q, grad_k, grad_v, *rest = backend.backward(call, out, saved, grad_out, grad_lse, wanted)
+        grads = plans.backward(ctx.plan, call, ctx.backend, out, saved, grad_out, grad_lse, wanted)
+        grad_q, grad_k, grad_v, *rest = grads
         return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
 
 
-# One call each, where loops over all leaves would cost the host microseconds.
-_TENSORS = [index for index in range(len(LEAVES)) if IS_TENSOR[index]]
-_NUMBERS = [index for index in range(len(LEAVES)) if not IS_TENSOR[index]]
-_pick_tensors, _pick_numbers = itemgetter(*_TENSORS), itemgetter(*_NUMBERS)
-_put_back = itemgetter(*sorted(range(len(LEAVES)), key=[*_TENSORS, *_NUMBERS].__getitem__))
+def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> Any:
+    """Return what `attention` does, by a plan; None where a tensor is misaligned."""
+    found = planned.inputs_of(given)
+    if found is None:
+        return None
+    if planned.needs_backward:
+        results: Any = _Planned.apply(*given[:3], given[-1], planned, *found)
+        return results
+    return planned.returned(planned.plan.plan.run(*found, planned.results))
+
+
+class _Planned(torch.autograd.Function):
+    """A planned call, with tensors in the caller's layout; differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        planned: plans.PlannedCall,
+        inputs: list[Tensor],
+        addresses: list[int],
+    ) -> Any:
+        results = planned.plan.plan.run(inputs, addresses, planned.results)
+        ctx.planned = planned
+        ctx.save_for_backward(*planned.pick_saved((*inputs, *results)))
+        ctx.set_materialize_grads(False)
+        return planned.returned(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (_differentiate_again if torch.is_grad_enabled() else _differentiate)(ctx, *grads)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    reads_v = grad_out is not None  # as in `_Attend`
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[-1])
+    wants_sinks = ctx.needs_input_grad[3]
+    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(False, wants_sinks))
+    return grads.q, grads.k, grads.v if reads_v else None, grads.sinks if wants_sinks else None, None, None, None
+
+
+_differentiate_again = once_differentiable(_differentiate)

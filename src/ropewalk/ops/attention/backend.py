@@ -5,11 +5,18 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from ropewalk import device as gpu
 from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.rope.api import apply_rope
+
+LN_2 = math.log(2)
 
 
 class Refusal(NamedTuple):
@@ -53,6 +60,56 @@ class Gradients(NamedTuple):
     k_far: Tensor | None = None
 
 
+class Unplannable(Exception):
+    """A launcher takes a step that no plan can repeat: the call runs without one."""
+
+
+class Steps(Protocol):
+    """The steps of a launcher: they run at once, or each time that a plan made of them runs."""
+
+    def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
+        """Launch a kernel."""
+
+    def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function that writes into tensors and allocates nothing that a later step reads."""
+
+    def rope(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **keywords: Any) -> Any:
+        """Rotate as `apply_rope` does, in layout "bhtd"."""
+
+    def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
+        """Return memory that belongs to the stream of each run, on the device of a tensor."""
+
+    def num_sms(self, like: Tensor) -> int:
+        """Return the number of multiprocessors of a tensor's GPU."""
+
+
+class AtOnce:
+    """Steps that run at once."""
+
+    def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
+        """Launch a kernel by Triton."""
+        kernel[(n_programs,)](**arguments)
+
+    def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call the function."""
+        function(*arguments)
+
+    def rope(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **keywords: Any) -> Any:
+        """Rotate by the kernel that plans launch: the CUDA extension's may differ in the last bit."""
+        return apply_rope(q, k, cos, sin, layout="bhtd", impl="triton", **keywords)
+
+    def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
+        """Return the memory of the current stream."""
+        return make(like.device)
+
+    def num_sms(self, like: Tensor) -> int:
+        """Return the number of multiprocessors of a tensor's GPU."""
+        return gpu.num_sms(like.device)
+
+
+AT_ONCE = AtOnce()
+
+
 class Backend(Protocol):
     """One implementation of attention. `ropewalk.ops.attention.backends` lists them."""
 
@@ -75,10 +132,17 @@ class KernelBackend(Backend, Protocol):
     def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:
         """Say why its backward does not run where its forward did; None if it does."""
 
-    def forward(self, call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+    def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         """Return the output, (B, H, Tq, Dv), and what a backward needs; without `save` its lse alone is defined."""
 
     def backward(
-        self, call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+        self,
+        call: AttentionCall,
+        out: Tensor,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        on: Steps = AT_ONCE,
     ) -> Gradients:
         """Return the gradients; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""

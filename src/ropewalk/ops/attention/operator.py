@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.autograd import LN_2
-from ropewalk.ops.attention.backend import KernelBackend, Saved, Wanted
+from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.backends import KERNELS, backward_of
 from ropewalk.ops.attention.call import LEAVES, SCHEMA, AttentionCall, FarQK, flatten, unflatten
 

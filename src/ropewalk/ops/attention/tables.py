@@ -6,7 +6,9 @@ packed sequences.
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ropewalk.ops.attention.backend import Steps
 from ropewalk.ops.attention.call import (
     NO_TABLES,
     AttentionCall,
@@ -90,8 +93,8 @@ def _table_of(rotation: Rotation | None) -> RopeTable | None:
     return None if rotation is None else RopeTable(rotation.cos, rotation.sin)
 
 
-def map_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by the call's tables, and weigh the features of k. Differentiable.
+def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by the call's tables, and weigh the features of k. Differentiable without `on`.
 
     k comes back as it is where it was rotated before. It is not paged.
     """
@@ -99,37 +102,42 @@ def map_features(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if tables.q is None:
         return q, k
     if tables.k is None:
-        return rotate(q, tables.q, tables), k
+        return rotate(q, tables.q, tables, on), k
     if tables.q.cos is tables.k.cos:
-        q, k = apply_rope(
-            q,
-            k,
-            *tables.q,
-            layout="bhtd",
-            interleaved=tables.interleaved,
-            rotary_offset=tables.rotary_offset,
-        )
+        q, k = _rope_of(on)(q, k, *tables.q, interleaved=tables.interleaved, rotary_offset=tables.rotary_offset)
     else:
-        q, k = rotate(q, tables.q, tables), rotate(k, tables.k, tables)
-    return q, k if tables.feature_weights is None else k.mul_(tables.feature_weights)  # it is ours by now
+        q, k = rotate(q, tables.q, tables, on), rotate(k, tables.k, tables, on)
+    if tables.feature_weights is not None:  # k is ours by now
+        if on is None:
+            k.mul_(tables.feature_weights)
+        else:
+            on.operate(torch.Tensor.mul_, k, tables.feature_weights)
+    return q, k
 
 
-def rotate(x: Tensor, table: RopeTable, tables: Tables, *, inverse: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False
+) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
-    rotated: Tensor = apply_rope(
-        x,
-        None,
-        *table,
-        layout="bhtd",
-        interleaved=tables.interleaved,
-        rotary_offset=tables.rotary_offset,
-        inverse=inverse,
+    rope = _rope_of(on)
+    rotated: Tensor = rope(
+        x, None, *table, interleaved=tables.interleaved, rotary_offset=tables.rotary_offset, inverse=inverse
     )
     return rotated
 
 
-def map_far_features(call: AttentionCall) -> FarQK | None:
-    """Rotate q and k as far pairs score them, or return what was given; None if no pair is far. Differentiable."""
+_differentiable_rope = functools.partial(apply_rope, layout="bhtd")
+
+
+def _rope_of(on: Steps | None) -> Callable[..., Any]:
+    return _differentiable_rope if on is None else on.rope
+
+
+def map_far_features(call: AttentionCall, on: Steps | None = None) -> FarQK | None:
+    """Rotate q and k as far pairs score them, or return what was given; None if no pair is far.
+
+    Differentiable without `on`.
+    """
     far = call.far
     if far is None or far.given is not None:
         return None if far is None else far.given
@@ -137,9 +145,9 @@ def map_far_features(call: AttentionCall) -> FarQK | None:
         return None
     q_past, q_future, k_far = far.tables.q_past, far.tables.q_future, far.tables.k
     return FarQK(
-        rotate(call.q, q_past, call.tables),
-        None if q_future is None else rotate(call.q, q_future, call.tables),
-        call.k if k_far is None else rotate(call.k, k_far, call.tables),
+        rotate(call.q, q_past, call.tables, on),
+        None if q_future is None else rotate(call.q, q_future, call.tables, on),
+        call.k if k_far is None else rotate(call.k, k_far, call.tables, on),
     )
 
 
@@ -300,30 +308,51 @@ _MOST_VALUES = 4096  # of a tensor that is read in each call
 
 
 def _identity(scheme: PositionScheme) -> Identity | None:
-    """Return a key of all that a scheme holds; None if it is not plain data, or if the call is traced or fake.
+    """Return a key of all that a scheme holds; None if it is not plain data, or if the call is traced or fake."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    return identity_of(scheme)
+
+
+_fixed: dict[int, tuple[weakref.ref[PositionScheme], Identity]] = {}  # of schemes that cannot change, by their id
+
+
+def identity_of(scheme: PositionScheme) -> Identity | None:
+    """Return a key of all that a scheme holds; None if it is not plain data.
 
     A tensor on the CPU is known by its values: writes through `.data` or a NumPy view leave its version as it was.
     Values on a device cannot be read without waiting for it, so what derives from them is made in each call.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not hasattr(scheme, "__dict__"):
+    known = _fixed.get(id(scheme))
+    if known is not None and known[0]() is scheme:
+        return known[1]
+    if not hasattr(scheme, "__dict__"):
         return None
     identity: list[Any] = [type(scheme)]
+    parameters = vars(type(scheme)).get("__dataclass_params__")
+    is_fixed = parameters is not None and parameters.frozen
     for name, value in vars(scheme).items():
         identity.append(name)
         if type(value) in _PLAIN_TYPES:
             identity.append(value)
         elif isinstance(value, PositionScheme):
-            within = _identity(value)
+            within = identity_of(value)
             if within is None:
                 return None
             identity.append(within)
+            is_fixed = is_fixed and id(value) in _fixed
         elif isinstance(value, Tensor):
             if not _is_readable(value):
                 return None
             identity.append((value.dtype, value.shape, *value.flatten().tolist()))
+            is_fixed = False
         else:
             return None
-    return tuple(identity)
+    result = tuple(identity)
+    if is_fixed:
+        number = id(scheme)
+        _fixed[number] = weakref.ref(scheme, lambda _: _fixed.pop(number, None)), result
+    return result
 
 
 def _is_readable(x: Tensor) -> bool:

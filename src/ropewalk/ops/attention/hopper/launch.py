@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
@@ -95,9 +95,9 @@ BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, F
 
 
 @on_its_device
-def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
+def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend, as the Triton kernels' launcher does."""
-    out, v, saved, is_empty = begin_forward(call)
+    out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved
     batch, heads, queries, head_dim = saved.q.shape
@@ -105,7 +105,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
     block_d = block_of_features(head_dim, v.shape[3])
     score_mod = load_score_mod(call)
     config = FORWARD[block_d, call.causal] if score_mod is None or block_d == 128 else FORWARD_SCORE_MOD
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m)
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
         n_tiles=n_tiles // batch if packed is None else n_tiles,
@@ -115,11 +115,13 @@ def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
         heads_per_l2_section=_heads_per_l2_section(heads, saved.k, v, saved.k_far),
     )
     bounds = bounds_args(call)
-    forward_kernel[(min(n_work, gpu.num_sms(saved.q.device)),)](
+    on.launch(
+        forward_kernel,
+        min(n_work, on.num_sms(saved.q)),
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
         out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
         lse_ptr=saved.lse,
-        counter_ptr=counter_of(saved.q.device),
+        counter_ptr=on.per_stream(counter_of, saved.q),
         packed=packed,
         bounds=bounds,
         scores=scores_args(call, score_mod),
@@ -143,7 +145,13 @@ def forward(call: AttentionCall) -> tuple[Tensor, Saved]:
 
 @on_its_device
 def backward(
-    call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    call: AttentionCall,
+    out: Tensor,
+    saved: Saved,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+    on: Steps = AT_ONCE,
 ) -> Gradients:
     """Compute the gradients, as the Triton kernels' launcher does.
 
@@ -163,7 +171,7 @@ def backward(
     grad_q, grad_k, grad_v = empty_aligned(saved.q), empty_aligned(saved.k), empty_aligned(v)
     far_grads = [None if x is None or not separate_far_grads else empty_aligned(x) for x in saved[3:]]
 
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, block_m)
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, block_m, on)
     # Tiles are whole, and each sequence's rows begin with one.
     workspace_rows = n_tiles // batch * block_m if packed is None else n_tiles * block_m
     workspaces = sum(x is not None for x in (saved.q, saved.q_past, saved.q_future))
@@ -182,7 +190,9 @@ def backward(
         "BLOCK_M": block_m,
         "BLOCK_D": block_d,
     }
-    bwd_preprocess_kernel[(n_tiles * heads,)](
+    on.launch(
+        bwd_preprocess_kernel,
+        n_tiles * heads,
         out=tiled(out, block_m, block_d),
         do=tiled(grad_out, block_m, block_d),
         lse_ptr=lse,
@@ -191,7 +201,8 @@ def backward(
         **of_rows,
         WORKSPACES=workspaces,
     )
-    _launch_kernel(call, saved, v, grad_out, dq_accum, (grad_k, far_grads[2], grad_v), delta, rotates, workspace_rows)
+    kv_grads = (grad_k, far_grads[2], grad_v)
+    _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -199,7 +210,9 @@ def backward(
     )
     for workspace, grad in enumerate((grad_q, *far_grads[:2])):
         if grad is not None:
-            bwd_postprocess_kernel[(n_tiles * heads,)](
+            on.launch(
+                bwd_postprocess_kernel,
+                n_tiles * heads,
                 dq=store_target(grad, block_m, block_d, packed),
                 table=table if workspace == 0 else None,
                 past_table=past_table,
@@ -212,10 +225,10 @@ def backward(
                 num_warps=4 if future_table is None else 8,
             )
     if not rotates:
-        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call)
+        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
     grad_sinks = None
     if wanted.sinks and call.sinks is not None:
-        grad_sinks = gradient_of_sinks(call.sinks, lse, delta)
+        grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     return Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
 
 
@@ -229,6 +242,7 @@ def _launch_kernel(
     delta: Tensor,
     rotates: bool,
     workspace_rows: int,
+    on: Steps,
 ) -> None:
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
     (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
@@ -246,7 +260,7 @@ def _launch_kernel(
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
     score_mod = load_score_mod(call)
-    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
     schedule = Schedule(
         n_tiles=n_tiles // batch if packed is None else n_tiles,
         n_rows=batch * key_heads,
@@ -255,7 +269,9 @@ def _launch_kernel(
         heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, block_d),
     )
     bounds = bounds_args(call)
-    backward_kernel[(n_tiles * key_heads,)](
+    on.launch(
+        backward_kernel,
+        n_tiles * key_heads,
         **_describe_inputs(saved, v, config.BLOCK_M, block_n, block_d),
         do=_describe(grad_out, config.BLOCK_M, block_d),
         dq_accum=TensorDescriptor(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.triton.support import Triton
 
@@ -69,19 +69,26 @@ class Gluon:
             return Refusal("empty", "empty tensors are not supported")
         return None
 
-    def forward(self, call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+    def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         """Launch the forward."""
         from ropewalk.ops.attention.hopper import launch
 
-        return launch.forward(call)
+        return launch.forward(call, on)
 
     def backward(
-        self, call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+        self,
+        call: AttentionCall,
+        out: Tensor,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        on: Steps = AT_ONCE,
     ) -> Gradients:
         """Launch the backward."""
         from ropewalk.ops.attention.hopper import launch
 
-        return launch.backward(call, out, saved, grad_out, grad_lse, wanted)
+        return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
 
 
 @gpu.assume_constant

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
 from ropewalk.ops.attention.tables import map_features
 from ropewalk.ops.attention.triton.arguments import Mask
@@ -105,7 +106,7 @@ def supports(call: AttentionCall) -> bool:
     return q.shape[2] * (q.shape[1] // k.shape[1]) <= MAX_ROWS and k.shape[2] >= MIN_KEYS
 
 
-def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Return the output, (B, H, Tq, Dv), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
     q, k, v = call.q, call.k, call.v
     batch, n_heads, n_queries, _ = q.shape
@@ -120,7 +121,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         lse.copy_((torch.full((n_heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
         return out.zero_(), lse
     if call.tables.k is not None and call.block_table is None and call.far is None:
-        q, k = map_features(call)  # both in one launch; otherwise the kernel rotates q, and k where it must
+        q, k = map_features(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     call = call._replace(q=q, k=k, v=v)
@@ -134,7 +135,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     is_crowded = call.tables.k is not None or mask.stride_query is not None
     tiles = choose_tiles(block_m, block, q.element_size(), is_crowded)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
-    n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, gpu.num_sms(q.device))
+    n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, on.num_sms(q))
     partial, partial_lse = out, lse
     if n_splits > 1:
         partial = torch.empty(batch, n_heads, n_queries, n_splits, value_dim, dtype=torch.float32, device=q.device)
@@ -142,7 +143,9 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
     config = _config(call, tiles, block_m, n_splits)
     score_mod = load_score_mod(call)
-    decode_kernel[(programs * n_splits,)](
+    on.launch(
+        decode_kernel,
+        programs * n_splits,
         tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
         strides=DecodeStrides(
             _row_strides(q, config.STRIDE_UNIT),
@@ -168,7 +171,9 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         **tiles.options,
     )
     if n_splits > 1:
-        combine_kernel[(batch * n_heads * n_queries,)](
+        on.launch(
+            combine_kernel,
+            batch * n_heads * n_queries,
             partial_ptr=partial,
             partial_lse_ptr=partial_lse,
             out_ptr=out,

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.tables import empty_aligned
 from ropewalk.ops.attention.triton import decode_launch
@@ -41,12 +41,12 @@ from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
 
 @on_its_device
-def forward(call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend. Without `save`, the saved q and k are undefined."""
     if not save and decode_launch.supports(call):
-        out, lse = decode_launch.forward(call)
+        out, lse = decode_launch.forward(call, on)
         return out, Saved(call.q, call.k, lse)
-    out, v, saved, is_empty = begin_forward(call)
+    out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved
     q, k, lse = saved.q, saved.k, saved.lse
@@ -54,8 +54,10 @@ def forward(call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
     score_mod = load_score_mod(call)
     features = cut_features(head_dim, v.shape[3])
     tiles = choose_tiles("forward", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m)
-    forward_kernel[(n_tiles * heads,)](
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
+    on.launch(
+        forward_kernel,
+        n_tiles * heads,
         **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
         out=store_target(out, tiles.block_m, features.block_dv, packed),
         lse_ptr=lse,
@@ -89,7 +91,13 @@ def _describe_inputs(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features
 
 @on_its_device
 def backward(
-    call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    call: AttentionCall,
+    out: Tensor,
+    saved: Saved,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+    on: Steps = AT_ONCE,
 ) -> Gradients:
     """Compute the gradients of q, k and v, and the wanted ones.
 
@@ -130,7 +138,7 @@ def backward(
     delta = torch.empty_like(lse)
 
     tiles = choose_tiles("backward_dq", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m)
+    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
     n_params, param_grads, param_grad_fn = 1, None, None
     if wanted.score_mod_params and score_mod is not None and call.score_mod_params is not None:
         n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[-1])
@@ -140,7 +148,9 @@ def backward(
         None if x is None else store_target(x, tiles.block_m, features.block_d, packed)
         for x in (grad_q, *far_grads[:2])
     )
-    backward_dq_kernel[(n_tiles * heads,)](
+    on.launch(
+        backward_dq_kernel,
+        n_tiles * heads,
         **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
         out=tiled(out, tiles.block_m, features.block_dv),
         do=tiled(grad_out, tiles.block_m, features.block_dv),
@@ -163,12 +173,14 @@ def backward(
     )
 
     tiles = choose_tiles("backward_dkdv", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n, on)
     dk, dk_far = (
         None if x is None else store_target(x, tiles.block_n, features.block_d, packed) for x in (grad_k, far_grads[2])
     )
     weights = call.tables.feature_weights
-    backward_dkdv_kernel[(n_tiles * key_heads,)](
+    on.launch(
+        backward_dkdv_kernel,
+        n_tiles * key_heads,
         **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
         do=tiled(grad_out, tiles.block_m, features.block_dv),
         dk=dk,
@@ -187,13 +199,14 @@ def backward(
         **tiles.options,
     )
     if not rotates:
-        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call)
+        grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
 
     grad_params = grad_sinks = None
     if param_grads is not None:
-        grad_params = _sum_param_grads(param_grads, call, batch, heads)
+        grad_params = torch.empty_like(call.score_mod_params)
+        on.operate(_sum_param_grads, grad_params, param_grads, batch, heads, packed is not None)
     if wanted.sinks and call.sinks is not None:
-        grad_sinks = gradient_of_sinks(call.sinks, lse, delta)
+        grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     return Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
 
 
@@ -216,17 +229,16 @@ def _tables_of_k(call: AttentionCall, rotates: bool, separate_far_grads: bool) -
     return {"table": table, "table_far": None if far is None else rope_table_args(far.k)[0], "R": width}
 
 
-def _sum_param_grads(param_grads: Tensor, call: AttentionCall, batch: int, heads: int) -> Tensor:
+def _sum_param_grads(result: Tensor, param_grads: Tensor, batch: int, heads: int, packed: bool) -> None:
     """Sum the programs' parts of the parameters' gradient, (programs, N_PARAMS), into a tensor like the parameters."""
-    assert call.score_mod_params is not None
-    result, n_params = torch.zeros_like(call.score_mod_params), param_grads.shape[1]
-    if call.cu_seqlens_q is None:
-        of_rows = param_grads.view(batch, heads, -1, n_params).sum(2)
-    else:
+    n_params = param_grads.shape[1]
+    if packed:
         of_rows = param_grads.view(-1, heads, n_params).sum(0, keepdim=True)
+    else:
+        of_rows = param_grads.view(batch, heads, -1, n_params).sum(2)
     columns = min(n_params, result.shape[-1])
     result[..., :columns] = (of_rows if result.ndim == 3 else of_rows.sum(0))[..., :columns]
-    return result
+    result[..., columns:] = 0
 
 
 def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Features, q: Tensor) -> dict[str, Any]:

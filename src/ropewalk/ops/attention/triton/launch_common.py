@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import call as record
-from ropewalk.ops.attention.backend import Saved
+from ropewalk.ops.attention.backend import Saved, Steps
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, map_features, rotate
@@ -155,11 +155,11 @@ def broadcast_strides(x: Tensor, count: int) -> tuple[Any, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
 
 
-def begin_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Saved, bool]:
+def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved, bool]:
     """Return memory for the output, v, the tensors to save, and whether no kernel needs to run."""
     out = empty_output(call.q, call.v.shape[3])
-    far = map_far_features(call)
-    q, k = (aligned(x) for x in map_features(call))
+    far = map_far_features(call, on)
+    q, k = (aligned(x) for x in map_features(call, on))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NO_FAR))
     if lse.numel() and k.shape[2]:
@@ -207,7 +207,9 @@ def store_target(x: Tensor, rows: int, block_d: int, packed: Packed | None) -> T
     return tiled(x, rows, block_d) if packed is None else row_target(x)._replace(stride_batch=None)
 
 
-def schedule_tiles(call: AttentionCall, of: str, batch: int, n_tokens: int, block: int) -> tuple[Packed | None, int]:
+def schedule_tiles(
+    call: AttentionCall, of: str, batch: int, n_tokens: int, block: int, on: Steps
+) -> tuple[Packed | None, int]:
     """Return the `Packed` of a kernel whose programs have tiles of queries ("q") or keys ("k"), and how many tiles."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -217,7 +219,9 @@ def schedule_tiles(call: AttentionCall, of: str, batch: int, n_tokens: int, bloc
     # An upper bound: each sequence, and the tokens of none, may have a tile that is not full.
     n_tiles = n_tokens // block + count + 1
     schedule = torch.empty(n_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)
-    schedule_kernel[(count + 1,)](
+    on.launch(
+        schedule_kernel,
+        count + 1,
         schedule_ptr=schedule,
         cu_seqlens_ptr=cu_seqlens_q if of == "q" else cu_seqlens_k,
         n_sequences=count,
@@ -246,31 +250,38 @@ def rotates_in_registers(call: AttentionCall, head_dim: int, features: Features)
 
 
 def inverse_rotate_all(
-    grad_q: Tensor, grad_k: Tensor, far_grads: Sequence[Tensor | None], call: AttentionCall
+    grad_q: Tensor, grad_k: Tensor, far_grads: Sequence[Tensor | None], call: AttentionCall, on: Steps
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradients of q and k back where the kernels cannot, and add those of far pairs.
 
     Far gradients belong to q and k only if the scheme made the features of far pairs.
     """
     tables = call.tables
-    grad_q = grad_q if tables.q is None else rotate(grad_q, tables.q, tables, inverse=True)
-    grad_k = grad_k if tables.k is None else rotate(grad_k, tables.k, tables, inverse=True)
+    grad_q = grad_q if tables.q is None else rotate(grad_q, tables.q, tables, on, inverse=True)
+    grad_k = grad_k if tables.k is None else rotate(grad_k, tables.k, tables, on, inverse=True)
     if call.far is None or call.far.tables is None:
         return grad_q, grad_k
     q_past, q_future, k_far = (
-        grad if grad is None or table is None else rotate(grad, table, tables, inverse=True)
+        grad if grad is None or table is None else rotate(grad, table, tables, on, inverse=True)
         for grad, table in zip(far_grads, call.far.tables, strict=True)
     )
-    for grad in (q_past, q_future):
-        grad_q = grad_q if grad is None else grad_q.add_(grad)
-    return grad_q, grad_k if k_far is None else grad_k.add_(k_far)
+    for total, grad in ((grad_q, q_past), (grad_q, q_future), (grad_k, k_far)):
+        if grad is not None:
+            on.operate(torch.Tensor.add_, total, grad)
+    return grad_q, grad_k
 
 
-def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, on: Steps) -> Tensor:
     """Return the gradient of sinks (H,), from base-2 log-sum-exps and delta, both (B, H, Tq)."""
+    grad = torch.empty_like(sinks)
+    on.operate(_write_gradient_of_sinks, grad, sinks, lse, delta)
+    return grad
+
+
+def _write_gradient_of_sinks(grad: Tensor, sinks: Tensor, lse: Tensor, delta: Tensor) -> None:
     # A sink of −inf has no gradient, not even in a row that attends nothing.
     of_sinks = torch.exp2(sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
-    return -(of_sinks * delta).sum((0, 2))
+    torch.neg((of_sinks * delta).sum((0, 2)), out=grad)
 
 
 def call_args(call: AttentionCall, score_mod: ScoreMod | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall, rope_tables
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,19 +54,26 @@ class Triton:
         """Its backward runs whatever its forward ran."""
         return None
 
-    def forward(self, call: AttentionCall, save: bool) -> tuple[Tensor, Saved]:
+    def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         """Launch the forward, or the decode kernels for few queries and many keys."""
         from ropewalk.ops.attention.triton import launch
 
-        return launch.forward(call, save)
+        return launch.forward(call, save, on)
 
     def backward(
-        self, call: AttentionCall, out: Tensor, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+        self,
+        call: AttentionCall,
+        out: Tensor,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        on: Steps = AT_ONCE,
     ) -> Gradients:
         """Launch both backward kernels. Their sums have one order: the gradients are the same bits every time."""
         from ropewalk.ops.attention.triton import launch
 
-        return launch.backward(call, out, saved, grad_out, grad_lse, wanted)
+        return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
 
 
 def _why_no_far(call: AttentionCall) -> Refusal | None:

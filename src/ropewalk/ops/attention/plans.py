@@ -1,0 +1,429 @@
+"""Plans of eager calls by kernels: found by what a call's launches depend on, made at the second call of a kind.
+
+A plan depends neither on values on a device nor on a tensor's version: whatever derives from tensors is an input of it.
+Calls that no plan is for, such as those with misaligned tensors, run without one, by the same launchers.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved, Unplannable, Wanted
+from ropewalk.ops.attention.backends import backward_of
+from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.tables import identity_of
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
+from ropewalk.schemes import PositionScheme
+
+MAX_PLANS = 1024
+on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
+on_cpu = False  # in Triton's interpreter, for tests
+
+_UNKNOWN = object()
+# One call each, where loops over all leaves would cost the host microseconds.
+_TENSORS = [index for index in range(len(LEAVES)) if IS_TENSOR[index]]
+_NUMBERS = [index for index in range(len(LEAVES)) if not IS_TENSOR[index]]
+pick_tensors, pick_numbers = itemgetter(*_TENSORS), itemgetter(*_NUMBERS)
+_put_back = itemgetter(*sorted(range(len(LEAVES)), key=[*_TENSORS, *_NUMBERS].__getitem__))
+
+
+def call_of(tensors: Sequence[Tensor | None], numbers: Sequence[Any]) -> AttentionCall:
+    """Undo `pick_tensors` and `pick_numbers` of a call's leaves."""
+    return unflatten(_put_back((*tensors, *numbers)))
+
+
+class Cache:
+    """Plans by key, made at a key's second call: a length that never comes again is not worth one."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+        self.seen: set[int] = set()
+        self.lock = threading.Lock()
+
+    def find(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the plan of a key; None where there is none yet, or none is possible."""
+        plan = self.found.get(key, _UNKNOWN)
+        if plan is not _UNKNOWN:
+            return plan
+        digest = hash(key)
+        with self.lock:
+            if digest not in self.seen:
+                if len(self.seen) >= 8 * MAX_PLANS:
+                    self.seen.clear()
+                self.seen.add(digest)
+                return None
+        plan = make()
+        with self.lock:
+            if len(self.found) >= MAX_PLANS:
+                self.found.clear()
+            self.found[key] = plan
+        return plan
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        with self.lock:
+            self.found.clear()
+            self.seen.clear()
+
+
+FORWARDS = Cache()
+
+
+class ForwardPlan:
+    """The plan of a forward, and those of its backward by the gradients that come."""
+
+    def __init__(self, call: AttentionCall, backend: KernelBackend, save: bool) -> None:
+        from ropewalk.ops.attention.triton.plan import Builder
+
+        builder = Builder(call.q.device)
+        twin = _twin(call, builder)
+        out, saved = builder.follow(backend.forward, twin, save)
+        features = (saved.q, saved.k, *saved[3:]) if save else (None,) * 5
+        results = [out, saved.lse] if save or call.return_lse else [out]
+        results += [x for x in features if x is not None and not builder.is_input(x)]
+        self.plan = builder.finish(results)
+        # Indices among inputs and results.
+        self.out = builder.slot_of(out)
+        self.lse = builder.slot_of(saved.lse) if len(results) > 1 else None
+        self.features = tuple(None if x is None else builder.slot_of(x) for x in features)
+        self.backend = backend
+        self.backwards: dict[Any, BackwardPlan | None] = {}
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Saved] | None:
+        """Do what the backend's forward does; return None where a tensor is misaligned."""
+        inputs = _existing(pick_tensors(flatten(call)))
+        addresses = addresses_of(inputs)
+        if addresses is None:
+            return None
+        results = self.plan.run(inputs, addresses, self.plan.results)
+        memory = (*inputs, *results)
+        q, k, *far = [None if index is None else memory[index] for index in self.features]
+        return memory[self.out], Saved(q, k, None if self.lse is None else memory[self.lse], *far)  # type: ignore[arg-type]
+
+
+class BackwardPlan:
+    """The plan of a backward. Its inputs: the call's tensors, those saved but q and k, the output, the gradients."""
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        backend: KernelBackend,
+        out: Tensor,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+    ) -> None:
+        from ropewalk.ops.attention.triton.plan import Builder
+
+        builder = Builder(call.q.device)
+        twin = _twin(call, builder)
+        twin_saved = Saved(twin.q, twin.k, *map(builder.input, saved[2:]))  # type: ignore[arg-type]
+        gradients = builder.follow(
+            backend.backward, twin, builder.input(out), twin_saved, *map(builder.input, (grad_out, grad_lse)), wanted
+        )
+        n_inputs = builder.n_slots
+        self.plan = builder.finish(_existing(gradients))
+        self.gradients = tuple(None if x is None else builder.slot_of(x) - n_inputs for x in gradients)
+
+    def run(self, inputs: Sequence[Tensor]) -> Gradients | None:
+        """Do what the backend's backward does; return None where a tensor is misaligned."""
+        addresses = addresses_of(inputs)
+        return None if addresses is None else self.run_at(inputs, addresses, self.plan.results)
+
+    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Any]) -> Gradients:
+        """Do it at aligned addresses, with results of given shapes and strides."""
+        made = self.plan.run(inputs, addresses, results)
+        return Gradients(*[None if index is None else made[index] for index in self.gradients])  # type: ignore[arg-type]
+
+
+def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
+    """Run a backend's forward, by a plan where there is one, and return that too."""
+    if _may_plan(call.q):
+        plan = FORWARDS.find(*_forward_key(call, backend, save))
+        done = None if plan is None else plan.run(call)
+        if done is not None:
+            return *done, plan
+    return *backend.forward(call, save), None
+
+
+def _forward_key(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Any, Callable[[], Any]]:
+    """Return the key of a forward's plan, and the function that makes it."""
+    leaves = flatten(call)
+    shapes = [None if x is None else (x.shape, x.stride(), x.dtype) for x in pick_tensors(leaves)]
+    flags = (backend.name, save, call.return_lse, _shares_table(call), torch._C._get_cublas_allow_tf32())
+    key = (*shapes, *pick_numbers(leaves), *flags, call.q.get_device())
+    return key, lambda: _plan(ForwardPlan, call, backend, save)
+
+
+def backward(
+    plan: ForwardPlan | None,
+    call: AttentionCall,
+    backend: KernelBackend,
+    out: Tensor,
+    saved: Saved,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Run a backend's backward, by a plan where the forward had one."""
+    if plan is not None and _may_plan(grad_out):
+        grad_out, grad_lse = _dense(grad_out), None if grad_lse is None else grad_lse.contiguous()
+        inputs = _existing((*pick_tensors(flatten(call)), *saved[2:], out, grad_out, grad_lse))
+        found = find_backward(plan, grad_out, grad_lse, wanted, lambda: (call, out, saved))
+        done = None if found is None else found.run(inputs)
+        if done is not None:
+            return done
+    return backward_of(backend, call, wanted).backward(call, out, saved, grad_out, grad_lse, wanted)
+
+
+def find_backward(
+    plan: ForwardPlan,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Wanted,
+    describe: Callable[[], tuple[AttentionCall, Tensor, Saved]],
+) -> BackwardPlan | None:
+    """Return the plan of a backward after a planned forward; None where none is possible."""
+    key = (grad_out.stride(), grad_out.dtype, None if grad_lse is None else grad_lse.stride(), wanted)
+    found = plan.backwards.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        call, out, saved = describe()
+        backend = backward_of(plan.backend, call, wanted)
+        found = _plan(BackwardPlan, call, backend, out, saved, grad_out, grad_lse, wanted)
+        plan.backwards[key] = found
+    return found  # type: ignore[return-value]
+
+
+def make_seed(q: Tensor) -> Tensor:
+    """Draw a seed of dropout from torch's generator of the device: the host waits for no number."""
+    return torch.randint(2**63 - 1, (1,), device=q.device)
+
+
+def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
+    """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for."""
+    addresses = [x.data_ptr() for x in inputs]
+    return None if functools.reduce(operator.or_, addresses) & 15 else addresses
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return a gradient, or a copy of one that is expanded, as that of a sum is."""
+    return grad.contiguous() if 0 in grad.stride() else grad
+
+
+def _plan(kind: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a plan; None where a launcher takes a step that no plan can repeat."""
+    try:
+        return kind(*arguments)
+    except Unplannable:
+        return None
+
+
+def _twin(call: AttentionCall, builder: Any) -> AttentionCall:
+    """Return a call whose tensors have no memory."""
+    leaves = flatten(call)
+    twin = call_of([builder.input(x) for x in pick_tensors(leaves)], pick_numbers(leaves))
+    twin = twin._replace(return_lse=call.return_lse, needs_backward=call.needs_backward)
+    if _shares_table(call):
+        twin = twin._replace(tables=twin.tables._replace(k=twin.tables.q))
+    return twin
+
+
+def _shares_table(call: AttentionCall) -> bool:
+    """Say whether q and k have one table: launchers then rotate both at once."""
+    q, k = call.tables.q, call.tables.k
+    return q is not None and k is not None and q.cos is k.cos
+
+
+def _existing(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _may_plan(x: Tensor) -> bool:
+    """Say whether a call may run by a plan now: nothing captures or watches launches, and its device is the current."""
+    if not x.is_cuda:
+        return on_cpu and x.device.type == "cpu"
+    return (
+        on_gpu
+        and x.get_device() == torch._C._cuda_getDevice()
+        and not torch._C._cuda_isCurrentStreamCapturing()
+        and not gpu.is_launch_watched()
+    )
+
+
+# === calls of `attention`, found by its arguments, before they are validated ===
+
+CALLS = Cache()
+MAX_PINNED = 256 << 20  # bytes of tables that planned calls keep alive
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+# The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
+# the scheme's.
+_SEED = _TENSORS.index(LEAVES.index("seed"))
+
+
+class PlannedCall:
+    """A kind of call of `attention`: its plan, and the tensors that the plan reads beside the caller's."""
+
+    def __init__(self, call: AttentionCall, plan: ForwardPlan, layout: str) -> None:
+        tensors = pick_tensors(flatten(call))
+        self.plan, self.layout, self.return_lse = plan, layout, call.return_lse
+        self.given = [index for index, x in enumerate(tensors[:_SEED]) if x is not None]
+        self.constants = _existing(tensors[_SEED + 1 :])
+        self.constant_addresses = [x.data_ptr() for x in self.constants]
+        self.numbers, self.is_given = pick_numbers(flatten(call)), [x is not None for x in tensors]
+        self.needs_backward, self.drops = call.needs_backward, call.dropout_p > 0
+        self.results = [_lay_out(plan.plan.results[0], layout), *plan.plan.results[1:]]
+        self.n_inputs = len(self.given) + self.drops + len(self.constants)
+        if self.needs_backward:
+            later = range(2, self.n_inputs)
+            saved = (*plan.features[:2], *later, plan.lse, *plan.features[2:], plan.out)
+            self.pick_saved = itemgetter(*_existing(saved))
+        self.backwards: dict[Any, tuple[BackwardPlan, list[Any]] | None] = {}
+
+    def inputs_of(self, given: Sequence[Tensor | None]) -> tuple[list[Any], list[int]] | None:
+        """Return the plan's inputs for a call's tensors, and their addresses; None where one is misaligned."""
+        inputs: list[Any] = [given[index] for index in self.given]
+        addresses = addresses_of(inputs)
+        if addresses is None:
+            return None
+        if self.drops:
+            seed = make_seed(inputs[0])
+            inputs.append(seed)
+            addresses.append(seed.data_ptr())
+        return inputs + self.constants, addresses + self.constant_addresses
+
+    def returned(self, results: Sequence[Tensor]) -> Any:
+        """Return what `attention` returns."""
+        if not self.return_lse:
+            return results[0]
+        lse = results[1] * LN_2
+        return results[0], lse[0] if self.layout == "thd" else lse
+
+    def describe(self, saved: Sequence[Tensor]) -> tuple[AttentionCall, Tensor, Saved]:
+        """Return the call whose backward comes, its output and what was saved, as `backward` takes them."""
+        layout, n_inputs = self.layout, self.n_inputs
+        *tensors, out = saved
+        leaves = iter(tensors[:n_inputs])
+        every = [next(leaves) if is_given else None for is_given in self.is_given]
+        # The caller's tensors are in its layout; q and k that were mapped are not the caller's.
+        for index, slot in enumerate((*self.plan.features[:2], 2)):
+            if slot == index:
+                every[index] = as_bhtd(every[index], layout)
+        others = iter(tensors[n_inputs + 1 :])
+        far = [None if slot is None else next(others) for slot in self.plan.features[2:]]
+        far = [as_bhtd(x, layout) if slot == 1 else x for x, slot in zip(far, self.plan.features[2:], strict=True)]
+        call = call_of(every, self.numbers)
+        return call, as_bhtd(out, layout), Saved(call.q, call.k, tensors[n_inputs], *far)
+
+    def differentiate(
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients, those of q, k and v in the caller's layout."""
+        grad_out = _dense(grad_out)
+        if grad_lse is not None:
+            grad_lse = (grad_lse[None] if self.layout == "thd" else grad_lse).contiguous()
+        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted)
+        found = self.backwards.get(key, _UNKNOWN)
+        inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
+        if found is _UNKNOWN:
+            made = find_backward(
+                self.plan, as_bhtd(grad_out, self.layout), grad_lse, wanted, lambda: self.describe(saved)
+            )
+            found = None
+            if made is not None:
+                first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]
+                found = made, [*first, *made.plan.results[3:]]
+            self.backwards[key] = found
+        addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
+        if addresses is not None:
+            backward_plan, results = found  # type: ignore[misc]
+            return backward_plan.run_at(inputs, addresses, results)
+        call, out, rest = self.describe(saved)
+        backend = backward_of(self.plan.backend, call, wanted)
+        gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
+        return Gradients(*(from_bhtd(x, self.layout) for x in gradients[:3]), *gradients[3:])
+
+
+def _lay_out(result: Any, layout: str) -> Any:
+    """Return a result (B, H, T, D) in a layout."""
+    order = {"bthd": (0, 2, 1, 3), "bhtd": (0, 1, 2, 3), "thd": (2, 1, 3)}[layout]
+    shape, strides = (tuple(numbers[index] for index in order) for numbers in result[:2])
+    return result._replace(shape=shape, strides=strides)
+
+
+def key_of(given: Sequence[Tensor | None], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
+    """Return all that planned calls of a kind have in common; None for a call that no plan is for.
+
+    given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet.
+    """
+    q, k, v, *others = given
+    is_default = (
+        type(q) in _PLAIN_TYPES
+        and type(k) in _PLAIN_TYPES
+        and type(v) in _PLAIN_TYPES
+        and _may_plan(q)
+        and is_plain_eager(*given)
+        and not is_transformed()
+    )
+    known_by = identity_of(position) if is_default else None
+    if known_by is None:
+        return None
+    grads = None
+    if torch.is_grad_enabled():
+        sinks = others[-1]
+        grads = (q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad)
+        if any(grads) and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None  # hooks, as those of checkpoints, count what a forward saves: with plans that differs
+    try:
+        key = (
+            *(q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device()),
+            *(v.shape, v.stride(), v.dtype, v.get_device(), known_by, grads, flags),
+            tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others]),
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_cublas_allow_tf32(),
+            torch._C._get_cudnn_sdp_enabled(),
+        )
+        hash(key)
+    except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, and lists no hash
+        return None
+    return key
+
+
+def find_call(key: Any) -> PlannedCall | None:
+    """Return the plan for calls of a key, if there is one."""
+    return CALLS.found.get(key)
+
+
+def note_call(
+    key: Any, call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
+) -> None:
+    """Plan calls of a key, from its second call on, where nothing but the caller's tensors differs between them."""
+    CALLS.find(key, lambda: _plan_call(call, backend, given, layout))
+
+
+def _plan_call(
+    call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
+) -> PlannedCall | None:
+    # What derives from values on a device, such as the rows of tables at given positions, is made in each call.
+    q, k, v, *others = given
+    of_call = pick_tensors(flatten(call))
+    by_index = all(x is None for x in (call.positions_q, call.positions_k, call.key_starts, call.query_starts))
+    is_same = all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+    has_tables = call.tables.q is not None or call.far is not None
+    if has_tables and not (by_index and call.cu_seqlens_q is None):
+        return None
+    if not is_same or call.q.data_ptr() != q.data_ptr() or (call.sinks is not None and call.sinks.dtype != torch.float32):
+        return None
+    plan = FORWARDS.find(*_forward_key(call, backend, call.needs_backward))
+    if plan is None or addresses_of([x for x in of_call if x is not None]) is None:
+        return None
+    return PlannedCall(call, plan, layout)

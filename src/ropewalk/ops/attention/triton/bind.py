@@ -1,0 +1,126 @@
+"""Binding compiled kernels to launches that differ in addresses alone: the boundary to Triton's launchers for NVIDIA.
+
+Triton's `kernel[grid](...)` specialises, looks up and encodes all arguments in each call. A bound launch has done so:
+it reads addresses from a list, and calls Triton's C launcher.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from ropewalk.ops.attention.backend import Unplannable
+
+MAX_DESCRIPTORS = 64  # of one argument: the addresses that a model's layers have
+
+Launch = Callable[[Sequence[int], int], None]  # (addresses, stream)
+
+
+class _Descriptors(dict[int, Any]):
+    """Descriptors of one argument, by address, of which they are a function."""
+
+    def __init__(self, encode: Callable[..., Any], *geometry: Any) -> None:
+        super().__init__()
+        self.encode, self.geometry = encode, geometry
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_DESCRIPTORS:
+            self.clear()
+        descriptor = self[address] = self.encode(address, *self.geometry)
+        return descriptor
+
+
+class _Writer:
+    """Writes a kernel's arguments as an expression of `addresses`, and collects the names that it reads."""
+
+    def __init__(self, compiled: Any, address_of: Callable[[Tensor], tuple[int, int]]) -> None:
+        self.address_of = address_of
+        self.names: dict[str, Any] = {}
+        self.descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+
+    def name(self, value: Any) -> str:
+        name = f"x{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def address(self, x: Tensor) -> str:
+        slot, offset = self.address_of(x)
+        return f"addresses[{slot}]" if offset == 0 else f"addresses[{slot}] + {self.name(offset)}"
+
+    def write(self, value: Any, kind: Any) -> str:
+        if isinstance(kind, tuple):
+            return "(" + "".join(f"{self.write(*pair)}, " for pair in zip(value, kind, strict=True)) + ")"
+        if kind == "constexpr":
+            return "None"
+        if kind.startswith("tensordesc"):
+            numbers = ", ".join(self.name(number) for number in (*value.shape, *value.strides))
+            return f"{self.name(self.describe(value))}[{self.address(value.base)}], {numbers}"
+        return self.address(value) if isinstance(value, Tensor) else self.name(value)
+
+    def describe(self, descriptor: Any) -> _Descriptors:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        encoding = next(self.descriptors, None)
+        if encoding is None or encoding["fp4_padded"] or getattr(descriptor, "round_f32_to_tf32", False):
+            raise Unplannable("a descriptor is not one of TMA's plain ones")
+        utils = driver.active.utils
+        encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # Triton 3.6: the last
+        return _Descriptors(
+            encode,
+            encoding["swizzle"],
+            encoding["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[encoding["elem_type"]],
+            encoding["block_size"],
+            list(descriptor.shape),
+            list(descriptor.strides),
+            1 if descriptor.padding == "nan" else 0,
+        )
+
+
+def bind(
+    compiled: Any, n_programs: int, values: Sequence[Any], address_of: Callable[[Tensor], tuple[int, int]]
+) -> Launch:
+    """Bind a compiled kernel's arguments, all but the addresses of its tensors.
+
+    values: all arguments, in the order of the kernel's signature; tensors, alone or in descriptors, stand for memory.
+    address_of: the index of a tensor's memory among the addresses, and the tensor's offset there in bytes.
+    """
+    run = compiled.run  # loads the kernel onto the current device
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        raise Unplannable("a kernel reads memory that Triton allocates")
+    writer = _Writer(compiled, address_of)
+    arguments = "".join(
+        f"{writer.write(value, kind)}, " for value, kind in zip(values, compiled.src.signature.values(), strict=True)
+    )
+    # Grid, stream, function, flags, metadata, and no hooks and no scratch memory; in the order of each Triton.
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    if hasattr(run, "arg_annotations"):
+        launcher = driver.active.utils.launch
+        head = (*flags, compiled.packed_metadata, *(None,) * 5, run.arg_annotations, run.kernel_signature)
+        arguments = f"({arguments})"
+    else:  # Triton 3.6, where a closure encodes descriptors before the launcher runs
+        launcher = run.launch
+        cells = dict(zip(launcher.__code__.co_freevars, launcher.__closure__ or ())) if hasattr(launcher, "__code__") else {}
+        launcher = cells["launcher"].cell_contents if "launcher" in cells else launcher
+        head = (*flags, None, None, compiled.packed_metadata, *(None,) * 3)
+    names = [writer.name(value) for value in (compiled.function, *head)]
+    source = f"launch({writer.name(n_programs)}, 1, 1, stream, {', '.join(names)}, {arguments})"
+    bound: Launch = _compile(source, tuple(writer.names))(launcher, *writer.names.values())
+    return bound
+
+
+@functools.lru_cache(maxsize=512)
+def _compile(source: str, names: tuple[str, ...]) -> Callable[..., Launch]:
+    """Compile the function that makes a bound launch of the launcher and named values.
+
+    Written out, a launch takes the host a third of the time that loops over its arguments take.
+    """
+    program = f"def make(launch, {', '.join(names)}):\n    return lambda addresses, stream: {source}\n"
+    scope: dict[str, Any] = {}
+    exec(program, scope)  # noqa: S102 (the text is made above, of indices alone)
+    make: Callable[..., Launch] = scope["make"]
+    return make

@@ -1,0 +1,273 @@
+"""Plans: the steps of one direction of a call, prepared once and run again with other addresses.
+
+`Builder` hands a launcher tensors without memory, and keeps the launches and operators that it asks for. The launchers
+are those that run at once without a plan, so both do the same. A plan's run allocates the results and one workspace,
+reads addresses and launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ropewalk import device as gpu
+from ropewalk.ops.attention.backend import Unplannable
+from ropewalk.ops.attention.triton.bind import Launch, bind
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.triton import launch as rope_launch
+from ropewalk.ops.rope.triton.kernel import compile_kernel
+
+ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator aligns them
+ADDRESS_ALIGNMENT = 15  # bits that no address has: kernels are compiled for multiples of 16 bytes
+_compile_rope = functools.lru_cache(compile_kernel)
+_empty, _empty_strided = torch.empty, torch.empty_strided
+
+
+class Result(NamedTuple):
+    """A tensor that a plan allocates in each run."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan:
+    """The steps of one direction of a call."""
+
+    def __init__(
+        self, device: torch.device, results: Sequence[Result], workspace: int, per_stream: Sequence[Callable[..., Tensor]]
+    ) -> None:
+        self.device, self.index = device, device.index or 0
+        self.results, self.workspace, self.per_stream = results, workspace, per_stream
+        self.launches: list[Launch] = []
+        self.steps: list[Callable[[Sequence[Tensor], Sequence[int], int], None]] = []  # where some are operators
+
+    def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Result]) -> list[Tensor]:
+        """Run for tensors like those of the plan, at aligned addresses, and return the results.
+
+        results: those of the plan, or of the same memory with other shapes and strides. The current device is the
+        plan's.
+        """
+        device = self.device
+        memory = [_empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in results]
+        for make in self.per_stream:
+            memory.append(make(device))
+        if self.workspace:
+            memory.append(_empty(self.workspace, dtype=torch.uint8, device=device))
+        addresses += [x.data_ptr() for x in memory]
+        stream = current_stream(self.index)
+        for launch in self.launches:
+            launch(addresses, stream)
+        if self.steps:
+            every = (*inputs, *memory)
+            for step in self.steps:
+                step(every, addresses, stream)
+        return memory
+
+
+def _no_stream(index: int) -> int:
+    return 0
+
+
+# A PyTorch without CUDA has no streams.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses every operator but allocations and views: tensors without memory would swallow its effect."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and not function.__name__.startswith(("empty", "new_empty")):
+            raise Unplannable(f"{function} is neither an allocation nor a view")
+        return function(*args, **(kwargs or {}))
+
+
+class Builder:
+    """The `Steps` that make a plan."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: dict[int, tuple[int, int]] = {}  # by a twin's storage: the index of its memory, and its offset there
+        self.alive: list[Tensor] = []  # a storage that is freed could give its identity to another one
+        self.n_slots = self.workspace = 0
+        self.streams: list[tuple[Callable[..., Tensor], Tensor]] = []
+        self.kept: list[tuple[Any, ...]] = []
+
+    def input(self, x: Tensor | None) -> Tensor | None:
+        """Return the twin of the next input, which has no memory."""
+        if x is None:
+            return None
+        twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._give_slot(twin)
+        return twin
+
+    def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
+        """Keep a launch."""
+        self.kept.append(("launch", kernel, n_programs, arguments))
+
+    def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Keep the call of a function."""
+        self.kept.append(("operate", function, arguments))
+
+    def rope(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        interleaved: bool,
+        rotary_offset: int,
+        inverse: bool = False,
+    ) -> Any:
+        """Keep a rotation, and return its results' twins."""
+        xs = (q,) if k is None else (q, k)
+        call = RopeCall(cos, sin, None, None, 0, RopeFlags("bhtd", interleaved, inverse, None, rotary_offset))
+        outs = tuple(torch.empty_like(x) for x in xs)
+        self.kept.append(("rope", xs, outs, call))
+        return outs[0] if k is None else outs
+
+    def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
+        """Return the twin of counters, int32, that `make` finds in each run."""
+        twin = torch.empty(1, dtype=torch.int32, device="meta")
+        self.streams.append((make, twin))
+        return twin
+
+    def num_sms(self, like: Tensor) -> int:
+        """Return the number of multiprocessors of the plan's GPU."""
+        return gpu.num_sms(self.device)
+
+    def follow(self, launcher: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a launcher that takes these steps."""
+        with torch.no_grad(), _OnlyViews():
+            return launcher(*arguments, self)
+
+    def finish(self, results: Sequence[Tensor]) -> Plan:
+        """Make the plan whose results are like these, which the launcher allocated."""
+        specs = []
+        for x in results:
+            if _storage(x) in self.slots:
+                raise Unplannable("a result is an input, or shares memory with another result")
+            self._give_slot(x)
+            specs.append(Result(tuple(x.shape), x.stride(), x.dtype))
+        for _, twin in self.streams:
+            self._give_slot(twin)
+        bound = [self._bind(*step) for step in self.kept]
+        plan = Plan(self.device, specs, self.workspace, [make for make, _ in self.streams])
+        if all(is_launch for is_launch, _ in bound):
+            plan.launches = [step for _, step in bound]
+        else:
+            plan.steps = [_ignoring_tensors(step) if is_launch else step for is_launch, step in bound]
+        return plan
+
+    def _give_slot(self, x: Tensor) -> None:
+        """Give a twin the next slot; the workspace comes after all."""
+        self.slots[_storage(x)] = (self.n_slots, 0)
+        self.n_slots += 1
+        self.alive.append(x)
+
+    def is_input(self, x: Tensor) -> bool:
+        """Say whether a twin has its memory already: whether it is an input, before `finish`."""
+        return _storage(x) in self.slots
+
+    def slot_of(self, x: Tensor) -> int:
+        """Return the index of an input or a result."""
+        return self.slots[_storage(x)][0]
+
+    def address_of(self, x: Tensor) -> tuple[int, int]:
+        """Return the index of a twin's memory among a run's, and its offset there in bytes."""
+        slot = self.slots.get(_storage(x))
+        if slot is None:  # the launcher allocated it, and does not return it
+            slot = self.slots[_storage(x)] = (self.n_slots, self.workspace)
+            self.workspace += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+            self.alive.append(x)
+        index, offset = slot
+        offset += x.storage_offset() * x.element_size()
+        if offset & ADDRESS_ALIGNMENT:
+            raise Unplannable("a view is misaligned")
+        return index, offset
+
+    def _bind(self, kind: str, *step: Any) -> tuple[bool, Any]:
+        """Return whether a step is a bound launch, and the step."""
+        if kind == "operate":
+            function, arguments = step
+            return False, self._operator(function, arguments)
+        if kind == "rope":
+            xs, outs, call = step
+            launch = rope_launch.prepare(xs, call)
+            if not isinstance(launch, rope_launch.Launch):
+                raise Unplannable("features that are not dense are rotated in copies")
+            if gpu.is_interpreted():
+                return False, self._operator(_rotate, (launch, *xs, *outs, *call))
+            q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
+            k, k_out = (k, k_out) if len(xs) == 2 else (0, 0)
+            direction = -1 if call.flags.inverse else 1
+            values = (q, k, q_out, k_out, call.cos, call.sin, 0, 0, call.offset, direction, *launch.constants)
+            return True, bind(_compile_rope(launch.spec), launch.n_programs, values, self.address_of)
+        kernel, n_programs, arguments = step
+        if gpu.is_interpreted():
+            return False, self._operator(_launch_kernel, (kernel, n_programs, arguments))
+        compiled = kernel.warmup(grid=(n_programs,), **arguments)
+        parameters = kernel.signature.parameters
+        values = [arguments.get(name, parameters[name].default) for name in kernel.arg_names]
+        return True, bind(compiled, n_programs, values, self.address_of)
+
+    def _operator(self, function: Callable[..., Any], arguments: Any) -> Callable[..., None]:
+        """Return a step that calls a function on tensors in a run's memory."""
+        twins: dict[int, tuple[Tensor, int, int]] = {}
+
+        def note(x: Tensor) -> Tensor:
+            twins[id(x)] = (x, *self.address_of(x))
+            return x
+
+        _visit(arguments, note)
+
+        def step(memory: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
+            real = {key: _in_memory(x, memory[slot], offset) for key, (x, slot, offset) in twins.items()}
+            function(*_visit(arguments, lambda x: real[id(x)]))
+
+        return step
+
+
+def _ignoring_tensors(launch: Launch) -> Callable[[Sequence[Tensor], Sequence[int], int], None]:
+    return lambda memory, addresses, stream: launch(addresses, stream)
+
+
+def _storage(x: Tensor) -> int:
+    identity: int = x.untyped_storage()._cdata
+    return identity
+
+
+def _in_memory(x: Tensor, memory: Tensor, offset: int) -> Tensor:
+    """Return a tensor of x's shape and strides that begins so many bytes after another one."""
+    start = memory.storage_offset() * memory.element_size() + offset
+    tensor = torch.empty(0, dtype=x.dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), start // x.element_size(), x.shape, x.stride())
+
+
+def _visit(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return nested tuples, dicts and descriptors with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _visit(item, change) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [_visit(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if type(value).__name__ == "TensorDescriptor":
+        return type(value)(_visit(value.base, change), value.shape, value.strides, value.block_shape)
+    return value
+
+
+def _launch_kernel(kernel: Any, n_programs: int, arguments: dict[str, Any]) -> None:
+    kernel[(n_programs,)](**arguments)
+
+
+def _rotate(launch: rope_launch.Launch, *tensors: Any) -> None:
+    n = (len(tensors) - len(RopeCall._fields)) // 2
+    launch(tensors[:n], tensors[n : 2 * n], RopeCall(*tensors[2 * n :]))
