@@ -144,7 +144,7 @@ def describe(keywords):
     """What a layer asked for, in short."""
     mask = keywords.get("mask")
     shape = None if mask is None else tuple(mask.shape)
-    return keywords["causal"], keywords["window"], shape, "key_lengths" in keywords
+    return keywords["causal"], keywords["window"], shape, keywords["key_lengths"] is not None
 
 
 @pytest.mark.parametrize(
@@ -444,14 +444,11 @@ def test_an_additive_mask_on_a_device_is_checked_once(monkeypatch):
     monkeypatch.setattr(module_of_attention, "masks_only", lambda mask: not checked.append(mask))
     mask = torch.zeros(2, 1, 6, 6, device="meta")
     for _ in range(3):
-        module_of_attention._as_bool(mask)
+        module_of_attention._check_additive(mask, mask)
     assert len(checked) == 1
     mask.add_(1)
-    module_of_attention._as_bool(mask)
-    module_of_attention._as_bool(mask.clone())
-    assert len(checked) == 3
-    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
-    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    for other in (mask, mask.clone(), torch.zeros(2, 1, 6, 6), torch.zeros(2, 1, 6, 6)):
+        module_of_attention._check_additive(other, other)
     assert len(checked) == 5
 
 
