@@ -27,7 +27,7 @@ POINTERS = {
     torch.float64: "*fp64",
 }
 _THREADS = 128
-_BLOCKS = (1024, 4096)  # keys of one step: two sizes, as each is a binary
+_BLOCKS = (512, 2048)  # keys of one step: two sizes, as each is a binary
 
 
 @triton.jit
