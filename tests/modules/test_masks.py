@@ -1,7 +1,9 @@
 """Masks of transformers' models, and writes to them. With Triton's interpreter the kernel reads masks of keys."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -62,7 +64,12 @@ def rows_of_keys(keys):
     """An empty row, a full one, and rows with holes whose ends are anywhere: (6, keys), bool."""
     rows = torch.rand(6, keys, generator=torch.Generator().manual_seed(1)) < 0.5
     rows[0], rows[1] = False, True
-    for row, start, end in ((2, keys // 2, keys), (3, 0, keys // 2), (4, keys - 1, keys), (5, keys // 3, 2 * keys // 3)):
+    for row, start, end in (
+        (2, keys // 2, keys),
+        (3, 0, keys // 2),
+        (4, keys - 1, keys),
+        (5, keys // 3, 2 * keys // 3),
+    ):
         rows[row, :start], rows[row, end:] = False, False
     return rows
 
@@ -175,6 +182,19 @@ def test_a_mask_keeps_its_conversion(rows):
     assert recall(mask, 4, 4) is None
     assert recall(mask, 5, 3) is None
     assert recall(rows, 5, 4) is None
+
+
+def test_a_mask_is_freed_with_what_it_keeps(rows):
+    read = read_keys(rows, 5, 4, copy=True)
+    for mask in (keep(read.allowed, read), keep(read.allowed.view(torch.uint8), read)):
+        assert recall(mask, 5, 4) is read
+    freed = weakref.ref(mask), weakref.ref(read.allowed), weakref.ref(read.key_starts)
+    gc.disable()
+    try:
+        del mask, read
+        assert [reference() for reference in freed] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("write", [name for name in WRITES if name in ("in-place", "other-data")])

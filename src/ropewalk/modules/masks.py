@@ -50,9 +50,11 @@ class _Kept:
 
 
 def keep(mask: Tensor, read: ReadMask) -> Tensor:
-    """Let a mask that no user has a part in keep its conversion, for `recall`; return the mask."""
+    """Let a mask keep its conversion, for `recall`: return it, or a view of it that does."""
     # Inference tensors count no writes, and tensors of XLA have no address. (Dynamo traces the first test alone.)
     if is_plain_eager(mask) and not is_transformed() and (mask.is_cpu or mask.is_cuda) and not mask.is_inference():
+        if mask is read.allowed:
+            mask = mask.view(mask.shape)  # or it would keep itself, and its memory until garbage is collected
         setattr(mask, _ATTRIBUTE, _Kept(mask, read))
     return mask
 
