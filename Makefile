@@ -17,7 +17,7 @@ endif
 OTHER_TRITONS := $(OUTER_TRITONS) $(INNER_TRITONS)
 
 # What runs Triton's kernels on a CPU runs in Triton's interpreter, all else without: `tests/helpers/modes.py` selects.
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat tests/modules
 COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
 ONLY_IN_ALL := target or browser or docs or distribution or slow
 

@@ -51,7 +51,10 @@ LAYERS = {
 }
 # Every name of theirs, loaded when it is asked for; and the package of packages, which imports nothing.
 ROOTS = ("ropewalk", "ropewalk.__main__", "ropewalk.ops", "ropewalk.bench")
-KERNELS = ("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.libraries.merge")
+KERNELS = (
+    *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.libraries.merge"),
+    "ropewalk.modules.mask_kernel",
+)
 NO_TRITON = ("ropewalk.ops.*.support",)  # beside kernels, and read before they are loaded
 # Packages that a user may lack: these alone may load them, and only once they are called.
 MAY_USE_OPTIONAL = ("ropewalk.bench.*", "ropewalk.experiments.*", "ropewalk.integrations.*")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,8 @@ import ropewalk
 from ropewalk import attention
 from ropewalk.integrations import huggingface
 from ropewalk.integrations.huggingface import attention as module_of_attention
+from ropewalk.modules import masks
+from ropewalk.modules.masks import read_keys
 from ropewalk.testing import assert_close_to_truth
 
 
@@ -144,7 +147,7 @@ def describe(keywords):
     """What a layer asked for, in short."""
     mask = keywords.get("mask")
     shape = None if mask is None else tuple(mask.shape)
-    return keywords["causal"], keywords["window"], shape, "key_lengths" in keywords
+    return keywords["causal"], keywords["window"], shape, keywords["key_lengths"] is not None
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,128 @@ def test_one_query_of_a_preallocated_cache_walks_what_is_filled(calls, device):
     assert describe(last)[2] == (B, 1, 1, last["mask"].shape[3])
     assert last["mask"].shape[3] > T
     assert last["key_lengths"].tolist() == [T + 1] * B
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """The masks of keys that are converted, from here on."""
+    converted = []
+
+    def record(mask, *arguments, **keywords):
+        converted.append(mask)
+        return read_keys(mask, *arguments, **keywords)
+
+    for module in (module_of_attention, masks):
+        monkeypatch.setattr(module, "read_keys", record)
+    return converted
+
+
+# How many masks a forward has.
+ONE_FOR_ALL_LAYERS = {"Bert": 1, "BertDecoder": 1, "Llama": 1, "Mistral": 1, "Gemma2": 2}
+
+
+@pytest.mark.parametrize("name", ONE_FOR_ALL_LAYERS)
+def test_a_mask_is_read_once_for_all_layers(name, readings, device):
+    model = build(name, device)
+    logits_and_grads(model, "ropewalk", tokens(device), padding("right", device))
+    assert len(readings) == ONE_FOR_ALL_LAYERS[name]
+    model.train().gradient_checkpointing_enable()
+    readings.clear()
+    logits_and_grads(model, "ropewalk", tokens(device), padding("right", device))
+    assert len(readings) == ONE_FOR_ALL_LAYERS[name]
+
+
+def test_converted_layers_share_the_reading_of_a_mask(readings, device):
+    model = huggingface.convert_bert(build("Bert", device))
+    model(tokens(device), attention_mask=padding("right", device))
+    assert len(readings) == 1
+
+
+def test_a_step_from_a_preallocated_cache_reads_its_mask_once(readings, calls, device):
+    model = build("Llama", device)
+    model.set_attn_implementation("ropewalk")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=T + 2)
+    with torch.no_grad():
+        model(tokens(device), past_key_values=cache)
+        readings.clear()
+        model(tokens(device, length=1), past_key_values=cache)
+    assert len(readings) == 1
+    assert [keywords["key_lengths"].tolist() for keywords in calls[-2:]] == [[T + 1] * B] * 2
+
+
+@pytest.mark.parametrize("change", ["in place", "another"])
+@pytest.mark.parametrize("name", ["Bert", "Llama"])
+def test_a_hook_may_change_the_mask_of_a_layer(name, change, calls, device):
+    model = build(name, device)
+    model.set_attn_implementation("ropewalk")
+    shorter = torch.tensor([T - 6], device=device)
+
+    def hook(module, arguments, keywords):
+        mask = keywords["attention_mask"]
+        if change == "another":
+            mask = keywords["attention_mask"] = mask.clone()
+        mask[..., T - 6 :] = 0
+        return arguments, keywords
+
+    attentions = [part for part in model.modules() if type(part).__name__ in ("BertSelfAttention", "LlamaAttention")]
+    attentions[1].register_forward_pre_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(tokens(device), attention_mask=padding("right", device))
+    lengths = [keywords["key_lengths"] for keywords in calls]
+    assert lengths[0].tolist() == [T - 4, T, T - 1]
+    assert torch.equal(lengths[1], shorter.expand(B).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_a_write_to_the_tokens_mask_after_the_mask_was_made_changes_nothing(dtype, device):
+    """The layers' mask is a copy of it."""
+    attention_mask = torch.ones(2, 6, dtype=dtype, device=device)
+    arguments = mask_arguments("both ways", "whole", attention_mask, device) | {"q_length": 6, "kv_length": 6}
+    if "cache_position" in arguments:
+        arguments["cache_position"] = torch.arange(6, device=device)
+    mask = make_mask(**arguments)
+    attention_mask.data.zero_()
+    q, k, v = heads(device)
+    assert torch.equal(attend(q, k, v, mask, module=layer(is_causal=False))[0], bhtd(q, k, v, mask=mask))
+    assert mask.all()
+
+
+def test_a_layer_adds_one_view_and_few_calls_to_attention(monkeypatch, device):
+    """Of a mask that our function made: nothing is computed, and no tensor is rearranged."""
+    arguments = mask_arguments("both ways", "whole", torch.ones(2, 9, dtype=torch.bool, device=device), device)
+    mask, (q, k, v), module = make_mask(**arguments), heads(device, queries=9, keys=9), layer(is_causal=False)
+    monkeypatch.setattr(module_of_attention, "attention", lambda q, *others, **keywords: q)
+    keywords = {"scaling": 0.3, "dropout": 0.0, "output_attentions": False, "position_ids": None}
+    entered = []
+
+    def profiler(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    function = transformers.AttentionInterface()["ropewalk"]
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as models project it
+    with torch.autograd.profiler.profile() as profile:
+        function(module, q, k, v, mask, **keywords)
+    names = [event.name for event in profile.function_events if event.name.startswith("aten::")]
+    assert sorted(names) == ["aten::as_strided", "aten::transpose"]
+    sys.setprofile(profiler)
+    try:
+        function(module, q, k, v, mask, **keywords)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= 10, entered  # on a GPU one asks whether a graph is captured
+
+
+def test_a_compiled_layer_takes_a_mask_that_was_made_outside(device):
+    torch._dynamo.reset()
+    padding = torch.ones(2, 9, dtype=torch.bool, device=device)
+    padding[0, 5:] = False
+    arguments = mask_arguments("both ways", "whole", padding, device)
+    mask, (q, k, v), module = make_mask(**arguments), heads(device, queries=9, keys=9), layer(is_causal=False)
+    compiled = torch.compile(
+        lambda q, k, v, mask: attend(q, k, v, mask, module=module)[0], backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(q, k, v, mask), bhtd(q, k, v, mask=padding[:, None, None]))
 
 
 def layer(device="cpu", training=False, **attributes):
@@ -444,14 +569,11 @@ def test_an_additive_mask_on_a_device_is_checked_once(monkeypatch):
     monkeypatch.setattr(module_of_attention, "masks_only", lambda mask: not checked.append(mask))
     mask = torch.zeros(2, 1, 6, 6, device="meta")
     for _ in range(3):
-        module_of_attention._as_bool(mask)
+        module_of_attention._check_additive(mask, mask)
     assert len(checked) == 1
     mask.add_(1)
-    module_of_attention._as_bool(mask)
-    module_of_attention._as_bool(mask.clone())
-    assert len(checked) == 3
-    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
-    module_of_attention._as_bool(torch.zeros(2, 1, 6, 6))
+    for other in (mask, mask.clone(), torch.zeros(2, 1, 6, 6), torch.zeros(2, 1, 6, 6)):
+        module_of_attention._check_additive(other, other)
     assert len(checked) == 5
 
 

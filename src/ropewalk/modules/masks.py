@@ -1,18 +1,29 @@
 """Masks of transformers' models, converted for `ropewalk.attention`.
 
-Each layer converts its mask anew: writes through `.data` or a NumPy view leave no trace by which to tell that what was
-made of a mask is out of date.
+Each layer converts a user's mask anew: writes through `.data` or a NumPy view leave no trace by which to tell that what
+was made of a mask is out of date. On a GPU that is one launch for a mask of keys (`mask_kernel`), and PyTorch's
+operators elsewhere.
+
+A mask that this package made itself can keep its conversion (`keep`), so that all layers of a forward share one. It is
+a copy, whose memory no user has but by the mask. See `recall` for when layers convert it anew.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H heads.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
+
+_ATTRIBUTE = "_ropewalk_read_mask"  # of a mask that keeps its conversion
 
 
 class ReadMask(NamedTuple):
@@ -23,10 +34,61 @@ class ReadMask(NamedTuple):
     key_lengths: Tensor  # (B,), int32: one past the last
 
 
+class _Kept:
+    """The conversion of a mask, and the state of the mask that it was made in."""
+
+    __slots__ = ("address", "is_captured", "read", "version")
+
+    def __init__(self, mask: Tensor, read: ReadMask) -> None:
+        self.read = read
+        self.version = mask._version
+        self.address = mask.data_ptr()
+        self.is_captured = _is_capturing(mask)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()  # a copy of the mask keeps nothing, and any unpickler reads an empty set
+
+
+def keep(mask: Tensor, read: ReadMask) -> Tensor:
+    """Let a mask keep its conversion, for `recall`: return it, or a view of it that does."""
+    # Inference tensors count no writes, and tensors of XLA have no address. (Dynamo traces the first test alone.)
+    if is_plain_eager(mask) and not is_transformed() and (mask.is_cpu or mask.is_cuda) and not mask.is_inference():
+        if mask is read.allowed:
+            mask = mask.view(mask.shape)  # or it would keep itself, and its memory until garbage is collected
+        setattr(mask, _ATTRIBUTE, _Kept(mask, read))
+    return mask
+
+
+def recall(mask: Tensor, batch: int, keys: int) -> ReadMask | None:
+    """Return what a mask keeps, for that batch and number of keys; None where it is to be converted anew.
+
+    The conversion goes with the very object: none of its copies, views and casts has it. It is not used under
+    torch.compile; nor after a write to the mask that PyTorch counts, or new `.data`; nor in the capture of a CUDA graph
+    that does not hold the launch that made it. A write that PyTorch does not count, through `mask.data` or DLPack,
+    changes which keys within the old bounds are attended, and not the bounds.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    kept = getattr(mask, _ATTRIBUTE, None)
+    if (
+        not isinstance(kept, _Kept)
+        or kept.version != mask._version
+        or kept.address != mask.data_ptr()
+        or kept.read.key_starts.shape[0] != batch
+        or kept.read.allowed.shape[3] != keys
+        or kept.is_captured != _is_capturing(mask)
+    ):
+        return None
+    return kept.read
+
+
 def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
     """Convert one of transformers' masks for self-attention; `BERTAttention.forward` lists them and the errors."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}, but must be a tensor")
+    kept = recall(mask, batch, tokens) if mask.dtype == torch.bool else None
+    if kept is not None:
+        return kept
     shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
     full = (batch, n_heads, tokens, tokens)
     if not is_padding and not (mask.ndim == 4 and all(n in (1, size) for n, size in zip(shape, full, strict=True))):
@@ -36,13 +98,45 @@ def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
         )
     if mask.requires_grad:
         raise _bias_error(mask)
+    if not is_padding:
+        mask = drop_equal_rows(mask)
     if mask.dtype != torch.bool:
-        mask = (_padding_as_bool if is_padding else _additive_as_bool)(mask)
-    if not is_padding and mask.shape[3] != tokens:
-        mask = mask.expand(-1, -1, -1, tokens)
-    starts, ends = find_key_bounds(mask)
-    allowed = mask[:, None, None] if is_padding else drop_equal_rows(mask)
+        (_check_padding if is_padding else _check_additive)(mask)
+    if is_padding or mask.shape[1:3] == (1, 1):
+        return read_keys(mask, batch, tokens)
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if allowed.shape[3] != tokens:
+        allowed = allowed.expand(-1, -1, -1, tokens)
+    starts, ends = find_key_bounds(allowed)
     return ReadMask(allowed, starts.expand(batch), ends.expand(batch))
+
+
+def read_keys(mask: Tensor, batch: int, keys: int, *, copy: bool = False) -> ReadMask:
+    """Convert a mask of keys, its values unchecked: one launch on a GPU.
+
+    mask is of any dtype, (B or 1, Tk or 1), where all but 0 is attended; or (B or 1, 1, 1, Tk or 1), bool, or additive,
+    where 0 is attended. copy: let `allowed` have memory of its own. A bool mask is not copied otherwise.
+    """
+    rows, width, is_padding = mask.shape[0], mask.shape[-1], mask.ndim == 2
+    stores, is_additive = copy or mask.dtype != torch.bool, not (is_padding or mask.dtype == torch.bool)
+    launch = _find_launch(mask)
+    if launch is None:
+        allowed = mask
+        if stores:
+            allowed = mask == 0 if is_additive else mask != 0
+        if width != keys:
+            allowed = allowed.expand(*mask.shape[:-1], keys)
+        starts, ends = _reduce(allowed if is_padding else allowed[:, 0, 0])
+        return ReadMask(allowed[:, None, None] if is_padding else allowed, starts.expand(batch), ends.expand(batch))
+    stored = torch.empty(batch, 1, 1, keys, dtype=torch.bool, device=mask.device) if stores else None
+    starts = torch.empty(batch, dtype=torch.int32, device=mask.device)
+    ends = torch.empty_like(starts)
+    strides = (mask.stride(0) if rows == batch else 0, mask.stride(-1) if width == keys else 0)
+    launch(mask, strides, keys, is_additive, stored, starts, ends)
+    if stored is not None:
+        return ReadMask(stored, starts, ends)
+    allowed = mask.view(rows, 1, 1, width) if is_padding else mask
+    return ReadMask(allowed if width == keys else allowed.expand(-1, -1, -1, keys), starts, ends)
 
 
 def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,16 +148,47 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
     if kept.ndim == 4:
         kept = drop_equal_rows(kept)
         kept = kept[:, 0, 0] if kept.shape[1:3] == (1, 1) else kept.any(dim=2).any(dim=1)
+    launch = _find_launch(kept)
+    if launch is None:
+        return _reduce(kept)
+    starts = torch.empty(kept.shape[0], dtype=torch.int32, device=kept.device)
+    ends = torch.empty_like(starts)
+    launch(kept, kept.stride(), kept.shape[1], False, None, starts, ends)
+    return starts, ends
+
+
+def _reduce(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the bounds of keys, (B, Tk), bool, by PyTorch's operators."""
     batch, keys = kept.shape
     if keys == 0:
-        none = torch.zeros(batch, dtype=torch.int32, device=mask.device)
+        none = torch.zeros(batch, dtype=torch.int32, device=kept.device)
         return none, none
     # In int64 to the end: a dynamic length is an int64 in the kernels that Inductor writes, and int32 reductions over
     # it do not compile with torch 2.11 (“initial type int32 but is re-assigned to int64”).
-    index = torch.arange(keys, device=mask.device)
+    index = torch.arange(keys, device=kept.device)
     ends = torch.where(kept, index + 1, 0).amax(dim=1)
     starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
     return starts.to(torch.int32), ends.to(torch.int32)
+
+
+def _find_launch(mask: Tensor) -> Callable[..., None] | None:
+    """Return the launch of the kernel that reads masks of keys; None where PyTorch is to read this one."""
+    if not is_plain_eager(mask) or is_transformed():
+        return None
+    return _load_launch(mask.device, mask.dtype)
+
+
+@lru_cache
+def _load_launch(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    if gpu.why_no_triton(device) is not None:
+        return None
+    from ropewalk.modules import mask_kernel
+
+    return mask_kernel.launch if dtype in mask_kernel.POINTERS else None
+
+
+def _is_capturing(mask: Tensor) -> bool:
+    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def drop_equal_rows(mask: Tensor) -> Tensor:
@@ -87,20 +212,17 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
-def _padding_as_bool(mask: Tensor) -> Tensor:
+def _check_padding(mask: Tensor) -> None:
     if is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("attention_mask, (B, T), holds other values, but must hold 1 (token) and 0 (padding) alone")
-    return mask != 0
 
 
-def _additive_as_bool(mask: Tensor) -> Tensor:
+def _check_additive(mask: Tensor) -> None:
     if not mask.is_floating_point():
         kind = f"a tensor of {mask.dtype}"
         raise TypeError(f"attention_mask is {kind}, but with 4 dimensions must be bool or floating point")
-    mask = drop_equal_rows(mask)
     if is_readable(mask) and not bool(masks_only(mask)):
         raise _bias_error(mask)
-    return mask == 0
 
 
 def _bias_error(mask: Tensor) -> ValueError:

@@ -19,7 +19,10 @@ Anything else: a preallocated cache (the one query of a step gets (B, 1, 1, Tk))
 ways, patterns of your own, and in transformers 5.0 every call with keys in a cache.
 
 If a mask is the same for all queries, the kernels loop from the first to the last key that it allows: neither padding
-nor the unused end of a cache costs much.
+nor the unused end of a cache costs much. The mask function finds these bounds once for all layers, by one launch on a
+GPU. A layer finds them itself in a mask that is not the very object that it returned, or that was written to since;
+under torch.compile and torch.inference_mode; and in a CUDA graph, for a mask from outside. One write is not seen: into
+a returned mask between two layers, through its `.data` or DLPack.
 
 A query that may attend nothing, as in padding on the left, gives zeros; with transformers' "eager" it gives the mean
 of all values. Written for transformers 5.0 to 5.23.
@@ -39,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ropewalk.device import assume_constant
-from ropewalk.modules.masks import drop_equal_rows, find_key_bounds, masks_only
+from ropewalk.modules.masks import ReadMask, drop_equal_rows, keep, masks_only, read_keys, recall
 from ropewalk.ops.attention.api import attention
 
 # Keywords that models pass to the attention, and that do not change it.
@@ -128,20 +131,25 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
                 f"transformers' attention interface, and would read Ropewalk's masks otherwise"
             )
         if attention_mask is None or attention_mask.ndim == 2:
-            padding = _key_mask(attention_mask, **sizes)
             if allow_is_bidirectional_skip and mask_function is masking.bidirectional_mask_function:
-                return padding
+                padding = _read_padding(attention_mask, **sizes)
+                return None if padding is None else keep(padding.allowed, padding)
             if allow_is_causal_skip and _is_aligned_to_end(**sizes):
-                if mask_function is masking.causal_mask_function:
-                    return None if padding is None else padding.view(torch.uint8)
-                if local_size is not None and local_size == _window(config):
+                window = None if mask_function is masking.causal_mask_function else local_size
+                if mask_function is masking.causal_mask_function or (window is not None and window == _window(config)):
+                    padding = _read_padding(attention_mask, **sizes)
                     if padding is not None:
-                        return padding.view(torch.uint8).expand(-1, local_size, -1, -1)
-                    nothing = torch.empty(1, local_size, 1, 0, dtype=torch.uint8, device=sizes.get("device"))
-                    return None if sizes["kv_length"] <= local_size else nothing
+                        marker = padding.allowed.view(torch.uint8)
+                        return keep(marker if window is None else marker.expand(-1, window, -1, -1), padding)
+                    if window is None or sizes["kv_length"] <= window:
+                        return None
+                    return torch.empty(1, window, 1, 0, dtype=torch.uint8, device=sizes.get("device"))
         skip = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
         mask: Tensor = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **skip, **sizes)
-        return mask
+        if torch.compiler.is_compiling() or mask.shape[1:3] != (1, 1):
+            return mask
+        of_keys = read_keys(mask, mask.shape[0], mask.shape[3], copy=True)
+        return keep(of_keys.allowed, of_keys)
 
     return make_mask
 
@@ -156,14 +164,16 @@ def _uses_interface(configuration: str) -> bool:
     return not any("Attention" in x.__name__ for x in own)
 
 
-def _key_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> Tensor | None:
-    """Return a mask of tokens as a mask of the current keys, (B, 1, 1, Tk)."""
+def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> ReadMask | None:
+    """Read a mask of tokens as a mask of the current keys."""
     if attention_mask is None:
         return None
     missing = kv_offset + kv_length - attention_mask.shape[1]
     if missing > 0:
         attention_mask = nn.functional.pad(attention_mask, (0, missing))
-    return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if attention_mask.shape[1] != kv_length:
+        attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return read_keys(attention_mask, attention_mask.shape[0], kv_length, copy=True)
 
 
 def _is_aligned_to_end(kv_length: int, kv_offset: int = 0, q_offset: Any = 0, **others: Any) -> bool:
@@ -203,64 +213,92 @@ def _attend(
             raise ValueError(
                 f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
             )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    mask, causal, window = _read_mask(attention_mask, bool(is_causal), sliding_window)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    (batch, queries), keys = q.shape[:2], k.shape[1]
-    arguments: dict[str, Any] = {
-        "causal": causal,
-        "window": None if window is None or window >= keys else window,
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout_p": dropout if module.training else 0.0,
-        "deterministic": deterministic or None,
-    }
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), sliding_window
+    mask, key_starts, key_lengths = attention_mask, None, None
+    if attention_mask is not None:
+        causal, window = _read_pattern(attention_mask, causal, sliding_window)
+        of_keys = recall(attention_mask, batch, keys)
+        mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
+    if window is not None and window >= keys:
+        window = None
+    dropout_p = dropout if module.training else 0.0
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if mask is not None or batch != 1:
             raise ValueError(
                 "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
                 "attention_mask or position_ids that restart: pass one or the other"
             )
-        arguments.update(cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, layout="thd")
-        return attention(q[0], k[0], v[0], **arguments)[None].contiguous(), None
-    if mask is not None:
-        arguments.update(_describe_mask(mask, batch, keys))
+        out = attention(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            causal=causal,
+            window=window,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout_p=dropout_p,
+            deterministic=deterministic or None,
+            cu_seqlens_q=cu_seq_lens_q,
+            cu_seqlens_k=cu_seq_lens_k,
+            layout="thd",
+        )
+        return out[None].contiguous(), None
     if queries == 1:  # a branch, so that torch.compile with symbolic lengths decides it and hands on no SymBool
-        arguments["causal"] = False  # one query is at the last key
-    return attention(q, k, v, **arguments).contiguous(), None
+        causal = False  # one query is at the last key
+    out = attention(
+        query,
+        key,
+        value,
+        causal=causal,
+        window=window,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout_p,
+        deterministic=deterministic or None,
+        mask=mask,
+        key_starts=key_starts,
+        key_lengths=key_lengths,
+        layout="bhtd",
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _read_mask(
-    given: Tensor | None, is_causal: bool, sliding_window: int | None
-) -> tuple[Tensor | None, bool, int | None]:
-    """Return the mask proper, causality, and the window: see the table above."""
-    if given is None:
-        return None, is_causal, sliding_window
-    if given.dtype != torch.uint8 or given.ndim != 4 or given.shape[2] != 1:
-        return given, False, None
+def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) -> tuple[bool, int | None]:
+    """Return causality and the window that go with a mask: see the table above."""
+    if not _is_marker(given):
+        return False, None
     window = sliding_window if given.shape[1] == 1 else given.shape[1]
     if sliding_window not in (None, window):
         raise ValueError(f"sliding_window is {sliding_window}, but must be the mask's and the config's, {window}")
-    return None if given.shape[3] == 0 else given[:, :1].view(torch.bool), True, window
+    return True, window
 
 
-def _describe_mask(mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
+def _is_marker(mask: Tensor) -> bool:
+    """Say whether a mask is padding beside causality or a window."""
+    return mask.dtype == torch.uint8 and mask.ndim == 4 and mask.shape[2] == 1
+
+
+def _convert(given: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return a mask as bool, and the bounds of its keys if it is one of keys."""
-    if mask.dtype != torch.bool:
-        if mask.requires_grad:
-            raise ValueError("attention_mask requires grad, but must not: pass a bool mask, True where a query attends")
-        mask = _as_bool(mask)
-    mask = drop_equal_rows(mask)
-    if mask.shape[1:] != (1, 1, keys):
-        return {"mask": mask}
-    starts, ends = find_key_bounds(mask)
-    return {"mask": mask, "key_starts": starts.expand(batch), "key_lengths": ends.expand(batch)}
+    if _is_marker(given):
+        if given.shape[3] == 0:  # a window without padding
+            return None, None, None
+        mask = given[:, :1].view(torch.bool)
+    else:
+        mask = drop_equal_rows(given)
+        if given.dtype != torch.bool:
+            _check_additive(given, mask)
+    if mask.shape[1:] == (1, 1, keys):
+        return read_keys(mask, batch, keys)
+    return mask if mask.dtype == torch.bool else mask == 0, None, None
 
 
-def _as_bool(mask: Tensor) -> Tensor:
-    """Return an additive mask as bool; raise if it is a bias."""
+def _check_additive(mask: Tensor, distinct: Tensor) -> None:
+    """Raise if an additive mask is a bias. distinct: the mask without rows that are equal in memory."""
+    if mask.requires_grad:
+        raise ValueError("attention_mask requires grad, but must not: pass a bool mask, True where a query attends")
     if not mask.is_floating_point():
         raise TypeError(f"attention_mask has dtype {mask.dtype}, but with 4 dimensions must be bool, or additive")
     if torch.compiler.is_compiling():
@@ -268,18 +306,16 @@ def _as_bool(mask: Tensor) -> Tensor:
             "attention_mask is additive, but must be bool under torch.compile, which cannot check its values: True "
             "where a query attends"
         )
-    allowed = drop_equal_rows(mask)
     # To read values on a device is to wait for it: once for a mask, not in each layer.
     state = None if mask.is_cpu or mask.is_inference() else (mask._version, mask.data_ptr())
     if state is None or _CHECKED.get(mask) != state:
-        if not bool(masks_only(allowed)):
+        if not bool(masks_only(distinct)):
             raise ValueError(
                 "attention_mask is a bias, but must hold 0 and the lowest numbers alone: biases are not supported, use "
                 "'eager' attention"
             )
         if state is not None:
             _CHECKED[mask] = state
-    return allowed == 0
 
 
 def find_transformers() -> tuple[Any, Any]:
