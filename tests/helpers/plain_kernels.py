@@ -20,14 +20,14 @@ class PlainKernels:
     def why_no_backward(self, call, wanted):
         return None
 
-    def forward(self, call, save):
+    def forward(self, call, save, on=None):
         q, k = map_features(call)
         groups = q.shape[1] // k.shape[1]
         scores = scores_of(q, k.repeat_interleave(groups, dim=1), call)
         out = scores.softmax(-1) @ call.v.repeat_interleave(groups, dim=1)
         return out, Saved(q, k, scores.logsumexp(-1) / LN_2)
 
-    def backward(self, call, out, saved, grad_out, grad_lse, wanted):
+    def backward(self, call, out, saved, grad_out, grad_lse, wanted, on=None):
         groups = saved.q.shape[1] // saved.k.shape[1]  # below the dispatcher there is no autograd
         k, v = (x.repeat_interleave(groups, dim=1) for x in (saved.k, call.v))
         p = (scores_of(saved.q, k, call) - LN_2 * saved.lse[..., None]).exp()
