@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -143,6 +144,38 @@ def row_target(x: Tensor) -> RowTarget:
     """Return where the rows of x (B, H, T, D) are stored."""
     batch, head, token, _ = x.stride()
     return RowTarget(x, batch if x.shape[0] > 1 else 0, head, token, x.shape[3])
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_captured_counters: dict[torch.device, Tensor] = {}
+_N_CAPTURED = 1 << 18  # 1 MiB for the launches in all CUDA graphs; those past it take a memset in their graph
+_LEAST_COUNTERS = 1024
+_lock = threading.Lock()
+
+
+def counters_of(device: torch.device, count: int = 1) -> Tensor:
+    """Return at least `count` zeros, int32, that launches of the current stream count with in turn; each leaves zeros.
+
+    A launch in a CUDA graph has its own for ever: the graph may be replayed beside other launches.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            rest = _captured_counters.get(device)
+            if rest is None or rest.numel() < count:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            _captured_counters[device] = rest[triton.cdiv(count, 4) * 4 :]  # at a multiple of 16 bytes
+        return rest[:count]
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    counters = _counters.get(key)
+    if counters is None or counters.numel() < count:
+        size = max(_LEAST_COUNTERS, 1 << (count - 1).bit_length())
+        counters = _counters[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    if device not in _captured_counters:
+        _captured_counters[device] = torch.zeros(_N_CAPTURED, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on another stream
+    return counters
 
 
 def precision() -> str:
