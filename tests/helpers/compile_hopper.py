@@ -86,7 +86,6 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
     launches = []
     monkeypatch.setattr(hopper_launch, "forward_kernel", Recorder(hopper_launch.forward_kernel, launches))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    monkeypatch.setattr(hopper_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
     hopper_launch.forward(call)
     (launch,) = launches
     return launch, schedules

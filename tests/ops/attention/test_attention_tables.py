@@ -14,9 +14,10 @@ from helpers.writes import WRITES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ropewalk.ops.attention import api
 from ropewalk.ops.attention import tables as memory
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, token_positions
-from ropewalk.ops.attention.tables import map_features, resolve_scheme
+from ropewalk.ops.attention.tables import map_features, resolve_scheme, with_rows
 from ropewalk.ops.attention.validate import Arguments, validate
 from ropewalk.schemes import (
     Alibi,
@@ -301,7 +302,7 @@ def test_pages_have_a_row_of_tables_for_each_key_that_is_not_rotated_yet(device,
         keys_rotated=keys_rotated,
     )
     for more in ({}, {"query_starts": torch.tensor([61, 37], device=device)}):
-        result = resolve_scheme(call._replace(**more))
+        result = with_rows(resolve_scheme(call._replace(**more)))
         positions_q, positions_k = token_positions(call._replace(**more))
         assert torch.equal(result.tables.q.cos, Rope().rotation(positions_q, D).cos.expand_as(result.tables.q.cos))
         if keys_rotated:
@@ -310,6 +311,81 @@ def test_pages_have_a_row_of_tables_for_each_key_that_is_not_rotated_yet(device,
         else:
             assert torch.equal(result.tables.k.cos, Rope().rotation(positions_k, D).cos)
     assert positions_q.tolist() == [[61, 62, 63], [37, 38, 39]]
+
+
+def decoded(device, scheme=None, **keywords):
+    """A call whose keys come rotated."""
+    q, k = torch.randn(B, H, 3, D, device=device), torch.randn(B, H, 40, D, device=device)
+    return validated(q, k, **{"position": scheme or Rope(), "keys_rotated": True, **keywords})
+
+
+DECODED = {
+    "last": {},
+    "starts": {"query_starts": [37, 5]},
+    "padding": {"key_starts": [0, 33]},
+    "both": {"query_starts": [37, 12], "key_starts": [2, 14]},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", DECODED)
+def test_a_whole_table_costs_no_operator_and_has_the_rows_of_queries(device, monkeypatch, name, causal):
+    starts = {key: torch.tensor(values, device=device) for key, values in DECODED[name].items()}
+    call = decoded(device, causal=causal, **starts)
+    whole = resolve_scheme(call)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_indices", None)  # called by all that gathers rows
+        assert resolve_scheme(call).tables.q.cos is whole.tables.q.cos
+    start = whole.tables.q_start
+    every = torch.arange(start, start + whole.tables.q.cos.shape[1], device=device)[None]
+    for x, y in zip(whole.tables.q, Rope().rotation(every, D)[:2], strict=True):
+        assert torch.equal(x, y)
+    rows = with_rows(whole)
+    assert rows.tables.q_start is None
+    positions, _ = token_positions(call)
+    # Causal queries before the first key attend nothing, and have any row.
+    positions = positions.clamp(min=start)
+    for x, y in zip(rows.tables.q, Rope().rotation(positions, D)[:2], strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(map_features(whole), map_features(rows), strict=True):
+        assert torch.equal(x, y)
+
+
+@dataclass(frozen=True, eq=False)
+class OfQueries(Rope):
+    def query_rotation(self, positions, head_dim):
+        return self.rotation(positions, head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Rope):
+    def rotation(self, positions, head_dim):
+        return super().rotation(positions, head_dim)._replace(scale=torch.full(positions.shape, 2.0))
+
+
+def test_q_has_a_row_for_each_query_where_no_whole_table_is_enough(device):
+    positions = torch.arange(3, device=device)[None]
+    packed = torch.tensor([0, 1, 3], device=device, dtype=torch.int32)
+    q = torch.randn(3, H, D, device=device)
+    assert decoded(device).tables == NO_TABLES
+    for call in (
+        decoded(device, positions_q=positions),
+        decoded(device, keys_rotated=False),
+        decoded(device, OfQueries()),
+        decoded(device, Scaled(rotary_dim=8)),
+        validated(q, q, position=Rope(), keys_rotated=True, cu_seqlens_q=packed, layout="thd"),
+    ):
+        tables = resolve_scheme(call).tables
+        assert tables.q_start is None
+        assert tables.q.cos.shape[1] == 3
+
+
+def test_a_backward_reads_rows_of_queries(device):
+    q, k = (torch.randn(B, H, n, D, device=device, requires_grad=n == 3) for n in (3, 40))
+    keywords = {"position": Rope(), "keys_rotated": True, "layout": "bhtd"}
+    assert api.make_call(q, k, k, **keywords).tables.q_start is None
+    with torch.no_grad():
+        assert api.make_call(q, k, k, **keywords).tables.q_start == 0
 
 
 @pytest.mark.parametrize("scheme", [Rope(rotary_dim=4, rotary_offset=8), Rope(rotary_offset=10, interleaved=True)])

@@ -9,6 +9,7 @@ from helpers.modes import INTERPRETED, KERNEL_DTYPES, needs_kernels, on_gpu
 from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import REFERENCE
+from ropewalk.ops.attention.tables import with_rows
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, ReRope, Rope, SelfExtend
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -125,6 +126,16 @@ MASKS = {
         "sinks": lambda device: torch.randn(H, device=device),
     },
 }
+
+
+def resized(keywords, heads):
+    """What depends on the number of heads."""
+    by_head = {"sinks": (heads,), "mask": (1, heads, 3, KEYS)}
+    return {
+        name: torch.randn(shape, device=x.device) if name == "sinks" else holes(shape, x.device)
+        for name, shape in by_head.items()
+        if (x := keywords.get(name)) is not None
+    }
 
 
 def made(keywords, device):
@@ -342,10 +353,66 @@ def test_the_same_bits_every_time(kernels, device, cut):
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
+MANY = 9
+
+
+@pytest.fixture
+def many_splits(kernels, monkeypatch):
+    """Cut the keys into many splits, and merge two of them at a time."""
+    monkeypatch.setattr(kernels, "count_splits", lambda *arguments: MANY)
+    monkeypatch.setattr(kernels, "MIN_SPLIT", 16)
+    monkeypatch.setattr(kernels, "MERGE_FEATURES", 2 * D)
+
+
+@pytest.mark.parametrize("mask", ["full", "no-keys", "window-sides", "causal-padding", "mask-of-pairs", "everything"])
+def test_many_splits_are_merged(kernels, device, many_splits, mask):
+    keywords = made(MASKS[mask], device)
+    schemes = [SCHEMES["rope"], SCHEMES["alibi"]]
+    if keywords.get("causal"):
+        schemes.append(FAR_SCHEMES["leaky"])
+    for scheme in schemes:
+        check(kernels, draw(device, queries=3, heads=6), position=scheme, **{**keywords, **resized(keywords, 6)})
+        check(kernels, draw(device, queries=3, heads=2), position=scheme, **{**keywords, **resized(keywords, 2)})
+
+
+def test_each_launch_leaves_its_counters_zero(kernels, device, many_splits, monkeypatch):
+    """Rows of different lengths, one of them 0: the count of a tile's splits differs from row to row."""
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    monkeypatch.setattr(kernels, "counters_of", lambda device, count: counters)
+    call = make_call(*draw(device, queries=3), key_lengths=torch.tensor([KEYS, 40, 0], device=device), layout="bhtd")
+    first = kernels.forward(call)
+    for _ in range(2):
+        assert not counters.any()
+        assert all(torch.equal(x, y) for x, y in zip(first, kernels.forward(call), strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scheme", ["rope", "rope-partial-interleaved"])
+def test_rows_of_a_whole_table(kernels, device, cut, scheme, causal):
+    """Queries find the same rows, and so the same bits, as where they were gathered before."""
+    tensors = draw(device, queries=3)
+    starts, padding = torch.tensor([KEYS - 3, 33, 8], device=device), torch.tensor([0, 30, 6], device=device)
+    for keywords in (
+        {},
+        {"query_starts": starts},
+        {"key_starts": padding},
+        {"query_starts": starts, "key_starts": padding, "key_lengths": starts + 3},
+    ):
+        keywords = {"position": SCHEMES[scheme], "keys_rotated": True, "causal": causal, **keywords}
+        tame = make_call(*tensors, layout="bhtd", **keywords)
+        wild = torch.tensor([10**6, -(10**6), 2**30], device=device)  # a device's numbers are not checked
+        for call in (tame, tame._replace(query_starts=wild)):
+            assert call.tables.q_start is not None
+            expected = kernels.forward(with_rows(call))
+            assert all(torch.equal(x, y) for x, y in zip(kernels.forward(call), expected, strict=True))
+        check(kernels, tensors, **keywords)
+
+
 def test_splits_are_counted_from_shapes(kernels):
     count = kernels.count_splits
     assert count(512, 8192, 16, 132) == 8  # a batch of 64 with 8 key heads: by the longest row
-    assert count(8, 8192, 16, 132) == 64  # one row: a program's keys are few, so that all processors read
+    assert count(8, 8192, 16, 132) == 33  # one row: all processors read, in programs that all run at once
+    assert count(8, 8192, 64, 132) == 19  # one program merges them, and reads 64 rows of each
     assert count(8, 100, 16, 132) == 1
     assert count(4096, 8192, 128, 132) == 1  # a prompt's chunk
     assert count(512, 2**20, 16, 132) <= 64 * 132 // 512  # a table far longer than its rows
@@ -423,3 +490,24 @@ def test_a_graph_replays_with_other_lengths(kernels, device):
     lengths.copy_(torch.tensor([5, 2999, 0], device=device))
     graph.replay()
     assert torch.equal(out, kernels.forward(call)[0])
+
+
+@on_gpu
+def test_a_graph_and_other_launches_do_not_share_counters(kernels, device):
+    calls = [make_call(*draw(device, torch.float16, keys=3000), layout="bhtd") for _ in range(3)]
+    expected = [kernels.forward(call)[0] for call in calls]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        captured = [kernels.forward(call)[0] for call in calls]
+    torch.cuda.synchronize()
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)  # one for each stream
+    torch.cuda.synchronize()
+    for _ in range(200):
+        with torch.cuda.stream(side):
+            graph.replay()
+            for x, y in zip(captured, expected, strict=True):
+                wrong[0] += (x != y).any()
+        for call, y in zip(calls, expected, strict=True):
+            wrong[1] += (kernels.forward(call)[0] != y).any()
+    torch.cuda.synchronize()
+    assert not wrong.any()

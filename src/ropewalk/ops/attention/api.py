@@ -13,7 +13,7 @@ from ropewalk.ops.attention import autograd, operator, plans
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
-from ropewalk.ops.attention.tables import resolve_scheme
+from ropewalk.ops.attention.tables import resolve_scheme, with_rows
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.tracing import is_plain_eager
 from ropewalk.schemes import PositionScheme
@@ -335,6 +335,8 @@ def make_call(
                 "no_grad"
             )
         needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
+    if needs_backward:
+        call = with_rows(call)
     return call._replace(return_lse=return_lse, deterministic=deterministic, needs_backward=needs_backward)
 
 

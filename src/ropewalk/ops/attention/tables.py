@@ -74,6 +74,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
             None if rotation_k is None else rotation_k.weights,
             rotation_q.interleaved,
             rotation_q.offset,
+            tables.q_start,
         ),
         far=None if far_window is None else FarRange(far_window, tables.far()),
     )
@@ -93,11 +94,28 @@ def _table_of(rotation: Rotation | None) -> RopeTable | None:
     return None if rotation is None else RopeTable(rotation.cos, rotation.sin)
 
 
+def with_rows(call: AttentionCall) -> AttentionCall:
+    """Return the call with q's table cut to a row for each query."""
+    tables, start = call.tables, call.tables.q_start
+    if tables.q is None or start is None:
+        return call
+    queries, keys = call.q.shape[2], kv_capacity(call)
+    if call.key_starts is None and call.query_starts is None:
+        table = RopeTable(*(x[:, keys - queries - start : keys - start] for x in tables.q))
+    else:
+        indices, _ = _indices(queries, keys, call, call.q.device)
+        assert indices is not None
+        rows = _rows_of(indices, start, tables.q.cos.shape[1])
+        table = RopeTable(*(F.embedding(rows, x[0]) for x in tables.q))
+    return call._replace(tables=tables._replace(q=table, q_start=None))
+
+
 def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, Tensor]:
     """Rotate q and k by the call's tables, and weigh the features of k. Differentiable without `on`.
 
     k comes back as it is where it was rotated before. It is not paged.
     """
+    call = with_rows(call)
     q, k, tables = call.q, call.k, call.tables
     if tables.q is None:
         return q, k
@@ -184,24 +202,33 @@ class _Rotations:
         self.call, self.scheme, self.known_by = call, call.scheme, known_by
         self.head_dim, self.device = call.q.shape[3], call.q.device
         self.queries, self.keys = call.q.shape[2], kv_capacity(call)
-        self.indices_q: Tensor | None = None
-        self.indices_k: Tensor | None = None
+        self.is_placed = call.key_starts is not None or call.query_starts is not None
+        self.has_indices = self.is_placed or call.cu_seqlens_q is not None
         self.lowest = self.keys - self.queries
-        if not (call.cu_seqlens_q is None and call.key_starts is None and call.query_starts is None):
-            self.indices_q, self.indices_k = _indices(self.queries, self.keys, call, self.device)
+        if self.has_indices:
             # Queries may stand before the first key; of those causal attention makes nothing.
-            is_placed = call.key_starts is not None or call.query_starts is not None
-            before = is_placed or (call.cu_seqlens_q is not None and self.indices_q is not self.indices_k)
+            before = self.is_placed or self.indices[0] is not self.indices[1]
             self.lowest = -max(self.queries, self.keys) if before and not call.causal else 0
+        self.q_start: int | None = None  # the position of the first row, if q's rotation of near pairs is whole
+
+    @functools.cached_property
+    def indices(self) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of queries and of keys, if none are given and they are not those of all keys and the last."""
+        return _indices(self.queries, self.keys, self.call, self.device) if self.has_indices else (None, None)
 
     def near(self) -> tuple[Rotation | None, Rotation | None]:
         """Return the rotations of q and of k; one for both where their tokens have the same positions."""
-        call, indices_q, indices_k = self.call, self.indices_q, self.indices_k
+        call = self.call
         has_its_own = type(self.scheme).query_rotation is not PositionScheme.query_rotation
+        if call.keys_rotated and not has_its_own:
+            whole = self._whole()
+            if whole is not None:
+                return whole, None
         of_queries = self._of_queries("query_rotation") if has_its_own else None
         rotation_k = None
         if not call.keys_rotated:
             rotation_k = self._of_keys("rotation")
+            indices_q, indices_k = self.indices
             same = call.positions_q is call.positions_k and (
                 call.positions_q is not None
                 or (indices_q is indices_k and (indices_q is not None or self.queries == self.keys))
@@ -209,6 +236,17 @@ class _Rotations:
             if same and of_queries is None:
                 return rotation_k, rotation_k
         return of_queries or self._of_queries("rotation"), rotation_k
+
+    def _whole(self) -> Rotation | None:
+        """Return the rotation of all positions; None if q needs rows of it now: see `with_rows`."""
+        call = self.call
+        if self.known_by is None or call.positions_q is not None or call.cu_seqlens_q is not None:
+            return None
+        table, low = self._remembered(self.lowest, self.keys, "rotation")
+        if table is None or table.scale is not None:
+            return None
+        self.q_start = low
+        return table
 
     def far(self) -> FarTables:
         """Return the rotations of far pairs."""
@@ -220,46 +258,59 @@ class _Rotations:
         return FarTables(_table_of(past), _table_of(future), _table_of(keys))
 
     def _of_queries(self, method: str, *of: str) -> Rotation | None:
-        return self._tabulate(self.call.positions_q, self.indices_q, self.lowest, self.keys, method, *of)
+        return self._tabulate(self.call.positions_q, 0, self.lowest, self.keys, method, *of)
 
     def _of_keys(self, method: str, *of: str) -> Rotation | None:
-        start = 0 if self.indices_k is None else self.lowest
-        return self._tabulate(self.call.positions_k, self.indices_k, start, self.keys, method, *of)
+        start = 0 if self.call.key_starts is None and self.call.cu_seqlens_k is None else self.lowest
+        return self._tabulate(self.call.positions_k, 1, start, self.keys, method, *of)
 
     def _tabulate(
-        self, positions: Tensor | None, indices: Tensor | None, start: int, stop: int, method: str, *of: str
+        self, positions: Tensor | None, side: int, start: int, stop: int, method: str, *of: str
     ) -> Rotation | None:
-        """Return a scheme's table for `positions`; without them for `indices`; without both for start to below stop.
+        """Return a scheme's table for `positions`; without them for indices of a side: 0 for queries, 1 for keys.
 
-        It has a batch dimension in front.
+        Without both it is for start to below stop. It has a batch dimension in front.
         """
         make: Callable[..., Rotation | None] = getattr(self.scheme, method)
         device = self.device
         if positions is not None:
             return make(positions.long(), self.head_dim, *of)
         if self.known_by is None:
+            indices = self.indices[side]
             every = torch.arange(start, stop, device=device)[None] if indices is None else indices.long()
             return make(every, self.head_dim, *of)
-        # One table is for every length up to the next power of two, in both directions.
-        low = 0 if start >= 0 else -_power_of_two(-start)
-        high = _power_of_two(stop)
-        table: Rotation | None = _remember(
-            (method, *of, self.head_dim, low, high),
-            self.known_by,
-            device,
-            lambda: make(torch.arange(low, high, device=device)[None], self.head_dim, *of),
-        )
+        table, low = self._remembered(start, stop, method, *of)
         if table is None:
             return None
+        indices = self.indices[side]
         cos, sin, scale = table.cos, table.sin, table.scale
         if indices is None:
             tokens = slice(start - low, stop - low)
             cos, sin, scale = cos[:, tokens], sin[:, tokens], None if scale is None else scale[:, tokens]
         else:
-            rows = (indices if low == 0 else indices - low).clamp(0, high - low - 1)  # whatever the device holds
+            rows = _rows_of(indices, low, cos.shape[1])
             cos, sin = F.embedding(rows, cos[0]), F.embedding(rows, sin[0])
             scale = None if scale is None else scale[0][rows]
         return table._replace(cos=cos, sin=sin, scale=scale)
+
+    def _remembered(self, start: int, stop: int, method: str, *of: str) -> tuple[Rotation | None, int]:
+        """Return a scheme's table for all positions from `start` to below `stop` and more, and its first position."""
+        make: Callable[..., Rotation | None] = getattr(self.scheme, method)
+        # One table is for every length up to the next power of two, in both directions.
+        low = 0 if start >= 0 else -_power_of_two(-start)
+        high = _power_of_two(stop)
+        table = _remember(
+            (method, *of, self.head_dim, low, high),
+            self.known_by,
+            self.device,
+            lambda: make(torch.arange(low, high, device=self.device)[None], self.head_dim, *of),
+        )
+        return table, low
+
+
+def _rows_of(indices: Tensor, low: int, n_rows: int) -> Tensor:
+    """Return the rows of a table whose first one is for position `low`, whatever the device holds."""
+    return (indices if low == 0 else indices - low).clamp(0, n_rows - 1)
 
 
 def _indices(queries: int, keys: int, call: AttentionCall, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

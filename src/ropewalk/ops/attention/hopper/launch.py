@@ -29,6 +29,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     aligned,
     begin_forward,
     bounds_args,
+    counters_of,
     far_window_arg,
     gives_far_features,
     gradient_of_sinks,
@@ -121,7 +122,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
         out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
         lse_ptr=saved.lse,
-        counter_ptr=on.per_stream(counter_of, saved.q),
+        counter_ptr=on.per_stream(counters_of, saved.q),
         packed=packed,
         bounds=bounds,
         scores=scores_args(call, score_mod),
@@ -363,20 +364,3 @@ def _key_heads_per_l2_section(q: Tensor, heads_per_key: int, keys: int, block_d:
     bytes_of_head = heads_per_key * q.shape[2] * block_d * (2 * q.element_size() + 4)
     tiles: int = math.ceil(keys / BLOCK_N.value)
     return max(L2_SECTION_BYTES // bytes_of_head, math.ceil(_PROGRAMS_PER_SECTION / tiles))
-
-
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def counter_of(device: torch.device) -> Tensor:
-    """Return a zero that launches of the current stream count with in turn; each leaves it zero.
-
-    A captured CUDA graph has its own, in the graph's memory: it may be replayed beside other launches.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counter

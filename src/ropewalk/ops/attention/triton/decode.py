@@ -2,7 +2,7 @@
 
 A program attends with the queries of all heads that share a key head, so that each key is read once for them: row r of
 its tile is query r // G of head r % G, of the G = `heads_per_key` heads. It attends to one split of the keys, so that a
-few queries keep a whole GPU reading; a second kernel combines the splits.
+few queries keep a whole GPU reading; the last program of a tile to finish merges the splits.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, Dv that of values,
 R rotary dim.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ropewalk.ops.attention.triton.arguments import Mask, Scores
+from ropewalk.ops.attention.triton.arguments import Scores
 from ropewalk.ops.attention.triton.softmax import tanh
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head, wide
 
@@ -26,9 +26,11 @@ class DecodeTensors(NamedTuple):
     q: Any  # (B, H, Tq, D)
     k: Any  # (B, K, Tk, D); or (pages, K, PAGE_SIZE, D)
     v: Any  # with Dv for D
-    out: Any  # (B, H, Tq, Dv); if SPLIT (B, H, Tq, n_splits, Dv), dense and float32
-    lse: Any  # (B, H, Tq), dense, base 2; if SPLIT (B, H, Tq, n_splits)
+    out: Any  # (B, H, Tq, Dv)
+    lse: Any  # (B, H, Tq), dense, base 2
     sinks: Any  # (H,), float32; or None
+    partials: Any  # (B, K, tiles, n_splits, PARTIAL_ROWS, PARTIAL_STRIDE), float32: features, log-sum-exp; or None
+    counters: Any  # (B, K, tiles), int32: zeros, and left so; or None
 
 
 class RowStrides(NamedTuple):
@@ -40,20 +42,24 @@ class RowStrides(NamedTuple):
 
 
 class DecodeStrides(NamedTuple):
-    """Strides of q, k, v and of the output, whose unit is one element."""
+    """Strides of q, and of the output, whose unit is one element; specialised, but no cache's length changes them."""
 
     q: Any
-    k: Any
-    v: Any
     out: Any
 
 
 class Pages(NamedTuple):
-    """The block table (B, pages of a row) of paged keys and values; a dense cache has None in its place."""
+    """One batch row of the block table of paged keys and values; a dense cache has None in its place."""
 
-    ptr: Any  # inside the loop at one batch row
-    stride_batch: Any
+    ptr: Any
     stride_page: Any
+
+
+class KeyMask(NamedTuple):
+    """A mask of keys at one batch row, or with a row for each query."""
+
+    ptr: Any  # or None; or [BLOCK_M, 1]
+    stride_key: Any
 
 
 class RopeTables(NamedTuple):
@@ -106,6 +112,10 @@ class DecodeConfig(NamedTuple):
     HAS_STARTS: bool  # the first key of a row may not be its key 0
     SPLIT: bool  # there is more than one split
     SPLIT_MASKED_LOOP: bool  # keys that all rows attend have a loop of their own, without masks
+    PARTIAL_ROWS: int  # of a tile
+    PARTIAL_STRIDE: int  # elements
+    MERGE_ROWS: int  # rows and splits that a program merges at a time
+    MERGE_SPLITS: int
     PRECISION: str
 
 
@@ -151,6 +161,7 @@ class Split(NamedTuple):
     full: Any
     full_stop: Any
     split_stop: Any
+    count: Any  # how many splits have keys: the first ones
 
 
 class KeyRange(NamedTuple):
@@ -161,6 +172,7 @@ class KeyRange(NamedTuple):
     window: Any  # attended keys n are more than kv_index − window
     window_right: Any  # and without causality less than kv_index + window_right
     q_table: Any
+    q_row: Any  # [BLOCK_M], of q_table
     k_table: Any
 
 
@@ -172,7 +184,13 @@ def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(ptr, offsets, table, batch, token, row_exists, CONFIG: tl.constexpr):
+def result_index(batch, head, token, n_queries, heads):
+    """Return the indices of rows in a dense (B, H, Tq)."""
+    return (wide(batch) * (heads.n_kv_heads * heads.heads_per_key) + head) * n_queries + token
+
+
+@triton.jit
+def load_rotated(ptr, offsets, table, batch, table_row, row_exists, CONFIG: tl.constexpr):
     """Load rows of q or k, [rows, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
     R: tl.constexpr = CONFIG.ROTARY_DIM
     feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
@@ -190,7 +208,7 @@ def load_rotated(ptr, offsets, table, batch, token, row_exists, CONFIG: tl.const
             is_second = rotary_feature >= R // 2
             pair = rotary_feature % (R // 2)
             partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
-        table_offsets = (wide(batch) * table.stride_batch + wide(token) * table.stride_token)[:, None] + pair
+        table_offsets = (wide(batch) * table.stride_batch + wide(table_row) * table.stride_token)[:, None] + pair
         cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
         sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
         partners = tl.load(ptr + (offsets[:, None] + partner), is_rotated, other=0.0).to(tl.float32)
@@ -250,14 +268,14 @@ def split_keys(
             stop = tl.minimum(stop, last + window_right)
             full_stop = tl.minimum(full_stop, first + window_right)
     aligned_start = start // BLOCK_N * BLOCK_N
-    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
-    length = tl.maximum(length, min_split)
+    attended = tl.maximum(stop - aligned_start, 0)
+    length = tl.maximum(tl.cdiv(tl.cdiv(attended, n_splits), BLOCK_N) * BLOCK_N, min_split)
     split_start = aligned_start + split_idx * length
     split_stop = tl.minimum(split_start + length, stop)
     aligned_stop = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
     full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), aligned_stop)
     full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), aligned_stop)
-    return Split(start, stop, split_start, full, full_stop, split_stop)
+    return Split(start, stop, split_start, full, full_stop, split_stop, tl.cdiv(attended, length))
 
 
 @triton.jit
@@ -424,20 +442,98 @@ def attend_range(
     WINDOWED: tl.constexpr,
 ):
     """Add near or far keys to the accumulator, with queries rotated for them."""
-    queries = load_rotated(rows.q_ptr, rows.q_offsets, keys.q_table, rows.batch, rows.token, rows.exists, CONFIG)
+    queries = load_rotated(rows.q_ptr, rows.q_offsets, keys.q_table, rows.batch, keys.q_row, rows.exists, CONFIG)
     if CONFIG.SPLIT_MASKED_LOOP:
         acc = mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, False)
     return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
 
 
-@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_pages", "n_splits", "min_split"))
+@triton.jit
+def merge_splits(
+    tensors, partials, out_strides, batch, kv_head, tile, n_queries, n_active, heads, CONFIG: tl.constexpr
+):
+    """Merge the results of a tile's first `n_active` splits, in their order, and store the output.
+
+    Each load reads many splits: one program reads all of them, and waits for each load.
+    """
+    STRIDE: tl.constexpr = CONFIG.PARTIAL_STRIDE
+    BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
+    BLOCK_R: tl.constexpr = CONFIG.MERGE_ROWS
+    BLOCK_S: tl.constexpr = CONFIG.MERGE_SPLITS
+    n_rows = tl.minimum(n_queries * heads.heads_per_key - tile * CONFIG.BLOCK_M, CONFIG.BLOCK_M)
+    feature = tl.arange(0, BLOCK_DV)
+    has_feature = feature < CONFIG.DV
+    for row_start in range(0, n_rows, BLOCK_R):
+        tile_row = row_start + tl.arange(0, BLOCK_R)
+        row_exists = tile_row < n_rows
+        row = tile * CONFIG.BLOCK_M + tile_row
+        token = row // heads.heads_per_key
+        head = kv_head * heads.heads_per_key + row % heads.heads_per_key
+        row_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_R,), tl.float32)
+        if tensors.sinks is not None:
+            row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
+            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+        acc_o = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
+        for split_start in range(0, n_active, BLOCK_S):
+            split = tl.arange(0, BLOCK_S)
+            offsets = (split * CONFIG.PARTIAL_ROWS)[:, None] + tile_row[None, :]
+            ptrs = partials + split_start * (CONFIG.PARTIAL_ROWS * STRIDE) + offsets * STRIDE
+            exists = (split_start + split < n_active)[:, None] & row_exists[None, :]
+            # Past the L1 cache, which no other multiprocessor's stores reach.
+            lse = tl.load(ptrs + CONFIG.DV, exists, other=float("-inf"), cache_modifier=".cg")
+            partial = tl.load(
+                ptrs[:, :, None] + feature[None, None, :],
+                exists[:, :, None] & has_feature[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_max = tl.maximum(row_max, tl.max(lse, 0))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(lse - shift[None, :])
+            alpha = tl.exp2(row_max - shift)
+            row_sum = row_sum * alpha + tl.sum(p, 0)
+            acc_o = acc_o * alpha[:, None] + tl.sum(partial * p[:, :, None], 0)
+            row_max = new_max
+        attends = row_sum != 0
+        row_sum = tl.where(attends, row_sum, 1.0)
+        lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
+        tl.store(tensors.lse + result_index(batch, head, token, n_queries, heads), lse, row_exists)
+        offsets = row_offsets(out_strides, batch, head, token, 1)[:, None] + feature[None, :]
+        acc_o = (acc_o / row_sum[:, None]).to(tensors.out.dtype.element_ty)
+        tl.store(tensors.out + offsets, acc_o, row_exists[:, None] & has_feature[None, :])
+
+
+# Numbers that change as a cache grows: by its length, or by its strides.
+OF_CACHE = (
+    *("k_stride_batch", "k_stride_head", "k_stride_token", "v_stride_batch", "v_stride_head", "v_stride_token"),
+    *("mask_stride_batch", "mask_stride_head", "mask_stride_query", "block_table_stride_batch"),
+    *("table_start", "table_rows", "n_pages", "n_splits", "min_split"),
+)
+
+
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, *OF_CACHE))
 def decode_kernel(
     tensors,
     strides,
+    k_stride_batch,  # these six in STRIDE_UNITs of elements; or of a page
+    k_stride_head,
+    k_stride_token,
+    v_stride_batch,
+    v_stride_head,
+    v_stride_token,
     bounds,
-    pages,
+    block_table,  # (B, pages of a row); or None
+    block_table_stride_batch,
+    block_table_stride_page,
     tables,
-    mask,  # without strides of head and query: all rows attend the same keys
+    table_start,  # q's table of near pairs has a row for each position from this one on; None: one for each query
+    table_rows,
+    mask,  # as bytes, or None
+    mask_stride_batch,
+    mask_stride_head,  # None, as that of queries, if all rows attend the same keys
+    mask_stride_query,
+    mask_stride_key,
     scores,
     window,  # attended keys n are more than kv_index − window
     window_right,  # and less than kv_index + window_right; None: as `window`
@@ -451,7 +547,7 @@ def decode_kernel(
     SCORE_MOD: tl.constexpr,  # outside CONFIG, where Triton's cache on disk would not hash the function's source
     CONFIG: tl.constexpr,
 ):
-    """Attend to one split of the keys with BLOCK_M rows that share a key head."""
+    """Attend to one split of the keys with BLOCK_M rows that share a key head; the last split merges all."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     SPLIT: tl.constexpr = CONFIG.SPLIT
@@ -461,6 +557,8 @@ def decode_kernel(
 
     # === prologue: neighbouring programs share keys, then pages ===
     n_tiles = tl.cdiv(n_queries * heads_per_key, BLOCK_M)
+    k_strides = RowStrides(k_stride_batch, k_stride_head, k_stride_token)
+    v_strides = RowStrides(v_stride_batch, v_stride_head, v_stride_token)
     program = tl.program_id(0)
     tile = program % n_tiles
     program = program // n_tiles
@@ -473,9 +571,6 @@ def decode_kernel(
     row_exists = row < n_queries * heads_per_key
     token = row // heads_per_key
     head = kv_head * heads_per_key + row % heads_per_key
-    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head) * n_queries + token
-    if SPLIT:
-        result = result * n_splits + split_idx
 
     causal_offset = n_keys - n_queries
     if bounds.query_starts is not None:
@@ -483,8 +578,16 @@ def decode_kernel(
     if bounds.key_lengths is not None:
         n_keys = tl.minimum(n_keys, tl.load(bounds.key_lengths + batch).to(tl.int32))
     kv_start = 0
+    table_row = token
+    if table_start is not None:
+        table_row = token + causal_offset - table_start
     if bounds.key_starts is not None:
-        kv_start = tl.maximum(tl.load(bounds.key_starts + batch).to(tl.int32), 0)
+        key_start = tl.load(bounds.key_starts + batch).to(tl.int32)
+        kv_start = tl.maximum(key_start, 0)
+        if table_start is not None:
+            table_row -= key_start
+    if table_start is not None:  # whatever the device holds
+        table_row = tl.minimum(tl.maximum(table_row, 0), table_rows - 1)
     first = tile * BLOCK_M // heads_per_key + causal_offset
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // heads_per_key, n_queries - 1) + causal_offset
     if window_right is None:
@@ -524,12 +627,12 @@ def decode_kernel(
         CONFIG,
         NEAR_WINDOWED,
     )
-    if SPLIT:
-        is_empty = near_split.split_start >= near_split.split_stop
-        if HAS_FAR:
-            is_empty = is_empty & (far_split.split_start >= far_split.split_stop)
-        if is_empty:
-            tl.store(tensors.lse + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
+    n_active = near_split.count
+    if HAS_FAR:
+        n_active = tl.maximum(n_active, far_split.count)
+    n_active = tl.maximum(n_active, 1)  # somebody must store rows that attend nothing
+    if SPLIT:  # noqa: SIM102
+        if split_idx >= n_active:
             return
 
     q_offsets = row_offsets(strides.q, batch, head, token, CONFIG.STRIDE_UNIT)
@@ -545,18 +648,19 @@ def decode_kernel(
         numbers = Scores(
             params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
         )
-    if mask.ptr is not None:
-        mask_ptr = mask.ptr + wide(batch) * mask.stride_batch
-        if mask.stride_query is not None:
-            mask_offsets = wide(head) * mask.stride_head + wide(token) * mask.stride_query
+    mask_ptr = None
+    if mask is not None:
+        mask_ptr = mask + wide(batch) * mask_stride_batch
+        if mask_stride_query is not None:
+            mask_offsets = wide(head) * mask_stride_head + wide(token) * mask_stride_query
             mask_ptr += tl.where(row_exists, mask_offsets, 0)[:, None]
-        mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
-    if pages is not None:
-        table_ptr = pages.ptr + wide(batch) * pages.stride_batch
-        pages = Pages(table_ptr, pages.stride_batch, pages.stride_page)
-    k_ptr = tensors.k + wide(kv_head) * wide(strides.k.head) * CONFIG.STRIDE_UNIT
-    v_ptr = tensors.v + wide(kv_head) * wide(strides.v.head) * CONFIG.STRIDE_UNIT
-    cache = Cache(k_ptr, strides.k, v_ptr, strides.v, pages, n_pages, scores.positions_k, origin, kv_start)
+    key_mask = KeyMask(mask_ptr, mask_stride_key)
+    pages = None
+    if block_table is not None:
+        pages = Pages(block_table + wide(batch) * block_table_stride_batch, block_table_stride_page)
+    k_ptr = tensors.k + wide(kv_head) * wide(k_stride_head) * CONFIG.STRIDE_UNIT
+    v_ptr = tensors.v + wide(kv_head) * wide(v_stride_head) * CONFIG.STRIDE_UNIT
+    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start)
 
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -566,70 +670,33 @@ def decode_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
-        far_range = KeyRange(far_split, kv_index - far_window, last_far, last_far, tables.q_far, tables.k_far)
-        acc = attend_range(acc, rows, far_range, cache, mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
-    near_range = KeyRange(near_split, kv_index, near_window, window_right, tables.q, tables.k)
-    acc = attend_range(acc, rows, near_range, cache, mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
+        far_range = KeyRange(far_split, kv_index - far_window, last_far, last_far, tables.q_far, token, tables.k_far)
+        acc = attend_range(acc, rows, far_range, cache, key_mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
+    near_range = KeyRange(near_split, kv_index, near_window, window_right, tables.q, table_row, tables.k)
+    acc = attend_range(acc, rows, near_range, cache, key_mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
 
     # === epilogue ===
     attends = acc.row_sum != 0  # true for NaN, which results must show
     row_sum = tl.where(attends, acc.row_sum, 1.0)
     acc_o = acc.acc_o / row_sum[:, None]
     lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
-    tl.store(tensors.lse + result, lse, row_exists)
     feature = tl.arange(0, BLOCK_DV)[None, :]
     exists = row_exists[:, None] & (feature < CONFIG.DV)
     if SPLIT:
-        tl.store(tensors.out + (result[:, None] * CONFIG.DV + feature), acc_o, exists)
+        tile_idx = (batch * heads.n_kv_heads + kv_head) * n_tiles + tile
+        ROWS: tl.constexpr = CONFIG.PARTIAL_ROWS
+        STRIDE: tl.constexpr = CONFIG.PARTIAL_STRIDE
+        partials = tensors.partials + wide(tile_idx) * n_splits * (ROWS * STRIDE)
+        row_ptrs = partials + (split_idx * ROWS + tl.arange(0, BLOCK_M)) * STRIDE
+        tl.store(row_ptrs[:, None] + feature, acc_o, exists)
+        tl.store(row_ptrs + CONFIG.DV, lse, row_exists)
+        # One thread's release covers the stores of the threads that it has met at a barrier.
+        tl.debug_barrier()
+        counter = tensors.counters + tile_idx
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == n_active - 1:
+            tl.store(counter, 0)
+            merge_splits(tensors, partials, strides.out, batch, kv_head, tile, n_queries, n_active, heads, CONFIG)
     else:
+        tl.store(tensors.lse + result_index(batch, head, token, n_queries, heads), lse, row_exists)
         offsets = row_offsets(strides.out, batch, head, token, 1)
         tl.store(tensors.out + (offsets[:, None] + feature), acc_o.to(tensors.out.dtype.element_ty), exists)
-
-
-@triton.jit(do_not_specialize=("n_queries", "n_splits"))
-def combine_kernel(
-    partial_ptr,  # (B, H, Tq, n_splits, Dv), dense, float32
-    partial_lse_ptr,  # (B, H, Tq, n_splits), base 2; where it is −inf, the partial output was never written
-    out_ptr,  # (B, H, Tq, Dv)
-    lse_ptr,  # (B, H, Tq)
-    out_strides,  # `RowStrides`, in elements
-    sinks_ptr,  # (H,), float32; or None
-    n_heads,
-    n_queries,
-    n_splits,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Combine the splits' results of one row."""
-    row = tl.program_id(0)
-    token = row % n_queries
-    head = row // n_queries % n_heads
-    batch = row // n_queries // n_heads
-    feature = tl.arange(0, BLOCK_DV)
-    row_max = tl.full((), float("-inf"), tl.float32)
-    row_sum = tl.full((), 0.0, tl.float32)
-    if sinks_ptr is not None:
-        row_max = tl.load(sinks_ptr + head) * 1.4426950408889634
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    acc_o = tl.zeros((BLOCK_DV,), tl.float32)
-    for start in range(0, n_splits, BLOCK_SPLITS):
-        split = start + tl.arange(0, BLOCK_SPLITS)
-        index = wide(row) * n_splits + split
-        lse = tl.load(partial_lse_ptr + index, split < n_splits, other=float("-inf"))
-        has_keys = lse > float("-inf")
-        partial_ptrs = partial_ptr + (index[:, None] * DV + feature[None, :])
-        partial = tl.load(partial_ptrs, has_keys[:, None] & (feature < DV)[None, :], other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(lse - shift)
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(p, 0)
-        acc_o = acc_o * alpha + tl.sum(partial * p[:, None], 0)
-        row_max = new_max
-    attends = row_sum != 0
-    row_sum = tl.where(attends, row_sum, 1.0)
-    lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
-    tl.store(lse_ptr + row, lse)
-    offsets = row_offsets(out_strides, batch, head, token, 1) + feature
-    tl.store(out_ptr + offsets, (acc_o / row_sum).to(out_ptr.dtype.element_ty), feature < DV)

@@ -6,8 +6,9 @@ R rotary dim.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,24 +18,22 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
 from ropewalk.ops.attention.tables import map_features
-from ropewalk.ops.attention.triton.arguments import Mask
+from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
     DecodeScores,
     DecodeStrides,
     DecodeTensors,
     Heads,
-    Pages,
     RopeTables,
     RowStrides,
-    combine_kernel,
     decode_kernel,
 )
 from ropewalk.ops.attention.triton.launch_common import (
     LOG2_E,
-    NO_MASK,
     bounds_args,
     broadcast_strides,
+    counters_of,
     load_score_mod,
     positions_args,
     precision,
@@ -44,11 +43,17 @@ from ropewalk.ops.attention.triton.launch_common import (
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
 MIN_KEYS = 256
-PROGRAMS_PER_SM = 4  # if there are enough keys
+PROGRAMS_PER_SM = 2  # if there are enough keys: all run at once, each with 64 KiB of loads in flight
 MIN_SPLIT = 128  # keys
 # Keys, for 16 rows: the partial results are then next to nothing beside the keys that a split reads.
 MAX_SPLIT = 1024
 MAX_PROGRAMS_PER_SM = 64  # where rows may be far shorter than the cache
+# One multiprocessor merges a tile's splits: more of them than sqrt(this × keys / rows) cost more there than they save.
+MERGE_BALANCE = 3
+MERGE_FEATURES = 2048  # of a row's splits that are merged at a time: 64 registers
+
+
+_MASK = ("mask", "mask_stride_batch", "mask_stride_head", "mask_stride_query", "mask_stride_key")
 
 
 class DecodeTiles(NamedTuple):
@@ -131,32 +136,39 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     block = max(_block_of(q.shape[3]), _block_of(value_dim))
     block_m = _choose_rows(rows, block, q.element_size())
     mask = _mask_args(call.mask)
+    block_table = call.block_table
     # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
-    is_crowded = call.tables.k is not None or mask.stride_query is not None
+    is_crowded = call.tables.k is not None or mask["mask_stride_query"] is not None
     tiles = choose_tiles(block_m, block, q.element_size(), is_crowded)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
     n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, on.num_sms(q))
-    partial, partial_lse = out, lse
-    if n_splits > 1:
-        partial = torch.empty(batch, n_heads, n_queries, n_splits, value_dim, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(batch, n_heads, n_queries, n_splits, dtype=torch.float32, device=q.device)
-
     config = _config(call, tiles, block_m, n_splits)
     score_mod = load_score_mod(call)
+    partials = counters = None
+    if n_splits > 1:
+        of_tile = n_splits * config.PARTIAL_ROWS * config.PARTIAL_STRIDE
+        partials = torch.empty(programs * of_tile, dtype=torch.float32, device=q.device)
+        counters = on.per_stream(functools.partial(counters_of, count=programs), q)
+    k_strides, v_strides = _row_strides(k, config.STRIDE_UNIT), _row_strides(v, config.STRIDE_UNIT)
     on.launch(
         decode_kernel,
         programs * n_splits,
-        tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
-        strides=DecodeStrides(
-            _row_strides(q, config.STRIDE_UNIT),
-            _row_strides(k, config.STRIDE_UNIT),
-            _row_strides(v, config.STRIDE_UNIT),
-            _row_strides(out, 1),
-        ),
+        tensors=DecodeTensors(q, k, v, out, lse, sinks, partials, counters),
+        strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
+        k_stride_batch=k_strides.batch,
+        k_stride_head=k_strides.head,
+        k_stride_token=k_strides.token,
+        v_stride_batch=v_strides.batch,
+        v_stride_head=v_strides.head,
+        v_stride_token=v_strides.token,
         bounds=bounds_args(call),
-        pages=_page_args(call.block_table),
+        block_table=block_table,
+        block_table_stride_batch=None if block_table is None else block_table.stride(0),
+        block_table_stride_page=None if block_table is None else block_table.stride(1),
         tables=_table_args(call),
-        mask=mask,
+        table_start=call.tables.q_start,
+        table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
+        **mask,
         scores=_score_args(call, is_plain=score_mod is None),
         **window_args(call),
         far_window=None if call.far is None else min(call.far.window, 2**29),
@@ -170,24 +182,6 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         CONFIG=config,
         **tiles.options,
     )
-    if n_splits > 1:
-        on.launch(
-            combine_kernel,
-            batch * n_heads * n_queries,
-            partial_ptr=partial,
-            partial_lse_ptr=partial_lse,
-            out_ptr=out,
-            lse_ptr=lse,
-            out_strides=_row_strides(out, 1),
-            sinks_ptr=sinks,
-            n_heads=n_heads,
-            n_queries=n_queries,
-            n_splits=n_splits,
-            DV=value_dim,
-            BLOCK_DV=config.BLOCK_DV,
-            BLOCK_SPLITS=min(16, triton.next_power_of_2(n_splits)),
-            num_warps=4,
-        )
     return out, lse
 
 
@@ -212,7 +206,7 @@ def count_splits(programs: int, n_keys: int, block_m: int, n_sms: int) -> int:
     wanted = triton.cdiv(PROGRAMS_PER_SM * n_sms, programs)
     length = triton.cdiv(n_keys, wanted)
     length = min(max(length, MIN_SPLIT), MAX_SPLIT * block_m // 16)
-    most = max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs)
+    most = min(max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs), math.isqrt(MERGE_BALANCE * n_keys // block_m))
     return int(max(1, min(triton.cdiv(n_keys, length), most)))
 
 
@@ -233,6 +227,7 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
     return DecodeConfig(
         D=q.shape[3],
         DV=v.shape[3],
@@ -252,12 +247,12 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
         HAS_STARTS=call.key_starts is not None,
         SPLIT=n_splits > 1,
         SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
+        PARTIAL_ROWS=min(block_m, int(triton.next_power_of_2(rows))),
+        PARTIAL_STRIDE=(v.shape[3] + 7) // 4 * 4,  # with the log-sum-exp, in multiples of 16 bytes
+        MERGE_ROWS=tiles.num_warps,  # so that no sum over splits crosses warps
+        MERGE_SPLITS=MERGE_FEATURES // _block_of(v.shape[3]),
         PRECISION=precision(),
     )
-
-
-def _page_args(block_table: Tensor | None) -> Pages | None:
-    return None if block_table is None else Pages(block_table, *block_table.stride())
 
 
 def _table_args(call: AttentionCall) -> RopeTables:
@@ -267,21 +262,21 @@ def _table_args(call: AttentionCall) -> RopeTables:
     return RopeTables(*(rope_table_args(table)[0] for table in tables))
 
 
-def _mask_args(mask: Tensor | None) -> Mask:
+def _mask_args(mask: Tensor | None) -> dict[str, Any]:
     """Return the mask as bytes, without strides of head and query if all rows attend the same keys."""
     if mask is None:
-        return NO_MASK
+        return dict.fromkeys(_MASK)
     batch, head, query, key = broadcast_strides(mask, 4)
-    per_row = bool(head or query)
-    return Mask(mask.view(torch.uint8), batch, head if per_row else None, key, query if per_row else None)
+    per_row = (head, query) if head or query else (None, None)
+    return dict(zip(_MASK, (mask.view(torch.uint8), batch, *per_row, key), strict=True))
 
 
 def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
     """Return the scores' group; plain scores, without soft-capping, are scaled inside of their exponent alone."""
     params = _contiguous(call.score_mod_params)
     return DecodeScores(
-        positions_q=None if call.goes_by_index else positions_args(call.positions_q),
-        positions_k=None if call.goes_by_index else positions_args(call.positions_k),
+        positions_q=_position_args(call.positions_q, call),
+        positions_k=_position_args(call.positions_k, call),
         params=params,
         params_stride=None if params is None else params.shape[-1],
         params_stride_batch=None if params is None or params.ndim == 2 else params[0].numel(),
@@ -289,6 +284,12 @@ def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
         exp2_scale=call.scale * LOG2_E if is_plain and call.softcap is None else LOG2_E,
         softcap=call.softcap,
     )
+
+
+def _position_args(positions: Tensor | None, call: AttentionCall) -> Positions | None:
+    """Return positions that the kernel reads, without their number, which would make a binary for each length."""
+    args = positions_args(positions)
+    return None if args is None or call.goes_by_index else args._replace(n_tokens=None)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

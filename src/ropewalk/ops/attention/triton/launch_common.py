@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -143,6 +144,44 @@ def row_target(x: Tensor) -> RowTarget:
     """Return where the rows of x (B, H, T, D) are stored."""
     batch, head, token, _ = x.stride()
     return RowTarget(x, batch if x.shape[0] > 1 else 0, head, token, x.shape[3])
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_LEAST_COUNTERS = 1024
+# What no launch in a graph has yet; of each block the last is kept, empty or not, because graphs read the block.
+_captured_counters: dict[torch.device, list[Tensor]] = {}
+_CAPTURED_BLOCK = 1 << 18  # 1 MiB
+_lock = threading.Lock()
+
+
+def counters_of(device: torch.device, count: int = 1) -> Tensor:
+    """Return at least `count` zeros, int32, that launches of the current stream count with in turn; each leaves zeros.
+
+    A launch in a CUDA graph has its own for ever: the graph may be replayed beside other launches. They are zeroed
+    before the capture, by an earlier launch; otherwise the graph zeroes them each time.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            blocks = _captured_counters.get(device)
+            if blocks is None or blocks[-1].numel() < count:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            counters = blocks[-1][:count]
+            blocks[-1] = blocks[-1][triton.cdiv(count, 4) * 4 :]  # at a multiple of 16 bytes
+        return counters
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    kept = _counters.get(key)
+    if kept is None or kept.numel() < count:
+        size = max(_LEAST_COUNTERS, 1 << (count - 1).bit_length())
+        kept = _counters[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    blocks = _captured_counters.get(device)
+    if blocks is None or blocks[-1].numel() < _CAPTURED_BLOCK // 2:
+        block = torch.zeros(_CAPTURED_BLOCK, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on another stream
+        with _lock:
+            _captured_counters.setdefault(device, []).append(block)
+    return kept
 
 
 def precision() -> str:
