@@ -26,7 +26,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.fixture
 def no_library(monkeypatch):
     """A GPU for which no library is built, as far as cuda/load.py can tell."""
-    monkeypatch.setattr(native, "_operator", None)
+    monkeypatch.setattr(native, "_rotate", None)
+    monkeypatch.setattr(native, "_rotated", None)
     monkeypatch.setattr(native, "_refusal", None)
     monkeypatch.setattr(native, "_is_registered", lambda: False)
     monkeypatch.setattr(native_build, "visible_architectures", lambda: ("90",))
@@ -128,8 +129,9 @@ def test_a_library_of_another_version_is_refused(no_library):
 
 def test_a_library_whose_kernels_do_not_run_here_is_refused(no_library):
     no_library.setattr(native, "_is_registered", lambda: True)
-    overload = type("overload", (), {"_schema": native._SCHEMA})
-    no_library.setattr(torch.ops.ropewalk, "_rotate", type("operator", (), {"default": overload}), raising=False)
+    for name, schema in native._SCHEMAS.items():
+        overload = type("overload", (), {"_schema": schema})
+        no_library.setattr(torch.ops.ropewalk, name, type("operator", (), {"default": overload}), raising=False)
     no_library.setattr(torch.ops.ropewalk, "_check_device", lambda: 35, raising=False)
     with pytest.warns(RuntimeWarning, match="do not run with this GPU and this driver: CUDA error 35"):
         assert not native.load()

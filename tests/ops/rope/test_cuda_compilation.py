@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ropewalk.ops.rope.cuda import build as native_build
 
@@ -104,7 +105,11 @@ def test_python_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyP
     library = native_build.build(("90",))
     check(library)
     # The public operator is Python's to define.
-    assert schemas(library).splitlines() == ["ropewalk::_check_device False", "ropewalk::_rotate True"]
+    assert schemas(library).splitlines() == [
+        "ropewalk::_check_device False",
+        "ropewalk::_rotate True",
+        "ropewalk::_rotated True",
+    ]
     log = (library.parent / "build.log").read_text()
     assert "warning" not in log, log
 
@@ -124,6 +129,7 @@ def test_cmake_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert schemas(library).splitlines() == [
         "ropewalk::_check_device False",  # it takes no tensor, hence no device's kernel
         "ropewalk::_rotate True",
+        "ropewalk::_rotated True",
         "ropewalk::rotary_embedding True",
     ]
     # Together with what Python defines, whichever comes first.
@@ -131,3 +137,140 @@ def test_cmake_builds_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     use = "ropewalk.rotary_embedding(torch.arange(3), torch.rand(3, 64), None, 64, torch.rand(8, 32), True)"
     for first, second in ((load, use), (use, load)):
         run(sys.executable, "-c", f"import torch, ropewalk\n{first}\n{second}\n{use}")
+
+
+# rotate.cu for CPU tensors of float32: half-split pairs and no cu_seqlens.
+HOST_ROTATE = """
+#include <cmath>
+#include "rotate.h"
+namespace ropewalk {
+int compute_major(int) { return 9; }
+cudaError_t check_device() { return cudaSuccess; }
+void rotate(const Rotation& r, const Heads& heads) {
+  for (int64_t b = 0; b < r.batches; ++b)
+    for (int64_t t = 0; t < r.tokens; ++t)
+      for (int64_t h = 0; h < heads.count; ++h) {
+        const float* x = static_cast<const float*>(heads.x) + b * heads.x_stride_batch + t * heads.x_stride_token +
+                         h * heads.x_stride_head;
+        float* out = static_cast<float*>(heads.out) + b * heads.out_stride_batch + t * heads.out_stride_token +
+                     h * heads.out_stride_head;
+        int64_t row = r.offset + (r.by_index ? t : 0);
+        if (r.positions) {
+          row += static_cast<const int64_t*>(r.positions)[b * r.positions_stride_batch + t * r.positions_stride_token];
+        }
+        for (int d = 0; d < r.head_dim; ++d) {
+          if (d < r.rotary_offset || d >= r.rotary_offset + 2 * r.half) out[d] = x[d];
+        }
+        for (int i = 0; i < r.half; ++i) {
+          const float c = static_cast<const float*>(r.cos.data)[b * r.cos.stride_batch + row * r.cos.stride_row + i];
+          float s = static_cast<const float*>(r.sin.data)[b * r.sin.stride_batch + row * r.sin.stride_row + i];
+          if (r.inverse) s = -s;
+          const int first = r.rotary_offset + i, second = first + r.half;
+          const float a = x[first], b2 = x[second];
+          out[first] = a * c - b2 * s;
+          out[second] = a * s + b2 * c;
+        }
+      }
+}
+cudaError_t rotate(const Rotation& r, Access, cudaStream_t) {
+  rotate(r, r.q);
+  rotate(r, r.k);
+  return cudaSuccess;
+}
+}  // namespace ropewalk
+extern "C" int aoti_torch_get_current_cuda_stream(int, void** stream) { *stream = nullptr; return 0; }
+extern "C" cudaError_t cudaGetDevice(int* device) { *device = -1; return cudaSuccess; }
+extern "C" const char* cudaGetErrorString(cudaError_t) { return ""; }
+"""
+
+# With `apply_rope` as it is: a CPU tensor is one of CUDA's here.
+HOST_CALLS = """
+import itertools, sys
+import torch
+from torch.testing import assert_close
+from ropewalk import apply_rope
+from ropewalk.ops.rope import autograd
+from ropewalk.ops.rope.cuda import load as native
+
+torch.ops.load_library(sys.argv[1])
+assert native.load()
+torch.Tensor.is_cuda = property(torch.Tensor.is_cpu.__get__)
+find = autograd._find
+autograd._find = lambda xs, call: sys.exit(f"the library refused {[x.shape for x in xs]}, {call.flags}")
+
+def expect(q, k, *tables, **call):
+    autograd._find, own = find, autograd._find
+    torch.Tensor.is_cuda, fake = torch._C.TensorBase.is_cuda, torch.Tensor.is_cuda
+    expected = apply_rope(q, k, *tables, impl="reference", **call)
+    autograd._find, torch.Tensor.is_cuda = own, fake
+    return (expected,) if k is None else expected
+
+def call(*arguments, **keywords):
+    rotated = apply_rope(*arguments, **keywords)
+    return rotated if isinstance(rotated, tuple) else (rotated,)
+
+fused = torch.randn(2, 5, 6, 16)
+tensors = [
+    (torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), "bthd"),
+    (torch.randn(2, 5, 4, 16), None, "bthd"),
+    (fused[:, :, :4], fused[:, :, 4:], "bthd"),  # with gaps
+    (fused[:, :, :4].transpose(1, 2), fused[:, :, 4:].transpose(1, 2), "bhtd"),
+    (torch.randn(2, 4, 5, 16).transpose(1, 2), torch.randn(2, 2, 5, 16).transpose(1, 2), "bthd"),
+    (torch.randn(1, 5, 4, 16).expand(2, 5, 4, 16), None, "bthd"),
+    (torch.randn(2, 5, 0, 16), torch.randn(2, 5, 2, 16), "bthd"),
+]
+angles = torch.rand(12, 4)
+tables = angles.cos(), angles.sin()
+keywords = [
+    {}, {"positions": 3}, {"positions": torch.randint(12, (2, 5))}, {"offsets": torch.tensor([1, 4])},
+    {"rotary_offset": 8}, {"rotary_dim": 8, "inverse": True, "positions": torch.randint(12, (1, 5))},
+]
+for (q, k, layout), keyword in itertools.product(tensors, keywords):
+    keyword = {"layout": layout, **keyword}
+    expected = expect(q, k, *tables, **keyword)
+    rotated = call(q, k, *tables, **keyword)
+    assert_close(rotated, expected)
+    xs = (q,) if k is None else (q, k)
+    assert [x.stride() for x in rotated] == [torch.empty_like(x).stride() for x in xs]
+    # Recorded: q and k, or one of them; their gradients by the inverse rotation, and its gradient in turn.
+    for needed in itertools.product((True, False), repeat=len(xs)):
+        if not any(needed):
+            continue
+        leaves = [x.detach().clone().requires_grad_(need) for x, need in zip(xs, needed)]
+        rotated = call(*leaves, *[None][len(xs) - 1:], *tables, **keyword)
+        assert_close(tuple(x.detach() for x in rotated), expected)
+        assert [x.requires_grad for x in rotated] == list(needed)
+        inputs = [x for x in leaves if x.requires_grad]
+        ends = [x for x in rotated if x.requires_grad]
+        seeds = [torch.randn_like(x).requires_grad_() for x in ends]
+        grads = torch.autograd.grad(ends, inputs, seeds, create_graph=True)
+        inverse = {**keyword, "inverse": not keyword.get("inverse", False)}
+        for grad, seed in zip(grads, seeds):
+            assert_close(grad, expect(seed, None, *tables, **inverse)[0])
+        again = torch.autograd.grad(grads, seeds, [x.detach() for x in grads])
+        for back, seed in zip(again, seeds):
+            assert_close(back, seed.detach())
+    if 0 not in q.stride():
+        versions = [x._version for x in xs]
+        assert all(x is y for x, y in zip(call(q, k, *tables, inplace=True, **keyword), xs))
+        assert_close(xs, expected)
+        assert [x._version for x in xs] >= [1 + version for version in versions]
+"""
+
+
+def test_operators_do_the_same_on_the_host(tmp_path: Path) -> None:
+    """Check the operators, but for the kernel, and the calls of `apply_rope` that reach them: no GPU is needed."""
+    need()
+    source = (native_build.SOURCES / "operators.cpp").read_text()
+    assert source.count("(ropewalk, CUDA,") == 1
+    source = source.replace("(ropewalk, CUDA,", "(ropewalk, CPU,").replace("DeviceType::CUDA", "DeviceType::CPU")
+    (tmp_path / "operators.cpp").write_text(source)
+    (tmp_path / "rotate.cpp").write_text(HOST_ROTATE)
+    torch_folder = Path(torch.__file__).parent
+    run(
+        *(str(native_build.find_compilers().nvcc), *native_build._FLAGS, *native_build._CXX_FLAGS),
+        *("-shared", "-cudart=none", "-isystem", torch_folder / "include", f"-I{native_build.SOURCES}"),
+        *(tmp_path / "operators.cpp", tmp_path / "rotate.cpp", f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu"),
+        *("-o", tmp_path / "host.so"),
+    )
+    run(sys.executable, "-c", HOST_CALLS, tmp_path / "host.so")

@@ -129,19 +129,29 @@ def apply_rope(
     """
     if unknown:
         refuse_unknown("apply_rope", unknown, _KEYWORDS, _ELSEWHERE)
-    if isinstance(positions, bool):
-        raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
-    if offsets is not None:
-        check_offsets(offsets, positions, layout)
-        positions = offsets  # below, 1-D positions of padded layouts are offsets
-    elif isinstance(positions, Tensor) and positions.ndim == 1:
-        check_not_offsets(positions, layout)
-    offset, token_positions = (positions, None) if isinstance(positions, int) else (0, positions)
+    offset, token_positions = 0, None
+    if positions is not None or offsets is not None:
+        offset, token_positions = _split_positions(positions, offsets, layout)
     xs = (q,) if k is None else (q, k)
-    flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    call = RopeCall(cos, sin, token_positions, cu_seqlens, offset, flags)
+    # A named tuple's own constructor is a call of Python's.
+    flags = tuple.__new__(RopeFlags, (layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl))
+    call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags))
     is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens) and not is_transformed()
     if q is None or cos is None or sin is None:
         is_plain = False  # the checks of `rotate_traced` raise
     rotated = (rotate if is_plain else rotate_traced)(xs, call)
     return rotated[0] if k is None else rotated
+
+
+def _split_positions(positions: Tensor | int | None, offsets: Tensor | None, layout: str) -> tuple[int, Tensor | None]:
+    """Return the tokens' common offset, and the tensor of positions or offsets."""
+    if positions is True or positions is False:
+        raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
+    if offsets is not None:
+        check_offsets(offsets, positions, layout)
+        return 0, offsets  # below, 1-D positions of padded layouts are offsets
+    if isinstance(positions, Tensor):
+        if positions.ndim == 1:
+            check_not_offsets(positions, layout)
+        return 0, positions
+    return (positions, None) if isinstance(positions, int) else (0, positions)

@@ -7,7 +7,7 @@ made once and found again under those; the call then allocates its results and l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class _Plan:
 
 _PLANS: dict[Any, _Plan] = {}
 _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
-_NATIVE_IMPLS = (None, "native")  # the values of `impl` that choose the CUDA extension where it is loaded
 
 
 def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
@@ -97,42 +96,43 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
     return plan
 
 
-def _rotate_natively(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
-    """Rotate by the CUDA extension, which checks a call in less time than a plan takes to find."""
-    try:
-        is_done = native.rotate(xs, outs, call)
-    except NotImplementedError:  # the dispatcher has no kernel for sparse and nested tensors: the checks name them
-        is_done = False
-    if not is_done:
-        _find(xs, call).run(xs, outs, call)
+def _overwrite(xs: Sequence[Tensor], call: RopeCall) -> None:
+    """Check a call, and rotate `xs` in place."""
+    # The CUDA extension checks a call in less time than its plan takes to find.
+    if not native.rotate(xs, xs, call):
+        _find(xs, call).run(xs, xs, call)
+
+
+def _rotated(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
+    """Check a call, and return the rotation of `xs` in new tensors."""
+    outs = native.rotated(xs, call)
+    if outs is None:
+        run = _find(xs, call).run
+        outs = tuple([torch.empty_like(x) for x in xs])
+        run(xs, outs, call)
+    return outs
 
 
 def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
     """Rotate `xs`, (q,) or (q, k), record it for autograd, and return the rotated tensors."""
-    check_fixed(call.cos, call.sin)
-    flags = call.flags
-    if native.is_loaded() and xs[0].is_cuda and flags.impl in _NATIVE_IMPLS:
-        run: Rotate = _rotate_natively
-    else:
-        run = _find(xs, call).run
-    needs_grad = torch.is_grad_enabled() and (xs[0].requires_grad or xs[-1].requires_grad)
-    if needs_grad:
-        if flags.inplace:
-            return _rotate_inplace_with_grad(run, xs, call)
-        rotated: tuple[Tensor, ...] = _Rotate.apply(run, call, *xs)
-        return rotated
-    outs = xs if flags.inplace else [torch.empty_like(x) for x in xs]
-    run(xs, outs, call)
-    if flags.inplace:
+    check_fixed(call[0], call[1])
+    inplace = call.flags.inplace
+    if (xs[0].requires_grad or xs[-1].requires_grad) and torch.is_grad_enabled():
+        if inplace:
+            return _rotate_inplace_with_grad(xs, call)
+        return _record(call, *[_unwrap_if_dead(x) for x in xs])
+    if inplace:
+        _overwrite(xs, call)
         torch._C._increment_version(xs)
-    return tuple(outs)
+        return tuple(xs)
+    return _rotated(xs, call)
 
 
-def _rotate_inplace_with_grad(run: Rotate, xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
+def _rotate_inplace_with_grad(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
     recorded = [i for i, x in enumerate(xs) if x.requires_grad]
     for i in recorded:
         check_overwritable("qk"[i], xs[i])
-    run(xs, xs, call)
+    _overwrite(xs, call)
     torch._C._increment_version([x for x in xs if not x.requires_grad])
     # The values are written; autograd's record of them is missing. A view is recorded by itself: a function that
     # overwrites a view may have no second result.
@@ -150,18 +150,22 @@ class _Rotate(torch.autograd.Function):
     """Rotate out of place; the derivative is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, run: Rotate, call: RopeCall, *xs: Tensor) -> tuple[Tensor, ...]:
-        outs = tuple([torch.empty_like(x) for x in xs])
-        run(xs, outs, call)
-        if not all(needed := ctx.needs_input_grad[2:]):
+    def forward(ctx: Any, call: RopeCall, *xs: Tensor) -> tuple[Tensor, ...]:
+        outs = _rotated(xs, call)
+        if False in (needed := ctx.needs_input_grad[1:]):
             ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
-        ctx.set_materialize_grads(False)
         _save(ctx, call)
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 2 + _inverse_rotate(ctx, grads, ctx.needs_input_grad[2:])
+        return (None, *_inverse_rotate(ctx, grads, ctx.needs_input_grad[1:]))
+
+
+# `_Rotate.apply` without its tests for a setup_context and for active transforms: these take 2 us of 7, and `rotate`
+# runs under no transform.
+_record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Rotate).apply
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # of a transform that has ended
 
 
 class _Overwritten(torch.autograd.Function):
@@ -171,7 +175,6 @@ class _Overwritten(torch.autograd.Function):
     def forward(ctx: Any, call: RopeCall, *xs: Tensor) -> Any:
         # No tensor may precede xs: where a function overwrites a view, autograd takes its first tensor for that view.
         ctx.mark_dirty(*xs)
-        ctx.set_materialize_grads(False)
         _save(ctx, call)
         return xs
 
@@ -182,19 +185,20 @@ class _Overwritten(torch.autograd.Function):
 
 
 def _save(ctx: Any, call: RopeCall) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*call[:4])
-    ctx.offset, ctx.flags = call.offset, call.flags
+    ctx.rest = call[4:]
 
 
 def _inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Rotate back the gradients that exist and are needed, in one launch."""
-    flags = ctx.flags
     present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
     if present:
+        offset, flags = ctx.rest
         inverse = flags._replace(inverse=not flags.inverse, inplace=False)
         cos, sin, positions, cu_seqlens = ctx.saved_tensors
-        rotated = rotate(tuple(present.values()), RopeCall(cos, sin, positions, cu_seqlens, ctx.offset, inverse))
+        rotated = rotate(tuple(present.values()), RopeCall(cos, sin, positions, cu_seqlens, offset, inverse))
         for i, grad in zip(present, rotated, strict=True):
             results[i] = grad
     return tuple(results)

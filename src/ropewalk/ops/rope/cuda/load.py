@@ -1,8 +1,8 @@
 """The rotation by the CUDA extension in csrc/: find or build the library, and call its operator.
 
-The library registers the operators `ropewalk::_rotate` and `ropewalk::rotary_embedding` when it is loaded. It is found
-in the cache of `ropewalk build`, or compiled on first use if the machine has a compiler. The caller may have loaded one
-that CMake built.
+When it is loaded, the library registers the operators `ropewalk::_rotate`, `ropewalk::_rotated`, which allocates its
+results, and `ropewalk::rotary_embedding`. It is found in the cache of `ropewalk build`, or compiled on first use if the
+machine has a compiler. The caller may have loaded one that CMake built.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.rope.call import RopeCall
 
-_SCHEMA = (
-    "ropewalk::_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor? q, Tensor? k, Tensor cos, Tensor sin, "
-    "Tensor? positions, Tensor? cu_seqlens, int offset, int rotary_dim, int rotary_offset, int flags) -> bool"
-)
-# The bits of `_rotate`'s flags (operators.cpp). Bits 5 and 6 are the width of accesses, 0 for the best: for tests.
+_SCHEMAS = {
+    "_rotate": "ropewalk::_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor cos, Tensor sin, int flags, "
+    "Tensor? q=None, Tensor? k=None, Tensor? positions=None, Tensor? cu_seqlens=None, int offset=0, int rotary_dim=-1, "
+    "int rotary_offset=0) -> bool",
+    "_rotated": "ropewalk::_rotated(Tensor q, Tensor? k, Tensor cos, Tensor sin, int flags, Tensor? positions=None, "
+    "Tensor? cu_seqlens=None, int offset=0, int rotary_dim=-1, int rotary_offset=0) -> (Tensor? q_out, Tensor? k_out)",
+}
+# The bits of the operators' flags (operators.cpp). Bits 5 and 6 are the width of accesses, 0 for the best: for tests.
 _LAYOUTS = {"bthd": 0, "bhtd": 1, "thd": 2}
 _NO_LAYOUT, _INTERLEAVED, _INVERSE, _CHECKED = 3, 4, 8, 16
 ACCESSES = {"best": 0, "scalar": 1 << 5, "narrow": 2 << 5, "wide": 3 << 5}
 MAX_COUNT = 2**31 - 1
+_IMPLS = (None, "native")  # the values of `impl` that choose the library once it is loaded
 
 _LOG = logging.getLogger("ropewalk")
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
-_operator: Any = None  # torch.ops.ropewalk._rotate.default, once the library is loaded
+_rotate: Any = None  # torch.ops.ropewalk._rotate.default, once the library is loaded
+_rotated: Any = None  # torch.ops.ropewalk._rotated.default, likewise
 _refusal: str | None = None  # why an attempt to load the library failed
 
 
@@ -43,7 +48,7 @@ def why_not(device: torch.device) -> str | None:
         return f"CUDA kernels need an NVIDIA GPU, and the tensors are on {where}"
     if gpu.capability(device) < (8, 0):
         return f"CUDA kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
-    if _operator is not None:
+    if _rotate is not None:
         return None
     return _refusal or (None if _is_registered() else _why_not_built())
 
@@ -70,26 +75,24 @@ def _why_not_built() -> str | None:
     return failure.splitlines()[0]
 
 
-def is_loaded() -> bool:
-    """Say whether `rotate` can be called."""
-    return _operator is not None
-
-
 def load() -> bool:
     """Load the library, built first if need be, and say whether it is loaded; if not, `why_not` has the reason."""
-    global _operator
-    if _operator is not None:
+    global _rotate, _rotated
+    if _rotate is not None:
         return True
     if _refusal is not None or not (_is_registered() or _load_library()):
         return False
-    operator = torch.ops.ropewalk._rotate.default
-    if str(operator._schema) != _SCHEMA or not hasattr(torch.ops.ropewalk, "_check_device"):
+    namespace = torch.ops.ropewalk
+    operators = [getattr(namespace, name).default if hasattr(namespace, name) else None for name in _SCHEMAS]
+    schemas = [str(getattr(operator, "_schema", None)) for operator in operators]
+    if schemas != list(_SCHEMAS.values()) or not hasattr(namespace, "_check_device"):
         return _refuse("the library that was loaded belongs to another version of ropewalk")
-    if error := torch.ops.ropewalk._check_device():
+    if error := namespace._check_device():
         return _refuse(f"its kernels do not run with this GPU and this driver: CUDA error {error}")
-    for key in ("Autograd", "ADInplaceOrView"):  # autograd.py does the work of both
-        _LIBRARY.impl("_rotate", torch.library.fallthrough_kernel, key)
-    _operator = operator
+    for name in _SCHEMAS:
+        for key in ("Autograd", "ADInplaceOrView"):  # autograd.py does the work of both
+            _LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
+    _rotate, _rotated = operators
     return True
 
 
@@ -134,28 +137,61 @@ def _load_library() -> bool:
 
 
 def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall, bits: int = 0) -> bool:
-    """Write the rotation of `xs` into `outs` if the library's own checks accept the call.
+    """Write the rotation of `xs` into `outs` if the library is loaded and its own checks accept the call.
 
-    False means that nothing was written: the arguments are wrong, or of a kind that `rotate_unusual` supports.
+    False means that nothing was written: `impl` names another implementation, the arguments are wrong, or of a kind
+    that `rotate_unusual` supports.
     """
-    cos, sin, positions, cu_seqlens, offset, (layout, interleaved, inverse, rotary_dim, rotary_offset, _, _) = call
-    if type(rotary_offset) is not int or not (rotary_dim is None or type(rotary_dim) is int) or offset >> 62:
+    if _rotate is None or not xs[0].is_cuda or (packed := _pack(call)) is None:
         return False
-    bits |= _LAYOUTS.get(layout, _NO_LAYOUT)
-    if interleaved:
-        bits |= _INTERLEAVED
-    if inverse:
-        bits |= _INVERSE
+    flags, rest = packed
+    if xs is not outs:
+        rest = (xs[0], xs[1] if len(xs) == 2 else None, *rest)
+    elif rest:
+        rest = (None, None, *rest)
     k_out = outs[1] if len(outs) == 2 else None
-    q, k = (None, None) if xs is outs else (xs[0], xs[1] if len(xs) == 2 else None)
-    width = -1 if rotary_dim is None else rotary_dim
     try:
-        accepted: bool = _operator(
-            outs[0], k_out, q, k, cos, sin, positions, cu_seqlens, offset, width, rotary_offset, bits
-        )
-    except NotImplementedError:  # a tensor on a device without this operator
+        accepted: bool = _rotate(outs[0], k_out, call[0], call[1], flags | bits, *rest)
+    except NotImplementedError:  # a sparse or nested tensor, or one on a device without this operator
         return False
     return accepted
+
+
+def rotated(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...] | None:
+    """Return the rotation of `xs` in new tensors; None where `rotate` would return False."""
+    if _rotated is None or not xs[0].is_cuda or (packed := _pack(call)) is None:
+        return None
+    flags, rest = packed
+    try:
+        q, k = _rotated(xs[0], xs[1] if len(xs) == 2 else None, call[0], call[1], flags, *rest)
+    except NotImplementedError:
+        return None
+    if q is None:
+        return None
+    return (q,) if k is None else (q, k)
+
+
+def _pack(call: RopeCall) -> tuple[int, tuple[Any, ...]] | None:
+    """Return the operators' `flags` and the arguments that end both; None where the library is not to run.
+
+    An argument takes PyTorch 0.1 us, even None: those at the end that are at their defaults are left out.
+    """
+    _, _, positions, cu_seqlens, offset, (layout, interleaved, inverse, rotary_dim, rotary_offset, _, impl) = call
+    if impl not in _IMPLS:
+        return None
+    flags = _LAYOUTS.get(layout, _NO_LAYOUT)
+    if interleaved:
+        flags |= _INTERLEAVED
+    if inverse:
+        flags |= _INVERSE
+    if offset or rotary_dim is not None or rotary_offset or type(rotary_offset) is not int:
+        if type(rotary_offset) is not int or not (rotary_dim is None or type(rotary_dim) is int) or offset >> 62:
+            return None
+        width = -1 if rotary_dim is None else rotary_dim
+        return flags, (positions, cu_seqlens, offset, width, rotary_offset)
+    if cu_seqlens is not None:
+        return flags, (positions, cu_seqlens)
+    return flags, () if positions is None else (positions,)
 
 
 @torch.no_grad()

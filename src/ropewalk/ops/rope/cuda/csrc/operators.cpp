@@ -1,7 +1,8 @@
 // The rotation as PyTorch operators, on PyTorch's stable ABI: one build serves every torch from 2.10 on.
 //
-// ropewalk::_rotate is what `apply_rope` calls. Its checks are those of checks.py as a yes or no: where it says no,
-// nothing has been written, and Python finds out why, raises, or asks again in another way.
+// ropewalk::_rotate and ropewalk::_rotated, which allocates, are what `apply_rope` calls. Their checks are those of
+// validate.py as a yes or no: where they say no, nothing has been written, and Python finds out why, raises, or asks
+// again in another way. Arguments at the end have defaults: PyTorch takes 0.1 us for each that is passed.
 // ropewalk::rotary_embedding is vLLM's operator of that name; it raises by itself.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -18,6 +19,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "rotate.h"
 
@@ -105,6 +108,9 @@ struct Steps {
   int64_t size, stride;
 };
 
+// The strides of q or k in elements; of "thd" three.
+using Strides = std::array<int64_t, 4>;
+
 // q or k as (B, T, H, D).
 using Shape = std::array<Steps, 4>;
 
@@ -145,7 +151,7 @@ bool apart(const Shape& q, const Shape& k, int64_t distance) {
   return q_inner < offset && offset < cut - k_inner;
 }
 
-// What `ropewalk::_rotate` is told in one number; native.py writes it.
+// What the operators are told in one number; cuda/load.py writes it.
 struct Flags {
   explicit Flags(int64_t bits)
       : layout(bits & 3), interleaved(bits & 4), inverse(bits & 8), checked(bits & 16), access((bits >> 5) & 3) {}
@@ -189,84 +195,79 @@ void launch(const Rotation& rotation, Access access, int32_t device) {
   if (error != cudaSuccess) fail("ropewalk: the rotation could not be launched: ", cudaGetErrorString(error));
 }
 
-bool rotate(Tensor q_out_tensor, std::optional<Tensor> k_out_tensor, std::optional<Tensor> q_tensor,
-            std::optional<Tensor> k_tensor, Tensor cos_tensor, Tensor sin_tensor,
-            std::optional<Tensor> positions_tensor, std::optional<Tensor> cu_seqlens_tensor, int64_t offset,
-            int64_t rotary_dim, int64_t rotary_offset, int64_t bits) {
-  const Flags flags(bits);
-  const bool inplace = !q_tensor;
-  const View q_out(q_out_tensor), cos(cos_tensor), sin(sin_tensor);
-  const View q = inplace ? q_out : View(*q_tensor);
-  const std::optional<View> k_out = view(k_out_tensor), k = inplace ? k_out : view(k_tensor);
-  const std::optional<View> positions = view(positions_tensor), cu_seqlens = view(cu_seqlens_tensor);
+// The arguments of a rotation beside q and k.
+struct Arguments {
+  View cos, sin;
+  std::optional<View> positions, cu_seqlens;
+  int64_t offset, rotary_dim, rotary_offset;
+};
 
-  if (flags.layout > kThd) return false;
+// The rotation of q and k in place; nothing where the arguments are not supported. `overwrites`: refuse q and k that
+// share memory.
+std::optional<Rotation> check(const View& q, const std::optional<View>& k, const Arguments& arguments,
+                              const Flags& flags, bool overwrites) {
+  const auto& [cos, sin, positions, cu_seqlens, offset, rotary_dim, rotary_offset] = arguments;
+  if (flags.layout > kThd) return std::nullopt;
   const int32_t dims = flags.layout == kThd ? 3 : 4;
   const std::optional<DType> dtype = dtype_of(q), table_dtype = dtype_of(cos);
-  if (!q.on_cuda || q.dims != dims || !q.is_dense() || !dtype || q.size(-1) > kMaxHeadDim) return false;
-  if (ropewalk::compute_major(q.device) < kLeastMajor) return false;
-  if (!inplace && !(q_out.has_shape_of(q) && q_out.is_on(q) && q_out.dtype == q.dtype && q_out.is_dense()))
-    return false;
+  if (!q.on_cuda || q.dims != dims || !q.is_dense() || !dtype || q.size(-1) > kMaxHeadDim) return std::nullopt;
+  if (ropewalk::compute_major(q.device) < kLeastMajor) return std::nullopt;
   const Shape q_shape = as_bthd(q, flags.layout);
   const int64_t batches = q_shape[0].size, tokens = q_shape[1].size, head_dim = q_shape[3].size;
-  if (batches > kMaxCount || tokens > kMaxCount || q_shape[2].size > kMaxCount) return false;
+  if (batches > kMaxCount || tokens > kMaxCount || q_shape[2].size > kMaxCount) return std::nullopt;
 
   Rotation r;
-  r.q = heads_of(q, q_shape, q_out, as_bthd(q_out, flags.layout));
-  if (inplace && !flags.checked && may_overlap_itself(q_shape)) return false;
+  r.q = heads_of(q, q_shape, q, q_shape);
+  if (overwrites && may_overlap_itself(q_shape)) return std::nullopt;
   if (k) {
-    if (k->dims != dims || !k->is_on(q) || k->dtype != q.dtype || !k->is_dense()) return false;
-    if (!inplace &&
-        !(k_out && k_out->has_shape_of(*k) && k_out->is_on(q) && k_out->dtype == q.dtype && k_out->is_dense())) {
-      return false;
-    }
+    if (k->dims != dims || !k->is_on(q) || k->dtype != q.dtype || !k->is_dense()) return std::nullopt;
     const Shape k_shape = as_bthd(*k, flags.layout);
-    if (k_shape[0].size != batches || k_shape[1].size != tokens || k_shape[3].size != head_dim) return false;
-    if (k_shape[2].size > kMaxCount) return false;
-    if (inplace && !flags.checked) {
+    if (k_shape[0].size != batches || k_shape[1].size != tokens || k_shape[3].size != head_dim) return std::nullopt;
+    if (k_shape[2].size > kMaxCount) return std::nullopt;
+    if (overwrites) {
       const int64_t distance = (k->data - q.data) / static_cast<int64_t>(item_size(*dtype));
-      if (may_overlap_itself(k_shape) || !apart(q_shape, k_shape, distance)) return false;
+      if (may_overlap_itself(k_shape) || !apart(q_shape, k_shape, distance)) return std::nullopt;
     }
-    r.k = heads_of(*k, k_shape, *k_out, as_bthd(*k_out, flags.layout));
+    r.k = heads_of(*k, k_shape, *k, k_shape);
   }
 
-  if (!table_dtype || (*table_dtype != DType::kFloat32 && *table_dtype != *dtype)) return false;
-  if ((cos.dims != 2 && cos.dims != 3) || !cos.is_on(q) || !sin.is_on(q)) return false;
-  if (!sin.has_shape_of(cos) || sin.dtype != cos.dtype || !cos.is_dense() || !sin.is_dense()) return false;
+  if (!table_dtype || (*table_dtype != DType::kFloat32 && *table_dtype != *dtype)) return std::nullopt;
+  if ((cos.dims != 2 && cos.dims != 3) || !cos.is_on(q) || !sin.is_on(q)) return std::nullopt;
+  if (!sin.has_shape_of(cos) || sin.dtype != cos.dtype || !cos.is_dense() || !sin.is_dense()) return std::nullopt;
   const bool per_token = cos.dims == 3;
-  if (per_token && !((cos.size(0) == 1 || cos.size(0) == batches) && cos.size(1) == tokens)) return false;
+  if (per_token && !((cos.size(0) == 1 || cos.size(0) == batches) && cos.size(1) == tokens)) return std::nullopt;
   const int64_t width = 2 * cos.size(-1);
-  if (width == 0 || rotary_offset < 0 || rotary_offset + width > head_dim) return false;
-  if (rotary_dim >= 0 && rotary_dim != width) return false;
+  if (width == 0 || rotary_offset < 0 || rotary_offset + width > head_dim) return std::nullopt;
+  if (rotary_dim >= 0 && rotary_dim != width) return std::nullopt;
   r.cos = {cos.data, per_token ? cos.stride(0) : 0, cos.stride(-2)};
   r.sin = {sin.data, per_token ? sin.stride(0) : 0, sin.stride(-2)};
   r.n_rows = cos.size(-2);
-  if (r.n_rows > kMaxCount) return false;
+  if (r.n_rows > kMaxCount) return std::nullopt;
 
   if (cu_seqlens) {
-    if (flags.layout != kThd || cu_seqlens->dims != 1 || cu_seqlens->size(0) == 0) return false;
-    if (!cu_seqlens->is_index() || !cu_seqlens->is_dense() || !cu_seqlens->is_on(q)) return false;
-    if (cu_seqlens->size(0) > kMaxCount) return false;
+    if (flags.layout != kThd || cu_seqlens->dims != 1 || cu_seqlens->size(0) == 0) return std::nullopt;
+    if (!cu_seqlens->is_index() || !cu_seqlens->is_dense() || !cu_seqlens->is_on(q)) return std::nullopt;
+    if (cu_seqlens->size(0) > kMaxCount) return std::nullopt;
   }
   int64_t max_offset = 0;
   if (positions) {
-    if (per_token || !positions->is_index() || !positions->is_on(q)) return false;
+    if (per_token || !positions->is_index() || !positions->is_on(q)) return std::nullopt;
     r.positions = positions->data;
     r.wide_indices = positions->dtype == ScalarType::Long;
     if (positions->dims == 1 && flags.layout != kThd) {
-      if (positions->size(0) != batches) return false;
+      if (positions->size(0) != batches) return std::nullopt;
       r.positions_stride_batch = positions->stride(0);
     } else {
-      if (positions->dims != (flags.layout == kThd ? 1 : 2) || positions->size(-1) != tokens) return false;
+      if (positions->dims != (flags.layout == kThd ? 1 : 2) || positions->size(-1) != tokens) return std::nullopt;
       if (positions->dims == 2) {
-        if (positions->size(0) != 1 && positions->size(0) != batches) return false;
+        if (positions->size(0) != 1 && positions->size(0) != batches) return std::nullopt;
         r.positions_stride_batch = positions->stride(0);
       }
       r.positions_stride_token = positions->stride(-1);
       r.by_index = false;
     }
   } else if (!per_token) {
-    if (flags.layout == kThd && !cu_seqlens) return false;
+    if (flags.layout == kThd && !cu_seqlens) return std::nullopt;
     if (cu_seqlens) {
       r.cu_seqlens = cu_seqlens->data;
       r.n_sequences = static_cast<int32_t>(cu_seqlens->size(0) - 1);
@@ -275,7 +276,7 @@ bool rotate(Tensor q_out_tensor, std::optional<Tensor> k_out_tensor, std::option
     // How long the longest sequence is, the host does not know: its tokens past the table become NaN.
     max_offset = r.n_rows - (cu_seqlens ? std::min<int64_t>(tokens, 1) : tokens);
   }
-  if (offset < 0 || offset > max_offset) return false;
+  if (offset < 0 || offset > max_offset) return std::nullopt;
 
   r.offset = offset;
   r.batches = static_cast<int32_t>(batches);
@@ -287,8 +288,109 @@ bool rotate(Tensor q_out_tensor, std::optional<Tensor> k_out_tensor, std::option
   r.table_dtype = *table_dtype;
   r.interleaved = flags.interleaved;
   r.inverse = flags.inverse;
-  launch(r, static_cast<Access>(flags.access), q.device);
+  return r;
+}
+
+// Let the rotation of x go to `out`; false where that does not fit.
+bool redirect(Heads& heads, const View& x, const View& out, const Flags& flags) {
+  if (!(out.has_shape_of(x) && out.is_on(x) && out.dtype == x.dtype && out.is_dense())) return false;
+  heads = heads_of(x, as_bthd(x, flags.layout), out, as_bthd(out, flags.layout));
   return true;
+}
+
+// `ropewalk::_rotate`: q and k are absent in place. False where nothing was written.
+bool rotate(const Tensor& q_out_tensor, const std::optional<Tensor>& k_out_tensor, const Tensor& cos, const Tensor& sin,
+            int64_t bits, const std::optional<Tensor>& q_tensor, const std::optional<Tensor>& k_tensor,
+            const std::optional<Tensor>& positions, const std::optional<Tensor>& cu_seqlens, int64_t offset,
+            int64_t rotary_dim, int64_t rotary_offset) {
+  const Flags flags(bits);
+  const bool inplace = !q_tensor;
+  const View q(inplace ? q_out_tensor : *q_tensor);
+  const std::optional<View> k = view(inplace ? k_out_tensor : k_tensor);
+  const Arguments arguments{View(cos), View(sin), view(positions), view(cu_seqlens), offset, rotary_dim, rotary_offset};
+  std::optional<Rotation> r = check(q, k, arguments, flags, inplace && !flags.checked);
+  if (!r) return false;
+  if (!inplace) {
+    if (!redirect(r->q, q, View(q_out_tensor), flags)) return false;
+    if (k && !(k_out_tensor && redirect(r->k, *k, View(*k_out_tensor), flags))) return false;
+  }
+  launch(*r, static_cast<Access>(flags.access), q.device);
+  return true;
+}
+
+// The strides of `torch.empty_like(x)`: those of x, or where x has gaps, dense ones in the order of its dimensions.
+Strides strides_like(const View& x) {
+  Strides order{}, strides{};
+  for (int32_t dim = 0; dim < x.dims; ++dim) order[dim] = x.dims - 1 - dim;
+  // From the smallest stride to the largest, as PyTorch sorts: dimensions of stride 0 stay where they are.
+  const auto comes_after = [&x](int64_t a, int64_t b) {
+    const int64_t stride_a = x.raw_stride(a), stride_b = x.raw_stride(b);
+    if (stride_a == 0 || stride_b == 0) return 0;
+    if (stride_a != stride_b) return stride_a < stride_b ? -1 : 1;
+    return x.size(a) > x.size(b) ? 1 : 0;
+  };
+  for (int32_t i = 1; i < x.dims; ++i) {
+    int32_t moving = i;
+    for (int32_t before = i - 1; before >= 0; --before) {
+      const int comparison = comes_after(order[before], order[moving]);
+      if (comparison < 0) break;
+      if (comparison > 0) {
+        std::swap(order[before], order[moving]);
+        moving = before;
+      }
+    }
+  }
+  int64_t elements = 1;
+  bool has_gaps = false, is_empty = false;
+  for (int32_t i = 0; i < x.dims; ++i) {
+    const auto dim = static_cast<int32_t>(order[i]);
+    strides[dim] = elements;
+    is_empty = is_empty || x.size(dim) == 0;
+    if (x.size(dim) <= 1) continue;
+    has_gaps = has_gaps || x.raw_stride(dim) != elements;
+    elements *= x.size(dim);
+  }
+  if (!has_gaps || is_empty) {
+    for (int32_t dim = 0; dim < x.dims; ++dim) strides[dim] = x.raw_stride(dim);
+  }
+  return strides;
+}
+
+// Nothing where memory is short: Python's own allocation raises PyTorch's error.
+std::optional<Tensor> empty_like(const Tensor& tensor, const View& x) {
+  const Strides strides = strides_like(x);
+  AtenTensorHandle empty = nullptr;
+  int32_t dtype = 0, device_type = 0;
+  if (aoti_torch_get_dtype(tensor.get(), &dtype) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_device_type(tensor.get(), &device_type) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_empty_strided(x.dims, tensor.sizes().data(), strides.data(), dtype, device_type, x.device, &empty) !=
+          AOTI_TORCH_SUCCESS) {
+    return std::nullopt;
+  }
+  return Tensor(empty);
+}
+
+// `ropewalk::_rotated`: out of place, with the strides of `torch.empty_like`. Nothing where the arguments are not
+// supported.
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> rotated(
+    const Tensor& q_tensor, const std::optional<Tensor>& k_tensor, const Tensor& cos, const Tensor& sin, int64_t bits,
+    const std::optional<Tensor>& positions, const std::optional<Tensor>& cu_seqlens, int64_t offset, int64_t rotary_dim,
+    int64_t rotary_offset) {
+  const Flags flags(bits);
+  const View q(q_tensor);
+  const std::optional<View> k = view(k_tensor);
+  const Arguments arguments{View(cos), View(sin), view(positions), view(cu_seqlens), offset, rotary_dim, rotary_offset};
+  std::optional<Rotation> r = check(q, k, arguments, flags, false);
+  if (!r) return {};
+  const std::optional<Tensor> q_out = empty_like(q_tensor, q);
+  if (!q_out || !redirect(r->q, q, View(*q_out), flags)) return {};
+  std::optional<Tensor> k_out;
+  if (k) {
+    k_out = empty_like(*k_tensor, *k);
+    if (!k_out || !redirect(r->k, *k, View(*k_out), flags)) return {};
+  }
+  launch(*r, static_cast<Access>(flags.access), q.device);
+  return {q_out, k_out};
 }
 
 // query or key of vLLM's operator, [T, H·D], [T, H, D], [B, T, H·D] or [B, T, H, D], as (B, T, H, D).
@@ -413,10 +515,15 @@ const TorchLibraryHandle definitions = [] {
                          "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, "
                          "Tensor cos_sin_cache, bool is_neox) -> ()");
 #endif
+  aoti_torch_library_def(
+      library,
+      "_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor cos, Tensor sin, int flags, Tensor? q=None, "
+      "Tensor? k=None, Tensor? positions=None, Tensor? cu_seqlens=None, int offset=0, "
+      "int rotary_dim=-1, int rotary_offset=0) -> bool");
   aoti_torch_library_def(library,
-                         "_rotate(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor? q, Tensor? k, Tensor cos, Tensor sin, "
-                         "Tensor? positions, Tensor? cu_seqlens, int offset, int rotary_dim, int rotary_offset, "
-                         "int flags) -> bool");
+                         "_rotated(Tensor q, Tensor? k, Tensor cos, Tensor sin, int flags, Tensor? positions=None, "
+                         "Tensor? cu_seqlens=None, int offset=0, int rotary_dim=-1, int rotary_offset=0) -> "
+                         "(Tensor? q_out, Tensor? k_out)");
   aoti_torch_library_def(library, "_check_device() -> int");
   return library;  // for as long as the process lives
 }();
@@ -429,5 +536,6 @@ STABLE_TORCH_LIBRARY_IMPL(ropewalk, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(ropewalk, CUDA, library) {
   library.impl("_rotate", TORCH_BOX(&rotate));
+  library.impl("_rotated", TORCH_BOX(&rotated));
   library.impl("rotary_embedding", TORCH_BOX(&rotary_embedding));
 }
