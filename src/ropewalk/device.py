@@ -83,6 +83,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def is_launch_watched() -> bool:
-    """Say whether a profiler wants to be told of Triton's launches. Triton must be loaded."""
-    hook = sys.modules["triton"].knobs.runtime.launch_enter_hook
+    """Say whether a profiler wants to be told of Triton's launches."""
+    triton = sys.modules.get("triton")
+    hook = None if triton is None else triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))  # Triton 3.6 has None, later ones a chain of hooks

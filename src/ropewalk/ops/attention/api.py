@@ -210,13 +210,12 @@ def attention(
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
     key = None
     if not torch.compiler.is_compiling():
-        if _is_autocast(q):
+        if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v = (_lower(x) for x in (q, k, v))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
         given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
-        key = plans.key_of(given, position, flags)
-        planned = None if key is None else plans.find_call(key)
+        key, planned = plans.find_call(given, position, flags)
         if planned is not None:
             result = autograd.run_planned(planned, given)
             if result is not None:

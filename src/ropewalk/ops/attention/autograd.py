@@ -71,7 +71,7 @@ def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> A
     if found is None:
         return None
     if planned.needs_backward:
-        results: Any = _Planned.apply(*given[:3], given[-1], planned, *found)
+        results: Any = _Planned.apply(*given[:3], given[-1], planned, found)
         return results
     return planned.returned(planned.plan.plan.run(*found, planned.results))
 
@@ -87,12 +87,11 @@ class _Planned(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         planned: plans.PlannedCall,
-        inputs: list[Tensor],
-        addresses: list[int],
+        found: tuple[list[Tensor], list[int]],
     ) -> Any:
-        results = planned.plan.plan.run(inputs, addresses, planned.results)
+        results = planned.plan.plan.run(*found, planned.results)
         ctx.planned = planned
-        ctx.save_for_backward(*planned.pick_saved((*inputs, *results)))
+        ctx.save_for_backward(*planned.pick_saved((*found[0], *results)))
         ctx.set_materialize_grads(False)
         return planned.returned(results)
 
@@ -108,7 +107,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
         grad_out = torch.zeros_like(saved[-1])
     wants_sinks = ctx.needs_input_grad[3]
     grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(False, wants_sinks))
-    return grads.q, grads.k, grads.v if reads_v else None, grads.sinks if wants_sinks else None, None, None, None
+    return grads.q, grads.k, grads.v if reads_v else None, grads.sinks if wants_sinks else None, None, None
 
 
 _differentiate_again = once_differentiable(_differentiate)

@@ -21,7 +21,7 @@ from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved
 from ropewalk.ops.attention.backends import backward_of
 from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
 from ropewalk.ops.attention.tables import identity_of
-from ropewalk.ops.tracing import is_plain_eager, is_transformed
+from ropewalk.ops.tracing import is_plain_eager, is_transformed, is_untraced
 from ropewalk.schemes import PositionScheme
 
 MAX_PLANS = 1024
@@ -263,8 +263,6 @@ def _may_plan(x: Tensor) -> bool:
 # === calls of `attention`, found by its arguments, before they are validated ===
 
 CALLS = Cache()
-MAX_PINNED = 256 << 20  # bytes of tables that planned calls keep alive
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 # The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
 # the scheme's.
 _SEED = _TENSORS.index(LEAVES.index("seed"))
@@ -292,8 +290,8 @@ class PlannedCall:
     def inputs_of(self, given: Sequence[Tensor | None]) -> tuple[list[Any], list[int]] | None:
         """Return the plan's inputs for a call's tensors, and their addresses; None where one is misaligned."""
         inputs: list[Any] = [given[index] for index in self.given]
-        addresses = addresses_of(inputs)
-        if addresses is None:
+        addresses = [x.data_ptr() for x in inputs]
+        if functools.reduce(operator.or_, addresses) & 15:
             return None
         if self.drops:
             seed = make_seed(inputs[0])
@@ -360,47 +358,42 @@ def _lay_out(result: Any, layout: str) -> Any:
     return result._replace(shape=shape, strides=strides)
 
 
-def key_of(given: Sequence[Tensor | None], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
-    """Return all that planned calls of a kind have in common; None for a call that no plan is for.
+def find_call(
+    given: Sequence[Tensor | None], position: PositionScheme, flags: tuple[Any, ...]
+) -> tuple[Any, PlannedCall | None]:
+    """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
-    given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet.
+    given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet: the key holds all
+    that decides whether they are valid.
     """
+    if not is_untraced() or is_transformed():
+        return None, None
     q, k, v, *others = given
-    is_default = (
-        type(q) in _PLAIN_TYPES
-        and type(k) in _PLAIN_TYPES
-        and type(v) in _PLAIN_TYPES
-        and _may_plan(q)
-        and is_plain_eager(*given)
-        and not is_transformed()
-    )
-    known_by = identity_of(position) if is_default else None
-    if known_by is None:
-        return None
-    grads = None
-    if torch.is_grad_enabled():
-        sinks = others[-1]
-        grads = (q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad)
-        if any(grads) and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return None  # hooks, as those of checkpoints, count what a forward saves: with plans that differs
     try:
+        if not _may_plan(q):
+            return None, None
+        grads = None
+        if torch.is_grad_enabled():
+            sinks = others[-1]
+            grads = (q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad)
+            # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
+            if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return None, None
         key = (
-            *(q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.dtype, k.get_device()),
-            *(v.shape, v.stride(), v.dtype, v.get_device(), known_by, grads, flags),
-            tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others]),
+            *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
+            *(type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.is_neg()),
+            *(type(v), v.shape, v.stride(), v.dtype, v.get_device(), v.is_neg()),
+            *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others],
+            identity_of(position),
+            grads,
+            flags,
             torch._C._get_deterministic_algorithms(),
             torch._C._get_cublas_allow_tf32(),
             torch._C._get_cudnn_sdp_enabled(),
         )
-        hash(key)
-    except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, and lists no hash
-        return None
-    return key
-
-
-def find_call(key: Any) -> PlannedCall | None:
-    """Return the plan for calls of a key, if there is one."""
-    return CALLS.found.get(key)
+        return key, CALLS.found.get(key)
+    except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, lists no hash, None no shape
+        return None, None
 
 
 def note_call(
@@ -413,15 +406,18 @@ def note_call(
 def _plan_call(
     call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
 ) -> PlannedCall | None:
-    # What derives from values on a device, such as the rows of tables at given positions, is made in each call.
-    q, k, v, *others = given
+    """Return the plan of a call; None where it reads what no key knows, or what is made in each call."""
     of_call = pick_tensors(flatten(call))
-    by_index = all(x is None for x in (call.positions_q, call.positions_k, call.key_starts, call.query_starts))
-    is_same = all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
-    has_tables = call.tables.q is not None or call.far is not None
-    if has_tables and not (by_index and call.cu_seqlens_q is None):
-        return None
-    if not is_same or call.q.data_ptr() != q.data_ptr() or (call.sinks is not None and call.sinks.dtype != torch.float32):
+    placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
+    has_rows = (call.tables.q is not None and call.tables.q_start is None) or call.far is not None
+    if (
+        not is_plain_eager(*given)
+        or (call.scheme is not None and identity_of(call.scheme) is None)
+        or (has_rows and any(x is not None for x in placed))  # the rows of tables depend on values on the device
+        or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+        or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
+        or (call.sinks is not None and call.sinks.dtype != torch.float32)
+    ):
         return None
     plan = FORWARDS.find(*_forward_key(call, backend, call.needs_backward))
     if plan is None or addresses_of([x for x in of_call if x is not None]) is None:

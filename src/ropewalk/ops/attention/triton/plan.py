@@ -23,7 +23,8 @@ from ropewalk.ops.rope.triton import launch as rope_launch
 from ropewalk.ops.rope.triton.kernel import compile_kernel
 
 ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator aligns them
-ADDRESS_ALIGNMENT = 15  # bits that no address has: kernels are compiled for multiples of 16 bytes
+_MISALIGNED = 15  # bits of an address: kernels are compiled for multiples of 16 bytes
+MAX_STREAMS = 64  # whose memory a plan keeps
 _compile_rope = functools.lru_cache(compile_kernel)
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
@@ -44,6 +45,7 @@ class Plan:
     ) -> None:
         self.device, self.index = device, device.index or 0
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
+        self.of_stream: dict[int, list[Tensor]] = {}
         self.launches: list[Launch] = []
         self.steps: list[Callable[[Sequence[Tensor], Sequence[int], int], None]] = []  # where some are operators
 
@@ -55,18 +57,25 @@ class Plan:
         """
         device = self.device
         memory = [_empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in results]
-        for make in self.per_stream:
-            memory.append(make(device))
+        stream = current_stream(self.index)
+        if self.per_stream:
+            memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
             memory.append(_empty(self.workspace, dtype=torch.uint8, device=device))
         addresses += [x.data_ptr() for x in memory]
-        stream = current_stream(self.index)
         for launch in self.launches:
             launch(addresses, stream)
         if self.steps:
             every = (*inputs, *memory)
             for step in self.steps:
                 step(every, addresses, stream)
+        return memory
+
+    def _find_memory(self, stream: int) -> list[Tensor]:
+        """Find the memory of the current stream, and keep it."""
+        if len(self.of_stream) >= MAX_STREAMS:
+            self.of_stream.clear()
+        memory = self.of_stream[stream] = [make(self.device) for make in self.per_stream]
         return memory
 
 
@@ -188,7 +197,7 @@ class Builder:
             self.alive.append(x)
         index, offset = slot
         offset += x.storage_offset() * x.element_size()
-        if offset & ADDRESS_ALIGNMENT:
+        if offset & _MISALIGNED:
             raise Unplannable("a view is misaligned")
         return index, offset
 

@@ -1,9 +1,8 @@
 """The rotation by the CUDA extension in csrc/: find or build the library, and call its operator.
 
 When it is loaded, the library registers the operators `ropewalk::_rotate`, `ropewalk::_rotated`, which allocates its
-results, and `ropewalk::rotary_embedding`. It is found
-in the cache of `ropewalk build`, or compiled on first use if the machine has a compiler. The caller may have loaded one
-that CMake built.
+results, and `ropewalk::rotary_embedding`. It is found in the cache of `ropewalk build`, or compiled on first use if the
+machine has a compiler. The caller may have loaded one that CMake built.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def rotated(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...] | None:
 
 
 def _pack(call: RopeCall) -> tuple[int, tuple[Any, ...]] | None:
-    """Return the operators' `flags` and the arguments that end both; None where they cannot be told.
+    """Return the operators' `flags` and the arguments that end both; None where the library is not to run.
 
     An argument takes PyTorch 0.1 us, even None: those at the end that are at their defaults are left out.
     """
