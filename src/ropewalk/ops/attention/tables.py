@@ -6,7 +6,6 @@ packed sequences.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -202,19 +201,23 @@ class _Rotations:
         self.call, self.scheme, self.known_by = call, call.scheme, known_by
         self.head_dim, self.device = call.q.shape[3], call.q.device
         self.queries, self.keys = call.q.shape[2], kv_capacity(call)
-        self.is_placed = call.key_starts is not None or call.query_starts is not None
-        self.has_indices = self.is_placed or call.cu_seqlens_q is not None
+        is_placed = call.key_starts is not None or call.query_starts is not None
+        self.has_indices = is_placed or call.cu_seqlens_q is not None
+        self._found: tuple[Tensor | None, Tensor | None] | None = None
         self.lowest = self.keys - self.queries
         if self.has_indices:
             # Queries may stand before the first key; of those causal attention makes nothing.
-            before = self.is_placed or self.indices[0] is not self.indices[1]
+            before = is_placed or self.indices()[0] is not self.indices()[1]
             self.lowest = -max(self.queries, self.keys) if before and not call.causal else 0
         self.q_start: int | None = None  # the position of the first row, if q's rotation of near pairs is whole
 
-    @functools.cached_property
     def indices(self) -> tuple[Tensor | None, Tensor | None]:
-        """The positions of queries and of keys, if none are given and they are not those of all keys and the last."""
-        return _indices(self.queries, self.keys, self.call, self.device) if self.has_indices else (None, None)
+        """Return positions of queries and of keys by their index; None where they count from the last and from 0."""
+        if self._found is None:  # no cached_property: torch.compile traces this, and would find its lock
+            self._found = (
+                _indices(self.queries, self.keys, self.call, self.device) if self.has_indices else (None, None)
+            )
+        return self._found
 
     def near(self) -> tuple[Rotation | None, Rotation | None]:
         """Return the rotations of q and of k; one for both where their tokens have the same positions."""
@@ -228,7 +231,7 @@ class _Rotations:
         rotation_k = None
         if not call.keys_rotated:
             rotation_k = self._of_keys("rotation")
-            indices_q, indices_k = self.indices
+            indices_q, indices_k = self.indices()
             same = call.positions_q is call.positions_k and (
                 call.positions_q is not None
                 or (indices_q is indices_k and (indices_q is not None or self.queries == self.keys))
@@ -276,13 +279,13 @@ class _Rotations:
         if positions is not None:
             return make(positions.long(), self.head_dim, *of)
         if self.known_by is None:
-            indices = self.indices[side]
+            indices = self.indices()[side]
             every = torch.arange(start, stop, device=device)[None] if indices is None else indices.long()
             return make(every, self.head_dim, *of)
         table, low = self._remembered(start, stop, method, *of)
         if table is None:
             return None
-        indices = self.indices[side]
+        indices = self.indices()[side]
         cos, sin, scale = table.cos, table.sin, table.scale
         if indices is None:
             tokens = slice(start - low, stop - low)
