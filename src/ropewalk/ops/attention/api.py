@@ -216,10 +216,14 @@ def attention(
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
         given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
         key, planned = plans.find_call(given, position, flags)
-        if planned is not None:
+        if isinstance(planned, plans.PlannedCall):
             result = autograd.run_planned(planned, given)
             if result is not None:
                 return result
+        elif planned is not None:
+            complete = planned.complete(given)
+            if complete is not None:
+                return from_bhtd(run(complete, planned.backend)[0], layout)
     call = make_call(
         q,
         k,
@@ -248,8 +252,8 @@ def attention(
     backend = choose(call, impl)
     if dropout_p > 0:
         call = call._replace(seed=plans.make_seed(call.q))
-    if key is not None and backend.name in KERNELS:
-        plans.note_call(key, call, KERNELS[backend.name], given, layout)
+    if key is not None:
+        plans.note_call(key, call, backend, given, layout)
     out, lse = run(call, backend)
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
@@ -341,7 +345,7 @@ def make_call(
 
 def run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
     """Run a call: the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if it is returned."""
-    if not _is_autocast(call.q):
+    if not (torch._C._is_any_autocast_enabled() and _is_autocast(call.q)):
         return _run(call, backend)
     # q, k and v are cast by now; what the backends compute in float32 must stay there.
     with torch.autocast(call.q.device.type, enabled=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> A
     if found is None:
         return None
     if planned.needs_backward:
-        results: Any = _Planned.apply(*given[:3], given[-1], planned, found)
+        results: Any = _record(*given[:3], given[-1], planned, found)
         return results
     return planned.returned(planned.plan.plan.run(*found, planned.results))
 
@@ -98,6 +98,10 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (_differentiate_again if torch.is_grad_enabled() else _differentiate)(ctx, *grads)
+
+
+# `_Planned.apply` without its tests for a setup_context and for active transforms, under which no plan runs.
+_record: Callable[..., Any] = super(torch.autograd.Function, _Planned).apply
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:

@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
     k_far: Tensor | None = None
 
 
-class Unplannable(Exception):
+class UnplannableError(Exception):
     """A launcher takes a step that no plan can repeat: the call runs without one."""
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved, Unplannable, Wanted
-from ropewalk.ops.attention.backends import backward_of
+from ropewalk.ops.attention.backend import LN_2, Backend, Gradients, KernelBackend, Saved, UnplannableError, Wanted
+from ropewalk.ops.attention.backends import KERNELS, REFERENCE, backward_of
 from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
 from ropewalk.ops.attention.tables import identity_of
-from ropewalk.ops.tracing import is_plain_eager, is_transformed, is_untraced
+from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
 MAX_PLANS = 1024
@@ -224,7 +224,7 @@ def _plan(kind: Callable[..., Any], *arguments: Any) -> Any:
     """Make a plan; None where a launcher takes a step that no plan can repeat."""
     try:
         return kind(*arguments)
-    except Unplannable:
+    except UnplannableError:
         return None
 
 
@@ -354,19 +354,19 @@ class PlannedCall:
 def _lay_out(result: Any, layout: str) -> Any:
     """Return a result (B, H, T, D) in a layout."""
     order = {"bthd": (0, 2, 1, 3), "bhtd": (0, 1, 2, 3), "thd": (2, 1, 3)}[layout]
-    shape, strides = (tuple(numbers[index] for index in order) for numbers in result[:2])
+    shape, strides = (tuple(numbers[index] for index in order) for numbers in result[1:])
     return result._replace(shape=shape, strides=strides)
 
 
 def find_call(
     given: Sequence[Tensor | None], position: PositionScheme, flags: tuple[Any, ...]
-) -> tuple[Any, PlannedCall | None]:
+) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
     given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet: the key holds all
     that decides whether they are valid.
     """
-    if not is_untraced() or is_transformed():
+    if is_intercepted():
         return None, None
     q, k, v, *others = given
     try:
@@ -396,16 +396,29 @@ def find_call(
         return None, None
 
 
-def note_call(
-    key: Any, call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
-) -> None:
+class LibraryCall:
+    """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
+
+    def __init__(self, call: AttentionCall, backend: Backend, layout: str) -> None:
+        self.call, self.backend, self.layout = call._replace(**dict.fromkeys("qkv")), backend, layout
+
+    def complete(self, given: Sequence[Any]) -> AttentionCall | None:
+        """Return the call with the caller's tensors; None where one is misaligned, which libraries refuse."""
+        q, k, v = given[:3]
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        layout = self.layout
+        return self.call._replace(q=as_bhtd(q, layout), k=as_bhtd(k, layout), v=as_bhtd(v, layout))
+
+
+def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:
     """Plan calls of a key, from its second call on, where nothing but the caller's tensors differs between them."""
     CALLS.find(key, lambda: _plan_call(call, backend, given, layout))
 
 
 def _plan_call(
-    call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
-) -> PlannedCall | None:
+    call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str
+) -> PlannedCall | LibraryCall | None:
     """Return the plan of a call; None where it reads what no key knows, or what is made in each call."""
     of_call = pick_tensors(flatten(call))
     placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
@@ -417,9 +430,11 @@ def _plan_call(
         or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
         or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
         or (call.sinks is not None and call.sinks.dtype != torch.float32)
+        or addresses_of(_existing(of_call)) is None
     ):
         return None
-    plan = FORWARDS.find(*_forward_key(call, backend, call.needs_backward))
-    if plan is None or addresses_of([x for x in of_call if x is not None]) is None:
-        return None
-    return PlannedCall(call, plan, layout)
+    if backend.name in KERNELS:
+        plan = FORWARDS.find(*_forward_key(call, KERNELS[backend.name], call.needs_backward))
+        return None if plan is None else PlannedCall(call, plan, layout)
+    is_library = backend is not REFERENCE and all(x is None for x in of_call[3:_SEED])
+    return LibraryCall(call, backend, layout) if is_library else None

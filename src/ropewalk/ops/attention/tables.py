@@ -6,6 +6,7 @@ packed sequences.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -132,9 +133,7 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     return q, k
 
 
-def rotate(
-    x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False
-) -> Tensor:
+def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
     rope = _rope_of(on)
     rotated: Tensor = rope(

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel

@@ -7,13 +7,14 @@ it reads addresses from a list, and calls Triton's C launcher.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from ropewalk.ops.attention.backend import Unplannable
+from ropewalk.ops.attention.backend import UnplannableError
 
 MAX_DESCRIPTORS = 64  # of one argument: the addresses that a model's layers have
 
@@ -66,7 +67,7 @@ class _Writer:
 
         encoding = next(self.descriptors, None)
         if encoding is None or encoding["fp4_padded"] or getattr(descriptor, "round_f32_to_tf32", False):
-            raise Unplannable("a descriptor is not one of TMA's plain ones")
+            raise UnplannableError("a descriptor is not one of TMA's plain ones")
         utils = driver.active.utils
         encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # Triton 3.6: the last
         return _Descriptors(
@@ -91,7 +92,7 @@ def bind(
     """
     run = compiled.run  # loads the kernel onto the current device
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
-        raise Unplannable("a kernel reads memory that Triton allocates")
+        raise UnplannableError("a kernel reads memory that Triton allocates")
     writer = _Writer(compiled, address_of)
     arguments = "".join(
         f"{writer.write(value, kind)}, " for value, kind in zip(values, compiled.src.signature.values(), strict=True)
@@ -104,8 +105,8 @@ def bind(
         arguments = f"({arguments})"
     else:  # Triton 3.6, where a closure encodes descriptors before the launcher runs
         launcher = run.launch
-        cells = dict(zip(launcher.__code__.co_freevars, launcher.__closure__ or ())) if hasattr(launcher, "__code__") else {}
-        launcher = cells["launcher"].cell_contents if "launcher" in cells else launcher
+        if hasattr(launcher, "__closure__"):
+            launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
         head = (*flags, None, None, compiled.packed_metadata, *(None,) * 3)
     names = [writer.name(value) for value in (compiled.function, *head)]
     source = f"launch({writer.name(n_programs)}, 1, 1, stream, {', '.join(names)}, {arguments})"
@@ -121,6 +122,6 @@ def _compile(source: str, names: tuple[str, ...]) -> Callable[..., Launch]:
     """
     program = f"def make(launch, {', '.join(names)}):\n    return lambda addresses, stream: {source}\n"
     scope: dict[str, Any] = {}
-    exec(program, scope)  # noqa: S102 (the text is made above, of indices alone)
+    exec(program, scope)
     make: Callable[..., Launch] = scope["make"]
     return make

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Unplannable
+from ropewalk.ops.attention.backend import UnplannableError
 from ropewalk.ops.attention.triton.bind import Launch, bind
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
@@ -26,22 +26,26 @@ ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator 
 _MISALIGNED = 15  # bits of an address: kernels are compiled for multiples of 16 bytes
 MAX_STREAMS = 64  # whose memory a plan keeps
 _compile_rope = functools.lru_cache(compile_kernel)
-_empty, _empty_strided = torch.empty, torch.empty_strided
+_empty = torch.empty
 
 
 class Result(NamedTuple):
     """A tensor that a plan allocates in each run."""
 
+    make: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # `new_empty_strided` of a tensor of its kind
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Plan:
     """The steps of one direction of a call."""
 
     def __init__(
-        self, device: torch.device, results: Sequence[Result], workspace: int, per_stream: Sequence[Callable[..., Tensor]]
+        self,
+        device: torch.device,
+        results: Sequence[Result],
+        workspace: int,
+        per_stream: Sequence[Callable[..., Tensor]],
     ) -> None:
         self.device, self.index = device, device.index or 0
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
@@ -55,13 +59,12 @@ class Plan:
         results: those of the plan, or of the same memory with other shapes and strides. The current device is the
         plan's.
         """
-        device = self.device
-        memory = [_empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in results]
+        memory = [make(shape, strides) for make, shape, strides in results]
         stream = current_stream(self.index)
         if self.per_stream:
             memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
-            memory.append(_empty(self.workspace, dtype=torch.uint8, device=device))
+            memory.append(_empty(self.workspace, dtype=torch.uint8, device=self.device))
         addresses += [x.data_ptr() for x in memory]
         for launch in self.launches:
             launch(addresses, stream)
@@ -92,7 +95,7 @@ class _OnlyViews(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not function.is_view and not function.__name__.startswith(("empty", "new_empty")):
-            raise Unplannable(f"{function} is neither an allocation nor a view")
+            raise UnplannableError(f"{function} is neither an allocation nor a view")
         return function(*args, **(kwargs or {}))
 
 
@@ -101,7 +104,7 @@ class Builder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.slots: dict[int, tuple[int, int]] = {}  # by a twin's storage: the index of its memory, and its offset there
+        self.slots: dict[int, tuple[int, int]] = {}  # by a twin's storage: its memory's index, and its offset there
         self.alive: list[Tensor] = []  # a storage that is freed could give its identity to another one
         self.n_slots = self.workspace = 0
         self.streams: list[tuple[Callable[..., Tensor], Tensor]] = []
@@ -161,9 +164,10 @@ class Builder:
         specs = []
         for x in results:
             if _storage(x) in self.slots:
-                raise Unplannable("a result is an input, or shares memory with another result")
+                raise UnplannableError("a result is an input, or shares memory with another result")
             self._give_slot(x)
-            specs.append(Result(tuple(x.shape), x.stride(), x.dtype))
+            like = torch.empty(0, dtype=x.dtype, device=self.device)  # parses neither dtype nor device in each run
+            specs.append(Result(like.new_empty_strided, tuple(x.shape), x.stride()))
         for _, twin in self.streams:
             self._give_slot(twin)
         bound = [self._bind(*step) for step in self.kept]
@@ -198,7 +202,7 @@ class Builder:
         index, offset = slot
         offset += x.storage_offset() * x.element_size()
         if offset & _MISALIGNED:
-            raise Unplannable("a view is misaligned")
+            raise UnplannableError("a view is misaligned")
         return index, offset
 
     def _bind(self, kind: str, *step: Any) -> tuple[bool, Any]:
@@ -210,7 +214,7 @@ class Builder:
             xs, outs, call = step
             launch = rope_launch.prepare(xs, call)
             if not isinstance(launch, rope_launch.Launch):
-                raise Unplannable("features that are not dense are rotated in copies")
+                raise UnplannableError("features that are not dense are rotated in copies")
             if gpu.is_interpreted():
                 return False, self._operator(_rotate, (launch, *xs, *outs, *call))
             q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
