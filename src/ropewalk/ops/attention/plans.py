@@ -34,6 +34,7 @@ from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
 MAX_PLANS = 1024
+MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
 
@@ -56,6 +57,7 @@ class Cache:
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
         self.seen: set[int] = set()
+        self.tables: dict[int, int] = {}  # bytes that plans keep alive, by the storages' addresses
         self.lock = threading.Lock()
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -71,10 +73,13 @@ class Cache:
                 self.seen.add(digest)
                 return None
         plan = make()
+        tables = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in getattr(plan, "constants", ()))}
         with self.lock:
-            if len(self.found) >= MAX_PLANS:
+            if len(self.found) >= MAX_PLANS or sum((self.tables | tables).values()) > MAX_TABLE_BYTES:
                 self.found.clear()
+                self.tables.clear()
             self.found[key] = plan
+            self.tables |= tables
         return plan
 
     def clear(self) -> None:
@@ -82,6 +87,7 @@ class Cache:
         with self.lock:
             self.found.clear()
             self.seen.clear()
+            self.tables.clear()
 
 
 FORWARDS = Cache()
