@@ -29,12 +29,14 @@ LAYERS = {
     "ops.rope": "ops.rope.*",
     "ops.rope.triton": "ops.rope.call ops.rope.validate",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.attention": "schemes ops.rope.api ops.rope.reference ops.attention.backends",
+    "ops.attention": "schemes ops.rope.api ops.rope.reference ops.attention.backends ops.attention.plans",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
+    "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api",
+    "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
-    "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
+    "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.rope.api ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
     "compat": "ops.* schemes",
     "modules": "ops.rope.api ops.attention.api schemes",
@@ -142,6 +144,8 @@ def loads_a_launcher(found):
         return False
     folder, _, name = found.imported.rpartition(".")
     is_launcher = name == "launch" or name.endswith("_launch")
+    if found.importer == "ropewalk.ops.attention.triton.plan":  # binds the rotation's launch with those of attention
+        return False
     return is_launcher and folder != found.importer.rpartition(".")[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -216,14 +217,13 @@ def attention(
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
         given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
         key, planned = plans.find_call(given, position, flags)
-        if isinstance(planned, plans.PlannedCall):
-            result = autograd.run_planned(planned, given)
+        if planned is not None:
+            if isinstance(planned, plans.PlannedCall):
+                result = autograd.run_planned(planned, given)
+            else:
+                result = _outside_autocast(q, planned.run, given)
             if result is not None:
                 return result
-        elif planned is not None:
-            complete = planned.complete(given)
-            if complete is not None:
-                return from_bhtd(run(complete, planned.backend)[0], layout)
     call = make_call(
         q,
         k,
@@ -345,11 +345,16 @@ def make_call(
 
 def run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
     """Run a call: the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if it is returned."""
-    if not (torch._C._is_any_autocast_enabled() and _is_autocast(call.q)):
-        return _run(call, backend)
-    # q, k and v are cast by now; what the backends compute in float32 must stay there.
-    with torch.autocast(call.q.device.type, enabled=False):
-        return _run(call, backend)
+    result: tuple[Tensor, Tensor | None] = _outside_autocast(call.q, _run, call, backend)
+    return result
+
+
+def _outside_autocast(q: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose q, k and v are cast by now: all that it computes in float32 must stay there."""
+    if not _is_autocast(q):
+        return function(*arguments)
+    with torch.autocast(q.device.type, enabled=False):
+        return function(*arguments)
 
 
 def _run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:

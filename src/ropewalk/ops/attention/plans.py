@@ -17,14 +17,24 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import LN_2, Backend, Gradients, KernelBackend, Saved, UnplannableError, Wanted
-from ropewalk.ops.attention.backends import KERNELS, REFERENCE, backward_of
+from ropewalk.ops.attention.backend import (
+    LN_2,
+    Backend,
+    Gradients,
+    KernelBackend,
+    LibraryBackend,
+    Saved,
+    UnplannableError,
+    Wanted,
+)
+from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backward_of
 from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
 from ropewalk.ops.attention.tables import identity_of
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
 MAX_PLANS = 1024
+MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
 
@@ -47,6 +57,7 @@ class Cache:
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
         self.seen: set[int] = set()
+        self.tables: dict[int, int] = {}  # bytes that plans keep alive, by the storages' addresses
         self.lock = threading.Lock()
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -62,10 +73,13 @@ class Cache:
                 self.seen.add(digest)
                 return None
         plan = make()
+        tables = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in getattr(plan, "constants", ()))}
         with self.lock:
-            if len(self.found) >= MAX_PLANS:
+            if len(self.found) >= MAX_PLANS or sum((self.tables | tables).values()) > MAX_TABLE_BYTES:
                 self.found.clear()
+                self.tables.clear()
             self.found[key] = plan
+            self.tables |= tables
         return plan
 
     def clear(self) -> None:
@@ -73,6 +87,7 @@ class Cache:
         with self.lock:
             self.found.clear()
             self.seen.clear()
+            self.tables.clear()
 
 
 FORWARDS = Cache()
@@ -285,7 +300,7 @@ class PlannedCall:
             later = range(2, self.n_inputs)
             saved = (*plan.features[:2], *later, plan.lse, *plan.features[2:], plan.out)
             self.pick_saved = itemgetter(*_existing(saved))
-        self.backwards: dict[Any, tuple[BackwardPlan, list[Any]] | None] = {}
+        self.backwards: dict[Any, Any] = {}  # a `BackwardPlan` and its results in the caller's layout; or None
 
     def inputs_of(self, given: Sequence[Tensor | None]) -> tuple[list[Any], list[int]] | None:
         """Return the plan's inputs for a call's tensors, and their addresses; None where one is misaligned."""
@@ -315,10 +330,13 @@ class PlannedCall:
         # The caller's tensors are in its layout; q and k that were mapped are not the caller's.
         for index, slot in enumerate((*self.plan.features[:2], 2)):
             if slot == index:
-                every[index] = as_bhtd(every[index], layout)
+                every[index] = as_bhtd(every[index], layout)  # type: ignore[arg-type]
         others = iter(tensors[n_inputs + 1 :])
         far = [None if slot is None else next(others) for slot in self.plan.features[2:]]
-        far = [as_bhtd(x, layout) if slot == 1 else x for x, slot in zip(far, self.plan.features[2:], strict=True)]
+        far = [
+            as_bhtd(x, layout) if slot == 1 and x is not None else x
+            for x, slot in zip(far, self.plan.features[2:], strict=True)
+        ]
         call = call_of(every, self.numbers)
         return call, as_bhtd(out, layout), Saved(call.q, call.k, tensors[n_inputs], *far)
 
@@ -343,12 +361,14 @@ class PlannedCall:
             self.backwards[key] = found
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
-            backward_plan, results = found  # type: ignore[misc]
-            return backward_plan.run_at(inputs, addresses, results)
+            backward_plan, results = found
+            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
+            return gradients
         call, out, rest = self.describe(saved)
         backend = backward_of(self.plan.backend, call, wanted)
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
-        return Gradients(*(from_bhtd(x, self.layout) for x in gradients[:3]), *gradients[3:])
+        grad_q, grad_k, grad_v = (from_bhtd(x, self.layout) for x in gradients[:3])
+        return gradients._replace(q=grad_q, k=grad_k, v=grad_v)
 
 
 def _lay_out(result: Any, layout: str) -> Any:
@@ -359,7 +379,7 @@ def _lay_out(result: Any, layout: str) -> Any:
 
 
 def find_call(
-    given: Sequence[Tensor | None], position: PositionScheme, flags: tuple[Any, ...]
+    given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
@@ -399,16 +419,22 @@ def find_call(
 class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
 
-    def __init__(self, call: AttentionCall, backend: Backend, layout: str) -> None:
-        self.call, self.backend, self.layout = call._replace(**dict.fromkeys("qkv")), backend, layout
+    def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
+        self.call, self.backend, self.layout = call._replace(q=None, k=None, v=None), backend, layout  # type: ignore[arg-type]
+        self.attend_as_given = getattr(backend, "attend_as_given", None)
 
-    def complete(self, given: Sequence[Any]) -> AttentionCall | None:
-        """Return the call with the caller's tensors; None where one is misaligned, which libraries refuse."""
+    def run(self, given: Sequence[Any]) -> Tensor | None:
+        """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
         q, k, v = given[:3]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
         layout = self.layout
-        return self.call._replace(q=as_bhtd(q, layout), k=as_bhtd(k, layout), v=as_bhtd(v, layout))
+        if self.attend_as_given is not None:
+            out: Tensor | None = self.attend_as_given(q, k, v, self.call, layout)
+            if out is not None:
+                return out
+        call = self.call._replace(q=as_bhtd(q, layout), k=as_bhtd(k, layout), v=as_bhtd(v, layout))
+        return from_bhtd(self.backend.attend(call)[0], layout)
 
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:
@@ -437,4 +463,4 @@ def _plan_call(
         plan = FORWARDS.find(*_forward_key(call, KERNELS[backend.name], call.needs_backward))
         return None if plan is None else PlannedCall(call, plan, layout)
     is_library = backend is not REFERENCE and all(x is None for x in of_call[3:_SEED])
-    return LibraryCall(call, backend, layout) if is_library else None
+    return LibraryCall(call, LIBRARIES[backend.name], layout) if is_library else None

@@ -101,7 +101,10 @@ def bind(
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     if hasattr(run, "arg_annotations"):
         launcher = driver.active.utils.launch
-        head = (*flags, compiled.packed_metadata, *(None,) * 5, run.arg_annotations, run.kernel_signature)
+        head: tuple[Any, ...] = (
+            *(*flags, compiled.packed_metadata, None, None, None, None, None),
+            *(run.arg_annotations, run.kernel_signature),
+        )
         arguments = f"({arguments})"
     else:  # Triton 3.6, where a closure encodes descriptors before the launcher runs
         launcher = run.launch

@@ -202,7 +202,7 @@ def backward(
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
 
     grad_params = grad_sinks = None
-    if param_grads is not None:
+    if param_grads is not None and call.score_mod_params is not None:
         grad_params = torch.empty_like(call.score_mod_params)
         on.operate(_sum_param_grads, grad_params, param_grads, batch, heads, packed is not None)
     if wanted.sinks and call.sinks is not None:

@@ -37,6 +37,13 @@ class Result(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Step(NamedTuple):
+    """A bound launch, or the call of an operator on all tensors of a run."""
+
+    launch: Launch | None
+    operate: Callable[[Sequence[Tensor]], None] | None
+
+
 class Plan:
     """The steps of one direction of a call."""
 
@@ -51,7 +58,7 @@ class Plan:
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
         self.of_stream: dict[int, list[Tensor]] = {}
         self.launches: list[Launch] = []
-        self.steps: list[Callable[[Sequence[Tensor], Sequence[int], int], None]] = []  # where some are operators
+        self.steps: list[Step] = []  # where some are operators
 
     def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Result]) -> list[Tensor]:
         """Run for tensors like those of the plan, at aligned addresses, and return the results.
@@ -71,7 +78,10 @@ class Plan:
         if self.steps:
             every = (*inputs, *memory)
             for step in self.steps:
-                step(every, addresses, stream)
+                if step.launch:
+                    step.launch(addresses, stream)
+                elif step.operate:
+                    step.operate(every)
         return memory
 
     def _find_memory(self, stream: int) -> list[Tensor]:
@@ -108,7 +118,7 @@ class Builder:
         self.alive: list[Tensor] = []  # a storage that is freed could give its identity to another one
         self.n_slots = self.workspace = 0
         self.streams: list[tuple[Callable[..., Tensor], Tensor]] = []
-        self.kept: list[tuple[Any, ...]] = []
+        self.kept: list[Callable[[], Step]] = []  # each binds a step, once every tensor has its slot
 
     def input(self, x: Tensor | None) -> Tensor | None:
         """Return the twin of the next input, which has no memory."""
@@ -120,11 +130,11 @@ class Builder:
 
     def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
         """Keep a launch."""
-        self.kept.append(("launch", kernel, n_programs, arguments))
+        self.kept.append(lambda: self._bind_launch(kernel, n_programs, arguments))
 
     def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Keep the call of a function."""
-        self.kept.append(("operate", function, arguments))
+        self.kept.append(lambda: self._bind_operator(function, arguments))
 
     def rope(
         self,
@@ -141,7 +151,7 @@ class Builder:
         xs = (q,) if k is None else (q, k)
         call = RopeCall(cos, sin, None, None, 0, RopeFlags("bhtd", interleaved, inverse, None, rotary_offset))
         outs = tuple(torch.empty_like(x) for x in xs)
-        self.kept.append(("rope", xs, outs, call))
+        self.kept.append(lambda: self._bind_rope(xs, outs, call))
         return outs[0] if k is None else outs
 
     def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
@@ -170,12 +180,12 @@ class Builder:
             specs.append(Result(like.new_empty_strided, tuple(x.shape), x.stride()))
         for _, twin in self.streams:
             self._give_slot(twin)
-        bound = [self._bind(*step) for step in self.kept]
+        steps = [bind_step() for bind_step in self.kept]
         plan = Plan(self.device, specs, self.workspace, [make for make, _ in self.streams])
-        if all(is_launch for is_launch, _ in bound):
-            plan.launches = [step for _, step in bound]
+        if all(step.launch for step in steps):
+            plan.launches = [step.launch for step in steps if step.launch]
         else:
-            plan.steps = [_ignoring_tensors(step) if is_launch else step for is_launch, step in bound]
+            plan.steps = steps
         return plan
 
     def _give_slot(self, x: Tensor) -> None:
@@ -199,39 +209,32 @@ class Builder:
             slot = self.slots[_storage(x)] = (self.n_slots, self.workspace)
             self.workspace += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
             self.alive.append(x)
-        index, offset = slot
-        offset += x.storage_offset() * x.element_size()
+        index, start = slot
+        offset = start + int(x.storage_offset()) * x.element_size()
         if offset & _MISALIGNED:
             raise UnplannableError("a view is misaligned")
         return index, offset
 
-    def _bind(self, kind: str, *step: Any) -> tuple[bool, Any]:
-        """Return whether a step is a bound launch, and the step."""
-        if kind == "operate":
-            function, arguments = step
-            return False, self._operator(function, arguments)
-        if kind == "rope":
-            xs, outs, call = step
-            launch = rope_launch.prepare(xs, call)
-            if not isinstance(launch, rope_launch.Launch):
-                raise UnplannableError("features that are not dense are rotated in copies")
-            if gpu.is_interpreted():
-                return False, self._operator(_rotate, (launch, *xs, *outs, *call))
-            q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
-            k, k_out = (k, k_out) if len(xs) == 2 else (0, 0)
-            direction = -1 if call.flags.inverse else 1
-            values = (q, k, q_out, k_out, call.cos, call.sin, 0, 0, call.offset, direction, *launch.constants)
-            return True, bind(_compile_rope(launch.spec), launch.n_programs, values, self.address_of)
-        kernel, n_programs, arguments = step
+    def _bind_launch(self, kernel: Any, n_programs: int, arguments: dict[str, Any]) -> Step:
         if gpu.is_interpreted():
-            return False, self._operator(_launch_kernel, (kernel, n_programs, arguments))
+            return self._bind_operator(_launch_kernel, (kernel, n_programs, arguments))
         compiled = kernel.warmup(grid=(n_programs,), **arguments)
         parameters = kernel.signature.parameters
         values = [arguments.get(name, parameters[name].default) for name in kernel.arg_names]
-        return True, bind(compiled, n_programs, values, self.address_of)
+        return Step(bind(compiled, n_programs, values, self.address_of), None)
 
-    def _operator(self, function: Callable[..., Any], arguments: Any) -> Callable[..., None]:
-        """Return a step that calls a function on tensors in a run's memory."""
+    def _bind_rope(self, xs: tuple[Tensor, ...], outs: tuple[Tensor, ...], call: RopeCall) -> Step:
+        launch = rope_launch.prepare(xs, call)
+        if not isinstance(launch, rope_launch.Launch):
+            raise UnplannableError("features that are not dense are rotated in copies")
+        if gpu.is_interpreted():
+            return self._bind_operator(_rotate, (launch, *xs, *outs, *call))
+        k, k_out = (xs[1], outs[1]) if len(xs) == 2 else (0, 0)
+        direction = -1 if call.flags.inverse else 1
+        values = (xs[0], k, outs[0], k_out, call.cos, call.sin, 0, 0, call.offset, direction, *launch.constants)
+        return Step(bind(_compile_rope(launch.spec), launch.n_programs, values, self.address_of), None)
+
+    def _bind_operator(self, function: Callable[..., Any], arguments: Any) -> Step:
         twins: dict[int, tuple[Tensor, int, int]] = {}
 
         def note(x: Tensor) -> Tensor:
@@ -240,15 +243,11 @@ class Builder:
 
         _visit(arguments, note)
 
-        def step(memory: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
+        def operate(memory: Sequence[Tensor]) -> None:
             real = {key: _in_memory(x, memory[slot], offset) for key, (x, slot, offset) in twins.items()}
             function(*_visit(arguments, lambda x: real[id(x)]))
 
-        return step
-
-
-def _ignoring_tensors(launch: Launch) -> Callable[[Sequence[Tensor], Sequence[int], int], None]:
-    return lambda memory, addresses, stream: launch(addresses, stream)
+        return Step(None, operate)
 
 
 def _storage(x: Tensor) -> int:
