@@ -39,6 +39,7 @@ def launches_of(monkeypatch, target, head_dim, dtype, queries=1, page_size=None,
         keywords["keys_rotated"] = keywords["position"].far_window() is None
     launches = []
     with monkeypatch.context() as patch:
-        patch.setattr(decode_launch, "decode_kernel", Recorder(decode_launch.decode_kernel, launches))
+        for kernel in ("decode_kernel", "combine_kernel"):
+            patch.setattr(decode_launch, kernel, Recorder(getattr(decode_launch, kernel), launches))
         decode_launch.forward(make_call(q, k, k, layout="bhtd", **keywords))
     return launches

@@ -8,7 +8,7 @@ import torch
 from helpers import decode_launches
 from helpers.compile import OLDER_TRITON, compile_launch, describe_launch
 from helpers.decode_launches import CALLS, LENGTHS, B, H
-from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
+from helpers.targets import SHARED_MEMORY, TARGETS, resources, spilled_bytes
 
 from ropewalk.schemes import Alibi, ReRope, Rope
 
@@ -32,11 +32,9 @@ def configurations(target):
             yield target, head_dim, torch.float32, queries
 
 
-# Bytes of registers that a kernel may spill, at most; decoding with halves may spill a few words that only the merge
-# reads. On sm_80 it is the tile of 128 rows of 128 features, and that of 16 such rows in float32, that spill; on gfx942
-# that of 64 rows of 256 features, with a window and a soft cap.
-SPILLS_OF_DECODING = 32
-SPILLS = {"sm_80": 208, "sm_90": 96, "sm_100": 0, "gfx942": 32}
+# Bytes of registers that a kernel may spill, at most; decoding with halves may spill none. On sm_80 it is the tile of
+# 128 rows of 128 features, and that of 16 such rows in float32, that spill.
+SPILLS = {"sm_80": 208, "sm_90": 96, "sm_100": 0, "gfx942": 0}
 SPILLS_OF_ROTATION = {2: 1300, 4: 5300}  # by the bytes of an element, where keys are rotated in registers
 
 
@@ -50,7 +48,7 @@ def test_kernels_compile_within_shared_memory_and_registers(launches_of, tmp_pat
         for kernel, arguments, keywords in launches_of(target, head_dim, dtype, queries, page_size, **CALLS[name]):
             compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
             assert compiled.metadata.shared <= SHARED_MEMORY[target], (kernel.__name__, name)
-            allowed = SPILLS_OF_DECODING if queries == 1 and dtype.itemsize == 2 else SPILLS[target]
+            allowed = 0 if queries == 1 and dtype.itemsize == 2 else SPILLS[target]
             if name in ROTATES_KEYS:
                 allowed = SPILLS_OF_ROTATION[dtype.itemsize]
             if target == "sm_90" or not OLDER_TRITON:
@@ -70,44 +68,10 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time_and_ahead(launches_of, ta
     assert ptx.count("cp.async.cg") == compile_launch(*contiguous[0], TARGETS[target]).asm["ptx"].count("cp.async.cg")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_loop_spills_nothing(launches_of, tmp_path, head_dim):
-    """The few words that decoding may spill are stored before the loop, and loaded after it."""
-    launches = launches_of("sm_90", head_dim, torch.bfloat16, 1, 64, **CALLS["rope"])
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_launch(*launches[0], TARGETS["sm_90"]).asm["cubin"])
-    opcodes = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d )?([A-Z0-9]+)", cuobjdump(cubin, "--dump-sass"))
-    products = [index for index, opcode in enumerate(opcodes) if opcode == "HMMA"]
-    assert len(products) >= 32
-    assert not {"LDL", "STL"} & set(opcodes[products[0] : products[-1]])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_last_split_reads_what_the_others_wrote(launches_of, target):
-    """All threads' results come before the release of one thread, and none is read from a cache that may be stale."""
-    launches = launches_of(target, 128, torch.bfloat16, 1, None, **CALLS["rope"])
-    compiled = compile_launch(*launches[0], TARGETS[target])
-    if "ptx" not in compiled.asm:
-        code = compiled.asm["amdgcn"]
-        release, add, acquire = (code.index(name) for name in ("buffer_wbl2", "global_atomic_add", "buffer_inv"))
-        assert code.rindex("s_barrier", 0, release) > code.rindex("global_store", 0, release)
-        assert release < add < acquire
-        return
-    ptx = compiled.asm["ptx"]
-    count = ptx.index("atom.global.gpu.acq_rel.add")
-    barrier = ptx.rindex("bar.sync", 0, count)
-    assert "st.global" in ptx[:barrier]
-    assert "st.global" not in ptx[barrier:count]
-    assert "bar.sync" in ptx[count : ptx.index("ld.global.cg")]
-    assert set(re.findall(r"ld\.global\S*", ptx[count:])) == {"ld.global.cg.b32", "ld.global.cg.v4.b32"}
-
-
-def test_what_is_not_split_is_not_merged(launches_of):
+def test_what_is_not_split_is_not_combined(launches_of):
     launches = launches_of("sm_90", 128, torch.bfloat16, keys=64)
-    (kernel, arguments, keywords), *others = launches
-    assert not others
-    assert keywords["tensors"].partials is keywords["tensors"].counters is None
-    assert "atom" not in compile_launch(kernel, arguments, keywords, TARGETS["sm_90"]).asm["ptx"]
+    assert [kernel.__name__ for kernel, *_ in launches] == ["decode_kernel"]
+    compile_launch(*launches[0], TARGETS["sm_90"])
 
 
 GROWING = {

@@ -358,14 +358,14 @@ MANY = 9
 
 @pytest.fixture
 def many_splits(kernels, monkeypatch):
-    """Cut the keys into many splits, and merge two of them at a time."""
+    """Cut the keys into many splits, and combine two of them at a time."""
     monkeypatch.setattr(kernels, "count_splits", lambda *arguments: MANY)
     monkeypatch.setattr(kernels, "MIN_SPLIT", 16)
-    monkeypatch.setattr(kernels, "MERGE_FEATURES", 2 * D)
+    monkeypatch.setattr(kernels, "COMBINED_AT_ONCE", 2)
 
 
 @pytest.mark.parametrize("mask", ["full", "no-keys", "window-sides", "causal-padding", "mask-of-pairs", "everything"])
-def test_many_splits_are_merged(kernels, device, many_splits, mask):
+def test_many_splits_are_combined(kernels, device, many_splits, mask):
     keywords = made(MASKS[mask], device)
     schemes = [SCHEMES["rope"], SCHEMES["alibi"]]
     if keywords.get("causal"):
@@ -373,17 +373,6 @@ def test_many_splits_are_merged(kernels, device, many_splits, mask):
     for scheme in schemes:
         check(kernels, draw(device, queries=3, heads=6), position=scheme, **{**keywords, **resized(keywords, 6)})
         check(kernels, draw(device, queries=3, heads=2), position=scheme, **{**keywords, **resized(keywords, 2)})
-
-
-def test_each_launch_leaves_its_counters_zero(kernels, device, many_splits, monkeypatch):
-    """Rows of different lengths, one of them 0: the count of a tile's splits differs from row to row."""
-    counters = torch.zeros(64, dtype=torch.int32, device=device)
-    monkeypatch.setattr(kernels, "counters_of", lambda device, count: counters)
-    call = make_call(*draw(device, queries=3), key_lengths=torch.tensor([KEYS, 40, 0], device=device), layout="bhtd")
-    first = kernels.forward(call)
-    for _ in range(2):
-        assert not counters.any()
-        assert all(torch.equal(x, y) for x, y in zip(first, kernels.forward(call), strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -411,8 +400,7 @@ def test_rows_of_a_whole_table(kernels, device, cut, scheme, causal):
 def test_splits_are_counted_from_shapes(kernels):
     count = kernels.count_splits
     assert count(512, 8192, 16, 132) == 8  # a batch of 64 with 8 key heads: by the longest row
-    assert count(8, 8192, 16, 132) == 33  # one row: all processors read, in programs that all run at once
-    assert count(8, 8192, 64, 132) == 19  # one program merges them, and reads 64 rows of each
+    assert count(8, 8192, 16, 132) == 17  # one row: all processors read
     assert count(8, 100, 16, 132) == 1
     assert count(4096, 8192, 128, 132) == 1  # a prompt's chunk
     assert count(512, 2**20, 16, 132) <= 64 * 132 // 512  # a table far longer than its rows
@@ -490,24 +478,3 @@ def test_a_graph_replays_with_other_lengths(kernels, device):
     lengths.copy_(torch.tensor([5, 2999, 0], device=device))
     graph.replay()
     assert torch.equal(out, kernels.forward(call)[0])
-
-
-@on_gpu
-def test_a_graph_and_other_launches_do_not_share_counters(kernels, device):
-    calls = [make_call(*draw(device, torch.float16, keys=3000), layout="bhtd") for _ in range(3)]
-    expected = [kernels.forward(call)[0] for call in calls]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph):
-        captured = [kernels.forward(call)[0] for call in calls]
-    torch.cuda.synchronize()
-    wrong = torch.zeros(2, dtype=torch.int64, device=device)  # one for each stream
-    torch.cuda.synchronize()
-    for _ in range(200):
-        with torch.cuda.stream(side):
-            graph.replay()
-            for x, y in zip(captured, expected, strict=True):
-                wrong[0] += (x != y).any()
-        for call, y in zip(calls, expected, strict=True):
-            wrong[1] += (kernels.forward(call)[0] != y).any()
-    torch.cuda.synchronize()
-    assert not wrong.any()

@@ -2,7 +2,7 @@
 
 A program attends with the queries of all heads that share a key head, so that each key is read once for them: row r of
 its tile is query r // G of head r % G, of the G = `heads_per_key` heads. It attends to one split of the keys, so that a
-few queries keep a whole GPU reading; the last program of a tile to finish merges the splits.
+few queries keep a whole GPU reading; a second kernel combines the splits.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim, Dv that of values,
 R rotary dim.
@@ -26,11 +26,9 @@ class DecodeTensors(NamedTuple):
     q: Any  # (B, H, Tq, D)
     k: Any  # (B, K, Tk, D); or (pages, K, PAGE_SIZE, D)
     v: Any  # with Dv for D
-    out: Any  # (B, H, Tq, Dv)
-    lse: Any  # (B, H, Tq), dense, base 2
-    sinks: Any  # (H,), float32; or None
-    partials: Any  # (B, K, tiles, n_splits, PARTIAL_ROWS, PARTIAL_STRIDE), float32: features, log-sum-exp; or None
-    counters: Any  # (B, K, tiles), int32: zeros, and left so; or None
+    out: Any  # (B, H, Tq, Dv); if SPLIT (B, H, Tq, n_splits, Dv), dense and float32
+    lse: Any  # (B, H, Tq), dense, base 2; if SPLIT (B, H, Tq, n_splits)
+    sinks: Any  # (H,), float32; or None: if SPLIT, the combine kernel adds them
 
 
 class RowStrides(NamedTuple):
@@ -112,10 +110,6 @@ class DecodeConfig(NamedTuple):
     HAS_STARTS: bool  # the first key of a row may not be its key 0
     SPLIT: bool  # there is more than one split
     SPLIT_MASKED_LOOP: bool  # keys that all rows attend have a loop of their own, without masks
-    PARTIAL_ROWS: int  # of a tile
-    PARTIAL_STRIDE: int  # elements
-    MERGE_ROWS: int  # rows and splits that a program merges at a time
-    MERGE_SPLITS: int
     PRECISION: str
 
 
@@ -161,7 +155,6 @@ class Split(NamedTuple):
     full: Any
     full_stop: Any
     split_stop: Any
-    count: Any  # how many splits have keys: the first ones
 
 
 class KeyRange(NamedTuple):
@@ -181,12 +174,6 @@ def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
     """Return how many elements rows are from the first one."""
     offset = wide(batch) * wide(strides.batch) + wide(head) * wide(strides.head) + wide(token) * wide(strides.token)
     return offset * STRIDE_UNIT
-
-
-@triton.jit
-def result_index(batch, head, token, n_queries, heads):
-    """Return the indices of rows in a dense (B, H, Tq)."""
-    return (wide(batch) * (heads.n_kv_heads * heads.heads_per_key) + head) * n_queries + token
 
 
 @triton.jit
@@ -268,14 +255,14 @@ def split_keys(
             stop = tl.minimum(stop, last + window_right)
             full_stop = tl.minimum(full_stop, first + window_right)
     aligned_start = start // BLOCK_N * BLOCK_N
-    attended = tl.maximum(stop - aligned_start, 0)
-    length = tl.maximum(tl.cdiv(tl.cdiv(attended, n_splits), BLOCK_N) * BLOCK_N, min_split)
+    length = tl.cdiv(tl.cdiv(tl.maximum(stop - aligned_start, 0), n_splits), BLOCK_N) * BLOCK_N
+    length = tl.maximum(length, min_split)
     split_start = aligned_start + split_idx * length
     split_stop = tl.minimum(split_start + length, stop)
     aligned_stop = split_start + tl.cdiv(tl.maximum(split_stop - split_start, 0), BLOCK_N) * BLOCK_N
     full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), aligned_stop)
     full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), aligned_stop)
-    return Split(start, stop, split_start, full, full_stop, split_stop, tl.cdiv(attended, length))
+    return Split(start, stop, split_start, full, full_stop, split_stop)
 
 
 @triton.jit
@@ -448,62 +435,6 @@ def attend_range(
     return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
 
 
-@triton.jit
-def merge_splits(
-    tensors, partials, out_strides, batch, kv_head, tile, n_queries, n_active, heads, CONFIG: tl.constexpr
-):
-    """Merge the results of a tile's first `n_active` splits, in their order, and store the output.
-
-    Each load reads many splits: one program reads all of them, and waits for each load.
-    """
-    STRIDE: tl.constexpr = CONFIG.PARTIAL_STRIDE
-    BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
-    BLOCK_R: tl.constexpr = CONFIG.MERGE_ROWS
-    BLOCK_S: tl.constexpr = CONFIG.MERGE_SPLITS
-    n_rows = tl.minimum(n_queries * heads.heads_per_key - tile * CONFIG.BLOCK_M, CONFIG.BLOCK_M)
-    feature = tl.arange(0, BLOCK_DV)
-    has_feature = feature < CONFIG.DV
-    for row_start in range(0, n_rows, BLOCK_R):
-        tile_row = row_start + tl.arange(0, BLOCK_R)
-        row_exists = tile_row < n_rows
-        row = tile * CONFIG.BLOCK_M + tile_row
-        token = row // heads.heads_per_key
-        head = kv_head * heads.heads_per_key + row % heads.heads_per_key
-        row_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((BLOCK_R,), tl.float32)
-        if tensors.sinks is not None:
-            row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
-            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-        acc_o = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
-        for split_start in range(0, n_active, BLOCK_S):
-            split = tl.arange(0, BLOCK_S)
-            offsets = (split * CONFIG.PARTIAL_ROWS)[:, None] + tile_row[None, :]
-            ptrs = partials + split_start * (CONFIG.PARTIAL_ROWS * STRIDE) + offsets * STRIDE
-            exists = (split_start + split < n_active)[:, None] & row_exists[None, :]
-            # Past the L1 cache, which no other multiprocessor's stores reach.
-            lse = tl.load(ptrs + CONFIG.DV, exists, other=float("-inf"), cache_modifier=".cg")
-            partial = tl.load(
-                ptrs[:, :, None] + feature[None, None, :],
-                exists[:, :, None] & has_feature[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_max = tl.maximum(row_max, tl.max(lse, 0))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(lse - shift[None, :])
-            alpha = tl.exp2(row_max - shift)
-            row_sum = row_sum * alpha + tl.sum(p, 0)
-            acc_o = acc_o * alpha[:, None] + tl.sum(partial * p[:, :, None], 0)
-            row_max = new_max
-        attends = row_sum != 0
-        row_sum = tl.where(attends, row_sum, 1.0)
-        lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
-        tl.store(tensors.lse + result_index(batch, head, token, n_queries, heads), lse, row_exists)
-        offsets = row_offsets(out_strides, batch, head, token, 1)[:, None] + feature[None, :]
-        acc_o = (acc_o / row_sum[:, None]).to(tensors.out.dtype.element_ty)
-        tl.store(tensors.out + offsets, acc_o, row_exists[:, None] & has_feature[None, :])
-
-
 # Numbers that change as a cache grows: by its length, or by its strides.
 OF_CACHE = (
     *("k_stride_batch", "k_stride_head", "k_stride_token", "v_stride_batch", "v_stride_head", "v_stride_token"),
@@ -547,7 +478,7 @@ def decode_kernel(
     SCORE_MOD: tl.constexpr,  # outside CONFIG, where Triton's cache on disk would not hash the function's source
     CONFIG: tl.constexpr,
 ):
-    """Attend to one split of the keys with BLOCK_M rows that share a key head; the last split merges all."""
+    """Attend to one split of the keys with BLOCK_M rows that share a key head."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     SPLIT: tl.constexpr = CONFIG.SPLIT
@@ -571,6 +502,9 @@ def decode_kernel(
     row_exists = row < n_queries * heads_per_key
     token = row // heads_per_key
     head = kv_head * heads_per_key + row % heads_per_key
+    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head) * n_queries + token
+    if SPLIT:
+        result = result * n_splits + split_idx
 
     causal_offset = n_keys - n_queries
     if bounds.query_starts is not None:
@@ -627,12 +561,12 @@ def decode_kernel(
         CONFIG,
         NEAR_WINDOWED,
     )
-    n_active = near_split.count
-    if HAS_FAR:
-        n_active = tl.maximum(n_active, far_split.count)
-    n_active = tl.maximum(n_active, 1)  # somebody must store rows that attend nothing
-    if SPLIT:  # noqa: SIM102
-        if split_idx >= n_active:
+    if SPLIT:
+        is_empty = near_split.split_start >= near_split.split_stop
+        if HAS_FAR:
+            is_empty = is_empty & (far_split.split_start >= far_split.split_stop)
+        if is_empty:
+            tl.store(tensors.lse + result, tl.full((BLOCK_M,), float("-inf"), tl.float32), row_exists)
             return
 
     q_offsets = row_offsets(strides.q, batch, head, token, CONFIG.STRIDE_UNIT)
@@ -665,7 +599,7 @@ def decode_kernel(
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if tensors.sinks is not None and not SPLIT:
+    if tensors.sinks is not None:
         row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
@@ -680,23 +614,62 @@ def decode_kernel(
     row_sum = tl.where(attends, acc.row_sum, 1.0)
     acc_o = acc.acc_o / row_sum[:, None]
     lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(tensors.lse + result, lse, row_exists)
     feature = tl.arange(0, BLOCK_DV)[None, :]
     exists = row_exists[:, None] & (feature < CONFIG.DV)
     if SPLIT:
-        tile_idx = (batch * heads.n_kv_heads + kv_head) * n_tiles + tile
-        ROWS: tl.constexpr = CONFIG.PARTIAL_ROWS
-        STRIDE: tl.constexpr = CONFIG.PARTIAL_STRIDE
-        partials = tensors.partials + wide(tile_idx) * n_splits * (ROWS * STRIDE)
-        row_ptrs = partials + (split_idx * ROWS + tl.arange(0, BLOCK_M)) * STRIDE
-        tl.store(row_ptrs[:, None] + feature, acc_o, exists)
-        tl.store(row_ptrs + CONFIG.DV, lse, row_exists)
-        # One thread's release covers the stores of the threads that it has met at a barrier.
-        tl.debug_barrier()
-        counter = tensors.counters + tile_idx
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == n_active - 1:
-            tl.store(counter, 0)
-            merge_splits(tensors, partials, strides.out, batch, kv_head, tile, n_queries, n_active, heads, CONFIG)
+        tl.store(tensors.out + (result[:, None] * CONFIG.DV + feature), acc_o, exists)
     else:
-        tl.store(tensors.lse + result_index(batch, head, token, n_queries, heads), lse, row_exists)
         offsets = row_offsets(strides.out, batch, head, token, 1)
         tl.store(tensors.out + (offsets[:, None] + feature), acc_o.to(tensors.out.dtype.element_ty), exists)
+
+
+@triton.jit(do_not_specialize=("n_queries", "n_splits"))
+def combine_kernel(
+    partial_ptr,  # (B, H, Tq, n_splits, Dv), dense, float32
+    partial_lse_ptr,  # (B, H, Tq, n_splits), base 2; where it is −inf, the partial output was never written
+    out_ptr,  # (B, H, Tq, Dv)
+    lse_ptr,  # (B, H, Tq)
+    out_strides,  # `RowStrides`, in elements
+    sinks_ptr,  # (H,), float32; or None
+    n_heads,
+    n_queries,
+    n_splits,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine the splits' results of one row."""
+    row = tl.program_id(0)
+    token = row % n_queries
+    head = row // n_queries % n_heads
+    batch = row // n_queries // n_heads
+    feature = tl.arange(0, BLOCK_DV)
+    row_max = tl.full((), float("-inf"), tl.float32)
+    row_sum = tl.full((), 0.0, tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head) * 1.4426950408889634
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    acc_o = tl.zeros((BLOCK_DV,), tl.float32)
+    for start in range(0, n_splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        index = wide(row) * n_splits + split
+        exists = split < n_splits
+        # Both loads at once: a partial output that need not be read costs less than the wait for its log-sum-exp.
+        lse = tl.load(partial_lse_ptr + index, exists, other=float("-inf"))
+        partial_ptrs = partial_ptr + (index[:, None] * DV + feature[None, :])
+        partial = tl.load(partial_ptrs, exists[:, None] & (feature < DV)[None, :], other=0.0)
+        partial = tl.where((lse == float("-inf"))[:, None], 0.0, partial)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(lse - shift)
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 0)
+        acc_o = acc_o * alpha + tl.sum(partial * p[:, None], 0)
+        row_max = new_max
+    attends = row_sum != 0
+    row_sum = tl.where(attends, row_sum, 1.0)
+    lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    offsets = row_offsets(out_strides, batch, head, token, 1) + feature
+    tl.store(out_ptr + offsets, (acc_o / row_sum).to(out_ptr.dtype.element_ty), feature < DV)

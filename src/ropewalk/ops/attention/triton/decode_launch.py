@@ -6,7 +6,6 @@ R rotary dim.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -27,13 +26,13 @@ from ropewalk.ops.attention.triton.decode import (
     Heads,
     RopeTables,
     RowStrides,
+    combine_kernel,
     decode_kernel,
 )
 from ropewalk.ops.attention.triton.launch_common import (
     LOG2_E,
     bounds_args,
     broadcast_strides,
-    counters_of,
     load_score_mod,
     positions_args,
     precision,
@@ -43,14 +42,12 @@ from ropewalk.ops.attention.triton.launch_common import (
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
 MIN_KEYS = 256
-PROGRAMS_PER_SM = 2  # if there are enough keys: all run at once, each with 64 KiB of loads in flight
+PROGRAMS_PER_SM = 1  # if there are enough keys: one has enough loads in flight, and more splits cost more to combine
 MIN_SPLIT = 128  # keys
 # Keys, for 16 rows: the partial results are then next to nothing beside the keys that a split reads.
 MAX_SPLIT = 1024
 MAX_PROGRAMS_PER_SM = 64  # where rows may be far shorter than the cache
-# One multiprocessor merges a tile's splits: more of them than sqrt(this × keys / rows) cost more there than they save.
-MERGE_BALANCE = 3
-MERGE_FEATURES = 2048  # of a row's splits that are merged at a time: 64 registers
+COMBINED_AT_ONCE = 32  # splits: a constant, so that no count of them makes another binary
 
 
 _MASK = ("mask", "mask_stride_batch", "mask_stride_head", "mask_stride_query", "mask_stride_key")
@@ -144,16 +141,15 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, on.num_sms(q))
     config = _config(call, tiles, block_m, n_splits)
     score_mod = load_score_mod(call)
-    partials = counters = None
+    partial, partial_lse = out, lse
     if n_splits > 1:
-        of_tile = n_splits * config.PARTIAL_ROWS * config.PARTIAL_STRIDE
-        partials = torch.empty(programs * of_tile, dtype=torch.float32, device=q.device)
-        counters = on.per_stream(functools.partial(counters_of, count=programs), q)
+        partial = torch.empty(batch, n_heads, n_queries, n_splits, value_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(batch, n_heads, n_queries, n_splits, dtype=torch.float32, device=q.device)
     k_strides, v_strides = _row_strides(k, config.STRIDE_UNIT), _row_strides(v, config.STRIDE_UNIT)
     on.launch(
         decode_kernel,
         programs * n_splits,
-        tensors=DecodeTensors(q, k, v, out, lse, sinks, partials, counters),
+        tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
         strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
         k_stride_batch=k_strides.batch,
         k_stride_head=k_strides.head,
@@ -182,6 +178,24 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         CONFIG=config,
         **tiles.options,
     )
+    if n_splits > 1:
+        on.launch(
+            combine_kernel,
+            batch * n_heads * n_queries,
+            partial_ptr=partial,
+            partial_lse_ptr=partial_lse,
+            out_ptr=out,
+            lse_ptr=lse,
+            out_strides=_row_strides(out, 1),
+            sinks_ptr=sinks,
+            n_heads=n_heads,
+            n_queries=n_queries,
+            n_splits=n_splits,
+            DV=value_dim,
+            BLOCK_DV=config.BLOCK_DV,
+            BLOCK_SPLITS=COMBINED_AT_ONCE,
+            num_warps=4,
+        )
     return out, lse
 
 
@@ -201,12 +215,12 @@ def choose_tiles(block_m: int, block: int, element_size: int, is_crowded: bool) 
 def count_splits(programs: int, n_keys: int, block_m: int, n_sms: int) -> int:
     """Return how many splits each row's keys have, at most: from shapes alone, because lengths are on the device.
 
-    There are enough that all multiprocessors have several programs, and that the longest rows end with the others.
+    There are enough that all multiprocessors have a program, and that the longest rows end with the others.
     """
     wanted = triton.cdiv(PROGRAMS_PER_SM * n_sms, programs)
     length = triton.cdiv(n_keys, wanted)
     length = min(max(length, MIN_SPLIT), MAX_SPLIT * block_m // 16)
-    most = min(max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs), math.isqrt(MERGE_BALANCE * n_keys // block_m))
+    most = max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs)
     return int(max(1, min(triton.cdiv(n_keys, length), most)))
 
 
@@ -227,7 +241,6 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
-    rows = q.shape[2] * (q.shape[1] // k.shape[1])
     return DecodeConfig(
         D=q.shape[3],
         DV=v.shape[3],
@@ -247,10 +260,6 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
         HAS_STARTS=call.key_starts is not None,
         SPLIT=n_splits > 1,
         SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
-        PARTIAL_ROWS=min(block_m, int(triton.next_power_of_2(rows))),
-        PARTIAL_STRIDE=(v.shape[3] + 7) // 4 * 4,  # with the log-sum-exp, in multiples of 16 bytes
-        MERGE_ROWS=tiles.num_warps,  # so that no sum over splits crosses warps
-        MERGE_SPLITS=MERGE_FEATURES // _block_of(v.shape[3]),
         PRECISION=precision(),
     )
 

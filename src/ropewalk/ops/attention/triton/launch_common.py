@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -147,41 +146,20 @@ def row_target(x: Tensor) -> RowTarget:
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
-_LEAST_COUNTERS = 1024
-# What no launch in a graph has yet; of each block the last is kept, empty or not, because graphs read the block.
-_captured_counters: dict[torch.device, list[Tensor]] = {}
-_CAPTURED_BLOCK = 1 << 18  # 1 MiB
-_lock = threading.Lock()
 
 
-def counters_of(device: torch.device, count: int = 1) -> Tensor:
-    """Return at least `count` zeros, int32, that launches of the current stream count with in turn; each leaves zeros.
+def counter_of(device: torch.device) -> Tensor:
+    """Return a zero that launches of the current stream count with in turn; each leaves it zero.
 
-    A launch in a CUDA graph has its own for ever: the graph may be replayed beside other launches. They are zeroed
-    before the capture, by an earlier launch; otherwise the graph zeroes them each time.
+    A captured CUDA graph has its own, in the graph's memory: it may be replayed beside other launches.
     """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
-        with _lock:
-            blocks = _captured_counters.get(device)
-            if blocks is None or blocks[-1].numel() < count:
-                return torch.zeros(count, dtype=torch.int32, device=device)
-            counters = blocks[-1][:count]
-            blocks[-1] = blocks[-1][triton.cdiv(count, 4) * 4 :]  # at a multiple of 16 bytes
-        return counters
+        return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    kept = _counters.get(key)
-    if kept is None or kept.numel() < count:
-        size = max(_LEAST_COUNTERS, 1 << (count - 1).bit_length())
-        kept = _counters[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    blocks = _captured_counters.get(device)
-    if blocks is None or blocks[-1].numel() < _CAPTURED_BLOCK // 2:
-        block = torch.zeros(_CAPTURED_BLOCK, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # a graph may be replayed on another stream
-        with _lock:
-            _captured_counters.setdefault(device, []).append(block)
-    return kept
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
 
 
 def precision() -> str:
