@@ -20,7 +20,7 @@ from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
-from ropewalk.ops.attention.tables import empty_aligned
+from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule
 from ropewalk.ops.attention.triton.config import Features
 from ropewalk.ops.attention.triton.launch_common import (
@@ -158,6 +158,7 @@ def backward(
     dQ is a float32 sum in an order that differs from run to run. The registry sends elsewhere what this backward does
     not support.
     """
+    call = with_rows(call)
     lse, given, tables = saved.lse, gives_far_features(call), call.tables
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
-from ropewalk.ops.attention.tables import empty_aligned
+from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
 from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
@@ -104,6 +104,7 @@ def backward(
     grad_lse (B, H, Tq) is the gradient of the natural log-sum-exp. Far pairs have gradients of their own only if their
     features were given to the forward.
     """
+    call = with_rows(call)
     lse, given = saved.lse, gives_far_features(call)
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
     v, out, grad_out = aligned(call.v), aligned(out), aligned(grad_out)
