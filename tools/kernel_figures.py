@@ -128,6 +128,7 @@ ROWS: dict[str, list[Row]] = {
         Row("decode_kernel", "16 queries, causal, D 128", {"head_dim": 128, "queries": 16, "call": "rope-causal"}),
         Row("decode_kernel", "1 query, ReRoPE, D 128", {"head_dim": 128, "call": "rerope"}),
         Row("decode_kernel", "1 query, D 128, float32", {"head_dim": 128, "dtype": FP32}),
+        Row("combine_kernel", "D 128", {"head_dim": 128}),
     ],
     "attention-merge": [
         Row("merge_kernel", "D 64", {"head_dim": 64}),
@@ -211,7 +212,7 @@ _LAUNCHES = {
     **dict.fromkeys(
         ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel", "schedule_kernel"), _launch_of_attention
     ),
-    "decode_kernel": _launch_of_decode,
+    **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
     "merge_kernel": _launch_of_merge,
 }
 

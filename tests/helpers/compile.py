@@ -8,7 +8,9 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helpers.targets import TARGETS
+from ropewalk import apply_rope
 from ropewalk import device as gpu
+from ropewalk.ops.attention import backend as steps
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -33,12 +35,18 @@ class Recorder:
         return lambda *arguments, **keywords: self.launches.append((self.kernel, arguments, keywords))
 
 
+def rotate_anywhere(monkeypatch):
+    """Let launchers rotate tensors on the CPU, where the kernel that they ask for does not run."""
+    monkeypatch.setattr(steps, "apply_rope", lambda *tensors, impl, **keywords: apply_rope(*tensors, **keywords))
+
+
 def pretend_target(monkeypatch, target):
     """Let launchers find the target in this machine, and no interpreter."""
     backend, arch = TARGETS[target].backend, TARGETS[target].arch
     monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
     monkeypatch.setattr(gpu, "is_rocm", lambda: backend == "hip")
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    rotate_anywhere(monkeypatch)
     if backend == "cuda":
         monkeypatch.setattr(gpu, "current_capability", lambda: divmod(arch, 10))
 

@@ -13,12 +13,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from helpers.compile import Recorder, describe, describe_launch
+from helpers.compile import Recorder, describe, describe_launch, rotate_anywhere
 from helpers.targets import TARGETS, cuobjdump
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
-from ropewalk.ops.attention.backend import Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Wanted
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend
@@ -76,6 +76,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     schedules = []
+    rotate_anywhere(monkeypatch)
     monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
     return make_call(q, k, v, layout=layout, **keywords), schedules
 
@@ -85,6 +86,7 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
     call, schedules = call_of(monkeypatch, head_dim, dtype, name)
     launches = []
     monkeypatch.setattr(hopper_launch, "forward_kernel", Recorder(hopper_launch.forward_kernel, launches))
+    monkeypatch.setattr(hopper_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     hopper_launch.forward(call)
     (launch,) = launches
@@ -97,7 +99,7 @@ def backward_launches_of(monkeypatch, head_dim, dtype, name):
     launches = []
     for kernel in ("bwd_preprocess_kernel", "backward_kernel", "bwd_postprocess_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), launches))
-    out, _, saved, _ = launch_common.begin_forward(call)
+    out, _, saved, _ = launch_common.begin_forward(call, AT_ONCE)
     read = without_inputs(call, saved)
     hopper_launch.backward(read, out, saved, torch.randn_like(out), None, Wanted())
     return launches

@@ -194,7 +194,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             DV=value_dim,
             BLOCK_DV=config.BLOCK_DV,
             BLOCK_SPLITS=COMBINED_AT_ONCE,
-            num_warps=4,
+            num_warps=8,
         )
     return out, lse
 
