@@ -360,7 +360,9 @@ class OfQueries(Rope):
 @dataclass(frozen=True, eq=False)
 class Scaled(Rope):
     def rotation(self, positions, head_dim):
-        return super().rotation(positions, head_dim)._replace(scale=torch.full_like(positions, 2.0, dtype=torch.float32))
+        return (
+            super().rotation(positions, head_dim)._replace(scale=torch.full_like(positions, 2.0, dtype=torch.float32))
+        )
 
 
 def test_q_has_a_row_for_each_query_where_no_whole_table_is_enough(device):

@@ -35,6 +35,7 @@ from ropewalk.schemes import PositionScheme
 
 MAX_PLANS = 1024
 MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
+MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new lengths have ever-new strides
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
 
@@ -215,8 +216,15 @@ def find_backward(
         call, out, saved = describe()
         backend = backward_of(plan.backend, call, wanted)
         found = _plan(BackwardPlan, call, backend, out, saved, grad_out, grad_lse, wanted)
-        plan.backwards[key] = found
+        _keep(plan.backwards, key, found)
     return found  # type: ignore[return-value]
+
+
+def _keep(backwards: dict[Any, Any], key: Any, found: Any) -> None:
+    """Keep the plan of a backward, and not too many of them."""
+    if len(backwards) >= MAX_BACKWARDS:
+        backwards.clear()
+    backwards[key] = found
 
 
 def make_seed(q: Tensor) -> Tensor:
@@ -358,7 +366,7 @@ class PlannedCall:
             if made is not None:
                 first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]
                 found = made, [*first, *made.plan.results[3:]]
-            self.backwards[key] = found
+            _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
             backward_plan, results = found

@@ -1,0 +1,734 @@
+"""Plans of eager calls in Triton's interpreter: they give the bits and the strides of calls without a plan."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from helpers.modes import needs_kernels
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from triton.runtime.interpreter import InterpretedFunction
+
+from ropewalk import attention
+from ropewalk.ops.attention import plans
+from ropewalk.ops.attention.backend import AtOnce, UnplannableError
+from ropewalk.ops.attention.triton import plan as plan_module
+from ropewalk.ops.attention.triton.plan import Builder, Plan
+from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias
+
+pytestmark = needs_kernels
+B, T, H, K, D = 2, 18, 2, 1, 16
+CALLS = 4  # of one kind: the second makes the plan of the whole call, the rest run by it
+Made = tuple[list[Tensor], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def plan_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plan calls of CPU tensors, and begin and end without plans."""
+    monkeypatch.setattr(plans, "on_cpu", True)
+    clear()
+    yield
+    clear()
+
+
+def clear() -> None:
+    plans.FORWARDS.clear()
+    plans.CALLS.clear()
+
+
+def draw(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=device) for shape in shapes]
+
+
+def qkv(device: torch.device, *, heads: int = H, tokens: int = T, v_dim: int = D) -> list[Tensor]:
+    return draw(device, (B, tokens, heads, D), (B, tokens, K, D), (B, tokens, K, v_dim))
+
+
+def dense(**keywords: Any) -> Callable[[torch.device], Made]:
+    """Return a function that draws q, k and v of layout "bthd", and places keyword tensors on their device."""
+
+    def make(device: torch.device) -> Made:
+        placed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in keywords.items()}
+        return qkv(device), {"position": Rope(), **placed}
+
+    return make
+
+
+def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def in_bhtd(device: torch.device) -> Made:
+    return draw(device, (B, 4, T, D), (B, 2, T, D), (B, 2, T, D)), {
+        "position": Rope(interleaved=True),
+        "layout": "bhtd",
+    }
+
+
+def packed(device: torch.device) -> Made:
+    bounds = torch.tensor([0, 7, T], device=device)
+    tensors = draw(device, (T, H, D), (T, K, D), (T, K, 24))
+    return tensors, {"cu_seqlens_q": bounds, "layout": "thd", "causal": True, "return_lse": True}
+
+
+def packed_and_rotated(device: torch.device) -> Made:
+    tensors, keywords = packed(device)
+    return tensors, {**keywords, "position": Rope()}
+
+
+def of_other_v(device: torch.device) -> Made:
+    return qkv(device, v_dim=24), {"position": Alibi(), "causal": True}
+
+
+def fused(device: torch.device) -> Made:
+    return list(torch.randn(B, T, 3, H, D, device=device).unbind(2)), {"position": Rope()}
+
+
+def expanded(device: torch.device) -> Made:
+    q, k, v = draw(device, (B, T, H, D), (1, T, K, D), (1, T, K, D))
+    return [q, k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)], {"causal": True}
+
+
+def of_one_token(device: torch.device) -> Made:
+    return draw(device, (1, 1, 1, D), (1, 3, 1, D), (1, 3, 1, D)), {"position": Rope()}
+
+
+def of_one_tensor(device: torch.device) -> Made:
+    (x,) = draw(device, (B, T, H, D))
+    return [x, x, x], {"position": Rope()}
+
+
+def with_learned_table(device: torch.device) -> Made:
+    table = torch.randn(32, H, device=device, requires_grad=True)
+    return qkv(device), {"position": T5Bias(table), "causal": True}
+
+
+def with_learned_sinks(device: torch.device) -> Made:
+    return qkv(device), {"sinks": torch.randn(H, device=device, requires_grad=True), "window": 7, "return_lse": True}
+
+
+def far(causal: bool) -> Callable[[torch.device], Made]:
+    return lambda device: (qkv(device), {"position": ReRope(6), "causal": causal})
+
+
+# The plan of a kind: of the whole call, of the forward of a call that is resolved anew, or none.
+WHOLE, FORWARD, NONE = "whole", "forward", "none"
+MASK = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) > 0.4
+KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
+    "plain": (WHOLE, lambda device: (qkv(device), {})),
+    "rope": (WHOLE, dense()),
+    "rope-partial": (WHOLE, dense(position=Rope(rotary_dim=8))),
+    "rope-scaled": (WHOLE, dense(position=Rope(rotary_dim=8, attention_factor=1.2))),
+    "lengths-causal": (WHOLE, dense(key_lengths=integers(T, 11), causal=True)),
+    "lengths-int64": (WHOLE, dense(key_lengths=integers(T, 11, dtype=torch.int64), window=(5, 2))),
+    "no-keys": (WHOLE, dense(key_lengths=integers(0, 1))),
+    "gqa-bhtd": (WHOLE, in_bhtd),
+    "packed": (WHOLE, packed),
+    "packed-rope": (FORWARD, packed_and_rotated),
+    "alibi": (WHOLE, of_other_v),
+    "exposb": (WHOLE, dense(position=ExpoSB(distance_decay=True))),
+    "learned-table": (FORWARD, with_learned_table),
+    "rerope": (WHOLE, far(True)),
+    "rerope-full": (WHOLE, far(False)),
+    "learned-sinks": (WHOLE, with_learned_sinks),
+    "mask": (WHOLE, dense(mask=MASK)),
+    "mask-of-two-dimensions": (WHOLE, dense(mask=MASK[0, 0])),
+    "softcap": (WHOLE, dense(softcap=3.0, scale=0.5)),
+    "return-lse": (WHOLE, dense(return_lse=True, causal=True)),
+    "dropout": (WHOLE, dense(dropout_p=0.3)),
+    "key-starts": (FORWARD, dense(key_starts=integers(3, 0))),
+    "positions": (WHOLE, dense(position=Alibi(), positions_q=torch.arange(T)[None], positions_k=torch.arange(T)[None])),
+    "fused": (WHOLE, fused),
+    "expanded": (NONE, expanded),
+    "one-token": (WHOLE, of_one_token),
+    "one-tensor": (WHOLE, of_one_tensor),
+}
+
+
+def train(tensors: list[Tensor], keywords: dict[str, Any], function: Callable[..., Any] = attention) -> list[Tensor]:
+    """Return the results of a call, and the gradients of all that requires one."""
+    torch.manual_seed(1)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    results = function(*leaves, impl="triton", **keywords)
+    results = results if isinstance(results, tuple) else (results,)
+    loss = sum((x.nan_to_num(neginf=0) * torch.rand_like(x)).sum() for x in results)
+    learned = [keywords.get("sinks"), getattr(keywords.get("position"), "table", None)]
+    wanted = [*leaves, *(x for x in learned if isinstance(x, Tensor) and x.requires_grad)]
+    return [*results, *torch.autograd.grad(loss, wanted)]
+
+
+def infer(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        results = attention(*tensors, impl="triton", **keywords)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def without_plans(function: Callable[..., Any], *arguments: Any) -> Any:
+    plans.on_cpu = False
+    try:
+        return function(*arguments)
+    finally:
+        plans.on_cpu = True
+
+
+def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    """They have the same bits, shapes, dtypes and strides, but for those of dimensions of one element."""
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.dtype, a.shape, strides_of(a)) == (b.dtype, b.shape, strides_of(b))
+        assert torch.equal(a, b)
+
+
+def strides_of(x: Tensor) -> list[int]:
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def assert_as_without(function: Callable[..., Any], *arguments: Any, calls: int = CALLS) -> None:
+    """Each of some calls gives what a call without plans gives."""
+    expected = without_plans(function, *arguments)
+    for _ in range(calls):
+        assert_same(function(*arguments), expected)
+
+
+def found(cache: plans.Cache) -> list[Any]:
+    return [plan for plan in cache.found.values() if plan is not None]
+
+
+class Runs:
+    """Counts the runs of plans, whole calls, and backwards."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = self.whole = self.backwards = 0
+        run, inputs_of, run_at = Plan.run, plans.PlannedCall.inputs_of, plans.BackwardPlan.run_at
+
+        def count_run(plan: Any, *arguments: Any) -> Any:
+            self.plans += 1
+            return run(plan, *arguments)
+
+        def count_whole(planned: Any, given: Any) -> Any:
+            inputs = inputs_of(planned, given)
+            self.whole += inputs is not None
+            return inputs
+
+        def count_backward(plan: Any, *arguments: Any) -> Any:
+            self.backwards += 1
+            return run_at(plan, *arguments)
+
+        monkeypatch.setattr(Plan, "run", count_run)
+        monkeypatch.setattr(plans.PlannedCall, "inputs_of", count_whole)
+        monkeypatch.setattr(plans.BackwardPlan, "run_at", count_backward)
+
+    def of(self, function: Callable[[], Any]) -> tuple[int, int, int]:
+        """Return the runs of plans that a function does, of whole calls, and of backwards."""
+        before = self.plans, self.whole, self.backwards
+        function()
+        return self.plans - before[0], self.whole - before[1], self.backwards - before[2]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_gives_the_same_bits_and_strides(device: torch.device, runs: Runs, kind: str) -> None:
+    level, make = KINDS[kind]
+    tensors, keywords = make(device)
+    is_whole, is_planned = level == WHOLE, level != NONE
+    for function, directions in ((train, 2), (infer, 1)):
+        assert_as_without(function, tensors, keywords, calls=2)
+        expected = directions * is_planned, is_whole, (directions - 1) * is_planned
+        assert runs.of(lambda function=function: assert_as_without(function, tensors, keywords, calls=1)) == expected
+    assert len(found(plans.CALLS)) == 2 * is_whole
+    assert len(found(plans.FORWARDS)) == 2 * is_planned
+
+
+def over_a_cache(device: torch.device, keys: int = 256, **keywords: Any) -> Made:
+    lengths = integers(40, 23).to(device)
+    bounds = {"key_lengths": lengths, "query_starts": lengths - 1, "causal": True, "keys_rotated": True}
+    tensors = draw(device, (B, 1, 4, D), (B, keys, 2, D), (B, keys, 2, D))
+    return tensors, {"position": Rope(), **bounds, **keywords}
+
+
+def over_pages(device: torch.device) -> Made:
+    _, keywords = over_a_cache(device)
+    table = torch.randperm(2 * 16, dtype=torch.int32).reshape(2, 16).to(device)
+    return draw(device, (B, 1, 4, D), (32, 16, 2, D), (32, 16, 2, D)), {**keywords, "block_table": table}
+
+
+@pytest.mark.parametrize("make", [over_a_cache, over_pages])
+def test_decoding(device: torch.device, runs: Runs, make: Callable[..., Made]) -> None:
+    tensors, keywords = make(device)
+    assert_as_without(infer, tensors, keywords, calls=2)
+    for _ in range(2):  # the lengths of a cache grow in place
+        keywords["key_lengths"] += 1
+        keywords["query_starts"] += 1
+        assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (1, 1, 0)
+
+
+def test_decoding_short_caches(device: torch.device) -> None:
+    """Rows of tables are found on the device, which no plan of a whole call does."""
+    tensors, keywords = over_a_cache(device, keys=64)
+    assert_as_without(infer, tensors, keywords)
+    assert not found(plans.CALLS)
+
+
+# === what differs from the call that made a plan ===
+
+
+def frequencies() -> Tensor:
+    return torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001])
+
+
+@pytest.mark.parametrize("through", ["in place", "data", "numpy"])
+def test_frequencies_that_are_written(device: torch.device, through: str) -> None:
+    position = Rope(inv_freq=frequencies())
+    tensors = qkv(device)
+    assert_as_without(infer, tensors, {"position": position}, calls=3)
+    before = infer(tensors, {"position": position})
+    inv_freq = position.inv_freq
+    assert isinstance(inv_freq, Tensor)
+    if through == "in place":
+        inv_freq.mul_(3)
+    elif through == "data":
+        inv_freq.data.mul_(3)
+    else:
+        inv_freq.numpy()[:] *= 3
+    expected = without_plans(infer, tensors, {"position": Rope(inv_freq=frequencies() * 3)})
+    assert_same(infer(tensors, {"position": position}), expected)
+    assert not torch.equal(expected[0], before[0])
+
+
+def test_lengths_and_sinks_that_are_written(device: torch.device) -> None:
+    tensors, (lengths, sinks) = qkv(device), (integers(T, 4).to(device), torch.randn(H, device=device))
+    keywords = {"key_lengths": lengths, "sinks": sinks}
+    assert_as_without(infer, tensors, keywords, calls=3)
+    lengths.copy_(integers(3, T))
+    sinks.data.add_(1)
+    assert len(found(plans.CALLS)) == 1
+    assert_as_without(infer, tensors, keywords, calls=1)
+
+
+def test_a_learned_table_that_an_optimiser_steps(device: torch.device) -> None:
+    tensors, keywords = with_learned_table(device)
+    table = keywords["position"].table
+    optimiser = torch.optim.SGD([table], lr=10.0)
+    before = train(tensors, keywords)
+    for _ in range(3):
+        assert_as_without(train, tensors, keywords, calls=1)
+        table.grad = torch.ones_like(table) * torch.arange(32, device=device)[:, None]
+        optimiser.step()
+    assert not torch.equal(train(tensors, keywords)[0], before[0])
+
+
+def test_memory_that_is_used_again(device: torch.device) -> None:
+    memory = torch.randn(3, B, T, H, D, device=device)
+    for _ in range(3):  # at each round other values lie at the addresses
+        tensors = [torch.empty(0, device=device).set_(x.untyped_storage(), x.storage_offset(), x.shape) for x in memory]
+        assert_as_without(train, tensors, {"position": Rope()}, calls=2)
+        memory.normal_()
+    assert len(found(plans.CALLS)) == 1
+
+
+def test_requires_grad_is_switched(device: torch.device, runs: Runs) -> None:
+    q, k, v = qkv(device)
+    calls = [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]
+    for _ in range(3):
+        for wanted in calls:
+            leaves = [x.detach().requires_grad_(wants) for x, wants in zip((q, k, v), wanted, strict=True)]
+            out = attention(*leaves, impl="triton", causal=True)
+            assert out.requires_grad == any(wanted)
+            if out.requires_grad:
+                out.backward(torch.ones_like(out))
+            expected = without_plans(train_sum, [q, k, v], {"causal": True})
+            assert torch.equal(out, expected[0])
+            for x, wants, grad in zip(leaves, wanted, expected[1:], strict=True):
+                assert torch.equal(x.grad, grad) if wants else x.grad is None
+    assert len(found(plans.CALLS)) == len(calls)
+
+
+def train_sum(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
+    """Differentiate a sum, whose gradient is expanded."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = attention(*leaves, impl="triton", **keywords)
+    return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+
+def test_autocast_is_nested(device: torch.device) -> None:
+    tensors = qkv(device)
+
+    def nested(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
+        every = train(tensors, keywords)
+        with torch.autocast(device.type, torch.float16):
+            every += train(tensors, keywords)
+            with torch.autocast(device.type, enabled=False):
+                every += train(tensors, keywords)
+        return every
+
+    assert_as_without(nested, tensors, {"position": Rope()})
+    assert {x.dtype for x in nested(tensors, {})} == {torch.float16, torch.float32}
+
+
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "key_lengths"])
+def test_misaligned_tensors_run_without_the_plan(device: torch.device, runs: Runs, which: int) -> None:
+    *tensors, lengths = *qkv(device), integers(T, 11).to(device)
+    assert_as_without(train, tensors, {"key_lengths": lengths}, calls=3)
+    every = [*tensors, lengths]
+    x = every[which]
+    every[which] = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    assert every[which].data_ptr() % 16
+    *tensors, lengths = every
+    counts = runs.of(lambda: assert_as_without(train, tensors, {"key_lengths": lengths}, calls=2))
+    assert counts == (0, 0, 0)
+
+
+# === the backward ===
+
+
+@pytest.mark.parametrize("position", [None, Rope()], ids=["none", "rope"])
+def test_gradients_of_every_layout(device: torch.device, runs: Runs, position: Rope | None) -> None:
+    """Gradients that are expanded, transposed or misaligned."""
+    tensors, keywords = qkv(device), {} if position is None else {"position": position}
+    dense = torch.randn(B, T, H, D, device=device)
+    misaligned = torch.cat((dense.new_zeros(1), dense.flatten()))[1:].view(dense.shape)
+    gradients = {
+        "dense": (dense, 1),
+        "expanded": (dense[:1, :1, :1, :1].expand_as(dense), 1),
+        "transposed": (dense.transpose(1, 2).contiguous().transpose(1, 2), 1),
+        "of a longer one": (torch.cat((dense, dense), 1)[:, :T], 1),
+        "misaligned": (misaligned, 0),
+    }
+    for name, (grad, n_planned) in gradients.items():
+
+        def backward(grad: Tensor = grad) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            return list(torch.autograd.grad(attention(*leaves, impl="triton", **keywords), leaves, grad))
+
+        assert_as_without(backward, calls=2)
+        assert runs.of(backward)[2] == n_planned, name
+
+
+def test_the_gradient_of_the_log_sum_exp_alone(device: torch.device) -> None:
+    tensors = qkv(device)
+
+    def backward() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        _, lse = attention(*leaves, impl="triton", return_lse=True)
+        grads = torch.autograd.grad(lse, leaves, torch.ones_like(lse), allow_unused=True)
+        assert grads[2] is None
+        return list(grads[:2])
+
+    assert_as_without(backward)
+
+
+def test_a_second_derivative_is_refused_as_without_a_plan(device: torch.device) -> None:
+    tensors = qkv(device)
+
+    def differentiate_twice() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = attention(*leaves, impl="triton", causal=True)
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grads[0].sum().backward()
+        return [out, *grads]
+
+    assert_as_without(differentiate_twice)
+
+
+def test_a_graph_is_retained_and_freed(device: torch.device) -> None:
+    leaves = [x.requires_grad_() for x in qkv(device)]
+    for _ in range(CALLS):
+        out = attention(*leaves, impl="triton")
+        first, second = (torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=x) for x in (True, False))
+        assert_same(list(first), list(second))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first-calls", "later-calls"])
+def test_checkpoints_and_hooks_of_saved_tensors(device: torch.device, first: bool) -> None:
+    tensors, keywords = qkv(device), {"position": Rope(), "key_lengths": integers(T, 5).to(device)}
+    n_packed = 0
+
+    def note(x: Tensor) -> Tensor:
+        nonlocal n_packed
+        n_packed += 1
+        return x
+
+    def hooked(*tensors: Tensor, **keywords: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            return attention(*tensors, **keywords)
+
+    def checkpointed(*tensors: Tensor, **keywords: Any) -> Any:
+        return checkpoint(attention, *tensors, use_reentrant=False, **keywords)
+
+    expected = without_plans(train, tensors, keywords)
+    if not first:
+        assert_as_without(train, tensors, keywords, calls=3)
+    for function in (checkpointed, hooked):
+        for _ in range(3):
+            assert_same(train(tensors, keywords, function), expected)
+    assert n_packed >= 3 * 5
+
+
+@pytest.mark.parametrize("written", ["out", "v", "key_lengths"])
+def test_writes_before_the_backward_are_told(device: torch.device, written: str) -> None:
+    lengths = integers(T, 5).to(device)
+    for _ in range(CALLS):
+        q, k, v = leaves = [x.requires_grad_() for x in qkv(device)]
+        others = [x * 1 for x in leaves]
+        out = attention(*others, impl="triton", key_lengths=lengths)
+        {"out": out, "v": others[2], "key_lengths": lengths}[written].mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), (q, k, v))
+    assert len(found(plans.CALLS)) == 1
+
+
+# === what follows or transforms calls ===
+
+
+@pytest.fixture
+def planned(device: torch.device) -> list[Tensor]:
+    """Tensors of a kind of call, causal, that has its plans."""
+    tensors = qkv(device)
+    for _ in range(3):
+        train(tensors, {"causal": True})
+        infer(tensors, {"causal": True})
+    assert len(found(plans.CALLS)) == 2
+    return tensors
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that a call dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_follow_the_operator(planned: list[Tensor]) -> None:
+    expected = without_plans(train, planned, {"causal": True})
+    with Operators() as mode:
+        assert_same(train(planned, {"causal": True}), expected)
+    assert {"ropewalk::attend", "ropewalk::attend_backward"} <= set(mode.names)
+
+
+def test_torch_func(planned: list[Tensor]) -> None:
+    q, k, v = planned
+
+    def loss(q: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True).square().sum()
+
+    leaf = q.detach().requires_grad_()
+    out = attention(leaf, k, v, causal=True, impl="reference").square().sum()
+    torch.testing.assert_close(torch.func.grad(loss)(q), torch.autograd.grad(out, leaf)[0])
+    stacked = torch.stack((q, q + 1))
+    expected = torch.stack([loss(x) for x in stacked])
+    torch.testing.assert_close(torch.func.vmap(loss)(stacked), expected)
+    _, tangent = torch.func.jvp(loss, (q,), (torch.ones_like(q),))
+    torch.testing.assert_close(tangent, torch.func.grad(loss)(q).sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_torch_compile(planned: list[Tensor]) -> None:
+    expected = without_plans(train, planned, {"causal": True})
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert_same(train(planned, {"causal": True}, compiled), expected)
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that one thread enters at a time, as Triton's interpreter needs it."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with INTERPRETER:
+            return function(*arguments, **keywords)
+
+    return call
+
+
+INTERPRETER = threading.Lock()
+
+
+def test_threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpretedFunction, "run", one_at_a_time(InterpretedFunction.run))
+    kinds = [KINDS[name][1](device) for name in ("plain", "lengths-causal", "alibi", "softcap")]
+    expected = [without_plans(infer, *kind) for kind in kinds]
+    right: list[bool] = []
+
+    def attend(index: int) -> None:
+        for turn in range(2 * len(kinds)):
+            chosen = (index + turn) % len(kinds)
+            right.append(all(map(torch.equal, infer(*kinds[chosen]), expected[chosen])))
+
+    threads = [threading.Thread(target=attend, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 8 * len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda x: {"key_lengths": x["key_lengths"].float()}, TypeError),
+        (lambda x: {"key_lengths": x["key_lengths"][:1]}, ValueError),
+        (lambda x: {"key_lengths": [T, 5]}, TypeError),
+        (lambda x: {"position": "rope"}, TypeError),
+        (lambda x: {"layout": "tbhd"}, ValueError),
+        (lambda x: {"v": x["v"].half()}, TypeError),
+        (lambda x: {"v": x["v"][:, 1:]}, ValueError),
+        (lambda x: {"q": x["q"].tolist()}, TypeError),
+        (lambda x: {"q": x["q"].to_sparse()}, TypeError),
+        (lambda x: {"mask": torch.ones(T, T + 1, dtype=torch.bool)}, ValueError),
+        (lambda x: {"window": 0}, ValueError),
+        (lambda x: {"dropout_p": 1.0}, ValueError),
+        (lambda x: {"deterministic": 1}, TypeError),
+        (lambda x: {"impl": "fast"}, ValueError),
+    ],
+)
+def test_what_is_refused_stays_refused(device: torch.device, wrong: Any, error: type[Exception]) -> None:
+    q, k, v = qkv(device)
+    right = {"q": q, "k": k, "v": v, "position": Rope(), "key_lengths": integers(T, 5).to(device), "impl": "triton"}
+    bad = {**right, **wrong(right)}
+    with pytest.raises(error) as without:
+        without_plans(lambda: attention(**bad))
+    for _ in range(3):
+        attention(**right)
+    assert len(found(plans.CALLS)) == 1
+    for _ in range(3):
+        with pytest.raises(error) as again:
+            attention(**bad)
+        assert str(again.value) == str(without.value)
+
+
+# === bounds ===
+
+
+def test_a_cache_is_bounded() -> None:
+    cache, rng = plans.Cache(), random.Random(0)
+    most_plans = most_seen = made = 0
+    for _ in range(10_000):
+        key = (rng.randrange(1, 4000), 16, "triton")
+        n_made = made
+
+        def make() -> object:
+            nonlocal made
+            made += 1
+            return object()
+
+        plan = cache.find(key, make)
+        assert (made > n_made) <= (plan is not None)
+        most_plans, most_seen = max(most_plans, len(cache.found)), max(most_seen, len(cache.seen))
+    assert made > plans.MAX_PLANS
+    assert most_plans == plans.MAX_PLANS
+    for number in range(9 * plans.MAX_PLANS):
+        assert cache.find(("new", number), make) is None
+        most_seen = max(most_seen, len(cache.seen))
+    assert most_seen == 8 * plans.MAX_PLANS
+
+
+def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_launch_kernel", lambda *arguments: None)
+    monkeypatch.setattr(AtOnce, "launch", lambda *arguments, **keywords: None)
+
+
+def test_calls_of_random_shapes_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", 4)
+    launch_nothing(monkeypatch)
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = rng.randrange(1, 12)
+        leaf = torch.randn(1, tokens, 1, D, device=device, requires_grad=True)
+        attention(leaf, leaf, leaf, impl="triton").sum().backward()
+        for cache in (plans.CALLS, plans.FORWARDS):
+            assert len(cache.found) <= 4
+            assert len(cache.seen) <= 32
+
+
+def test_backwards_of_random_strides_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch)
+    for tokens in range(4, 104):
+        leaf = torch.randn(2, 4, 1, D, device=device, requires_grad=True)
+        out = attention(leaf, leaf, leaf, impl="triton")
+        torch.autograd.grad(out, leaf, torch.ones(2, tokens, 1, D, device=device)[:, :4])
+    for plan in (*found(plans.CALLS), *found(plans.FORWARDS)):
+        assert 0 < len(plan.backwards) <= plans.MAX_BACKWARDS
+
+
+# === the builder ===
+
+
+def builder_and_input() -> tuple[Builder, Tensor]:
+    builder = Builder(torch.device("cpu"))
+    twin = builder.input(torch.zeros(4, 8))
+    assert twin is not None
+    return builder, twin
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: x.mul_(2), lambda x: x + 1, lambda x: x.clone(), lambda x: x.t().contiguous(), lambda x: x.zero_()],
+    ids=["write", "compute", "clone", "copy", "fill"],
+)
+def test_a_launcher_that_computes_has_no_plan(step: Callable[[Tensor], Any]) -> None:
+    builder, twin = builder_and_input()
+    with pytest.raises(UnplannableError, match="neither an allocation nor a view"):
+        builder.follow(lambda x, on: step(x), twin)
+
+
+def test_views_and_allocations_are_followed() -> None:
+    builder, twin = builder_and_input()
+
+    def launcher(x: Tensor, on: Builder) -> Tensor:
+        out, scratch = torch.empty_like(x), x.new_empty(3, 5)
+        on.operate(torch.Tensor.copy_, scratch[:, :4], x[1:, 4:])
+        on.operate(torch.Tensor.copy_, out[1:, :4], scratch[:, :4])
+        on.operate(torch.Tensor.zero_, out[:1])
+        on.operate(torch.Tensor.zero_, out[1:, 4:])
+        return out
+
+    plan = builder.finish([builder.follow(launcher, twin)])
+    x = torch.randn(4, 8)
+    (out, workspace) = plan.run([x], [x.data_ptr()], plan.results)
+    expected = torch.zeros(4, 8)
+    expected[1:, :4] = x[1:, 4:]
+    assert torch.equal(out, expected)
+    assert workspace.numel() == plan.workspace == 256
+    assert (builder.slot_of(twin), builder.address_of(twin[1:, 4:])) == (0, (0, 4 * (8 + 4)))
+
+
+def test_two_tensors_in_the_workspace_lie_apart() -> None:
+    builder, _ = builder_and_input()
+    first, second = torch.empty(65, device="meta"), torch.empty(1, device="meta")
+    builder.finish([])
+    assert builder.address_of(first) == (1, 0)
+    assert builder.address_of(second) == (1, 512)
+    assert builder.workspace == 512 + 256
+
+
+def test_a_misaligned_view_has_no_plan() -> None:
+    builder, twin = builder_and_input()
+    assert builder.address_of(twin[:, 4:]) == (0, 16)
+    with pytest.raises(UnplannableError, match="a view is misaligned"):
+        builder.address_of(twin[:, 1:])
+
+
+def test_a_result_has_memory_of_its_own() -> None:
+    builder, twin = builder_and_input()
+    with pytest.raises(UnplannableError, match="a result is an input"):
+        builder.finish([twin[1:]])
