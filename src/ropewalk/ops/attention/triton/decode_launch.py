@@ -296,7 +296,7 @@ def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
 
 
 def _position_args(positions: Tensor | None, call: AttentionCall) -> Positions | None:
-    """Return positions that the kernel reads, and 0 in place of their number, which would make a binary for each length."""
+    """Return positions that the kernel reads, with 0 for their number, which would make a binary for each length."""
     args = positions_args(positions)
     return None if args is None or call.goes_by_index else args._replace(n_tokens=0)
 
