@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
-import torch
 from helpers.modes import needs_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
