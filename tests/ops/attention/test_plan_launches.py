@@ -1,0 +1,194 @@
+"""Plans on the stub of a GPU: they launch what calls without a plan launch, by few functions of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import stub_gpu
+from torch import Tensor
+
+from ropewalk import Alibi, Rope, attention
+from ropewalk.ops.attention import plans
+
+pytestmark = pytest.mark.compile
+# Functions of Python that a planned call enters. Sinks' gradient is a step of PyTorch's, and so is that of the natural
+# log-sum-exp.
+MOST_FORWARD, MOST_RECORDING, MOST_BACKWARD, MOST_DECODING = 25, 40, 50, 25
+MOST_BACKWARD_WITH_STEPS = 75
+T = 256
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def make(kind: str, impl: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Make q, k, v and the other arguments of a kind of call."""
+    lengths = torch.full((2,), T - 10, dtype=torch.int32)
+    heads, key_heads, dim = (8, 2, 128) if kind.startswith("gqa") else (4, 4, 64)
+    shapes = (2, T, heads, dim), (2, T, key_heads, dim), (2, T, key_heads, dim)
+    keywords: dict[str, Any] = {
+        "plain": {},
+        "rope-lengths": {"position": Rope(), "key_lengths": lengths},
+        "gqa-rope-causal": {"position": Rope(), "causal": True},
+        "window": {"window": (60, 20)},
+        "softcap": {"softcap": 20.0, "causal": True},
+        "alibi": {"position": Alibi(), "causal": True},
+        "sinks": {"sinks": torch.zeros(heads, requires_grad=True), "window": 64},
+        "packed": {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "causal": True, "layout": "thd"},
+        "return-lse": {"return_lse": True},
+        "dropout": {"dropout_p": 0.1, "causal": True},
+    }[kind]
+    if kind == "packed":
+        shapes = tuple((2 * T, *shape[2:]) for shape in shapes)  # type: ignore[assignment]
+    return [zeros(*shape).requires_grad_() for shape in shapes], {**keywords, "impl": impl}
+
+
+def make_decoding(kind: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Make q, a cache or its pages, and the other arguments of a step of decoding."""
+    lengths = torch.full((4,), 1000, dtype=torch.int32)
+    keywords = {"causal": True, "keys_rotated": True, "position": Rope(), "impl": "triton"}
+    bounds = {"key_lengths": lengths, "query_starts": lengths - 1}
+    if kind == "cache":
+        return [zeros(4, 1, 8, 128), zeros(4, 4096, 2, 128), zeros(4, 4096, 2, 128)], {**keywords, **bounds}
+    table = torch.zeros(4, 16, dtype=torch.int32)
+    return [zeros(4, 1, 8, 128), zeros(64, 256, 2, 128), zeros(64, 256, 2, 128)], {
+        **keywords,
+        **bounds,
+        "block_table": table,
+    }
+
+
+def record(calls: list[Callable[[], Any]]) -> dict[str, Any]:
+    """Record the launches of some calls, each without plans and with them."""
+    import triton
+
+    binaries: dict[int, str] = {}  # by a function's handle: a rotation's plan loads its kernel once more
+    triton.knobs.runtime.kernel_load_end_hook.add(
+        lambda module, function, name, metadata, digest: binaries.update({function: digest})
+    )
+    launches: dict[str, list[Any]] = {}
+    for name, on_cpu in (("without", False), ("with", True)):
+        plans.on_cpu = on_cpu
+        for _ in range(4):
+            for call in calls:
+                call()
+        launches[name] = []
+        for call in calls:
+            stub_gpu.clear()
+            call()
+            launches[name].append([(*launch, binaries[launch.function]) for launch in stub_gpu.launches()])
+    n_plans = [sum(plan is not None for plan in cache.found.values()) for cache in (plans.CALLS, plans.FORWARDS)]
+    return {"launches": launches, "plans": n_plans}
+
+
+def train(kind: str, impl: str) -> dict[str, Any]:
+    """Record a forward without a gradient, one that records, and its backward."""
+    tensors, keywords = make(kind, impl)
+    sinks = keywords.get("sinks")
+    leaves = tensors if sinks is None else [*tensors, sinks]
+    graph: list[Any] = []
+
+    def forward_alone() -> Any:
+        return attention(*tensors, **keywords)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return forward_alone()
+
+    def remember() -> None:
+        graph[:] = [forward_alone()]
+
+    def backward() -> None:
+        (results,) = graph
+        results = results if isinstance(results, tuple) else (results,)
+        torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results], retain_graph=True)
+
+    recorded = record([forward, remember, backward])
+    # The functions of the calls alone, without the test's own.
+    with torch.no_grad():
+        n_forward = stub_gpu.python_calls(forward_alone)
+    n_recording = stub_gpu.python_calls(forward_alone)
+    (results,) = graph
+    results = results if isinstance(results, tuple) else (results,)
+    grads = [torch.zeros_like(x) for x in results]
+    torch.autograd.grad(results, leaves, grads, retain_graph=True)
+    n_backward = stub_gpu.python_calls(lambda: torch.autograd.grad(results, leaves, grads, retain_graph=True))
+    return {**recorded, "counts": [n_forward, n_recording, n_backward]}
+
+
+def decode(kind: str) -> dict[str, Any]:
+    """Record a step of decoding."""
+    tensors, keywords = make_decoding(kind)
+
+    def step() -> Any:
+        return attention(*tensors, **keywords)
+
+    recorded = record([step])
+    return {**recorded, "count": stub_gpu.python_calls(step)}
+
+
+def renamed(records: list[Any]) -> list[Any]:
+    """Return launches with binaries for handles, and addresses numbered as they first appear.
+
+    A kernel's last two parameters are memory that Triton allocates: none of these kernels reads it.
+    """
+    numbers = {0: 0}
+    launches = []
+    for *record, binary in records:
+        launch = stub_gpu.Launch(*record)
+        *args, scratch, profile = launch.args
+        assert (scratch[0], profile[0]) == ("address", "address")
+        args = [[x[0], numbers.setdefault(x[1], len(numbers)), *x[2:]] if isinstance(x, list) else x for x in args]
+        launches.append(launch._replace(function=binary, args=args))
+    return launches
+
+
+def assert_same_launches(recorded: dict[str, Any]) -> None:
+    without, planned = recorded["launches"]["without"], recorded["launches"]["with"]
+    for mine, theirs in zip(planned, without, strict=True):
+        assert mine
+        assert renamed(mine) == renamed(theirs)
+
+
+TRAINING = [
+    (kind, impl)
+    for kind in (
+        *("rope-lengths", "gqa-rope-causal", "plain", "window", "softcap", "alibi", "sinks"),
+        *("packed", "return-lse", "dropout"),
+    )
+    for impl in ("triton", "gluon")
+    if (kind, impl) != ("dropout", "gluon")  # which does not support it
+]
+
+
+def check_training(kind: str, impl: str) -> None:
+    recorded = stub_gpu.run(train, kind, impl)
+    assert recorded["plans"] == [2, 2]
+    assert_same_launches(recorded)
+    n_forward, n_recording, n_backward = recorded["counts"]
+    assert n_forward <= MOST_FORWARD
+    assert n_recording <= MOST_RECORDING
+    assert n_backward <= (MOST_BACKWARD_WITH_STEPS if kind in ("sinks", "return-lse") else MOST_BACKWARD)
+
+
+@pytest.mark.parametrize(("kind", "impl"), TRAINING[:4])
+def test_training_launches_the_same(kind: str, impl: str) -> None:
+    check_training(kind, impl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "impl"), TRAINING[4:])
+def test_other_kinds_launch_the_same(kind: str, impl: str) -> None:
+    check_training(kind, impl)
+
+
+@pytest.mark.parametrize("kind", ["cache", "pages"])
+def test_decoding_launches_the_same(kind: str) -> None:
+    recorded = stub_gpu.run(decode, kind)
+    assert recorded["plans"] == [1, 1]
+    assert_same_launches(recorded)
+    assert recorded["count"] <= MOST_DECODING
