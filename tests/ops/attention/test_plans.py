@@ -619,6 +619,25 @@ def test_what_is_refused_stays_refused(device: torch.device, wrong: Any, error: 
 # === bounds ===
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"window": 1}, {"window": True}),
+        ({"window": 5}, {"window": 5.0}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({"softcap": 1.0}, {"softcap": True}),
+    ],
+)
+def test_equal_numbers_of_another_type_are_another_kind(
+    device: torch.device, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    q, k, v = qkv(device)
+    for _ in range(3):
+        attention(q, k, v, **right, impl="triton")
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        attention(q, k, v, **wrong, impl="triton")
+
+
 def test_a_cache_is_bounded() -> None:
     cache, rng = plans.Cache(), random.Random(0)
     most_plans = most_seen = made = 0

@@ -397,6 +397,7 @@ def find_call(
     if is_intercepted():
         return None, None
     q, k, v, *others = given
+    window = flags[1]
     try:
         if not _may_plan(q):
             return None, None
@@ -415,6 +416,8 @@ def find_call(
             identity_of(position),
             grads,
             flags,
+            *map(type, flags),  # True is 1 to a dict, and no window
+            *(map(type, window) if type(window) is tuple else ()),
             torch._C._get_deterministic_algorithms(),
             torch._C._get_cublas_allow_tf32(),
             torch._C._get_cudnn_sdp_enabled(),
