@@ -27,6 +27,7 @@ def shape(request):
 def batch(request, device, shape):
     """The batch's rows; of a packed one, where sequences lie; each token's row in the workspace; its rows; tiles."""
     TILE = shape[0]
+    from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.triton.launch_common import schedule_tiles
 
     if request.param == "dense":
@@ -35,7 +36,7 @@ def batch(request, device, shape):
     cu_seqlens = torch.tensor(SEQUENCES, device=device)
     q = torch.empty(TOKENS, H, 8, device=device)
     call = validate(q, q, q, Arguments(causal=True, cu_seqlens_q=cu_seqlens, layout="thd"))
-    packed, n_tiles = schedule_tiles(call, "q", 1, TOKENS, TILE)
+    packed, n_tiles = schedule_tiles(call, "q", 1, TOKENS, TILE, AT_ONCE)
     rows = [
         (start // TILE + sequence) * TILE + token
         for sequence, (start, stop) in enumerate(zip(SEQUENCES, [*SEQUENCES[1:], TOKENS], strict=True))
