@@ -36,7 +36,7 @@ LAYERS = {
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
-    "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.rope.api ops.attention.libraries.merge",
+    "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
     "compat": "ops.* schemes",
     "modules": "ops.rope.api ops.attention.api schemes",

@@ -22,7 +22,7 @@ from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import AtOnce, UnplannableError
 from ropewalk.ops.attention.triton import plan as plan_module
 from ropewalk.ops.attention.triton.plan import Builder, Plan
-from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias
+from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
 
 pytestmark = needs_kernels
 B, T, H, K, D = 2, 18, 2, 1, 16
@@ -614,6 +614,27 @@ def test_what_is_refused_stays_refused(device: torch.device, wrong: Any, error: 
         with pytest.raises(error) as again:
             attention(**bad)
         assert str(again.value) == str(without.value)
+
+
+@pytest.mark.parametrize("position", [NoPosition(), Rope()])
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_a_library_is_found_again(device: torch.device, position: PositionScheme, layout: str) -> None:
+    dtype = torch.float16 if device.type == "cuda" else torch.float32  # what cuDNN runs
+    shape = (B, T, H, D) if layout == "bthd" else (B, H, T, D)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def train() -> list[Tensor]:
+        out = attention(q, k, v, position=position, layout=layout, causal=True, impl="sdpa")
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    expected = without_plans(train)
+    for _ in range(CALLS):
+        made = train()
+    assert isinstance(next(iter(plans.CALLS.found.values())), plans.LibraryCall)
+    for x, y in zip(made, expected, strict=True):
+        assert x.stride() == y.stride()
+        tolerance = 0.0 if device.type == "cpu" else 1e-2  # cuDNN's gradients differ from run to run
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 # === bounds ===

@@ -431,8 +431,7 @@ class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
-        self.call, self.backend, self.layout = call._replace(q=None, k=None, v=None), backend, layout  # type: ignore[arg-type]
-        self.attend_as_given = getattr(backend, "attend_as_given", None)
+        self.rest, self.backend, self.layout = call[3:], backend, layout
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
@@ -440,11 +439,7 @@ class LibraryCall:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
         layout = self.layout
-        if self.attend_as_given is not None:
-            out: Tensor | None = self.attend_as_given(q, k, v, self.call, layout)
-            if out is not None:
-                return out
-        call = self.call._replace(q=as_bhtd(q, layout), k=as_bhtd(k, layout), v=as_bhtd(v, layout))
+        call = AttentionCall(as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout), *self.rest)
         return from_bhtd(self.backend.attend(call)[0], layout)
 
 

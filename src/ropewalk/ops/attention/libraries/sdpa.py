@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Refusal
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, as_bhtd, existing, from_bhtd
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing
 from ropewalk.ops.attention.libraries.common import (
     HALF,
     MASKS,
@@ -22,7 +20,6 @@ from ropewalk.ops.attention.libraries.common import (
     why_no_library,
 )
 from ropewalk.ops.attention.tables import map_features
-from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 MASK_BLOCK = 1 << 24  # pairs of one mask
@@ -92,67 +89,6 @@ class Sdpa:
         grouped = bool(q.shape[1] != k.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped)
         return out, None
-
-    def attend_as_given(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, layout: str) -> Tensor | None:
-        """Attend with tensors in the caller's layout, and as one function for autograd; None where `attend` must.
-
-        The call, whose tensors these are, has none.
-        """
-        tables = call.tables
-        if tables.q is None or tables.k is None or tables.q.cos is not tables.k.cos or not gpu.is_nvidia(q.device):
-            return None
-        if tables.feature_weights is not None or layout == "thd" or max(q.shape[3], v.shape[3]) > 256:
-            return None
-        if call.needs_backward:
-            out: Tensor = _RopeCudnn.apply(q, k, v, call, layout)
-            return out
-        return _attend_rotated(*_rotate(q, k, call, layout), v, call, layout)[0]
-
-
-class _RopeCudnn(torch.autograd.Function):
-    """The rotation and cuDNN's attention in one node: gradients are rotated back where cuDNN wrote them."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, layout: str) -> Tensor:
-        q, k = _rotate(q, k, call, layout)
-        out, results = _attend_rotated(q, k, v, call, layout)
-        _, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = results
-        ctx.call, ctx.layout, ctx.lengths = call, layout, (max_q, max_k)
-        ctx.save_for_backward(q, k, v, out, lse, cum_q, cum_k, seed, offset)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        call, layout = ctx.call, ctx.layout
-        *tensors, lse, cum_q, cum_k, seed, offset = ctx.saved_tensors
-        features = (as_bhtd(x, layout) for x in (grad_out, *tensors))
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(*features, lse, seed, offset, None, cum_q, cum_k, *ctx.lengths, 0.0, call.causal), scale=call.scale
-        )
-        grad_q, grad_k, grad_v = (from_bhtd(x, layout) for x in grads)
-        grad_q, grad_k = _rotate(grad_q, grad_k, call, layout, inverse=True, inplace=True)
-        return grad_q, grad_k, grad_v, None, None
-
-
-def _rotate(q: Tensor, k: Tensor, call: AttentionCall, layout: str, **how: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k in the caller's layout."""
-    tables = call.tables
-    assert tables.q is not None
-    keywords = {"interleaved": tables.interleaved, "rotary_offset": tables.rotary_offset, **how}
-    rotated: tuple[Tensor, Tensor] = apply_rope(q, k, *tables.q, layout=layout, **keywords)  # type: ignore[arg-type]
-    return rotated
-
-
-def _attend_rotated(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, layout: str
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Attend by cuDNN: the output in the caller's layout, and all that the operator returns."""
-    tensors = (as_bhtd(x, layout) for x in (q, k, v))
-    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *tensors, None, call.needs_backward, 0.0, call.causal, False, scale=call.scale
-    )
-    return from_bhtd(results[0], layout), results
 
 
 def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
