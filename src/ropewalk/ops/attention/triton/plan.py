@@ -56,6 +56,8 @@ class Plan:
     ) -> None:
         self.device, self.index = device, device.index or 0
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
+        on_gpu = device.type == "cuda"
+        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if on_gpu else _no_stream
         self.of_stream: dict[int, list[Tensor]] = {}
         self.launches: list[Launch] = []
         self.steps: list[Step] = []  # where some are operators
@@ -67,7 +69,7 @@ class Plan:
         plan's.
         """
         memory = [make(shape, strides) for make, shape, strides in results]
-        stream = current_stream(self.index)
+        stream = self.current_stream(self.index)
         if self.per_stream:
             memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
@@ -94,10 +96,6 @@ class Plan:
 
 def _no_stream(index: int) -> int:
     return 0
-
-
-# A PyTorch without CUDA has no streams.
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
 
 
 class _OnlyViews(TorchDispatchMode):
