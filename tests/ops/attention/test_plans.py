@@ -637,6 +637,24 @@ def test_a_library_is_found_again(device: torch.device, position: PositionScheme
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("impl", ["triton", "sdpa"])
+def test_a_tensor_that_outlived_its_transform_runs_without_a_plan(device: torch.device, impl: str) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(device, *[(B, T, H, D)] * 3))
+    leaked = []
+
+    def leak(x: Tensor) -> Tensor:
+        leaked.append(x)
+        return x.sum()
+
+    torch.func.grad(leak)(q.detach())
+    with pytest.raises(RuntimeError, match="storage"):
+        leaked[0].data_ptr()
+    for _ in range(CALLS):
+        expected = attention(q, k, v, impl=impl)
+    for _ in range(CALLS):
+        assert torch.equal(attention(leaked[0], k, v, impl=impl), expected)
+
+
 # === bounds ===
 
 

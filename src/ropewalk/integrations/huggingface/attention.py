@@ -223,7 +223,17 @@ def _attend(
         mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
     if window is not None and window >= keys:
         window = None
-    dropout_p = dropout if module.training else 0.0
+    if queries == 1 and cu_seq_lens_q is None:  # a branch: torch.compile with symbolic lengths hands on no SymBool
+        causal = False  # one query is at the last key
+    arguments: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout_p": dropout if module.training else 0.0,
+        "deterministic": deterministic or None,
+    }
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if mask is not None or batch != 1:
             raise ValueError(
@@ -232,31 +242,17 @@ def _attend(
             )
         out = attention(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
-            causal=causal,
-            window=window,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            dropout_p=dropout_p,
-            deterministic=deterministic or None,
+            **arguments,
             cu_seqlens_q=cu_seq_lens_q,
             cu_seqlens_k=cu_seq_lens_k,
             layout="thd",
         )
         return out[None].contiguous(), None
-    if queries == 1:  # a branch, so that torch.compile with symbolic lengths decides it and hands on no SymBool
-        causal = False  # one query is at the last key
     out = attention(
         query,
         key,
         value,
-        causal=causal,
-        window=window,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout_p=dropout_p,
-        deterministic=deterministic or None,
+        **arguments,
         mask=mask,
         key_starts=key_starts,
         key_lengths=key_lengths,

@@ -14,6 +14,7 @@ from ropewalk.ops.attention import autograd, operator, plans
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
+from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.tables import resolve_scheme, with_rows
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.tracing import is_plain_eager
@@ -251,7 +252,7 @@ def attention(
     )
     backend = choose(call, impl)
     if dropout_p > 0:
-        call = call._replace(seed=plans.make_seed(call.q))
+        call = call._replace(seed=make_seed(call.q))
     if key is not None:
         plans.note_call(key, call, backend, given, layout)
     out, lse = run(call, backend)

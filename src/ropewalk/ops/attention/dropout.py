@@ -67,3 +67,8 @@ def _multiply(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
     low = (x & _LOW_16) * by
     upper = (x >> 16) * by + (low >> 16)
     return upper >> 16, (upper & _LOW_16) << 16 | (low & _LOW_16)
+
+
+def make_seed(q: Tensor) -> Tensor:
+    """Draw a seed, (1,), from torch's generator of q's device: the host waits for no number."""
+    return torch.randint(2**63 - 1, (1,), device=q.device)

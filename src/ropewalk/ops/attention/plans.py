@@ -29,6 +29,7 @@ from ropewalk.ops.attention.backend import (
 )
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backward_of
 from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.tables import identity_of
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
@@ -227,14 +228,12 @@ def _keep(backwards: dict[Any, Any], key: Any, found: Any) -> None:
     backwards[key] = found
 
 
-def make_seed(q: Tensor) -> Tensor:
-    """Draw a seed of dropout from torch's generator of the device: the host waits for no number."""
-    return torch.randint(2**63 - 1, (1,), device=q.device)
-
-
 def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
     """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for."""
-    addresses = [x.data_ptr() for x in inputs]
+    try:
+        addresses = [x.data_ptr() for x in inputs]
+    except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
+        return None
     return None if functools.reduce(operator.or_, addresses) & 15 else addresses
 
 
@@ -313,8 +312,8 @@ class PlannedCall:
     def inputs_of(self, given: Sequence[Tensor | None]) -> tuple[list[Any], list[int]] | None:
         """Return the plan's inputs for a call's tensors, and their addresses; None where one is misaligned."""
         inputs: list[Any] = [given[index] for index in self.given]
-        addresses = [x.data_ptr() for x in inputs]
-        if functools.reduce(operator.or_, addresses) & 15:
+        addresses = addresses_of(inputs)
+        if addresses is None:
             return None
         if self.drops:
             seed = make_seed(inputs[0])
@@ -436,7 +435,7 @@ class LibraryCall:
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
         q, k, v = given[:3]
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        if addresses_of((q, k, v)) is None:
             return None
         layout = self.layout
         call = AttentionCall(as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout), *self.rest)
@@ -457,12 +456,12 @@ def _plan_call(
     has_rows = (call.tables.q is not None and call.tables.q_start is None) or call.far is not None
     if (
         not is_plain_eager(*given)
+        or addresses_of(_existing(of_call)) is None
         or (call.scheme is not None and identity_of(call.scheme) is None)
         or (has_rows and any(x is not None for x in placed))  # the rows of tables depend on values on the device
         or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
         or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
         or (call.sinks is not None and call.sinks.dtype != torch.float32)
-        or addresses_of(_existing(of_call)) is None
     ):
         return None
     if backend.name in KERNELS:

@@ -26,7 +26,6 @@ ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator 
 _MISALIGNED = 15  # bits of an address: kernels are compiled for multiples of 16 bytes
 MAX_STREAMS = 64  # whose memory a plan keeps
 _compile_rope = functools.lru_cache(compile_kernel)
-_empty = torch.empty
 
 
 class Result(NamedTuple):
@@ -73,7 +72,7 @@ class Plan:
         if self.per_stream:
             memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
-            memory.append(_empty(self.workspace, dtype=torch.uint8, device=self.device))
+            memory.append(torch.empty(self.workspace, dtype=torch.uint8, device=self.device))
         addresses += [x.data_ptr() for x in memory]
         for launch in self.launches:
             launch(addresses, stream)
