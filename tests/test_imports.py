@@ -29,7 +29,9 @@ LAYERS = {
     "ops.rope": "ops.rope.*",
     "ops.rope.triton": "ops.rope.call ops.rope.validate",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.attention": "schemes ops.rope.api ops.rope.reference ops.attention.backends ops.attention.plans",
+    "ops.attention": "schemes ops.rope.api ops.rope.reference ops.attention.backends ops.attention.plans "
+    "ops.attention.gate.operation",
+    "ops.attention.gate": "ops.attention.backend ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api",
@@ -54,7 +56,8 @@ LAYERS = {
 # Every name of theirs, loaded when it is asked for; and the package of packages, which imports nothing.
 ROOTS = ("ropewalk", "ropewalk.__main__", "ropewalk.ops", "ropewalk.bench")
 KERNELS = (
-    *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.libraries.merge"),
+    *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.gate.kernel"),
+    "ropewalk.ops.attention.libraries.merge",
     "ropewalk.modules.mask_kernel",
 )
 NO_TRITON = ("ropewalk.ops.*.support",)  # beside kernels, and read before they are loaded

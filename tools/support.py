@@ -204,6 +204,7 @@ SECTIONS: dict[str, list[Case]] = {
     "Everything else": [
         Case("`softcap`", lambda device: {"softcap": 30.0}),
         Case("`sinks`", lambda device: {"sinks": _learned(H, device=device)}),
+        Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16)}),
         Case("`dropout_p`", lambda device: {"dropout_p": 0.1}),
         Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
         Case("`keys_rotated` without pages", lambda device: {"position": Rope(), "keys_rotated": True}),

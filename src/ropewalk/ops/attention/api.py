@@ -15,8 +15,9 @@ from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
+from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import resolve_scheme, with_rows
-from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
 from ropewalk.ops.tracing import is_plain_eager
 from ropewalk.schemes import PositionScheme
 
@@ -82,6 +83,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     keys_rotated: bool = False,
+    gate: Tensor | None = None,
     return_lse: bool = False,
     layout: str = "bthd",
     deterministic: bool | None = None,
@@ -108,6 +110,8 @@ def attention(
         if sinks is not None:  # one more key for each head, with a value of zero
             scores = torch.cat((scores, sinks[:, None, None].expand(B, H, Tq, 1)), dim=-1)
         out = F.dropout(scores.softmax(-1)[..., :Tk], dropout_p) @ v
+        if gate is not None:
+            out = out * torch.sigmoid(gate)  # unsqueezed, if it is one number for each head
 
     A query that may attend nothing gives zeros, a log-sum-exp of −inf (with sinks: its head's sink), and no gradient.
     No (Tq, Tk) matrix is ever held. Products of float16 and bfloat16 are summed in float32; those of float32 are exact
@@ -164,6 +168,10 @@ def attention(
             device; Triton's kernels and the reference drop the same for a seed.
         keys_rotated: k is already rotated, as in a cache of rotated keys; q alone is rotated. (ExpoSB weighs features
             of k alone, by both weights.) A two-range encoding does not support it.
+        gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
+            Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). The output is rounded to
+            its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
+            Differentiable; the output as it was before the gate is kept for the backward.
         return_lse: return the log-sum-exp too; it is differentiable.
         layout: "bthd", "bhtd" or, for packed sequences, "thd". (B, H, T, D) tensors, as PyTorch and transformers have
             them, need "bhtd": in "bthd" they run too, and attend across heads. No check can tell.
@@ -213,18 +221,22 @@ def attention(
     key = None
     if not torch.compiler.is_compiling():
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
-            q, k, v = (_lower(x) for x in (q, k, v))
+            q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
         given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
+            if gate is not None:
+                check_gate(gate, q, v, layout)
             if isinstance(planned, plans.PlannedCall):
                 result = autograd.run_planned(planned, given)
             else:
                 result = _outside_autocast(q, planned.run, given)
             if result is not None:
-                return result
+                return result if gate is None else _apply_gate(result, gate)
+    elif gate is not None and _is_autocast(q):
+        gate = _lower(gate)
     call = make_call(
         q,
         k,
@@ -246,6 +258,7 @@ def attention(
         sinks=sinks,
         dropout_p=dropout_p,
         keys_rotated=keys_rotated,
+        gate=gate,
         return_lse=return_lse,
         layout=layout,
         deterministic=deterministic,
@@ -259,7 +272,15 @@ def attention(
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
-    return (out, lse) if return_lse else out
+    result = (out, lse) if return_lse else out
+    return result if gate is None else _apply_gate(result, gate)
+
+
+def _apply_gate(result: Any, gate: Tensor) -> Any:
+    """Gate the output among the results of `attention`."""
+    if isinstance(result, tuple):
+        return apply_gate(result[0], gate), *result[1:]
+    return apply_gate(result, gate)
 
 
 _KEYWORDS = (*Arguments._fields, "return_lse", "deterministic", "impl")
@@ -319,6 +340,7 @@ def make_call(
         raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
     if _is_autocast(q):
         q, k, v = (_lower(x) for x in (q, k, v))
+        keywords["gate"] = _lower(keywords.get("gate"))
     arguments = Arguments(**keywords)
     if torch.compiler.is_compiling():
         _fix_all_but_lengths(q, k, v, arguments.layout)
@@ -387,7 +409,7 @@ def _is_autocast(q: Tensor) -> bool:
     return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
-def _lower(x: Tensor) -> Tensor:
+def _lower(x: Any) -> Any:
     """Cast as autocast does for PyTorch's scaled_dot_product_attention."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x

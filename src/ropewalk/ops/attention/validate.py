@@ -46,12 +46,13 @@ class Arguments(NamedTuple):
     dropout_p: float = 0.0
     keys_rotated: bool = False
     layout: str = "bthd"
+    gate: Tensor | None = None
 
 
 def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
     """Validate the arguments of `attention` and build the call, its scheme not yet resolved.
 
-    Dropout needs a seed beside: `call._replace(seed=...)`.
+    Dropout needs a seed beside: `call._replace(seed=...)`. The gate is no part of the call: it acts on the output.
     """
     layout, position, block_table = given.layout, given.position, given.block_table
     if layout not in LAYOUTS:
@@ -100,6 +101,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
             raise ValueError(f"softcap is {given.softcap!r}, but must be None or a finite number above 0")
     if given.sinks is not None:
         _check_sinks(given.sinks, heads, q)
+    if given.gate is not None:
+        check_gate(given.gate, q, v, layout)
     dropout_p = _as_float(given.dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {given.dropout_p!r}, but must be a number from 0 to below 1")
@@ -287,6 +290,24 @@ def _check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, but must be (H,) with H = {heads}")
     _check_device("sinks", sinks, q)
+
+
+_ROWS = {"bthd": "(B, T, H)", "bhtd": "(B, H, T)", "thd": "(total, H)"}
+
+
+def check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
+    """Check the gate of a call whose q and v are valid."""
+    if not isinstance(gate, Tensor) or gate.dtype != q.dtype:
+        kind = str(gate.dtype) if isinstance(gate, Tensor) else type(gate).__name__
+        raise TypeError(f"gate is {kind}, but must be a tensor of q's dtype, {q.dtype}")
+    check_dense("gate", gate)
+    rows = q.shape[:-1]
+    if gate.shape != rows and gate.shape != (*rows, v.shape[-1]):
+        raise ValueError(
+            f"gate has shape {tuple(gate.shape)}, but must be like the output, {(*rows, v.shape[-1])}, or one number "
+            f"for each head, {_ROWS[layout]}: {tuple(rows)}"
+        )
+    _check_device("gate", gate, q)
 
 
 def _as_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:

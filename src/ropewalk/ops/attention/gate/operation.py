@@ -1,0 +1,88 @@
+"""The output gate: attention's output times the sigmoid of a gate, after any backend.
+
+A kernel runs it eagerly. Whatever traces, transforms or intercepts a call gets the plain formula: torch.compile makes
+one kernel of it, each way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_FEATURES = 1024  # of a row, which one program holds
+
+
+def apply_gate(out: Tensor, gate: Tensor) -> Tensor:
+    """Return out · σ(gate), rounded once.
+
+    out: (..., H, Dv) or (..., T, Dv), any strides, as attention returns it. gate: like out, or without the last
+    dimension: one number for a row.
+    """
+    if not _runs_kernel(out, gate):
+        return gate_plainly(out, gate)
+    if torch.is_grad_enabled() and (out.requires_grad or gate.requires_grad):
+        gated: Tensor = _Gate.apply(out, gate)
+        return gated
+    from ropewalk.ops.attention.gate import kernel
+
+    return kernel.forward(out, gate)
+
+
+def gate_plainly(out: Tensor, gate: Tensor) -> Tensor:
+    """Return out · σ(gate) by PyTorch: the definition."""
+    wide, sigma = _widen(out, gate)
+    return (wide * sigma).to(out.dtype)
+
+
+def differentiate_plainly(grad: Tensor, out: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of out and gate by PyTorch, differentiable again."""
+    wide, sigma = _widen(out, gate)
+    grad_sigma = grad.to(wide.dtype) * wide
+    if gate.ndim < out.ndim:
+        grad_sigma = grad_sigma.sum(-1, keepdim=True)
+    grad_gate = (grad_sigma * sigma * (1 - sigma)).to(gate.dtype)
+    return (grad.to(wide.dtype) * sigma).to(out.dtype), grad_gate.reshape(gate.shape)
+
+
+def _widen(out: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and σ(gate) in float32 or more, with as many dimensions."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    sigma = torch.sigmoid(gate.to(dtype))
+    return out.to(dtype), sigma if gate.ndim == out.ndim else sigma.unsqueeze(-1)
+
+
+def _runs_kernel(out: Tensor, gate: Tensor) -> bool:
+    return (
+        is_plain_eager(out, gate)
+        and not is_transformed()
+        and out.dtype in DTYPES
+        and out.numel() > 0
+        and out.shape[-1] <= MAX_FEATURES
+        and gpu.why_no_triton(out.device) is None
+    )
+
+
+class _Gate(torch.autograd.Function):
+    """The gate with its kernels. It saves the output as it was before: σ may be 0."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gate: Tensor) -> Tensor:
+        from ropewalk.ops.attention.gate import kernel
+
+        ctx.save_for_backward(out, gate)
+        return kernel.forward(out, gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        out, gate = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_transformed() or not is_plain_eager(grad, out, gate):
+            return differentiate_plainly(grad, out, gate)
+        from ropewalk.ops.attention.gate import kernel
+
+        return kernel.backward(grad, out, gate, *ctx.needs_input_grad)
