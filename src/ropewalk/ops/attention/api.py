@@ -13,11 +13,13 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.call import AttentionCall, from_bhtd, tensors_of
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
-from ropewalk.ops.attention.tables import resolve_scheme, with_rows
+from ropewalk.ops.attention.tables import check_norm_fits, has_one_launch, norm_call, resolve_scheme, with_rows
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
+from ropewalk.ops.rope.api import normalize
+from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_plain_eager
 from ropewalk.schemes import PositionScheme
 
@@ -83,6 +85,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     keys_rotated: bool = False,
+    norm: QKNorm | None = None,
     gate: Tensor | None = None,
     return_lse: bool = False,
     layout: str = "bthd",
@@ -168,6 +171,9 @@ def attention(
             device; Triton's kernels and the reference drop the same for a seed.
         keys_rotated: k is already rotated, as in a cache of rotated keys; q alone is rotated. (ExpoSB weighs features
             of k alone, by both weights.) A two-range encoding does not support it.
+        norm: normalise q and k by their root mean square, as `QKNorm` says, before the scheme maps features or after
+            it; trained. `Rope` rotates in the same launch. k of a cache was normed when it was written: with
+            keys_rotated or block_table there is no norm, so pass q normed. A two-range encoding has no norm after it.
         gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
             Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). The output is rounded to
             its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
@@ -217,9 +223,14 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
+    if norm is not None:
+        check_norm_fits(norm, keys_rotated, block_table)
+        if not has_one_launch(norm, position):
+            q, k = normalize((q, k), norm, layout, _norm_impl(impl))
+            norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
     key = None
-    if not torch.compiler.is_compiling():
+    if not (norm is not None or torch.compiler.is_compiling()):
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
@@ -263,6 +274,8 @@ def attention(
         layout=layout,
         deterministic=deterministic,
     )
+    if norm is not None:
+        call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
     backend = choose(call, impl)
     if dropout_p > 0:
         call = call._replace(seed=make_seed(call.q))
@@ -283,7 +296,12 @@ def _apply_gate(result: Any, gate: Tensor) -> Any:
     return apply_gate(result, gate)
 
 
-_KEYWORDS = (*Arguments._fields, "return_lse", "deterministic", "impl")
+_KEYWORDS = (*Arguments._fields, "norm", "return_lse", "deterministic", "impl")
+
+
+def _norm_impl(impl: str | None) -> str | None:
+    """Return the implementation of the norm beside a backend."""
+    return impl if impl == "reference" else None
 
 
 def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
@@ -313,8 +331,12 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
     unknown = [name for name in keywords if name not in _KEYWORDS]
     if unknown:
         refuse_unknown("explain_choice", unknown, _KEYWORDS, _ELSEWHERE)
-    impl = keywords.pop("impl", None)
+    impl, norm = keywords.pop("impl", None), keywords.pop("norm", None)
     call = make_call(q, k, v, **keywords)
+    if norm is not None:
+        check_norm_fits(norm, call.keys_rotated, call.block_table)
+        if has_one_launch(norm, call.scheme):
+            call = call._replace(tables=NO_TABLES)
     return dataclasses.replace(explain(call, impl), hint=_layout_hint(call, keywords.get("layout", "bthd")))
 
 

@@ -6,6 +6,7 @@ packed sequences.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -29,8 +30,10 @@ from ropewalk.ops.attention.call import (
     kv_capacity,
     token_positions,
 )
-from ropewalk.ops.rope.api import apply_rope
-from ropewalk.schemes import PositionScheme, Rotation
+from ropewalk.ops.rope.api import apply_rope, norm_and_rotate, normalize
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.schemes import PositionScheme, Rope, Rotation
 
 
 def resolve_scheme(call: AttentionCall) -> AttentionCall:
@@ -131,6 +134,43 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
         else:
             on.operate(torch.Tensor.mul_, k, tables.feature_weights)
     return q, k
+
+
+def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:
+    """Raise unless a call may have a norm."""
+    if not isinstance(norm, QKNorm):
+        raise TypeError(f"norm is {type(norm).__name__}, but must be a ropewalk.QKNorm")
+    given = {"keys_rotated": keys_rotated, "block_table": block_table is not None}
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"norm was passed with {name}, but must be None: k was normed when it was cached")
+
+
+def has_one_launch(norm: QKNorm, position: PositionScheme | None) -> bool:
+    """Say whether `norm_call` makes a call's norm, because a rotation goes with it or comes before it."""
+    return norm.after or type(position) is Rope
+
+
+def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionCall:
+    """Return a call with q and k normed and their features mapped, in one launch where they are rotated alone."""
+    call = with_rows(call)
+    q, k, tables = call.q, call.k, call.tables
+    if call.far is not None:
+        raise ValueError("norm.after is True, but must be False with a two-range encoding")
+    if tables.q is None or tables.feature_weights is not None:
+        q, k = normalize(map_features(call), norm, "bhtd", impl)
+    else:
+        assert tables.k is not None  # keys that come rotated have no norm
+        flags = RopeFlags("bhtd", tables.interleaved, rotary_offset=tables.rotary_offset, impl=impl)
+        if tables.q.cos is tables.k.cos:
+            q, k = norm_and_rotate((q, k), norm, RopeCall(*tables.q, None, None, 0, flags))
+        else:
+            (q,) = norm_and_rotate((q,), norm, RopeCall(*tables.q, None, None, 0, flags))
+            of_k = dataclasses.replace(norm, q_weight=norm.k_weight)
+            (k,) = norm_and_rotate((k,), of_k, RopeCall(*tables.k, None, None, 0, flags))
+    needs_backward = call.needs_backward or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+    call = call._replace(q=q, k=k, tables=NO_TABLES, needs_backward=needs_backward)
+    return call if call.score_mod is not None else call._replace(positions_q=None, positions_k=None)
 
 
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
