@@ -27,10 +27,10 @@ LAYERS = {
     **dict.fromkeys(OPEN.split(), ""),
     "schemes": "",
     "ops.rope": "ops.rope.*",
-    "ops.rope.triton": "ops.rope.call ops.rope.validate",
+    "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.attention": "schemes ops.rope.api ops.rope.reference ops.attention.backends ops.attention.plans "
-    "ops.attention.gate.operation",
+    "ops.attention": "schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference ops.attention.backends "
+    "ops.attention.plans ops.attention.gate.operation",
     "ops.attention.gate": "ops.attention.backend ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan",
@@ -41,7 +41,7 @@ LAYERS = {
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
     "compat": "ops.* schemes",
-    "modules": "ops.rope.api ops.attention.api schemes",
+    "modules": "ops.rope.api ops.rope.norm ops.attention.api schemes",
     "integrations": "ops.rope.api ops.rope.rotary_embedding ops.attention.api schemes modules",
     "bench.core": "",
     "bench.rope": "bench.core ops.* schemes",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ropewalk.ops.attention.api import attention as attention
     from ropewalk.ops.attention.api import explain_choice as explain_choice
     from ropewalk.ops.rope.api import apply_rope as apply_rope
+    from ropewalk.ops.rope.norm import QKNorm as QKNorm
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
     from ropewalk.schemes import Alibi as Alibi
     from ropewalk.schemes import ExpoSB as ExpoSB
@@ -58,6 +59,7 @@ _MODULE_OF = {
     "FREQUENCIES": "ropewalk.frequencies",
     "NoPosition": "ropewalk.schemes",
     "PositionScheme": "ropewalk.schemes",
+    "QKNorm": "ropewalk.ops.rope.norm",
     "ReRoPEBERTAttention": "ropewalk.modules.bert",
     "ReRope": "ropewalk.schemes",
     "RoPEAttention": "ropewalk.modules.attention",

@@ -32,7 +32,7 @@ from ropewalk.ops.attention.call import (
 )
 from ropewalk.ops.rope.api import apply_rope, norm_and_rotate, normalize
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
 from ropewalk.schemes import PositionScheme, Rope, Rotation
 
 
@@ -160,14 +160,16 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
     if tables.q is None or tables.feature_weights is not None:
         q, k = normalize(map_features(call), norm, "bhtd", impl)
     else:
-        assert tables.k is not None  # keys that come rotated have no norm
         flags = RopeFlags("bhtd", tables.interleaved, rotary_offset=tables.rotary_offset, impl=impl)
+        assert tables.k is not None  # keys that come rotated have no norm
+        of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
         if tables.q.cos is tables.k.cos:
-            q, k = norm_and_rotate((q, k), norm, RopeCall(*tables.q, None, None, 0, flags))
+            q, k = norm_and_rotate((q, k), norm, of_q)
         else:
-            (q,) = norm_and_rotate((q,), norm, RopeCall(*tables.q, None, None, 0, flags))
-            of_k = dataclasses.replace(norm, q_weight=norm.k_weight)
-            (k,) = norm_and_rotate((k,), of_k, RopeCall(*tables.k, None, None, 0, flags))
+            weights, norm_flags = split_norm(norm, 2)
+            check_norm((q, k), weights, NormCall(of_q, norm_flags))  # which names k's weight
+            (q,) = norm_and_rotate((q,), norm, of_q)
+            (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), of_k)
     needs_backward = call.needs_backward or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
     call = call._replace(q=q, k=k, tables=NO_TABLES, needs_backward=needs_backward)
     return call if call.score_mod is not None else call._replace(positions_q=None, positions_k=None)

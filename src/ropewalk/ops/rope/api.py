@@ -7,8 +7,11 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
+from ropewalk.ops.rope import norm_autograd
 from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
+from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
 from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
@@ -23,6 +26,7 @@ _KEYWORDS = (
     "rotary_dim",
     "rotary_offset",
     "inplace",
+    "norm",
     "impl",
 )
 # What transformers, flash-attn, vLLM and others call them.
@@ -59,6 +63,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
     inplace: bool = False,
+    norm: QKNorm | None = None,
     impl: str | None = None,
     **unknown: NoReturn,
 ) -> Any:
@@ -99,6 +104,8 @@ def apply_rope(
         rotary_offset: the first rotated feature.
         inplace: overwrite q and k, and return them; differentiable. A leaf that requires grad and memory that overlaps
             raise.
+        norm: normalise q and k in the same launch: see `QKNorm`. Its weights are trained. `inverse` and `inplace` must
+            be False then. "triton" and "reference" run it.
         impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
             support the call raises.
 
@@ -136,11 +143,31 @@ def apply_rope(
     # A named tuple's own constructor is a call of Python's.
     flags = tuple.__new__(RopeFlags, (layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl))
     call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags))
+    if norm is not None:
+        normed = norm_and_rotate(xs, norm, call)
+        return normed[0] if k is None else normed
     is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens) and not is_transformed()
     if q is None or cos is None or sin is None:
         is_plain = False  # the checks of `rotate_traced` raise
     rotated = (rotate if is_plain else rotate_traced)(xs, call)
     return rotated[0] if k is None else rotated
+
+
+def norm_and_rotate(xs: tuple[Tensor, ...], norm: QKNorm, call: RopeCall) -> tuple[Tensor, ...]:
+    """Normalise and rotate `xs`, (q,) or (q, k), as `apply_rope` with a norm."""
+    weights, flags = split_norm(norm, len(xs))
+    cos, sin, positions, cu_seqlens, *_ = call
+    is_plain = is_plain_eager(*xs, *weights, cos, sin, positions, cu_seqlens) and not is_transformed()
+    if xs[0] is None or cos is None or sin is None:
+        is_plain = False  # the checks of `norm_and_rotate_traced` raise
+    run = norm_autograd.norm_and_rotate if is_plain else norm_and_rotate_traced
+    return run(xs, weights, NormCall(call, flags))
+
+
+def normalize(xs: tuple[Tensor, ...], norm: QKNorm, layout: str, impl: str | None = None) -> tuple[Tensor, ...]:
+    """Normalise `xs`, (q,) or (q, k), without a rotation."""
+    no_tables = xs[0].new_empty(1, 1, 0)
+    return norm_and_rotate(xs, norm, RopeCall(no_tables, no_tables, None, None, 0, RopeFlags(layout, impl=impl)))
 
 
 def _split_positions(positions: Tensor | int | None, offsets: Tensor | None, layout: str) -> tuple[int, Tensor | None]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.rope import cpu, reference
+from ropewalk.ops.rope import cpu, norm_reference, reference
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
+from ropewalk.ops.rope.norm import NormCall
 
 
 class Backend(Protocol):
@@ -71,22 +72,93 @@ IMPLEMENTATIONS = tuple(BACKENDS)
 _CPU_IMPLEMENTATIONS = ("reference",)
 
 
-def why_not(impl: str, device: torch.device) -> str | None:
+class NormBackend(Protocol):
+    """An implementation of the rotation with a norm."""
+
+    def forward(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function of the same arguments for calls like this one; it returns new tensors."""
+
+    def backward(
+        self,
+        grads: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        call: NormCall,
+    ) -> Callable[..., list[Tensor | None]]:
+        """Return the function of (grads, xs, weights, call) that gives the gradients of (*xs, *weights)."""
+
+
+class _TritonNorm:
+    """The Triton kernels."""
+
+    def forward(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        from ropewalk.ops.rope.triton import norm_launch
+
+        return norm_launch.forward(xs, weights, call)
+
+    def backward(
+        self,
+        grads: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        call: NormCall,
+    ) -> Callable[..., list[Tensor | None]]:
+        from ropewalk.ops.rope.triton import norm_launch
+
+        return norm_launch.backward(grads, xs, weights, needed, call)
+
+
+class _ReferenceNorm:
+    """Plain PyTorch."""
+
+    def forward(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        return norm_reference.forward
+
+    def backward(
+        self,
+        grads: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        call: NormCall,
+    ) -> Callable[..., list[Tensor | None]]:
+        return lambda grads, xs, weights, call: norm_reference.backward(grads, xs, weights, needed, call)
+
+
+NORM_BACKENDS: dict[str, NormBackend] = {"triton": _TritonNorm(), "reference": _ReferenceNorm()}
+
+
+def why_not(impl: str, device: torch.device, has_norm: bool = False) -> str | None:
     """Say why an implementation does not support tensors on a device; None if it does."""
+    if has_norm and impl not in NORM_BACKENDS:
+        return "a norm is not supported"
     return BACKENDS[impl].why_not(device)
 
 
-def choose(impl: str | None, device: torch.device) -> str:
+def choose(impl: str | None, device: torch.device, has_norm: bool = False) -> str:
     """Name the implementation of a call: `impl`, or the fastest that this device has."""
     if impl is None:
         names = IMPLEMENTATIONS if device.type == "cuda" else _CPU_IMPLEMENTATIONS
-        return next(name for name in names if why_not(name, device) is None)
+        return next(name for name in names if why_not(name, device, has_norm) is None)
     if impl not in BACKENDS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    reason = why_not(impl, device)
+    reason = why_not(impl, device, has_norm)
     if reason is not None:
         raise ValueError(f"impl is {impl!r}, but it cannot run this call: {reason}")
     return impl
+
+
+def choose_norm(impl: str | None, device: torch.device) -> NormBackend:
+    """Return the implementation of a call with a norm."""
+    return NORM_BACKENDS[choose(impl, device, has_norm=True)]
 
 
 def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:

@@ -94,18 +94,18 @@ def _check(xs: Sequence[Tensor], call: RopeCall) -> None:
     check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
     check_fixed(cos, sin)
     check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
-    if cu_seqlens is not None and not _is_hidden(cu_seqlens):
+    if cu_seqlens is not None and not is_hidden(cu_seqlens):
         check_values(cu_seqlens, q.shape[0])
     if flags.inplace:
         check_inplace(q, k)
-        if k is not None and not _is_hidden(q) and not _is_hidden(k):
+        if k is not None and not is_hidden(q) and not is_hidden(k):
             check_disjoint(q, k)
         for name, x in zip("qk", xs, strict=False):
             if torch.is_grad_enabled() and x.requires_grad:
                 check_overwritable(name, x)
 
 
-def _is_hidden(x: Tensor) -> bool:
+def is_hidden(x: Tensor) -> bool:
     """Say whether `x` has no memory whose values can be read."""
     return isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
 

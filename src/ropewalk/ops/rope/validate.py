@@ -32,6 +32,16 @@ def check_arguments(
     rotary_offset: int,
 ) -> None:
     """Raise unless the arguments fit together, by their metadata alone."""
+    check_tensors(q, k, layout)
+    head_dim = q.shape[-1]
+    batch, tokens = as_bthd(q, layout).shape[:2]
+    _check_tables(q, cos, sin, batch, tokens, layout)
+    _check_rotary(cos, head_dim, rotary_dim, rotary_offset)
+    _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
+
+
+def check_tensors(q: Tensor, k: Tensor | None, layout: str) -> None:
+    """Raise unless q and k fit together and the layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     _check_x("q", q, layout)
@@ -46,11 +56,6 @@ def check_arguments(
                     f"k has shape {tuple(k.shape)}, but must agree with q's {tuple(q.shape)} on all of {layout!r} "
                     f"except the number of heads; they differ on {letter!r}"
                 )
-    head_dim = q.shape[-1]
-    batch, tokens = as_bthd(q, layout).shape[:2]
-    _check_tables(q, cos, sin, batch, tokens, layout)
-    _check_rotary(cos, head_dim, rotary_dim, rotary_offset)
-    _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
 
 
 def check_offsets(offsets: Tensor, positions: Tensor | int | None, layout: str) -> None:

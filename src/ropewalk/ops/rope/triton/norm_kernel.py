@@ -1,0 +1,624 @@
+"""RMS norm and rotation in one Triton kernel forward and one backward, and the sum of the weights' gradients.
+
+Shape letters: B batch, T tokens, H heads (Hq of q, Hk of k), D head dim, R rotary dim (R/2 pairs).
+
+A tile holds a row of D features as two halves, the first and the second features of its pairs. Features that are not
+rotated form pairs too, which are rotated by 0: so each access is wide, and the sum over a row stays in few threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from ropewalk.ops.rope.triton.kernel import (
+    Heads,
+    Positions,
+    _divide,
+    _head_mask,
+    _head_pointers,
+    _token_positions,
+    _wide,
+)
+
+
+@dataclass(frozen=True)
+class NormSpecialisation:
+    """The values that the kernels are compiled for: each distinct set is one binary."""
+
+    dtype: str  # of q and k, in Triton's letters: bf16, fp16, fp32, fp64
+    weight_dtype: str | None  # of the norm's weights; None without them
+    table_dtype: str  # of cos and sin
+    index_dtype: str  # of positions and cu_seqlens: i32 or i64
+    positions: Positions
+    n_q_heads: int
+    n_k_heads: int
+    head_dim: int  # D
+    half: int  # R / 2; 0 for the norm alone
+    rotary_offset: int
+    interleaved: bool
+    eps: float
+    weight_offset: float
+    per_head: bool  # whether each head has weights of its own
+    after: bool
+    across_heads: bool
+    needs_dx: bool  # of the backward, as the next
+    needs_dw: bool
+    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
+    stride_unit: int  # elements: strides of q, k, their gradients and results are given in multiples of it
+    table_stride_unit: int  # the same of cos and sin
+    stride_dtype: str  # i32, or i64 where a stride needs it
+    block_tokens: int
+    block_heads: int
+    threads: int  # of a program
+
+
+class Row(NamedTuple):
+    """The features of a head in a tile, all constexpr: D, R / 2, the first rotated one, and the pairs of a tile."""
+
+    D: Any
+    HALF: Any
+    ROTARY_OFFSET: Any
+    INTERLEAVED: Any
+    BLOCK_PAIRS: Any  # a power of two
+
+
+class Tables(NamedTuple):
+    """Cos and sin; their strides are in multiples of TABLE_STRIDE_UNIT elements."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    cos_stride_batch: Any
+    cos_stride_row: Any
+    sin_stride_batch: Any
+    sin_stride_row: Any
+    n_rows: Any
+
+
+class Index(NamedTuple):
+    """The source of the tokens' positions, as `_token_positions` reads it."""
+
+    positions_ptr: Any
+    stride_batch: Any
+    stride_token: Any
+    cu_seqlens_ptr: Any
+    n_sequences: Any
+    search_steps: Any
+    offset: Any
+
+
+@triton.jit
+def _pair_features(row):
+    """Return the first and the second feature of each half-split pair, and masks of those that exist.
+
+    The pairs after the first HALF are of features that are not rotated; an odd one of these has no partner.
+    """
+    pair = tl.arange(0, row.BLOCK_PAIRS)[None, None, :]
+    REST: tl.constexpr = row.D - 2 * row.HALF
+    REST_HALF: tl.constexpr = (REST + 1) // 2
+    if REST == 0:
+        first = pair
+        second = pair + row.HALF
+    elif row.HALF == 0:
+        first = pair
+        second = pair + REST_HALF
+    elif row.ROTARY_OFFSET == 0:
+        first = tl.where(pair < row.HALF, pair, pair + row.HALF)
+        second = tl.where(pair < row.HALF, pair + row.HALF, pair + (row.HALF + REST_HALF))
+    else:
+        is_rotated = pair < row.HALF
+        rest = pair - row.HALF
+        partner = rest + REST_HALF
+        first = rest + tl.where(rest < row.ROTARY_OFFSET, 0, 2 * row.HALF)
+        second = partner + tl.where(partner < row.ROTARY_OFFSET, 0, 2 * row.HALF)
+        first = tl.where(is_rotated, pair + row.ROTARY_OFFSET, first)
+        second = tl.where(is_rotated, pair + (row.ROTARY_OFFSET + row.HALF), second)
+    return first, second, pair < row.HALF + REST_HALF, pair < row.HALF + REST // 2
+
+
+@triton.jit
+def _interleaved_features(row):
+    """Return the features of a tile of interleaved pairs, and a mask of those that exist.
+
+    The pairs of an odd offset begin at feature -1.
+    """
+    feature = tl.arange(0, 2 * row.BLOCK_PAIRS)[None, None, :] - row.ROTARY_OFFSET % 2
+    mask = feature < row.D
+    if row.ROTARY_OFFSET % 2 == 1:
+        mask = mask & (feature >= 0)
+    return feature, mask
+
+
+@triton.jit
+def _load_row(ptrs, mask, row):
+    """Load all features of heads, as the first and the second of each pair."""
+    if row.INTERLEAVED:
+        # The pairs are loaded in one wide access, and split in registers.
+        feature, feature_mask = _interleaved_features(row)
+        x = tl.load(ptrs + feature, mask & feature_mask, other=0.0)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], row.BLOCK_PAIRS, 2)))
+    else:
+        first, second, first_mask, second_mask = _pair_features(row)
+        a = tl.load(ptrs + first, mask & first_mask, other=0.0)
+        b = tl.load(ptrs + second, mask & second_mask, other=0.0)
+    return a, b
+
+
+@triton.jit
+def _store_row(ptrs, a, b, mask, row):
+    """Store the features of heads in the order of memory."""
+    if row.INTERLEAVED:
+        feature, feature_mask = _interleaved_features(row)
+        x = tl.join(a, b)
+        tl.store(ptrs + feature, tl.reshape(x, (x.shape[0], x.shape[1], 2 * row.BLOCK_PAIRS)), mask & feature_mask)
+    else:
+        first, second, first_mask, second_mask = _pair_features(row)
+        tl.store(ptrs + first, a, mask & first_mask)
+        tl.store(ptrs + second, b, mask & second_mask)
+
+
+@triton.jit
+def _load_weights(
+    q_weight_ptr, k_weight_ptr, group, row, HQ: tl.constexpr, HK: tl.constexpr, PER_HEAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Load the weights of a group's heads, at the shape of a tile: a copy for each row costs little (L1)."""
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_q = group < Q_GROUPS
+    ptrs = tl.where(is_q, q_weight_ptr, k_weight_ptr) + tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, 1), tl.int32)
+    mask = tl.full((BLOCK_TOKENS, BLOCK_HEADS, 1), 1, tl.int1)
+    if PER_HEAD:
+        first_head = tl.where(is_q, group, group - Q_GROUPS) * BLOCK_HEADS
+        ptrs += (first_head + tl.arange(0, BLOCK_HEADS))[None, :, None] * row.D
+        mask = mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    return _load_row(ptrs, mask, row)
+
+
+@triton.jit
+def _load_tables(
+    tables, index, row, token, batch, token_mask, POSITIONS: tl.constexpr, TABLE_STRIDE_UNIT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Load cos and sin of each pair: 1 and 0 of features that are not rotated, NaN outside the table."""
+    position = _token_positions(
+        token, batch, index.positions_ptr, index.stride_batch, index.stride_token, index.cu_seqlens_ptr,
+        index.n_sequences, index.search_steps, index.offset, token_mask, POSITIONS,
+    )  # fmt: skip
+    inside = (position >= 0) & (position < tables.n_rows)
+    # Tokens past the last one have gradients of 0, which NaN would make a NaN in the sum over tokens.
+    nan_or_one = tl.where(inside | (token_mask == 0), 1.0, float("nan"))
+    FIRST_PAIR: tl.constexpr = (row.ROTARY_OFFSET + 1) // 2 if row.INTERLEAVED else 0
+    # At the full tile's shape, as in `rotate_kernel`.
+    column = tl.arange(0, row.BLOCK_PAIRS)[None, None, :] - FIRST_PAIR + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    mask = inside & (column < row.HALF)
+    if FIRST_PAIR > 0:
+        mask = mask & (column >= 0)
+    table_row = _wide(tl.where(inside, position, 0).to(tl.int32))
+    cos_row = (batch * _wide(tables.cos_stride_batch) + table_row * _wide(tables.cos_stride_row)) * TABLE_STRIDE_UNIT
+    sin_row = (batch * _wide(tables.sin_stride_batch) + table_row * _wide(tables.sin_stride_row)) * TABLE_STRIDE_UNIT
+    other = nan_or_one.to(tables.cos_ptr.dtype.element_ty)
+    cos = tl.load(tables.cos_ptr + cos_row + column, mask, other=other, eviction_policy="evict_last")
+    sin = tl.load(tables.sin_ptr + sin_row + column, mask, other=0.0, eviction_policy="evict_last")
+    return cos.to(COMPUTE_DTYPE), sin.to(COMPUTE_DTYPE)
+
+
+@triton.jit
+def _sum_rows(x, ACROSS: tl.constexpr):
+    """Sum over the features of each head, or of all heads of a token."""
+    total = tl.sum(x, axis=2, keep_dims=True)
+    if ACROSS:
+        total = tl.sum(total, axis=1, keep_dims=True)
+    return total
+
+
+@triton.jit
+def _rotate(a, b, cos, sin):
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def _width(group, D: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, ACROSS: tl.constexpr):
+    """Return the number of features of one statistic."""
+    return tl.where(group == 0, HQ * D, HK * D) if ACROSS else D
+
+
+@triton.jit
+def _rstd(a, b, width, EPS: tl.constexpr, ACROSS: tl.constexpr):
+    """Return 1 / sqrt(mean(x²) + eps) of each row."""
+    return tl.rsqrt(_sum_rows(a * a + b * b, ACROSS) / width + EPS)
+
+
+@triton.jit
+def _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS: tl.constexpr):
+    """Return the batch row, the tokens and the mask of a block of tokens."""
+    batch = _divide(tl.to_tensor(block), row_multiplier, row_shift)
+    token = _wide((block - batch * row_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None, None]
+    token_mask = token < n_tokens if BLOCK_TOKENS > 1 else tl.full((1, 1, 1), 1, tl.int1)
+    return _wide(batch), token, token_mask
+
+
+@triton.jit
+def norm_kernel(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cu_seqlens_ptr,
+    offset,
+    row_blocks,  # token blocks of a batch row
+    row_multiplier,  # these two divide by row_blocks: see _divide
+    row_shift,
+    n_tokens,
+    n_rows,  # of cos and sin
+    n_sequences,
+    search_steps,
+    q_stride_batch,
+    q_stride_token,
+    q_stride_head,
+    k_stride_batch,
+    k_stride_token,
+    k_stride_head,
+    q_out_stride_batch,
+    q_out_stride_token,
+    q_out_stride_head,
+    k_out_stride_batch,
+    k_out_stride_token,
+    k_out_stride_head,
+    cos_stride_batch,
+    cos_stride_row,
+    sin_stride_batch,
+    sin_stride_row,
+    positions_stride_batch,
+    positions_stride_token,
+    POSITIONS: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACROSS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    TABLE_STRIDE_UNIT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Normalise and rotate a group of heads of a block of tokens: one small tile, as in `rotate_kernel`."""
+    GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    group = tl.program_id(0) % GROUPS
+    block = tl.program_id(0) // GROUPS
+    batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
+
+    # Load the tile first: looking up the tables' rows takes longer.
+    q = Heads(q_ptr, q_stride_batch, q_stride_token, q_stride_head)
+    k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
+    head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
+    a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+    if HAS_WEIGHT:
+        weight_a, weight_b = _load_weights(
+            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), HQ, HK, PER_HEAD,
+            BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
+    if HALF > 0:
+        tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row, n_rows)
+        index = Index(
+            positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences, search_steps,
+            offset,
+        )  # fmt: skip
+        cos, sin = _load_tables(
+            tables, index, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
+            POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
+        )  # fmt: skip
+
+    a = a.to(COMPUTE_DTYPE)
+    b = b.to(COMPUTE_DTYPE)
+    if AFTER and HALF > 0:
+        a, b = _rotate(a, b, cos, sin)
+    rstd = _rstd(a, b, _width(group, D, HQ, HK, ACROSS), EPS, ACROSS)
+    a = a * rstd
+    b = b * rstd
+    if HAS_WEIGHT:
+        a = a * (weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+        b = b * (weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+    if not AFTER and HALF > 0:
+        a, b = _rotate(a, b, cos, sin)
+
+    q_out = Heads(q_out_ptr, q_out_stride_batch, q_out_stride_token, q_out_stride_head)
+    k_out = Heads(k_out_ptr, k_out_stride_batch, k_out_stride_token, k_out_stride_head)
+    out_ptrs = _head_pointers(group, batch, token, q_out, k_out, HQ, STRIDE_UNIT, BLOCK_HEADS)
+    a = a.to(q_out_ptr.dtype.element_ty)
+    b = b.to(q_out_ptr.dtype.element_ty)
+    _store_row(out_ptrs, a, b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+
+
+@triton.jit
+def norm_backward_kernel(
+    q_ptr,
+    k_ptr,
+    q_grad_ptr,  # of the results
+    k_grad_ptr,
+    dq_ptr,
+    dk_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    dw_partial_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cu_seqlens_ptr,
+    offset,
+    n_blocks,  # token blocks of all batch rows
+    n_slots,  # programs of each group of heads
+    row_blocks,  # token blocks of a batch row
+    row_multiplier,  # these two divide by row_blocks: see _divide
+    row_shift,
+    n_tokens,
+    n_rows,  # of cos and sin
+    n_sequences,
+    search_steps,
+    q_stride_batch,
+    q_stride_token,
+    q_stride_head,
+    k_stride_batch,
+    k_stride_token,
+    k_stride_head,
+    q_grad_stride_batch,
+    q_grad_stride_token,
+    q_grad_stride_head,
+    k_grad_stride_batch,
+    k_grad_stride_token,
+    k_grad_stride_head,
+    dq_stride_batch,
+    dq_stride_token,
+    dq_stride_head,
+    dk_stride_batch,
+    dk_stride_token,
+    dk_stride_head,
+    cos_stride_batch,
+    cos_stride_row,
+    sin_stride_batch,
+    sin_stride_row,
+    positions_stride_batch,
+    positions_stride_token,
+    POSITIONS: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACROSS: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    TABLE_STRIDE_UNIT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Compute dq, dk, and each program's part of the weights' gradients.
+
+    A program has one group of heads and every n_slots-th block of tokens, so that its sum over tokens stays in
+    registers, and that all programs sweep through memory in order. It writes its sum to a row of its own: the sums of
+    two runs have the same bits.
+    """
+    GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    group = tl.program_id(0) % GROUPS
+    slot = tl.program_id(0) // GROUPS
+    q = Heads(q_ptr, q_stride_batch, q_stride_token, q_stride_head)
+    k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
+    q_grad = Heads(q_grad_ptr, q_grad_stride_batch, q_grad_stride_token, q_grad_stride_head)
+    k_grad = Heads(k_grad_ptr, k_grad_stride_batch, k_grad_stride_token, k_grad_stride_head)
+    dq = Heads(dq_ptr, dq_stride_batch, dq_stride_token, dq_stride_head)
+    dk = Heads(dk_ptr, dk_stride_batch, dk_stride_token, dk_stride_head)
+    if HAS_WEIGHT and NEEDS_DX:
+        weight_a, weight_b = _load_weights(
+            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), HQ, HK, PER_HEAD,
+            BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
+    if NEEDS_DW:
+        dw_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        dw_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+    width = _width(group, D, HQ, HK, ACROSS)
+
+    for block in range(slot, n_blocks, n_slots):
+        batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
+        head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+        x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
+        a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+        grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
+        grad_a, grad_b = _load_row(grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+        if HALF > 0:
+            tables = Tables(
+                cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row, n_rows
+            )
+            index = Index(
+                positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences,
+                search_steps, offset,
+            )  # fmt: skip
+            cos, sin = _load_tables(
+                tables, index, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
+                POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
+            )  # fmt: skip
+        a = a.to(COMPUTE_DTYPE)
+        b = b.to(COMPUTE_DTYPE)
+        grad_a = grad_a.to(COMPUTE_DTYPE)
+        grad_b = grad_b.to(COMPUTE_DTYPE)
+        if HALF > 0:
+            if AFTER:
+                a, b = _rotate(a, b, cos, sin)
+            else:
+                grad_a, grad_b = _rotate(grad_a, grad_b, cos, -sin)
+        # Rows past the last one are 0, of which eps = 0 makes NaN.
+        rstd = tl.where(head_mask, _rstd(a, b, width, EPS, ACROSS), 0.0)
+        a = a * rstd
+        b = b * rstd
+        if NEEDS_DW:
+            dw_a += grad_a * a
+            dw_b += grad_b * b
+        if NEEDS_DX:
+            if HAS_WEIGHT:
+                grad_a = grad_a * (weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+                grad_b = grad_b * (weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+            mean = _sum_rows(a * grad_a + b * grad_b, ACROSS) / width
+            dx_a = rstd * (grad_a - a * mean)
+            dx_b = rstd * (grad_b - b * mean)
+            if AFTER and HALF > 0:
+                dx_a, dx_b = _rotate(dx_a, dx_b, cos, -sin)
+            dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
+            dx_a = dx_a.to(dq_ptr.dtype.element_ty)
+            dx_b = dx_b.to(dq_ptr.dtype.element_ty)
+            _store_row(dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+
+    if NEEDS_DW:
+        # (groups, slots, heads of a group or 1, D)
+        PARTIAL_HEADS: tl.constexpr = BLOCK_HEADS if PER_HEAD else 1
+        dw_a = tl.sum(dw_a, axis=0, keep_dims=True)
+        dw_b = tl.sum(dw_b, axis=0, keep_dims=True)
+        if not PER_HEAD:
+            dw_a = tl.sum(dw_a, axis=1, keep_dims=True)
+            dw_b = tl.sum(dw_b, axis=1, keep_dims=True)
+        first = (group * n_slots + slot) * PARTIAL_HEADS
+        partial_head = (first + tl.arange(0, PARTIAL_HEADS))[None, :, None]
+        mask = tl.full((1, PARTIAL_HEADS, 1), 1, tl.int1)
+        _store_row(
+            dw_partial_ptr + partial_head * D, dw_a, dw_b, mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS)
+        )
+
+
+@triton.jit
+def weight_sum_kernel(
+    dw_partial_ptr,
+    q_dw_ptr,
+    k_dw_ptr,
+    n_slots,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Sum the programs' parts of a weight's gradient, in one order, for a block of one head's features."""
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    K_GROUPS: tl.constexpr = (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    feature = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    unit = tl.program_id(1)  # a head of q or of k; without weights for each head, q or k
+    Q_UNITS: tl.constexpr = HQ if PER_HEAD else 1
+    is_q = unit < Q_UNITS
+    head = tl.where(is_q, unit, unit - Q_UNITS)
+    STEP: tl.constexpr = BLOCK_HEADS if PER_HEAD else 1
+    if PER_HEAD:
+        group = tl.where(is_q, 0, Q_GROUPS) + head // BLOCK_HEADS
+        first = group * n_slots * BLOCK_HEADS + head % BLOCK_HEADS
+        n_partials = n_slots
+    else:
+        first = tl.where(is_q, 0, Q_GROUPS) * n_slots
+        n_partials = tl.where(is_q, Q_GROUPS, K_GROUPS) * n_slots
+    total = tl.zeros((BLOCK_ROWS, BLOCK_D), dw_partial_ptr.dtype.element_ty)
+    for start in range(0, n_partials, BLOCK_ROWS):
+        partial = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        ptrs = dw_partial_ptr + (first + partial * STEP) * D + feature
+        total += tl.load(ptrs, (partial < n_partials) & (feature < D), other=0.0)
+    dw = tl.sum(total, axis=0, keep_dims=True)
+    ptrs = tl.where(is_q, q_dw_ptr, k_dw_ptr) + head * D + feature
+    tl.store(ptrs, dw.to(q_dw_ptr.dtype.element_ty), feature < D)
+
+
+_COMPUTE_DTYPES = {"fp64": tl.float64}
+_UNSIGNED_ARGUMENTS = {"row_multiplier"}
+SUM_BLOCK_ROWS, SUM_BLOCK_D, SUM_WARPS = 128, 8, 4  # 32 bytes of a row: many programs read the few partial sums
+
+
+def row_pairs(head_dim: int, half: int, rotary_offset: int, interleaved: bool) -> int:
+    """Return the pairs of a tile's row: a power of two."""
+    pairs = (head_dim + rotary_offset % 2 + 1) // 2 if interleaved else half + (head_dim - 2 * half + 1) // 2
+    return int(triton.next_power_of_2(max(1, pairs)))
+
+
+def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
+    """Return a kernel's compile-time arguments."""
+    constants = {
+        "POSITIONS": int(spec.positions),
+        "HQ": spec.n_q_heads,
+        "HK": spec.n_k_heads,
+        "D": spec.head_dim,
+        "HALF": spec.half,
+        "ROTARY_OFFSET": spec.rotary_offset,
+        "INTERLEAVED": spec.interleaved,
+        "BLOCK_PAIRS": row_pairs(spec.head_dim, spec.half, spec.rotary_offset, spec.interleaved),
+        "EPS": spec.eps,
+        "WEIGHT_OFFSET": spec.weight_offset,
+        "HAS_WEIGHT": spec.weight_dtype is not None,
+        "PER_HEAD": spec.per_head,
+        "AFTER": spec.after,
+        "ACROSS": spec.across_heads,
+        "NEEDS_DX": spec.needs_dx,
+        "NEEDS_DW": spec.needs_dw,
+        "STRIDE_UNIT": spec.stride_unit,
+        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
+        "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
+        "BLOCK_TOKENS": spec.block_tokens,
+        "BLOCK_HEADS": spec.block_heads,
+        "BLOCK_ROWS": SUM_BLOCK_ROWS,
+        "BLOCK_D": SUM_BLOCK_D,
+    }
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
+
+
+def kernel_source(kernel: Any, spec: NormSpecialisation) -> ASTSource:
+    """Return the source that Triton compiles for `spec`; it needs no GPU."""
+    dtypes = {
+        "weight": spec.weight_dtype or spec.dtype,
+        "dw_partial": "fp64" if spec.dtype == "fp64" else "fp32",
+        "dw": spec.weight_dtype or spec.dtype,
+        "cos": spec.table_dtype,
+        "sin": spec.table_dtype,
+        "positions": spec.index_dtype,
+        "cu_seqlens": spec.index_dtype,
+    }
+    constants = kernel_constants(kernel, spec)
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            stem = name.removesuffix("_ptr")
+            signature[name] = "*" + (dtypes.get(stem) or dtypes.get(stem.partition("_")[2]) or spec.dtype)
+            if stem not in ("positions", "cu_seqlens"):
+                attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
+        else:
+            is_unsigned = name in _UNSIGNED_ARGUMENTS
+            signature[name] = spec.stride_dtype if "_stride_" in name else "u32" if is_unsigned else "i32"
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) -> Any:
+    """Compile a kernel for `target`, by default the current GPU."""
+    target = target or triton.runtime.driver.active.get_current_target()
+    num_warps = SUM_WARPS if kernel is weight_sum_kernel else max(1, spec.threads // target.warp_size)
+    return triton.compile(kernel_source(kernel, spec), target=target, options={"num_warps": num_warps})

@@ -1,0 +1,395 @@
+"""The launches of RMS norm and rotation: one forward; one backward, and a sum of the weights' gradients.
+
+As `launch.py` does, `prepare` computes what depends on shapes, strides and flags alone, and the launches that it
+returns read addresses and launch compiled kernels that they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.rope.norm import NormCall, is_per_head
+from ropewalk.ops.rope.triton.kernel import Positions
+from ropewalk.ops.rope.triton.launch import _LETTERS, _WIDEST_ACCESS, Tiles, _division, _strides, _unit
+from ropewalk.ops.rope.triton.norm_kernel import (
+    SUM_BLOCK_D,
+    NormSpecialisation,
+    compile_kernel,
+    kernel_constants,
+    norm_backward_kernel,
+    norm_kernel,
+    row_pairs,
+    weight_sum_kernel,
+)
+from ropewalk.ops.rope.validate import as_bthd
+
+# Programs of the backward with sums of weights' gradients, for each multiprocessor: all of them run at a time.
+PROGRAMS_PER_SM = 8
+
+
+def choose_tiles(
+    tokens: int,
+    n_heads: int,
+    pairs: int,
+    itemsize: int,
+    *,
+    across_heads: bool,
+    heads_are_near: bool,
+    backward: bool,
+) -> Tiles:
+    """Return tiles of 16 bytes a thread from each half of a row.
+
+    n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
+    than a head's tokens do.
+    """
+    per_row = max(1, pairs * itemsize // _WIDEST_ACCESS)
+    if across_heads:
+        block_heads = triton.next_power_of_2(n_heads)
+        return Tiles(1, block_heads, min(1024, max(32, block_heads * per_row)))
+    threads = max(per_row, 32, 128 if heads_are_near or backward else 64)
+    rows = max(1, threads // per_row)
+    block_heads = min(rows, triton.next_power_of_2(n_heads))
+    if not heads_are_near:
+        block_heads = min(block_heads, 4)
+    block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
+    return Tiles(block_tokens, block_heads, min(threads, max(32, block_tokens * block_heads * per_row)))
+
+
+@cache
+def _binary(kernel: Any, spec: NormSpecialisation, device: int) -> Callable[..., None]:
+    """Compile a kernel for `device`; call the result with the grid, the stream and the kernel's arguments."""
+    with torch.cuda.device(device):
+        compiled = compile_kernel(kernel, spec)
+        run = compiled.run  # loads the binary onto the device
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launch(n_programs: int, n_units: int, stream: int, *arguments: Any) -> None:
+        run(n_programs, n_units, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+@dataclass
+class KernelLaunch:
+    """One prepared launch of a kernel."""
+
+    kernel: Any
+    spec: NormSpecialisation
+    grid: tuple[int, int]
+    device: int
+    constants: tuple[Any, ...]  # the numbers that stay the same from call to call, in the kernel's order
+
+    def __post_init__(self) -> None:
+        self.constants += tuple(kernel_constants(self.kernel, self.spec).values())
+        self._by_alignment: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None], indices: Sequence[Tensor | None], *numbers: int) -> None:
+        """Launch on the current stream: tensors, then positions and bounds of sequences, then numbers."""
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        union = _WIDEST_ACCESS
+        for pointer in pointers:
+            union |= pointer
+        alignment = union & -union
+        launch = self._by_alignment.get(alignment)
+        if launch is None:
+            spec = replace(self.spec, pointer_alignment=alignment)
+            launch = self._by_alignment[alignment] = _binary(self.kernel, spec, self.device)
+        pointers += [0 if x is None else x.data_ptr() for x in indices]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if torch._C._cuda_getDevice() == self.device:
+            launch(*self.grid, stream, *pointers, *numbers, *self.constants)
+        else:
+            with torch.cuda.device(self.device):
+                launch(*self.grid, stream, *pointers, *numbers, *self.constants)
+
+
+class InterpretedKernelLaunch(KernelLaunch):
+    """The same by Triton's interpreter, on CPU tensors."""
+
+    def __call__(self, tensors: Sequence[Tensor | None], indices: Sequence[Tensor | None], *numbers: int) -> None:
+        """Launch in the interpreter."""
+        given = next(x for x in tensors if x is not None)
+        values = [given if x is None else x for x in (*tensors, *indices)]
+        arguments = (*values, *numbers, *self.constants)
+        self.kernel[self.grid](**dict(zip(self.kernel.arg_names, arguments, strict=True)))
+
+
+def _make_launch(kernel: Any, spec: NormSpecialisation, grid: tuple[int, int], x: Tensor, *constants: Any) -> Any:
+    launch_class = InterpretedKernelLaunch if gpu.is_interpreted() else KernelLaunch
+    return launch_class(kernel, spec, grid, x.device.index, constants)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Token blocks and strides of a call, as both kernels read them."""
+
+    spec: NormSpecialisation
+    n_groups: int
+    n_blocks: int
+    constants: tuple[int, ...]
+
+
+def describe(
+    roles: Sequence[Sequence[Tensor]],
+    weight: Tensor | None,
+    call: NormCall,
+    *,
+    needs_dx: bool = False,
+    needs_dw: bool = False,
+    tiles: Tiles | None = None,
+) -> Geometry:
+    """Describe a launch: `roles` are q, or q and k; then their results, or results' gradients and gradients."""
+    xs = roles[0]
+    q = xs[0]
+    cos, sin, positions, cu_seqlens, _, rope = call.rope
+    batch, tokens, n_q_heads, head_dim = as_bthd(q, rope.layout).shape
+    n_k_heads = as_bthd(xs[1], rope.layout).shape[2] if len(xs) == 2 else 0
+    half = cos.shape[-1]
+    pairs = row_pairs(head_dim, half, rope.rotary_offset, rope.interleaved)
+
+    # (batch, token, head) of each.
+    strides: list[int] = []
+    for tensors in roles:
+        for x in tensors:
+            strides += _strides(as_bthd(x, rope.layout))[:3]
+        strides += [0, 0, 0] * (2 - len(tensors))
+    stride_unit = _unit(strides)
+    # (batch, row) of each; one table for all batch rows is a stride of 0 between them.
+    table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
+    table_stride_unit = _unit(table_strides)
+    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token)
+    if positions is None or cos.ndim == 3:
+        kind = Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX
+    elif positions.ndim == 1 and rope.layout != "thd":
+        kind, positions_strides = Positions.OFFSETS, (positions.stride(0), 0)
+    else:
+        kind, positions_strides = Positions.TOKENS, (0, *_strides(positions))[-2:]
+    index = positions if positions is not None else cu_seqlens
+    n_sequences = cu_seqlens.numel() - 1 if cu_seqlens is not None else 0
+
+    if tiles is None:
+        tiles = choose_tiles(
+            tokens,
+            max(n_q_heads, n_k_heads),
+            pairs,
+            q.element_size(),
+            across_heads=call.flags.across_heads,
+            heads_are_near=tokens <= 1 or n_q_heads <= 1 or strides[2] <= strides[1],
+            backward=needs_dx or needs_dw,
+        )
+    all_strides = (
+        *(stride // stride_unit for stride in strides),
+        *(stride // table_stride_unit for stride in table_strides),
+        *positions_strides,
+    )
+    spec = NormSpecialisation(
+        dtype=_LETTERS[q.dtype],
+        weight_dtype=None if weight is None else _LETTERS[weight.dtype],
+        table_dtype=_LETTERS[cos.dtype],
+        index_dtype="i64" if index is None else _LETTERS[index.dtype],
+        positions=kind,
+        n_q_heads=n_q_heads,
+        n_k_heads=n_k_heads,
+        head_dim=head_dim,
+        half=half,
+        rotary_offset=rope.rotary_offset,
+        interleaved=rope.interleaved,
+        eps=float(call.flags.eps),
+        weight_offset=float(call.flags.offset),
+        per_head=weight is not None and is_per_head(weight, call.flags),
+        after=call.flags.after,
+        across_heads=call.flags.across_heads,
+        needs_dx=needs_dx,
+        needs_dw=needs_dw,
+        pointer_alignment=_WIDEST_ACCESS,
+        stride_unit=stride_unit,
+        table_stride_unit=table_stride_unit,
+        stride_dtype="i32" if max(all_strides) < 2**31 else "i64",
+        block_tokens=tiles.block_tokens,
+        block_heads=tiles.block_heads,
+        threads=tiles.threads,
+    )
+    row_blocks = math.ceil(tokens / tiles.block_tokens)
+    n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
+    constants = (
+        row_blocks,
+        *_division(row_blocks),
+        tokens,
+        cos.shape[-2],  # tables per token have T, and positions 0 … T - 1
+        n_sequences,
+        n_sequences.bit_length(),
+        *all_strides,
+    )
+    return Geometry(spec, n_groups, batch * row_blocks, constants)
+
+
+def _group(kinds: Sequence[Any]) -> list[list[int]]:
+    """Return the indices of q and k in one group if one launch can do both, or in one each."""
+    return [list(range(len(kinds)))] if len(set(kinds)) == 1 else [[i] for i in range(len(kinds))]
+
+
+def _pair(tensors: Sequence[Any], slots: Sequence[int]) -> tuple[Any, Any]:
+    """Return the tensors of a launch's two arguments, the second of them None if it has one tensor."""
+    return tensors[slots[0]], tensors[slots[1]] if len(slots) == 2 else None
+
+
+def _kind(weight: Tensor | None) -> Any:
+    """Return all that a kernel is compiled for of a weight."""
+    return None if weight is None else (weight.dtype, weight.ndim)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Say whether the last dimension is dense in memory."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
+
+
+def _dense(x: Any) -> Any:
+    return x if x is None or _is_dense(x) else x.contiguous()
+
+
+def _dense_call(call: NormCall) -> NormCall:
+    rope = call.rope
+    dense = rope._replace(cos=_dense(rope.cos), sin=_dense(rope.sin), cu_seqlens=_dense(rope.cu_seqlens))
+    return call._replace(rope=dense)
+
+
+def _are_read_by_kernels(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> bool:
+    """Say whether the kernels can read tensors without copies of them."""
+    rope = call.rope
+    tensors = (*xs, rope.cos, rope.sin, *(() if rope.cu_seqlens is None else (rope.cu_seqlens,)))
+    return all(map(_is_dense, tensors)) and all(weight is None or weight.is_contiguous() for weight in weights)
+
+
+def forward(
+    xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the function of the same arguments, for tensors with the same metadata, that normalises and rotates.
+
+    q and k share a launch if their weights have one dtype and one number of dimensions.
+    """
+    outs = [torch.empty_like(x, device="meta") for x in xs]
+    if not _are_read_by_kernels((*xs, *outs), weights, call):
+        return _forward_dense
+    launches = []
+    for slots in _group([_kind(weight) for weight in weights]):
+        roles = [[tensors[i] for i in slots] for tensors in (xs, outs)]
+        geometry = describe(roles, weights[slots[0]], call)
+        if (n_programs := geometry.n_blocks * geometry.n_groups) and xs[0].shape[-1]:
+            launch = _make_launch(norm_kernel, geometry.spec, (n_programs, 1), xs[0], *geometry.constants)
+            launches.append((slots, launch))
+
+    def run(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+        outs = tuple([torch.empty_like(x) for x in xs])
+        cos, sin, positions, cu_seqlens, offset, _ = call.rope
+        for slots, launch in launches:
+            tensors = (*_pair(xs, slots), *_pair(outs, slots), *_pair(weights, slots), cos, sin)
+            launch(tensors, (positions, cu_seqlens), offset)
+        return outs
+
+    return run
+
+
+def _forward_dense(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+    """Normalise and rotate dense copies, for tensors that the kernels cannot read."""
+    arguments = (
+        [x.contiguous() for x in xs],
+        [None if weight is None else weight.contiguous() for weight in weights],
+        _dense_call(call),
+    )
+    outs = tuple(torch.empty_like(x) for x in xs)
+    for out, dense in zip(outs, forward(*arguments)(*arguments), strict=True):
+        out.copy_(dense)
+    return outs
+
+
+def backward(
+    grads: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    call: NormCall,
+) -> Callable[..., list[Tensor | None]]:
+    """Return the function of (grads, xs, weights, call) that gives the gradients of (*xs, *weights) that are needed.
+
+    `grads` are those of the results, all given. q and k share a launch as in the forward, if both need the same.
+    """
+    dxs = [torch.empty_like(x, device="meta") for x in xs]
+    if not _are_read_by_kernels((*grads, *xs, *dxs), weights, call):
+        return lambda *arguments: _backward_dense(*arguments, needed=needed)
+    n = len(xs)
+    kinds = [(_kind(weight), needed[i], needed[n + i]) for i, weight in enumerate(weights)]
+    launches = []
+    for slots in _group(kinds):
+        roles = [[tensors[i] for i in slots] for tensors in (xs, grads, dxs)]
+        needs_dx, needs_dw = needed[slots[0]], needed[n + slots[0]]
+        if (needs_dx or needs_dw) and xs[0].shape[-1]:
+            geometry = describe(roles, weights[slots[0]], call, needs_dx=needs_dx, needs_dw=needs_dw)
+            launches.append((slots, _BackwardLaunch(geometry, xs[0])))
+
+    def run(
+        grads: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+    ) -> list[Tensor | None]:
+        dxs = [torch.empty_like(x) if needed[i] else None for i, x in enumerate(xs)]
+        dws = [None if w is None or not needed[n + i] else torch.empty_like(w) for i, w in enumerate(weights)]
+        for slots, launch in launches:
+            launch([_pair(tensors, slots) for tensors in (xs, grads, dxs, weights, dws)], call)
+        return [*dxs, *dws]
+
+    return run
+
+
+def _backward_dense(
+    grads: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    call: NormCall,
+    *,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Compute gradients from dense copies, for tensors that the kernels cannot read."""
+    grads, xs = [x.contiguous() for x in grads], [x.contiguous() for x in xs]
+    weights = [None if weight is None else weight.contiguous() for weight in weights]
+    call = _dense_call(call)
+    return backward(grads, xs, weights, needed, call)(grads, xs, weights, call)
+
+
+class _BackwardLaunch:
+    """The launches of the gradients of q, or of q and k, and of their weights."""
+
+    def __init__(self, geometry: Geometry, x: Tensor) -> None:
+        spec, n_blocks, n_groups = geometry.spec, geometry.n_blocks, geometry.n_groups
+        n_slots = n_blocks
+        if spec.needs_dw:
+            n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * PROGRAMS_PER_SM // max(1, n_groups)))
+        self._kernel = self._sum = None
+        if n_blocks * n_groups:
+            grid = n_slots * n_groups, 1
+            self._kernel = _make_launch(norm_backward_kernel, spec, grid, x, n_blocks, n_slots, *geometry.constants)
+        if spec.needs_dw:
+            rows = n_slots * n_groups * (spec.block_heads if spec.per_head else 1)
+            self._partial_shape = rows, spec.head_dim
+            n_units = spec.n_q_heads + spec.n_k_heads if spec.per_head else 1 + (spec.n_k_heads > 0)
+            grid = math.ceil(spec.head_dim / SUM_BLOCK_D), n_units
+            self._sum = _make_launch(weight_sum_kernel, spec, grid, x, n_slots)
+
+    def __call__(self, pairs: Sequence[tuple[Any, Any]], call: NormCall) -> None:
+        xs, grads, dxs, weights, dws = pairs
+        cos, sin, positions, cu_seqlens, offset, _ = call.rope
+        partial = None
+        if self._sum is not None:
+            dtype = torch.promote_types(xs[0].dtype, torch.float32)
+            partial = torch.empty(self._partial_shape, dtype=dtype, device=xs[0].device)
+        if self._kernel is not None:
+            tensors = (*xs, *grads, *dxs, *weights, partial, cos, sin)
+            self._kernel(tensors, (positions, cu_seqlens), offset)
+        if self._sum is not None:
+            self._sum((partial, *dws), ())
