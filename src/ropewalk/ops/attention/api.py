@@ -16,7 +16,14 @@ from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, 
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
-from ropewalk.ops.attention.tables import check_norm_fits, has_one_launch, norm_call, resolve_scheme, with_rows
+from ropewalk.ops.attention.tables import (
+    check_mapped_alone,
+    check_norm_fits,
+    goes_with_rotation,
+    norm_call,
+    resolve_scheme,
+    with_rows,
+)
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
@@ -171,9 +178,9 @@ def attention(
             device; Triton's kernels and the reference drop the same for a seed.
         keys_rotated: k is already rotated, as in a cache of rotated keys; q alone is rotated. (ExpoSB weighs features
             of k alone, by both weights.) A two-range encoding does not support it.
-        norm: normalise q and k by their root mean square, as `QKNorm` says, before the scheme maps features or after
-            it; trained. `Rope` rotates in the same launch. k of a cache was normed when it was written: with
-            keys_rotated or block_table there is no norm, so pass q normed. A two-range encoding has no norm after it.
+        norm: normalise q and k by their root mean square (see `QKNorm`), before the scheme maps features or after it;
+            the weights are trained. `Rope` rotates in the same launch, and is the one map of features that takes a norm
+            after it. With keys_rotated or block_table there is none: k was normed when it was cached. Pass q normed.
         gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
             Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). The output is rounded to
             its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
@@ -225,7 +232,7 @@ def attention(
         refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
     if norm is not None:
         check_norm_fits(norm, keys_rotated, block_table)
-        if not has_one_launch(norm, position):
+        if not goes_with_rotation(norm, position):
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
@@ -335,7 +342,8 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
     call = make_call(q, k, v, **keywords)
     if norm is not None:
         check_norm_fits(norm, call.keys_rotated, call.block_table)
-        if has_one_launch(norm, call.scheme):
+        if goes_with_rotation(norm, call.scheme):
+            check_mapped_alone(call)
             call = call._replace(tables=NO_TABLES)
     return dataclasses.replace(explain(call, impl), hint=_layout_hint(call, keywords.get("layout", "bthd")))
 

@@ -33,7 +33,7 @@ from ropewalk.ops.attention.call import (
 from ropewalk.ops.rope.api import apply_rope, norm_and_rotate, normalize
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
-from ropewalk.schemes import PositionScheme, Rope, Rotation
+from ropewalk.schemes import NoPosition, PositionScheme, Rope, Rotation
 
 
 def resolve_scheme(call: AttentionCall) -> AttentionCall:
@@ -146,22 +146,29 @@ def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None
             raise ValueError(f"norm was passed with {name}, but must be None: k was normed when it was cached")
 
 
-def has_one_launch(norm: QKNorm, position: PositionScheme | None) -> bool:
-    """Say whether `norm_call` makes a call's norm, because a rotation goes with it or comes before it."""
+def goes_with_rotation(norm: QKNorm, position: PositionScheme | None) -> bool:
+    """Say whether `norm_call` makes a call's norm, because a rotation goes with it or must be looked for."""
     return norm.after or type(position) is Rope
 
 
+def check_mapped_alone(call: AttentionCall) -> None:
+    """Raise if a norm cannot come after the map of a call's features."""
+    if type(call.scheme) is not Rope and not (call.tables.q is None and call.far is None):
+        raise ValueError(
+            f"norm.after is True, but must be False for {type(call.scheme).__name__}: of schemes that map features, "
+            f"Rope alone takes a norm after it"
+        )
+
+
 def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionCall:
-    """Return a call with q and k normed and their features mapped, in one launch where they are rotated alone."""
-    call = with_rows(call)
-    q, k, tables = call.q, call.k, call.tables
-    if call.far is not None:
-        raise ValueError("norm.after is True, but must be False with a two-range encoding")
-    if tables.q is None or tables.feature_weights is not None:
-        q, k = normalize(map_features(call), norm, "bhtd", impl)
-    else:
-        flags = RopeFlags("bhtd", tables.interleaved, rotary_offset=tables.rotary_offset, impl=impl)
+    """Return a call with q and k normed; those of `Rope` are rotated in the same launch, and are left no position."""
+    check_mapped_alone(call)
+    q, k = call.q, call.k
+    if type(call.scheme) is Rope:
+        tables = with_rows(call).tables
+        assert tables.q is not None
         assert tables.k is not None  # keys that come rotated have no norm
+        flags = RopeFlags("bhtd", tables.interleaved, rotary_offset=tables.rotary_offset, impl=impl)
         of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
         if tables.q.cos is tables.k.cos:
             q, k = norm_and_rotate((q, k), norm, of_q)
@@ -170,9 +177,11 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
             check_norm((q, k), weights, NormCall(of_q, norm_flags))  # which names k's weight
             (q,) = norm_and_rotate((q,), norm, of_q)
             (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), of_k)
+        call = call._replace(scheme=NoPosition(), tables=NO_TABLES, positions_q=None, positions_k=None)
+    else:
+        q, k = normalize((q, k), norm, "bhtd", impl)
     needs_backward = call.needs_backward or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
-    call = call._replace(q=q, k=k, tables=NO_TABLES, needs_backward=needs_backward)
-    return call if call.score_mod is not None else call._replace(positions_q=None, positions_k=None)
+    return call._replace(q=q, k=k, needs_backward=needs_backward)
 
 
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
