@@ -1,4 +1,7 @@
-"""Every test here that takes `impl` runs once for each implementation that supports the device under test."""
+"""Every test here that takes `impl` runs once for each implementation that supports the device under test.
+
+`norm_impl` is the same for calls with a norm.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,8 @@ from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "impl" not in metafunc.fixturenames:
-        return
     device = torch.device("cuda" if ON_GPU else "cpu")
-    names = [impl for impl in IMPLEMENTATIONS if why_not(impl, device) is None]
-    metafunc.parametrize(
-        "impl", [pytest.param(name, marks=needs_kernels) if name == "triton" else name for name in names]
-    )
+    for fixture in {"impl", "norm_impl"} & set(metafunc.fixturenames):
+        names = [impl for impl in IMPLEMENTATIONS if why_not(impl, device, fixture == "norm_impl") is None]
+        marked = [pytest.param(name, marks=needs_kernels) if name == "triton" else name for name in names]
+        metafunc.parametrize(fixture, marked)

@@ -138,7 +138,7 @@ class _NormRotate(torch.autograd.Function):
         rope = RopeCall(cos, sin, positions, cu_seqlens, offset, rope_flags)
         arguments = grads, tensors[:n], tensors[n:], ctx.needs_input_grad[1:], NormCall(rope, flags)
         if torch.is_grad_enabled():  # create_graph=True: PyTorch's own operations have further derivatives
-            return (None, *norm_reference.norm_rope_backward(*arguments, create_graph=True))
+            return (None, *norm_reference.norm_rope_backward(*arguments))
         return (None, *backward(*arguments))
 
 

@@ -121,7 +121,7 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     results: list[Tensor | None] = [None] * _N_TENSORS
     if torch.is_grad_enabled():  # create_graph=True: PyTorch's own operations have further derivatives
         arguments = _backward_arguments(q_grad, k_grad, *tensors, needed, *rest)
-        found = norm_reference.norm_rope_backward(*arguments, create_graph=True)
+        found = norm_reference.norm_rope_backward(*arguments)
         results[0 :: 4 // len(found)] = found
     elif any(needed):
         found = iter(torch.ops.ropewalk.norm_rope_backward(q_grad, k_grad, *tensors, needed, *rest))

@@ -6,50 +6,23 @@ Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.norm import NormCall, NormFlags, is_per_head
+from ropewalk.ops.rope.norm import NormCall, is_per_head
 from ropewalk.ops.rope.reference import broadcast_rows, join_pairs, rotate_pairs, split_pairs
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, flags: NormFlags, layout: str) -> Tensor:
-    """Divide each head of x by its root mean square, and multiply by its weights; x has the arithmetic's dtype."""
-    head_axis = layout.index("h") - x.ndim
-    axes = (head_axis, -1) if flags.across_heads else (-1,)
-    x = x * torch.rsqrt(x.square().mean(dim=axes, keepdim=True) + flags.eps)
-    if weight is None:
-        return x
-    weight = weight.to(x.dtype) + flags.offset
-    if is_per_head(weight, flags):
-        weight = weight.reshape(-1, x.shape[-1])  # (H, D)
-        weight = weight.unsqueeze(1) if head_axis == -3 else weight
-    return x * weight
 
 
 def norm_rope(x: Tensor, weight: Tensor | None, call: NormCall) -> Tensor:
     """Normalise and rotate one tensor out of place by differentiable, composable PyTorch operations."""
-    cos, sin, positions, cu_seqlens, offset, rope = call.rope
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(dtype)
-    if not call.flags.after:
-        y = rms_norm(y, weight, call.flags, rope.layout)
-    inside = None
-    if cos.shape[-1] > 0:
-        cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, False, rope.layout)
-        rotary_dim = 2 * cos.shape[-1]
-        sizes = [rope.rotary_offset, rotary_dim, x.shape[-1] - rope.rotary_offset - rotary_dim]
-        before, middle, after = y.split(sizes, dim=-1)
-        a, b = rotate_pairs(*split_pairs(middle, rope.interleaved), cos.to(dtype), sin.to(dtype))
-        y = torch.cat((before, join_pairs(a, b, rope.interleaved), after), dim=-1)
-    if inside is not None:
-        # A product rather than `where`: the gradient of such a token is NaN too, as that of a rotation alone.
-        y = y * torch.where(inside, 1.0, torch.nan).to(dtype)
+    y = x.to(_compute_dtype(x))
     if call.flags.after:
-        y = rms_norm(y, weight, call.flags, rope.layout)
-    return y.to(x.dtype)
+        y = _rotate(y, call)
+    y = y * _rstd(y, call)
+    if weight is not None:
+        y = y * _factors(weight, y, call)
+    return (y if call.flags.after else _rotate(y, call)).to(x.dtype)
 
 
 def norm_rope_backward(
@@ -58,27 +31,28 @@ def norm_rope_backward(
     weights: Sequence[Tensor | None],
     needed: Sequence[bool],
     call: NormCall,
-    *,
-    create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *weights) that are needed; differentiable with `create_graph`."""
+    """Return the gradients of (*xs, *weights) that are needed; they are differentiable too."""
     n = len(xs)
     results: list[Tensor | None] = [None] * (2 * n)
-    with torch.enable_grad():
-        # Views of their own: one tensor that is given twice gets each of its gradients.
-        leaves: list[Any] = [
-            None if x is None else x.view_as(x) if create_graph else x.detach().requires_grad_(is_needed)
-            for x, is_needed in zip((*xs, *weights), needed, strict=True)
-        ]
-        given = {i: grad for i, grad in enumerate(grads) if grad is not None and (needed[i] or needed[n + i])}
-        wanted = [i for i, is_needed in enumerate(needed) if is_needed and i % n in given]
-        if wanted:
-            outs = [norm_rope(leaves[i], leaves[n + i], call) for i in given]
-            found = torch.autograd.grad(
-                outs, [leaves[i] for i in wanted], list(given.values()), create_graph=create_graph
-            )
-            for i, grad in zip(wanted, found, strict=True):
-                results[i] = grad
+    for i, (grad, x, weight) in enumerate(zip(grads, xs, weights, strict=True)):
+        if grad is None:
+            continue
+        g, y = grad.to(_compute_dtype(x)), x.to(_compute_dtype(x))
+        if call.flags.after:
+            y = _rotate(y, call)
+        else:
+            g = _rotate(g, call, inverse=True)
+        rstd = _rstd(y, call)
+        y = y * rstd
+        if needed[n + i] and weight is not None:
+            dims = [d for d in range(y.ndim - 1) if not (is_per_head(weight, call.flags) and d == _head_axis(call))]
+            results[n + i] = (g * y).sum(dims).reshape(weight.shape).to(weight.dtype)
+        if needed[i]:
+            if weight is not None:
+                g = g * _factors(weight, y, call)
+            dx = rstd * (g - y * (y * g).mean(_axes(call), keepdim=True))
+            results[i] = (_rotate(dx, call, inverse=True) if call.flags.after else dx).to(x.dtype)
     return results
 
 
@@ -95,12 +69,55 @@ def backward(
     needed: Sequence[bool],
     call: NormCall,
 ) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *weights) that are needed."""
-    found = norm_rope_backward(grads, xs, weights, needed, call)
-    return [
-        None if grad is None or x is None else _strided_like(grad, x)
-        for grad, x in zip(found, (*xs, *weights), strict=True)
-    ]
+    """Return the gradients of (*xs, *weights) that are needed, outside of autograd."""
+    with torch.no_grad():
+        found = norm_rope_backward(grads, xs, weights, needed, call)
+        return [
+            None if grad is None or x is None else _strided_like(grad, x)
+            for grad, x in zip(found, (*xs, *weights), strict=True)
+        ]
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _head_axis(call: NormCall) -> int:
+    return call.rope.flags.layout.index("h")
+
+
+def _axes(call: NormCall) -> tuple[int, ...]:
+    """Return the axes of one statistic."""
+    return (_head_axis(call), -1) if call.flags.across_heads else (-1,)
+
+
+def _rstd(x: Tensor, call: NormCall) -> Tensor:
+    """Return 1 / sqrt(mean(x²) + eps), which broadcasts against x."""
+    return torch.rsqrt(x.square().mean(_axes(call), keepdim=True) + call.flags.eps)
+
+
+def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:
+    """Return the weights and their offset, which broadcast against x."""
+    factors = weight.to(x.dtype) + call.flags.offset
+    if is_per_head(weight, call.flags):
+        factors = factors.reshape(-1, x.shape[-1])  # (H, D)
+        factors = factors.unsqueeze(1) if call.rope.flags.layout == "bhtd" else factors
+    return factors
+
+
+def _rotate(x: Tensor, call: NormCall, *, inverse: bool = False) -> Tensor:
+    """Rotate x, of the arithmetic's dtype; a token outside the table becomes NaN, its gradient too."""
+    cos, sin, positions, cu_seqlens, offset, flags = call.rope
+    if cos.shape[-1] == 0:
+        return x
+    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, flags.layout)
+    rotary_dim = 2 * cos.shape[-1]
+    sizes = [flags.rotary_offset, rotary_dim, x.shape[-1] - flags.rotary_offset - rotary_dim]
+    before, middle, after = x.split(sizes, dim=-1)
+    a, b = rotate_pairs(*split_pairs(middle, flags.interleaved), cos.to(x.dtype), sin.to(x.dtype))
+    rotated = torch.cat((before, join_pairs(a, b, flags.interleaved), after), dim=-1)
+    # A product rather than `where`, by which the gradient of such a token would be 0.
+    return rotated if inside is None else rotated * torch.where(inside, 1.0, torch.nan).to(x.dtype)
 
 
 def _strided_like(result: Tensor, x: Tensor) -> Tensor:

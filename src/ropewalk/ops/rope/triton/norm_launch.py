@@ -117,8 +117,9 @@ class InterpretedKernelLaunch(KernelLaunch):
 
     def __call__(self, tensors: Sequence[Tensor | None], indices: Sequence[Tensor | None], *numbers: int) -> None:
         """Launch in the interpreter."""
-        given = next(x for x in tensors if x is not None)
-        values = [given if x is None else x for x in (*tensors, *indices)]
+        values: list[Any] = []
+        for x in (*tensors, *indices):  # without k, its arguments have the types of q's
+            values.append(values[-1] if x is None else x)
         arguments = (*values, *numbers, *self.constants)
         self.kernel[self.grid](**dict(zip(self.kernel.arg_names, arguments, strict=True)))
 
@@ -249,7 +250,7 @@ def _kind(weight: Tensor | None) -> Any:
 
 def _is_dense(x: Tensor) -> bool:
     """Say whether the last dimension is dense in memory."""
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
 
 
 def _dense(x: Any) -> Any:

@@ -1,0 +1,55 @@
+"""Specialisations of the norm's Triton kernels, for the compile checks and tools/kernel_figures.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from helpers.rope_launches import DTYPES
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.norm import NormCall, NormFlags
+from ropewalk.ops.rope.triton.norm_kernel import NormSpecialisation, norm_backward_kernel, norm_kernel
+from ropewalk.ops.rope.triton.norm_launch import describe
+
+KERNELS = {kernel.__name__: kernel for kernel in (norm_kernel, norm_backward_kernel)}
+
+
+def specialise_norm(
+    kernel: str,
+    *,
+    head_dim: int = 128,
+    rotary_dim: int | None = None,
+    heads: tuple[int, int] = (32, 8),
+    batch: int = 2,
+    tokens: int = 4096,
+    dtype: str = "bf16",
+    weight: str | None = "vector",  # None, or of the shapes "vector" (D,), "heads" (H, D) and "across" (H·D,)
+    weight_dtype: str = "bf16",
+    layout: str = "bthd",
+    alignment: int = 16,
+    norm: dict[str, Any] | None = None,
+    **flags: Any,
+) -> NormSpecialisation:
+    """What the launch of such a call would compile: tensors without memory are enough to ask."""
+    flags = RopeFlags(layout, **flags)
+
+    def empty(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    # Slices of one projection, with room for v.
+    fused = empty(batch, tokens, heads[0] + 2 * heads[1], head_dim)
+    xs = list(fused.split([*heads, heads[1]], dim=2)[:2])
+    dense = [empty(batch, tokens, n, head_dim) for n in heads]
+    if layout == "bhtd":
+        xs, dense = ([x.transpose(1, 2) for x in tensors] for tensors in (xs, dense))
+    half = (head_dim if rotary_dim is None else rotary_dim) // 2
+    cos = empty(tokens, half, dtype=torch.float32) if half else empty(1, 1, 0)
+    shape = {"vector": (head_dim,), "heads": (heads[0], head_dim), "across": (heads[0] * head_dim,), None: None}[weight]
+    weights = None if shape is None else empty(*shape, dtype=DTYPES[weight_dtype])
+    call = NormCall(RopeCall(cos, cos, None, None, 0, flags), NormFlags(**(norm or {})))
+    is_backward = kernel == "norm_backward_kernel"
+    roles = [xs, dense, dense] if is_backward else [xs, dense]
+    needs = {"needs_dx": is_backward, "needs_dw": is_backward and weight is not None}
+    return replace(describe(roles, weights, call, **needs).spec, pointer_alignment=alignment)

@@ -1,0 +1,94 @@
+"""The kernels of the norm compile for every target, without spills and with wide memory accesses."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import pytest
+from helpers.norm_launches import KERNELS, specialise_norm
+from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
+
+from ropewalk.ops.rope.triton.norm_kernel import compile_kernel, weight_sum_kernel
+
+pytestmark = pytest.mark.compile
+
+ACROSS = {"weight": "across", "norm": {"across_heads": True}}
+CASES = {
+    "qwen3": {},
+    "qwen3-next": {"head_dim": 256, "rotary_dim": 64, "heads": (24, 4), "norm": {"offset": 1.0}},
+    "bert": {"head_dim": 64, "heads": (12, 12), "batch": 32, "tokens": 512},
+    "d512": {"head_dim": 512},
+    "interleaved": {"interleaved": True},
+    "interleaved-offset": {"interleaved": True, "rotary_dim": 64, "rotary_offset": 64},
+    "after": {"norm": {"after": True}, "weight_dtype": "fp32"},
+    "after-no-weight": {"norm": {"after": True}, "weight": None},
+    "heads": {"weight": "heads", "weight_dtype": "fp32"},
+    "heads-bhtd": {"weight": "heads", "layout": "bhtd"},
+    "across": ACROSS,
+    "across-8192": {**ACROSS, "heads": (64, 8)},
+    "across-after": {**ACROSS, "norm": {"across_heads": True, "after": True}},
+    "alone": {"rotary_dim": 0},
+    "decode": {"batch": 1, "tokens": 1},
+    "fp32": {"dtype": "fp32", "weight_dtype": "fp32"},
+    "fp64": {"dtype": "fp64", "weight_dtype": "fp64"},
+    "fp16": {"dtype": "fp16", "weight_dtype": "fp16"},
+}
+# On sm_90 all of them, on the others every third.
+COMPILED = [(target, case) for target in TARGETS for case in (list(CASES) if target == "sm_90" else list(CASES)[::3])]
+WIDE = [name for name in CASES if name not in ("fp32", "fp64")]
+
+
+@lru_cache(maxsize=64)
+def compiled(target, kernel, case):
+    return compile_kernel(KERNELS[kernel], specialise_norm(kernel, **CASES[case]), TARGETS[target])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("target", "case"), COMPILED, ids=lambda value: value)
+def test_nothing_is_spilled(target, case, kernel, tmp_path):
+    used = resources(compiled(target, kernel, case), tmp_path)
+    assert used["registers"] > 0
+    assert spilled_bytes(used, target) == 0, f"registers are spilled: {used}"
+    assert used["shared"] <= SHARED_MEMORY[target]
+
+
+def accesses(kernel, tmp_path):
+    """Bits of each access to global memory in the machine code."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    found = re.findall(r"\b(LD|ST)G?\.E(\S*)", cuobjdump(cubin, "-sass"))
+    widths = [(kind, re.findall(r"\.(64|128)\b", modifiers)) for kind, modifiers in found]
+    return [(kind, int(sizes[-1]) if sizes else 32) for kind, sizes in widths]
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_the_forward_accesses_16_bytes_at_a_time(case, tmp_path):
+    found = accesses(compiled("sm_90", "norm_kernel", case), tmp_path)
+    assert {width for kind, width in found if kind == "ST"} == {128}
+    assert {width for kind, width in found if kind == "LD"} == {128}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_the_backward_accesses_16_bytes_at_a_time(case, tmp_path):
+    """All but the partial sums of the weights, which it stores once."""
+    found = accesses(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
+    assert {width for kind, width in found if kind == "LD"} == {128}
+    assert ("ST", 128) in found
+
+
+@pytest.mark.parametrize("case", ["qwen3", "interleaved", "qwen3-next", "bert"])
+def test_a_row_stays_in_one_warp(case, tmp_path):
+    assert resources(compiled("sm_90", "norm_kernel", case), tmp_path)["shared"] == 0
+
+
+def test_narrow_accesses_are_found(tmp_path):
+    kernel = compile_kernel(KERNELS["norm_kernel"], specialise_norm("norm_kernel", alignment=2), TARGETS["sm_90"])
+    assert ("ST", 128) not in accesses(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", ["qwen3", "heads", "across", "fp64"])
+def test_the_sum_of_weights_compiles(target, case, tmp_path):
+    spec = specialise_norm("norm_backward_kernel", **CASES[case])
+    assert spilled_bytes(resources(compile_kernel(weight_sum_kernel, spec, TARGETS[target]), tmp_path), target) == 0
