@@ -97,7 +97,7 @@ def check_flags(call: NormCall) -> None:
     for name, number in (("eps", eps), ("offset", offset)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"norm.{name} is {number!r}, but must be a float")
-        if not math.isfinite(number):
+        if not abs(number) < math.inf:  # torch.compile traces no math.isfinite
             raise ValueError(f"norm.{name} is {number}, but must be finite")
     if eps < 0:
         raise ValueError(f"norm.eps is {eps}, but must be at least 0")
