@@ -32,12 +32,15 @@ if str(TESTS) not in sys.path:
 
 from helpers import attention_launches, compile_hopper, decode_launches  # noqa: E402
 from helpers.compile import Recorder, compile_launch  # noqa: E402
+from helpers.norm_launches import KERNELS as NORM_KERNELS  # noqa: E402
+from helpers.norm_launches import specialise_norm  # noqa: E402
 from helpers.rope_launches import specialise  # noqa: E402
 from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
 
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
+from ropewalk.ops.rope.triton import norm_kernel  # noqa: E402
 from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -95,6 +98,7 @@ HOPPER_CALLS = {
     "softcap": "softcap",
     "ReRoPE, causal": "rerope-causal",
 }
+ACROSS_HEADS = {"weight": "across", "norm": {"across_heads": True}}
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
 ROWS: dict[str, list[Row]] = {
     "rotation-triton": [
@@ -107,6 +111,19 @@ ROWS: dict[str, list[Row]] = {
         Row("rotate_kernel", "half-split, float32", {"dtype": "fp32"}),
         Row("rotate_kernel", "half-split, decode", DECODE),
         Row("rotate_kernel", "interleaved, decode", {**DECODE, "interleaved": True}),
+        *(
+            Row(kernel, name, arguments)
+            for kernel in NORM_KERNELS
+            for name, arguments in {
+                "half-split": {},
+                "interleaved": {"interleaved": True},
+                "half-split, 64 of 256 features": {"head_dim": 256, "rotary_dim": 64},
+                "across heads": ACROSS_HEADS,
+                "a weight per head": {"weight": "heads"},
+                "half-split, float32": {"dtype": "fp32"},
+            }.items()
+        ),
+        Row("weight_sum_kernel", "D 128"),
     ],
     "attention-forward": [
         *_attention_rows("forward_kernel"),
@@ -146,6 +163,14 @@ def plan(row: Row, target: str) -> Plan:
         spec = specialise(**row.arguments)
         tile = f"{spec.block_tokens} × {spec.block_heads}, {spec.threads} threads"
         return partial(compile_kernel, spec, TARGETS[target]), tile
+    if row.kernel in NORM_KERNELS:
+        norm_spec = specialise_norm(row.kernel, **row.arguments)
+        tile = f"{norm_spec.block_tokens} × {norm_spec.block_heads}, {norm_spec.threads} threads"
+        return partial(norm_kernel.compile_kernel, NORM_KERNELS[row.kernel], norm_spec, TARGETS[target]), tile
+    if row.kernel == "weight_sum_kernel":
+        sum_spec = specialise_norm("norm_backward_kernel", **row.arguments)
+        tile = f"{norm_kernel.SUM_BLOCK_ROWS} × {norm_kernel.SUM_BLOCK_D}, {32 * norm_kernel.SUM_WARPS} threads"
+        return partial(norm_kernel.compile_kernel, norm_kernel.weight_sum_kernel, sum_spec, TARGETS[target]), tile
     with pytest.MonkeyPatch.context() as patch:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
     if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel"):
@@ -285,7 +310,10 @@ def nvcc_version() -> str | None:
 _TILE_LEGEND = (
     "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
 )
-_TILE_LEGENDS = {"rotation-triton": "A tile is so many tokens × heads.", "attention-merge": "A tile is 32 rows."}
+_TILE_LEGENDS = {
+    "rotation-triton": "A tile is so many tokens × heads; of the sum, programs × features.",
+    "attention-merge": "A tile is 32 rows.",
+}
 
 
 def render(page: str, figures: dict[str, Any]) -> str:

@@ -116,7 +116,7 @@ def test_vmap_and_jvp(device, name):
 def test_impl_under_a_transform_is_refused(device):
     tables = random_tables(8, 8, device=device)
     q = random_tensor(3, 2, 3, 2, 16, device=device)
-    with pytest.raises(ValueError, match="impl is 'triton', but under torch.func"):
+    with pytest.raises(ValueError, match=r"impl is 'triton', but under torch\.func"):
         torch.func.vmap(lambda x: apply_rope(x, None, *tables, norm=QKNorm(), impl="triton"))(q)
 
 

@@ -235,7 +235,7 @@ def _rstd(a, b, width, EPS: tl.constexpr, ACROSS: tl.constexpr):
 @triton.jit
 def _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS: tl.constexpr):
     """Return the batch row, the tokens and the mask of a block of tokens."""
-    batch = _divide(tl.to_tensor(block), row_multiplier, row_shift)
+    batch = _divide(tl.cast(block, tl.int32), row_multiplier, row_shift)  # the interpreter counts in Python
     token = _wide((block - batch * row_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None, None]
     token_mask = token < n_tokens if BLOCK_TOKENS > 1 else tl.full((1, 1, 1), 1, tl.int1)
     return _wide(batch), token, token_mask
