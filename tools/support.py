@@ -209,6 +209,13 @@ SECTIONS: dict[str, list[Case]] = {
         Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
         Case("`keys_rotated` without pages", lambda device: {"position": Rope(), "keys_rotated": True}),
         Case("`return_lse`", lambda device: {"return_lse": True}),
+        Case("`return_max_logits`", lambda device: {"return_max_logits": True}),
+        Case(
+            "`return_max_logits`, `block_table`",
+            lambda device: _pages(device, return_max_logits=True),
+            queries=1,
+            page_size=16,
+        ),
         Case("`deterministic=True`", lambda device: {"deterministic": True}),
         Case("a scale of 0 or less", lambda device: {"scale": -0.1}),
         Case("fewer than 64 queries", lambda device: {}, queries=5),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
-from ropewalk.ops.attention import autograd, operator, plans
+from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, from_bhtd, tensors_of
@@ -63,6 +63,7 @@ _ELSEWHERE = {
     "p_dropout": "dropout_p",
     "return_attn_probs": "probabilities are never held, but return_lse=True gives the log-sum-exp",
     "return_softmax_lse": "return_lse",
+    "return_max_logit": "return_max_logits",  # Transformer Engine
     "tensor_layout": "layout",
     "qkv_format": "layout",
     "backend": "impl",
@@ -95,6 +96,7 @@ def attention(
     norm: QKNorm | None = None,
     gate: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     layout: str = "bthd",
     deterministic: bool | None = None,
     impl: str | None = None,
@@ -186,6 +188,10 @@ def attention(
             its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
             Differentiable; the output as it was before the gate is kept for the backward.
         return_lse: return the log-sum-exp too; it is differentiable.
+        return_max_logits: return each head's largest score too, as it is after the scale and before softcap, score mod
+            and sinks, over all pairs that attend; −inf for a head without any. It is not differentiable. QK-clip of
+            Muon takes it. Our kernels and the reference run it; pages are for the reference alone. A score that is NaN
+            may be left out.
         layout: "bthd", "bhtd" or, for packed sequences, "thd". (B, H, T, D) tensors, as PyTorch and transformers have
             them, need "bhtd": in "bthd" they run too, and attend across heads. No check can tell.
         deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
@@ -196,7 +202,8 @@ def attention(
 
     Returns:
         The output, like q but with v's head dim; or with return_lse (output, log-sum-exp), the second (B, H, Tq), or
-        (H, total_q) in "thd", to base e and in float32 (float64 for float64 tensors).
+        (H, total_q) in "thd", to base e and in float32 (float64 for float64 tensors). With return_max_logits the last
+        of the tuple is (H,), float32.
 
     Raises:
         TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them;
@@ -237,7 +244,7 @@ def attention(
             norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
     key = None
-    if not (norm is not None or torch.compiler.is_compiling()):
+    if not (return_max_logits or norm is not None or torch.compiler.is_compiling()):
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
@@ -278,6 +285,7 @@ def attention(
         keys_rotated=keys_rotated,
         gate=gate,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
         layout=layout,
         deterministic=deterministic,
     )
@@ -288,12 +296,18 @@ def attention(
         call = call._replace(seed=make_seed(call.q))
     if key is not None:
         plans.note_call(key, call, backend, given, layout)
-    out, lse = run(call, backend)
+    if return_max_logits:
+        out, lse, max_logits = _outside_autocast(call.q, _run_with_max_logits, call, backend)
+    else:
+        out, lse = run(call, backend)
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
-    result = (out, lse) if return_lse else out
-    return result if gate is None else _apply_gate(result, gate)
+    if gate is not None:
+        out = apply_gate(out, gate)
+    if return_max_logits:
+        return (out, lse, max_logits) if return_lse else (out, max_logits)
+    return (out, lse) if return_lse else out
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:
@@ -303,7 +317,7 @@ def _apply_gate(result: Any, gate: Tensor) -> Any:
     return apply_gate(result, gate)
 
 
-_KEYWORDS = (*Arguments._fields, "norm", "return_lse", "deterministic", "impl")
+_KEYWORDS = (*Arguments._fields, "norm", "return_lse", "return_max_logits", "deterministic", "impl")
 
 
 def _norm_impl(impl: str | None) -> str | None:
@@ -362,6 +376,7 @@ def make_call(
     v: Tensor,
     *,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     deterministic: bool | None = None,
     **keywords: Any,
 ) -> AttentionCall:
@@ -393,7 +408,12 @@ def make_call(
         needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
     if needs_backward:
         call = with_rows(call)
-    return call._replace(return_lse=return_lse, deterministic=deterministic, needs_backward=needs_backward)
+    return call._replace(
+        return_lse=return_lse,
+        deterministic=deterministic,
+        needs_backward=needs_backward,
+        return_max_logits=return_max_logits,
+    )
 
 
 def run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
@@ -418,6 +438,25 @@ def _run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
         call = call._replace(sinks=call.sinks.float())
     is_eager = is_plain_eager(*tensors_of(call))
     return (autograd.attend if is_eager else operator.attend)(call, kernels)
+
+
+def _run_with_max_logits(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Run a call as `_run` does, and return each head's largest scaled score too."""
+    kernels = KERNELS.get(backend.name)
+    if kernels is None:
+        with torch.no_grad():
+            max_logits = reference.max_logits(call)
+        return *_run(call, backend), max_logits
+    if is_plain_eager(*tensors_of(call)):
+        row_logits = operator.empty_row_logits(call)
+        out, lse = _run(call._replace(row_logits=row_logits), backend)
+    else:
+        if call.sinks is not None:
+            call = call._replace(sinks=call.sinks.float())
+        out, lse, row_logits = operator.attend_with_row_logits(call, kernels)
+    if row_logits.numel() == 0:
+        return out, lse, row_logits.new_full(row_logits.shape[1:2], -torch.inf)
+    return out, lse, row_logits.detach().amax((0, 2))
 
 
 def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:

@@ -96,6 +96,8 @@ class AttentionCall(NamedTuple):
     return_lse: bool = False
     deterministic: bool = False
     needs_backward: bool = False
+    return_max_logits: bool = False
+    row_logits: Tensor | None = None  # (B, H, Tq), float32: kernels write each row's largest scaled score here
 
     @property
     def has_window(self) -> bool:
@@ -130,7 +132,7 @@ def rope_tables(call: AttentionCall) -> list[Tensor]:
 
 
 # The program that runs needs neither the scheme object nor the fields that shape results and choose a backend.
-_NOT_IN_PROGRAM = {"scheme", "return_lse", "needs_backward"}
+_NOT_IN_PROGRAM = {"scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits"}
 _SCHEMA_TYPES = {
     (Tensor, False): "Tensor",
     (Tensor, True): "Tensor?",

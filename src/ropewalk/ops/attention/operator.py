@@ -20,10 +20,13 @@ from ropewalk.ops.attention.call import LEAVES, SCHEMA, AttentionCall, FarQK, fl
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 # The log-sum-exp is to base 2. The rotated features are what the backward reads; each is empty where the call leaves
 # its features alone, or was given them, and without `save`: then no backward may come.
-_LIBRARY.define(
-    f"attend({SCHEMA}, bool save, str impl) -> (Tensor out, Tensor lse, Tensor rotated_q, Tensor rotated_k, "
-    "Tensor rotated_q_past, Tensor rotated_q_future, Tensor rotated_k_far)"
+_RESULTS = (
+    "Tensor out, Tensor lse, Tensor rotated_q, Tensor rotated_k, Tensor rotated_q_past, Tensor rotated_q_future, "
+    "Tensor rotated_k_far"
 )
+_LIBRARY.define(f"attend({SCHEMA}, bool save, str impl) -> ({_RESULTS})")
+# The same, and each row's largest scaled score, which has no gradient.
+_LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RESULTS}, Tensor row_logits)")
 # The call's q, k and given features of far pairs are those that the forward left. All gradients but the first three
 # are empty unless they are wanted.
 _LIBRARY.define(
@@ -41,6 +44,14 @@ def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor 
     return out, lse * LN_2 if call.return_lse else None
 
 
+def attend_with_row_logits(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Attend, and return each row's largest scaled score too, (B, H, Tq)."""
+    out, lse, *_, row_logits = torch.ops.ropewalk.attend_with_row_logits(
+        *flatten(call), call.needs_backward, backend.name
+    )
+    return out, lse * LN_2 if call.return_lse else None, row_logits
+
+
 def _features(call: AttentionCall) -> tuple[tuple[Tensor, bool], ...]:
     """q, k, and q, q, k again for far pairs: the tensors, and whether the scheme rotates them."""
     tables, far = call.tables, None if call.far is None else call.far.tables
@@ -52,7 +63,22 @@ def _features(call: AttentionCall) -> tuple[tuple[Tensor, bool], ...]:
 
 def _attend(*arguments: Any) -> tuple[Tensor, ...]:
     *leaves, save, impl = arguments
+    return _attend_call(unflatten(leaves), save, impl)
+
+
+def _attend_with_row_logits(*arguments: Any) -> tuple[Tensor, ...]:
+    *leaves, save, impl = arguments
     call = unflatten(leaves)
+    row_logits = empty_row_logits(call)
+    return *_attend_call(call._replace(row_logits=row_logits), save, impl), row_logits
+
+
+def empty_row_logits(call: AttentionCall) -> Tensor:
+    """Return memory for each row's largest scaled score, (B, H, Tq)."""
+    return call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+
+
+def _attend_call(call: AttentionCall, save: bool, impl: str) -> tuple[Tensor, ...]:
     with torch.no_grad():
         out, saved = KERNELS[impl].forward(call, save)
         mine = (saved.q, saved.k, *saved[3:])
@@ -71,6 +97,10 @@ def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return _output_of(call.q, call.v), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
 
 
+def _attend_with_row_logits_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return *_attend_fake(*arguments), empty_row_logits(unflatten(arguments[:-2]))
+
+
 def _output_of(q: Tensor, v: Tensor) -> Tensor:
     """Memory for the output: like q, or with (B, T, H, Dv) in a row where Dv is another than D."""
     if q.shape[3] == v.shape[3]:
@@ -81,7 +111,7 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *leaves, ctx.save, ctx.impl = inputs
     call = unflatten(leaves)
-    out, lse, *rotated = output
+    out, lse, *rotated = output[:7]
     given = (None, None, None) if call.far is None or call.far.given is None else call.far.given
     k_far = call.k if call.far is not None and call.far.tables is not None else given[2]
     plain = (call.q, call.k, *given[:2], k_far)
@@ -190,10 +220,13 @@ def _refuse_to_differentiate_twice(ctx: Any, *grads: Any) -> Any:
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+_LIBRARY.impl("attend_with_row_logits", _attend_with_row_logits, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("ropewalk::attend", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("ropewalk::attend_with_row_logits", _attend_with_row_logits_fake, lib=_LIBRARY)
 torch.library.register_fake("ropewalk::attend_backward", _attend_backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("ropewalk::attend", _differentiate, setup_context=_save, lib=_LIBRARY)
+for _name in ("attend", "attend_with_row_logits"):
+    torch.library.register_autograd(f"ropewalk::{_name}", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd(
     "ropewalk::attend_backward", _refuse_to_differentiate_twice, setup_context=_save_nothing, lib=_LIBRARY
 )

@@ -165,7 +165,7 @@ class BackwardPlan:
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
     """Run a backend's forward, by a plan where there is one, and return that too."""
-    if _may_plan(call.q):
+    if call.row_logits is None and _may_plan(call.q):
         plan = FORWARDS.find(*_forward_key(call, backend, save))
         done = None if plan is None else plan.run(call)
         if done is not None:

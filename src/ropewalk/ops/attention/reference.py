@@ -70,11 +70,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
-        of_block = far
-        if far is not None:
-            q_future = None if far.q_future is None else far.q_future[:, :, block]
-            of_block = far._replace(q_past=far.q_past[:, :, block], q_future=q_future)
-        arguments = (q[:, :, block], k, of_block, positions_q[:, block], positions_k, block, call)
+        arguments = (q[:, :, block], k, _far_block(far, block), positions_q[:, block], positions_k, block, call)
         if needs_grad and rows < queries:
             out, lse = checkpoint(_attend_block, *arguments, use_reentrant=False)
         else:
@@ -82,6 +78,36 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def max_logits(call: AttentionCall) -> Tensor:
+    """Return each head's largest scaled score over the pairs that attend, (H,), float32; −inf where there are none."""
+    call = in_dtype(call, torch.promote_types(call.q.dtype, torch.float32))
+    if call.block_table is not None:
+        call = call._replace(k=gather_pages(call.k, call.block_table), v=gather_pages(call.v, call.block_table))
+        call = call._replace(block_table=None)
+    positions_q, positions_k = (positions.long() for positions in token_positions(call))
+    far, (q, k) = map_far_features(call, positions_q, positions_k), map_features(call, positions_q, positions_k)
+    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
+    largest = q.new_full((heads,), -torch.inf)
+    for start in range(0, queries if batch * keys else 0, rows):
+        block = slice(start, min(start + rows, queries))
+        distance = (positions_q[:, block, None] - positions_k[:, None])[:, None]
+        scores = scores_of(q[:, :, block], k, _far_block(far, block), distance, scheme_of(call).far_window())
+        may = allowed(block, call)
+        scores = scores * call.scale
+        scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
+        largest = torch.maximum(largest, scores.amax((0, 2, 3)))
+    return largest.float()
+
+
+def _far_block(far: FarQK | None, block: slice) -> FarQK | None:
+    """Return the features of far pairs of a block of queries."""
+    if far is None:
+        return None
+    q_future = None if far.q_future is None else far.q_future[:, :, block]
+    return far._replace(q_past=far.q_past[:, :, block], q_future=q_future)
 
 
 def gather_pages(x: Tensor, block_table: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_seqlens,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
+from ropewalk.ops.attention.triton.softmax import logit_factor
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -41,6 +42,13 @@ class Rings(NamedTuple):
     q: Any
     k: Any
     v: Any
+
+
+class RowResults(NamedTuple):
+    """Pointers to results of rows, (B, H, Tq), dense."""
+
+    lse: Any
+    logits: Any  # or None
 
 
 class Options(NamedTuple):
@@ -183,12 +191,13 @@ def _mainloop_kv(
 ):
     """Add the keys of a range of pairs to a tile's O, row maxima and row sums in threads; return the uses of rings too.
 
+    The fourth of the state is each row's largest score before the score function, never read without MAX_LOGITS.
     Each step, but for the first product of S and the last one of O, is::
 
         wgmma    S(j+1) = Q K'   | O += P(j) V
         threads                  | mask S, row maxima, P(j+1), row sums | rescale O, release V
     """
-    acc_o, row_max, row_sum = state
+    acc_o, row_max, row_sum, row_logit = state
     q_use, use = uses
     BLOCK_N: gl.constexpr = options.BLOCK_N
     MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
@@ -233,10 +242,11 @@ def _mainloop_kv(
         s = warpgroup_mma_wait(0, deps=(s,))
         rings.k.release(use)
         n_start = start + (n_steps - 1 - n_before) * BLOCK_N
-        p, alpha, row_max, row_sum = online_softmax(
+        p, alpha, row_max, row_sum, new_logit = online_softmax(
             s,
             row_max,
             row_sum,
+            row_logit,
             q_idx,
             n_start,
             (n_start < full) | (n_start >= full_stop),
@@ -246,6 +256,8 @@ def _mainloop_kv(
             score_flags,
             False,
         )
+        if score_flags.MAX_LOGITS:
+            row_logit = new_logit
         p_half = gl.convert_layout(p.to(DTYPE), p_layout)
         if problem.far_window is not None and RANGE != FAR_PAST:  # there was a loop before
             acc_o = rescale(acc_o, alpha)
@@ -273,10 +285,11 @@ def _mainloop_kv(
             s = warpgroup_mma_wait(1, deps=(s,))
             rings.k.release(use + 1)
             n_start -= BLOCK_N
-            p, alpha, row_max, row_sum = online_softmax(
+            p, alpha, row_max, row_sum, new_logit = online_softmax(
                 s,
                 row_max,
                 row_sum,
+                row_logit,
                 q_idx,
                 n_start,
                 (n_start < full) | (n_start >= full_stop),
@@ -286,6 +299,8 @@ def _mainloop_kv(
                 score_flags,
                 options.PIN_EXP2,
             )
+            if score_flags.MAX_LOGITS:
+                row_logit = new_logit
             if options.CONVERT_P_EARLY:  # P takes half the registers before the wait, and not after it
                 next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
                 acc_o, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half, next_p_half))
@@ -309,7 +324,7 @@ def _mainloop_kv(
         rings.v.release(use)
         use += 1
         use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER)
-    return (acc_o, row_max, row_sum), (q_use, use)
+    return (acc_o, row_max, row_sum, row_logit), (q_use, use)
 
 
 @gluon.jit
@@ -341,7 +356,17 @@ def _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flag
 
 @gluon.jit
 def _compute_warps(
-    out, lse_ptr, scheduler, rings, out_tiles, sinks_ptr, problem, flags, score_flags, options, CONSUMER: gl.constexpr
+    out,
+    row_results,
+    scheduler,
+    rings,
+    out_tiles,
+    sinks_ptr,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
 ):
     """Attend with WG_ROWS queries of each work item's tile."""
     BLOCK_D: gl.constexpr = out_tiles.shape[4]
@@ -361,6 +386,7 @@ def _compute_warps(
         wg_start = tile.start + CONSUMER * WG_ROWS
         q_idx = wg_start + gl.arange(0, WG_ROWS, layout=row_layout)
         row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
+        row_logit = row_max
         row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))
         if sinks_ptr is not None:
             row_max = gl.zeros([WG_ROWS], gl.float32, row_layout)
@@ -368,18 +394,21 @@ def _compute_warps(
             row_sum += 0.25  # of four threads
 
         # === mainloop
-        state = (gl.zeros([WG_ROWS, BLOCK_D], gl.float32, o_layout), row_max, row_sum)
+        state = (gl.zeros([WG_ROWS, BLOCK_D], gl.float32, o_layout), row_max, row_sum, row_logit)
         state, uses = _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER)
 
         # === epilogue
-        acc_o, row_max, row_sum = state
+        acc_o, row_max, row_sum, row_logit = state
         row_total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         attends = row_total != 0  # NaN is to be seen
         row_total = gl.where(attends, row_total, 1.0)
         acc_o = acc_o * gl.convert_layout(1.0 / row_total, gl.SliceLayout(1, o_layout))[:, None]
         lse = gl.where(attends, row_max * exp2_scale + gl.log2(row_total), float("-inf"))
         lse_row = (tile.batch * problem.schedule.n_heads + tile.head).to(gl.int64) * problem.n_queries + tile.q_offset
-        gl.store(lse_ptr + lse_row + q_idx, lse, q_idx < seqlens.n_queries)
+        gl.store(row_results.lse + lse_row + q_idx, lse, q_idx < seqlens.n_queries)
+        if score_flags.MAX_LOGITS:
+            row_logit *= logit_factor(problem.scores, score_flags.MOD, score_flags.SOFTCAP)
+            gl.store(row_results.logits + lse_row + q_idx, row_logit, q_idx < seqlens.n_queries)
         await_stores(0)
         out_tile.store(acc_o.to(out_tile.dtype))
         if flags.PACKED:
@@ -402,6 +431,7 @@ def forward_kernel(
     k_far,
     out,  # like q, (B, H, Tq, Dv); of a packed batch RowTarget
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
+    row_logits_ptr,  # likewise: each row's largest scaled score; or None
     counter_ptr,  # zero, and zero afterwards: work items taken
     packed,  # Packed | None
     bounds,  # Bounds
@@ -462,7 +492,7 @@ def forward_kernel(
                 _compute_warps,
                 (
                     out,
-                    lse_ptr,
+                    RowResults(lse_ptr, row_logits_ptr),
                     scheduler,
                     Rings(q_ring, k_ring, v_ring),
                     out_tiles,
@@ -481,7 +511,7 @@ def forward_kernel(
                         n_work,
                     ),
                     FLAGS,
-                    ScoreFlags(MOD, None, None, SOFTCAP, True),
+                    ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),
                     Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
                     role,
                 ),

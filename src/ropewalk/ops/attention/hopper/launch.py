@@ -121,6 +121,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
         out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
         lse_ptr=saved.lse,
+        row_logits_ptr=call.row_logits,
         counter_ptr=on.per_stream(counter_of, saved.q),
         packed=packed,
         bounds=bounds,

@@ -70,13 +70,22 @@ def rescale(acc_o, alpha):
 
 @gluon.jit
 def online_softmax(
-    s, row_max, row_sum, q_idx, n_start, masked, seqlens, scores, flags, score_flags, PIN_EXP2: gl.constexpr
+    s, row_max, row_sum, row_logit, q_idx, n_start, masked, seqlens, scores, flags, score_flags, PIN_EXP2: gl.constexpr
 ):
-    """Return P, alpha that rescales earlier sums, and each row's new maximum and sums in threads.
+    """Return P, alpha that rescales earlier sums, each row's new maximum, sums in threads, and new largest score.
 
-    A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1.
+    A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1. So `row_logit`, each row's
+    largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
     """
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    CHANGES: gl.constexpr = score_flags.SOFTCAP or score_flags.MOD is not None
+    if score_flags.MAX_LOGITS and CHANGES:
+        logit = s * scores.scale  # which may be below 0
+        if flags.PARTIAL_TILES:  # noqa: SIM102
+            if masked:
+                attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
+                logit = gl.where(attends, logit, float("-inf"))
+        row_logit = gl.maximum(row_logit, gl.max(logit, 1))
     if score_flags.SOFTCAP:
         s = tanh(s * scores.scale, score_flags.FAST_TANH)
         if score_flags.MOD is not None:
@@ -91,6 +100,8 @@ def online_softmax(
         if masked:
             attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
             s = gl.where(attends, s, float("-inf"))
+    if score_flags.MAX_LOGITS and not CHANGES:
+        row_logit = gl.maximum(row_logit, gl.max(s, 1))
     new_max = gl.maximum(row_max, gl.max(s, 1))
     grows = (new_max - row_max) * scores.exp2_scale > RESCALE_THRESHOLD
     new_max = gl.where(grows, new_max, row_max)
@@ -103,7 +114,7 @@ def online_softmax(
     if PIN_EXP2:
         sums = _pin_exp2(sums)
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-    return p, alpha, new_max, row_sum
+    return p, alpha, new_max, row_sum, row_logit
 
 
 @gluon.jit

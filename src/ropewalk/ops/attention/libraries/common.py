@@ -40,6 +40,8 @@ def why_no_library(call: AttentionCall, takes: tuple[str, ...] = ()) -> Refusal 
             return Refusal(name, f"{name}, which may leave rows without a key, is not supported")
     if call.return_lse:
         return Refusal("return_lse", "a differentiable log-sum-exp is not supported")
+    if call.return_max_logits:
+        return Refusal("return_max_logits", "max logits (return_max_logits) are not supported")
     if call.q.numel() == 0 or call.k.numel() == 0:
         return Refusal("empty", "empty tensors are not supported")
     if not call.scale > 0:

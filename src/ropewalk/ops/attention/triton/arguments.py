@@ -89,6 +89,7 @@ class ScoreFlags(NamedTuple):
     PARAM_GRAD: Any
     SOFTCAP: Any
     FAST_TANH: Any
+    MAX_LOGITS: Any = None  # keep each row's largest scaled score
 
 
 class Tile(NamedTuple):

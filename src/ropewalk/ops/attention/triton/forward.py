@@ -33,7 +33,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_seqlens,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
-from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
+from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, logit_factor, tanh
 from ropewalk.ops.attention.triton.tiles import (
     DO_NOT_SPECIALIZE,
     dot_chunks,
@@ -54,8 +54,12 @@ from ropewalk.ops.attention.triton.tiles import (
 def _mainloop_kv(
     state, queries, k, v, tile, tile_range, masking, scoring, flags, score_flags, blocks, MASKED: tl.constexpr
 ):
-    """Add keys to a tile's O, row maxima (in base 2) and row sums: partial tiles if MASKED, else the middle."""
-    acc_o, row_max, row_sum = state
+    """Add keys to a tile's O, row maxima (in base 2) and row sums: partial tiles if MASKED, else the middle.
+
+    The fourth of the state is each row's largest score before the score function, which `logit_factor` scales; without
+    MAX_LOGITS it is never read.
+    """
+    acc_o, row_max, row_sum, row_logit = state
     scores = scoring.scores
     seqlens = masking.seqlens
     q_index = tile.start + tl.arange(0, blocks.M)
@@ -65,6 +69,10 @@ def _mainloop_kv(
         k_index = k_start + tl.arange(0, blocks.N)
         k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
+        if score_flags.MAX_LOGITS:
+            logit = s
+            if score_flags.SOFTCAP or score_flags.MOD is not None:  # the scale may be below 0
+                logit = s * scores.scale
         if score_flags.SOFTCAP:
             s = tanh(s * scores.scale, score_flags.FAST_TANH)
             if score_flags.MOD is not None:
@@ -91,6 +99,10 @@ def _mainloop_kv(
                 k_pos = load_int_positions(scoring.positions, tile.batch, tile.k_offset, k_start, blocks.N)
                 attends = attends & range_mask(queries.pos[:, None], k_pos[None, :], masking.far_window, flags.RANGE)
             s = tl.where(attends, s, float("-inf"))
+            if score_flags.MAX_LOGITS:
+                logit = tl.where(attends, logit, float("-inf"))
+        if score_flags.MAX_LOGITS:
+            row_logit = tl.maximum(row_logit, tl.max(logit, 1))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
         shift = new_max
         if MASKED:
@@ -109,7 +121,7 @@ def _mainloop_kv(
             v_tile = tl.where(exists[:, None], v_tile, 0.0)  # zero times NaN is NaN
         acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=blocks.PRECISION)
         row_max = new_max
-    return acc_o, row_max, row_sum
+    return acc_o, row_max, row_sum, row_logit
 
 
 @triton.jit
@@ -182,6 +194,7 @@ def forward_kernel(
     k_far,
     out,  # descriptor of (B, H, Tq, Dv), or RowTarget
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
+    row_logits_ptr,  # likewise: each row's largest scaled score; or None
     mask,  # Mask
     packed,  # Packed | None
     bounds,  # Bounds
@@ -211,7 +224,8 @@ def forward_kernel(
 ):
     """Attend with a tile of BLOCK_M queries of one head."""
     tile_index, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, CAUSAL)
-    lse_ptr += wide(batch * n_heads + head) * n_queries
+    row_offset = wide(batch * n_heads + head) * n_queries
+    lse_ptr += row_offset
     q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_right)
     tile = Tile(batch, head, head // heads_per_key, q_offset, k_offset, tile_index * BLOCK_M)
     q_index = tile.start + tl.arange(0, BLOCK_M)
@@ -251,8 +265,10 @@ def forward_kernel(
     if sinks_ptr is not None:
         row_max = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
         row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
-    acc_o, row_max, row_sum = _attend(
-        (tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum),
+    MAX_LOGITS: tl.constexpr = row_logits_ptr is not None
+    row_logit = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    acc_o, row_max, row_sum, row_logit = _attend(
+        (tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum, row_logit),
         q,
         k,
         v,
@@ -262,7 +278,7 @@ def forward_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH),
+        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
         Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
     )
 
@@ -272,3 +288,6 @@ def forward_kernel(
     store_tile(out, acc_o, batch, head, q_offset, tile.start, seqlens.n_queries, 0, BLOCK_M, BLOCK_DV, PACKED)
     lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse_ptr + q_offset + q_index, lse, q_index < seqlens.n_queries)
+    if MAX_LOGITS:
+        row_logit *= logit_factor(scores, MOD, SOFTCAP)
+        tl.store(row_logits_ptr + row_offset + q_offset + q_index, row_logit, q_index < seqlens.n_queries)

@@ -43,7 +43,7 @@ from ropewalk.ops.attention.triton.score_mods import ScoreMod
 @on_its_device
 def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend. Without `save`, the saved q and k are undefined."""
-    if not save and decode_launch.supports(call):
+    if not save and call.row_logits is None and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
         return out, Saved(call.q, call.k, lse)
     out, v, saved, is_empty = begin_forward(call, on)
@@ -61,6 +61,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
         out=store_target(out, tiles.block_m, features.block_dv, packed),
         lse_ptr=lse,
+        row_logits_ptr=call.row_logits,
         packed=packed,
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **call_args(call, score_mod),

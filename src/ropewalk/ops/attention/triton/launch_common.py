@@ -184,6 +184,8 @@ def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved
     if lse.numel():
         lse.fill_(-math.inf) if call.sinks is None else lse.copy_(call.sinks[:, None] * LOG2_E)
         out.zero_()
+        if call.row_logits is not None:
+            call.row_logits.fill_(-math.inf)
     return out, call.v, saved, True
 
 

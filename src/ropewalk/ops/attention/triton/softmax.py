@@ -28,6 +28,15 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def logit_factor(scores, MOD: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return a factor above 0 that makes a row's largest score of the loops its largest scaled score."""
+    factor = scores.scale
+    if SOFTCAP or MOD is not None:  # the loops multiplied by `scale`
+        factor = scores.softcap
+    return factor
+
+
+@triton.jit
 def begin_dropout(dropout, row, sequence):
     """Return the `RowDropout` of one row of all batches' heads; it loads the seed."""
     # The compiler does not fold this zero. With a constant it would select after the conversion to 16 bits, half a

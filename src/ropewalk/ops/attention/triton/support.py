@@ -92,6 +92,8 @@ def _why_no_pages(call: AttentionCall) -> Refusal | None:
     """Say why the kernels do not read a call's pages; None if they do, or there are none."""
     if call.block_table is None:
         return None
+    if call.return_max_logits:
+        return Refusal("pages_max_logits", "max logits (return_max_logits) of paged keys are not supported")
     if call.tables.feature_weights is not None and not call.keys_rotated:
         scheme = type(call.scheme).__name__
         return Refusal("pages_weights", f"{scheme} weighs features of paged keys: pass keys_rotated=True")
