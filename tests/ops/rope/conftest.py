@@ -15,6 +15,6 @@ from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     for fixture in {"impl", "norm_impl"} & set(metafunc.fixturenames):
-        names = [impl for impl in IMPLEMENTATIONS if why_not(impl, device, fixture == "norm_impl") is None]
+        names = [impl for impl in IMPLEMENTATIONS if why_not(impl, device, has_norm=fixture == "norm_impl") is None]
         marked = [pytest.param(name, marks=needs_kernels) if name == "triton" else name for name in names]
         metafunc.parametrize(fixture, marked)

@@ -46,6 +46,12 @@ REFUSED = {
     "across": (QKNorm(across_heads="yes"), {}, TypeError, "norm.across_heads is 'yes', but must be a bool"),
     "inverse": (QKNorm(), {"inverse": True}, ValueError, "inverse is True, but must be False with a norm"),
     "inplace": (QKNorm(), {"inplace": True}, ValueError, "inplace is True, but must be False with a norm"),
+    "axes": (
+        QKNorm(),
+        {"axes": torch.zeros(D // 2, dtype=torch.int64), "positions": torch.zeros(3, 2, 3, dtype=torch.int64)},
+        ValueError,
+        "axes was given, but must be None with a norm",
+    ),
     "native": (QKNorm(), {"impl": "native"}, ValueError, "impl is 'native', but it cannot run this call: a norm is"),
     "offset of positions": (QKNorm(), {"positions": 6}, ValueError, "positions start at 6 for 3 tokens"),
     "rotary dim": (QKNorm(), {"rotary_dim": 8}, ValueError, "rotary_dim"),

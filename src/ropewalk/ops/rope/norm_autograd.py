@@ -34,7 +34,7 @@ def check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     rope = call.rope
     if rotates(call):
-        check_arguments(q, k, *rope[:4], rope.flags.layout, rope.flags.rotary_dim, rope.flags.rotary_offset)
+        check_arguments(q, k, *rope[:4], rope.axes, rope.flags.layout, rope.flags.rotary_dim, rope.flags.rotary_offset)
         check_offset(rope.offset, q, rope.cos, rope.positions, rope.cu_seqlens, rope.flags.layout)
     else:
         check_tensors(q, k, rope.flags.layout)

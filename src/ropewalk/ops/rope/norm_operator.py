@@ -50,7 +50,7 @@ def norm_and_rotate_traced(
     flags = rope.flags
     tensors = (xs[0], None, weights[0], None) if len(xs) == 1 else (*xs, *weights)
     others = (flags.layout, flags.interleaved, flags.rotary_dim, flags.rotary_offset, flags.impl)
-    return tuple(torch.ops.ropewalk.norm_rope(*tensors, *rope[:-1], *others, *call.flags))
+    return tuple(torch.ops.ropewalk.norm_rope(*tensors, *rope[:5], *others, *call.flags))
 
 
 def _run_transformed(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:

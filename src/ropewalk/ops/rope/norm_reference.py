@@ -107,7 +107,7 @@ def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:
 
 def _rotate(x: Tensor, call: NormCall, *, inverse: bool = False) -> Tensor:
     """Rotate x, of the arithmetic's dtype; a token outside the table becomes NaN, its gradient too."""
-    cos, sin, positions, cu_seqlens, offset, flags = call.rope
+    cos, sin, positions, cu_seqlens, offset, flags, _ = call.rope
     if cos.shape[-1] == 0:
         return x
     cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, flags.layout)

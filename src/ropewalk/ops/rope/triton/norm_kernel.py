@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from ropewalk.ops.rope.triton.kernel import (
     Heads,
+    Lookup,
     Positions,
     _divide,
     _head_mask,
@@ -76,19 +77,6 @@ class Tables(NamedTuple):
     cos_stride_row: Any
     sin_stride_batch: Any
     sin_stride_row: Any
-    n_rows: Any
-
-
-class Index(NamedTuple):
-    """The source of the tokens' positions, as `_token_positions` reads it."""
-
-    positions_ptr: Any
-    stride_batch: Any
-    stride_token: Any
-    cu_seqlens_ptr: Any
-    n_sequences: Any
-    search_steps: Any
-    offset: Any
 
 
 @triton.jit
@@ -180,15 +168,12 @@ def _load_weights(
 
 @triton.jit
 def _load_tables(
-    tables, index, row, token, batch, token_mask, POSITIONS: tl.constexpr, TABLE_STRIDE_UNIT: tl.constexpr,
+    tables, lookup, row, token, batch, token_mask, POSITIONS: tl.constexpr, TABLE_STRIDE_UNIT: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Load cos and sin of each pair: 1 and 0 of features that are not rotated, NaN outside the table."""
-    position = _token_positions(
-        token, batch, index.positions_ptr, index.stride_batch, index.stride_token, index.cu_seqlens_ptr,
-        index.n_sequences, index.search_steps, index.offset, token_mask, POSITIONS,
-    )  # fmt: skip
-    inside = (position >= 0) & (position < tables.n_rows)
+    position = _token_positions(token, batch, lookup, token_mask, POSITIONS)
+    inside = (position >= 0) & (position < lookup.n_rows)
     # Tokens past the last one have gradients of 0, which NaN would make a NaN in the sum over tokens.
     nan_or_one = tl.where(inside | (token_mask == 0), 1.0, float("nan"))
     FIRST_PAIR: tl.constexpr = (row.ROTARY_OFFSET + 1) // 2 if row.INTERLEAVED else 0
@@ -317,13 +302,13 @@ def norm_kernel(
             BLOCK_TOKENS, BLOCK_HEADS,
         )  # fmt: skip
     if HALF > 0:
-        tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row, n_rows)
-        index = Index(
-            positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences, search_steps,
-            offset,
+        tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row)
+        lookup = Lookup(
+            positions_ptr, positions_stride_batch, positions_stride_token, None, None, cu_seqlens_ptr, n_sequences,
+            search_steps, offset, n_rows,
         )  # fmt: skip
         cos, sin = _load_tables(
-            tables, index, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
+            tables, lookup, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
             POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
         )  # fmt: skip
 
@@ -452,15 +437,13 @@ def norm_backward_kernel(
         grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
         grad_a, grad_b = _load_row(grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
         if HALF > 0:
-            tables = Tables(
-                cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row, n_rows
-            )
-            index = Index(
-                positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences,
-                search_steps, offset,
+            tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row)
+            lookup = Lookup(
+                positions_ptr, positions_stride_batch, positions_stride_token, None, None, cu_seqlens_ptr, n_sequences,
+                search_steps, offset, n_rows,
             )  # fmt: skip
             cos, sin = _load_tables(
-                tables, index, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
+                tables, lookup, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
                 POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
             )  # fmt: skip
         a = a.to(COMPUTE_DTYPE)

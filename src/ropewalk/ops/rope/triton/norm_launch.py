@@ -151,7 +151,7 @@ def describe(
     """Describe a launch: `roles` are q, or q and k; then their results, or results' gradients and gradients."""
     xs = roles[0]
     q = xs[0]
-    cos, sin, positions, cu_seqlens, _, rope = call.rope
+    cos, sin, positions, cu_seqlens, _, rope, _ = call.rope
     batch, tokens, n_q_heads, head_dim = as_bthd(q, rope.layout).shape
     n_k_heads = as_bthd(xs[1], rope.layout).shape[2] if len(xs) == 2 else 0
     half = cos.shape[-1]
@@ -290,7 +290,7 @@ def forward(
 
     def run(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
-        cos, sin, positions, cu_seqlens, offset, _ = call.rope
+        cos, sin, positions, cu_seqlens, offset, *_ = call.rope
         for slots, launch in launches:
             tensors = (*_pair(xs, slots), *_pair(outs, slots), *_pair(weights, slots), cos, sin)
             launch(tensors, (positions, cu_seqlens), offset)
@@ -384,7 +384,7 @@ class _BackwardLaunch:
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], call: NormCall) -> None:
         xs, grads, dxs, weights, dws = pairs
-        cos, sin, positions, cu_seqlens, offset, _ = call.rope
+        cos, sin, positions, cu_seqlens, offset, *_ = call.rope
         partial = None
         if self._sum is not None:
             dtype = torch.promote_types(xs[0].dtype, torch.float32)
