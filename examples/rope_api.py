@@ -9,6 +9,7 @@ from ropewalk import (
     apply_rope,
     apply_rotary_emb,
     inverse_frequencies,
+    mrope_axes,
     precompute_freqs_cis,
     rope_pytorch,
     rope_table,
@@ -65,3 +66,13 @@ cotangent = torch.randn_like(q)
 apply_rope(q, None, cos, sin).backward(cotangent)
 turned_back = apply_rope(cotangent, None, cos, sin, inverse=True)
 print(f"  the gradient is the inverse rotation: differs by {largest_difference(q.grad, turned_back)}")
+
+# An image's tokens have three positions each (multimodal RoPE): time, height and width. Text has the same on all axes.
+frame = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(8), torch.arange(8), indexing="ij")).flatten(1)
+positions = frame[:, None].to(device)  # (3, 1, T)
+axes = mrope_axes([8, 12, 12]).to(device)  # the axis of each of the 32 pairs
+q_image, k_image = apply_rope(q, k, cos, sin, positions=positions, axes=axes)
+by_index = torch.arange(T, device=device).expand(3, 1, T)
+q_text = apply_rope(q, None, cos, sin, positions=by_index, axes=axes)
+q_by_index = apply_rope(q, None, cos, sin)
+print(f"  three axes, equal as for text: differ from one axis by {largest_difference(q_text, q_by_index)}")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ropewalk.compat.rope import rope_triton as rope_triton
     from ropewalk.frequencies import FREQUENCIES as FREQUENCIES
     from ropewalk.frequencies import inverse_frequencies as inverse_frequencies
+    from ropewalk.frequencies import mrope_axes as mrope_axes
     from ropewalk.frequencies import rope_table as rope_table
     from ropewalk.modules.attention import RoPEAttention as RoPEAttention
     from ropewalk.modules.bert import AbsoluteBERTAttention as AbsoluteBERTAttention
@@ -77,6 +78,7 @@ _MODULE_OF = {
     "exposb_attention": "ropewalk.compat.attention",
     "get_attention_class": "ropewalk.modules.bert",
     "inverse_frequencies": "ropewalk.frequencies",
+    "mrope_axes": "ropewalk.frequencies",
     "precompute_freqs_cis": "ropewalk.compat.rope",
     "rerope_attention": "ropewalk.compat.rerope",
     "rope_attention": "ropewalk.compat.attention",

@@ -348,6 +348,50 @@ def rope_table(
     return cos.reshape(shape).to(device), sin.reshape(shape).to(device)
 
 
+def mrope_axes(sections: Sequence[int], interleaved: bool = False) -> Tensor:
+    """Return the position axis of each pair in multimodal RoPE (M-RoPE), for `apply_rope(…, axes=…)`.
+
+    The same in PyTorch, without interleaving::
+
+        torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+
+    Args:
+        sections: the pairs of each axis, such as time, height and width; their sum is R/2. A model's config calls them
+            mrope_section.
+        interleaved: whether axes alternate from pair to pair (Qwen3-VL) rather than come in blocks (Qwen2-VL). Of three
+            axes, pair p then has axis p mod 3 while p < 3 · sections[p mod 3], else axis 0.
+
+    Returns:
+        (R/2,), int64, on the CPU.
+
+    Raises:
+        TypeError: sections that are not ints.
+        ValueError: no sections, negative ones, or other than three to interleave.
+
+    Source: Qwen2-VL (https://arxiv.org/abs/2409.12191), §2.1; transformers' Qwen3-VL for interleaved axes.
+
+    Example:
+        >>> from ropewalk import mrope_axes
+        >>> mrope_axes([2, 3])
+        tensor([0, 0, 1, 1, 1])
+        >>> mrope_axes([2, 1, 1], interleaved=True)
+        tensor([0, 1, 2, 0])
+    """
+    for section in sections:
+        if not isinstance(section, int) or isinstance(section, bool):
+            raise TypeError(f"sections holds {section!r}, but must hold ints")
+        if section < 0:
+            raise ValueError(f"sections holds {section}, but must hold no number below 0")
+    if not sections:
+        raise ValueError("sections is empty, but must hold the pairs of at least one axis")
+    if not interleaved:
+        return torch.repeat_interleave(torch.arange(len(sections), device="cpu"), torch.tensor(sections, device="cpu"))
+    if len(sections) != 3:
+        raise ValueError(f"sections holds {len(sections)} numbers, but must hold 3 where interleaved is True")
+    axes = [p % 3 if p < 3 * sections[p % 3] else 0 for p in range(sum(sections))]
+    return torch.tensor(axes, dtype=torch.int64, device="cpu")
+
+
 def _check_device(device: torch.device | str) -> torch.device:
     """Return the device, or raise if it is a GPU that PyTorch cannot use here."""
     device = torch.device(device)

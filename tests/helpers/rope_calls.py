@@ -18,6 +18,12 @@ CALLS = {
     "outside": {"positions": [[0, 1, -1, 3, 128, 5]]},
     "packed": {"layout": "thd", "cu_seqlens": [0, 2, 2, 6], "positions": 7},
     "packed-tokens": {"layout": "thd", "positions": [5, 4, 3, 2, 1, 0]},
+    "axes": {
+        "positions": [[[0, 1, 2, 60, 4, 5]] * B, [[7, 7, 9, 3, 1, 0], [5, 6, 8, 8, 127, 2]], [[9, 8, 7, 6, 5, 4]] * B],
+        "axes": [0, 0, 1, 2, 1, 2, 2, 0],
+    },
+    "axes-outside": {"positions": [[[0, 1, 2, 3, -1, 5]], [[3, 128, 1, 0, 2, 2]]], "axes": [0, 1] * 4},
+    "packed-axes": {"layout": "thd", "positions": [[0, 1, 2, 3, 4, 5], [9, 9, 8, 1, 0, 3]], "axes": [1, 0] * 4},
     "per-token": {"rows": (B, T)},
 }
 
@@ -33,7 +39,7 @@ def arguments(name, device, dtype=torch.float32):
     call = dict(CALLS[name])
     q, k = inputs(call.get("layout", "bthd"), device=device, dtype=dtype)
     tables = random_tables(*call.pop("rows", (ROWS,)), call.get("rotary_dim", D) // 2, device=device)
-    for index in {"positions", "offsets", "cu_seqlens"} & {
+    for index in {"positions", "offsets", "cu_seqlens", "axes"} & {
         key for key, value in call.items() if isinstance(value, list)
     }:
         call[index] = torch.tensor(call[index], device=device)

@@ -49,8 +49,12 @@ def token_positions(
     offsets: Tensor | None,
     cu_seqlens: Tensor | None,
     layout: str,
-) -> list[list[int]]:
-    """Work out the position of every token, one after the other."""
+    axes: Tensor | None = None,
+) -> list[list[int]] | list[list[tuple[int, ...]]]:
+    """Work out the position of every token, or with axes of each of its pairs, one after the other."""
+    if axes is not None:
+        by_axis = [token_positions(batch, tokens, axis, None, None, layout) for axis in positions]
+        return [[tuple(by_axis[a][b][t] for a in axes.tolist()) for t in range(tokens)] for b in range(len(by_axis[0]))]
     if offsets is not None:
         return [[start + t for t in range(tokens)] for start in offsets.tolist()]
     if isinstance(positions, Tensor):
@@ -71,7 +75,14 @@ def table_rows(table: Tensor, positions: list[list[int]]) -> Tensor:
     if table.ndim == 3:
         return table.expand(len(positions), -1, -1)
     outside = torch.full(table.shape[1:], torch.nan, dtype=torch.float64)
-    rows = [table[p] if 0 <= p < len(table) else outside for row in positions for p in row]
+
+    def look_up(p):
+        if isinstance(p, int):
+            return table[p] if 0 <= p < len(table) else outside
+        inside = all(0 <= n < len(table) for n in p)
+        return torch.stack([table[n, pair] for pair, n in enumerate(p)]) if inside else outside
+
+    rows = [look_up(p) for row in positions for p in row]
     return torch.stack(rows).view(len(positions), len(positions[0]), -1)
 
 
@@ -88,6 +99,7 @@ def definition(
     positions: Tensor | int | None = None,
     offsets: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    axes: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
     inverse: bool = False,
@@ -98,7 +110,7 @@ def definition(
     x = _to_bthd(x.cpu().double(), layout)
     if x.numel() == 0:
         return x[0] if layout == "thd" else _to_bthd(x, layout)
-    where = token_positions(x.shape[0], x.shape[1], positions, offsets, cu_seqlens, layout)
+    where = token_positions(x.shape[0], x.shape[1], positions, offsets, cu_seqlens, layout, axes)
     cos, sin = (table_rows(table, where)[:, :, None] for table in (cos, sin))
     half = cos.shape[-1]
     before, turned, after = x.tensor_split((rotary_offset, rotary_offset + 2 * half), dim=-1)
@@ -123,7 +135,7 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> Tensor:
     layout, interleaved = arguments.get("layout", "bthd"), arguments.get("interleaved", False)
     x = _to_bthd(x.detach().cpu(), layout)
     given = (arguments.get(name) for name in ("positions", "offsets", "cu_seqlens"))
-    where = token_positions(x.shape[0], x.shape[1], *given, layout)
+    where = token_positions(x.shape[0], x.shape[1], *given, layout, arguments.get("axes"))
     cos, sin = (table_rows(table, where)[:, :, None].to(dtype) for table in (cos, sin))
     sin = -sin if arguments.get("inverse", False) else sin
     start, half = arguments.get("rotary_offset", 0), cos.shape[-1]

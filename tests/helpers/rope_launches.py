@@ -51,6 +51,8 @@ def specialise(
         "tokens": (batch, tokens),
         "one-row": (1, tokens),
         "packed-tokens": (tokens,),
+        "axes": (3, batch, tokens),
+        "packed-axes": (3, tokens),
     }.get(kind)
     call = RopeCall(
         cos,
@@ -59,6 +61,7 @@ def specialise(
         _empty(5, dtype=index_dtype) if kind == "packed" else None,
         0,
         RopeFlags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace),
+        _empty(cos.shape[-1], dtype=index_dtype) if kind.endswith("axes") else None,
     )
     launch = prepare(xs, call)
     return replace(launch.spec, pointer_alignment=alignment)

@@ -264,7 +264,7 @@ def install() -> None:
     _patch(support, "why_not_on", lambda device: None)
     _patch(validate, "_has_values", lambda x: False)
     _patch(backends, "backend_order", lambda call: _order(backends, call))
-    _patch(rope_backends, "choose", lambda impl, device: "triton")  # the CUDA extension needs a GPU
+    _patch(rope_backends, "choose", lambda impl, device, call: "triton")  # the CUDA extension needs a GPU
     triton_why_not, init = Triton.why_not, rope_launch.Launch.__post_init__
 
     def why_not_on_gpu(backend: Any, call: Any) -> Any:

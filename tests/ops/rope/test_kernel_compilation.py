@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compile
 HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256, 512)
 WIDE_HEAD_DIMS = tuple(dim for dim in HEAD_DIMS if dim % 32 == 0)
 PAIRINGS = {"halves": False, "interleaved": True}
-KINDS = ("index", "offsets", "tokens", "one-row", "packed", "packed-tokens", "per-token")
+KINDS = ("index", "offsets", "tokens", "one-row", "packed", "packed-tokens", "per-token", "axes", "packed-axes")
 
 
 def configurations():
@@ -157,7 +157,7 @@ def test_a_spill_is_found(tmp_path):
 
 def test_the_configurations_meet_every_choice():
     specs = [specialise(**arguments) for arguments in EVERY.values()]
-    assert {spec.positions for spec in specs} == {0, 1, 2, 3}
+    assert {spec.positions for spec in specs} == {0, 1, 2, 3, 4}
     assert {spec.dtype for spec in specs} == set(DTYPES)
     assert {spec.stride_dtype for spec in specs} == {"i32", "i64"}
     assert {spec.index_dtype for spec in specs} == {"i32", "i64"}

@@ -42,7 +42,7 @@ def test_lazily_negated_gradients_count_as_their_values(device, impl):
     assert_same(torch.autograd.grad(rotated, q, torch._neg_view(-cotangent)), expected)
 
 
-TRANSFORMED = ["plain", "interleaved-inverse", "partial", "tokens", "packed", "per-token"]
+TRANSFORMED = ["plain", "interleaved-inverse", "partial", "tokens", "packed", "axes", "packed-axes", "per-token"]
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out", "inplace"])

@@ -48,6 +48,11 @@ def per_token():
     return padded() | {"cos": f(B, T, R // 2), "sin": f(B, T, R // 2)}
 
 
+def axial():
+    """A good call with positions on three axes."""
+    return padded() | {"positions": torch.randint(0, ROWS, (3, B, T)), "axes": i([0, 2, 1, 1])}
+
+
 def f(*shape, dtype=torch.float32):
     """Random numbers, cast."""
     return torch.randn(*shape).to(dtype)
@@ -99,7 +104,7 @@ def refused(call, error, pattern, way=nullcontext):
         apply_rope(**call)
 
 
-MULTIMODAL = r"positions has shape {}, three axes for each token \(multimodal RoPE.*must.*\(B or 1, T, R/2\).*=None"
+MULTIMODAL = r"positions has shape {}, 3 axes for each token \(multimodal RoPE.*so axes must be given.*mrope_axes"
 DTYPE = "float16, bfloat16, float32 or float64"
 OFFSET = r"positions start at {} for 6 tokens, but .*rows 0 … 9: the start must be at least 0 and at most {}"
 
@@ -152,6 +157,13 @@ WRONG_TYPES = {
         packed,
         {"cu_seqlens": torch.tensor([0.0, T])},
         "cu_seqlens has dtype torch.float32, but must be int32 or int64",
+    ),
+    "axes-list": (padded, {"axes": [0, 0, 1, 1]}, "axes is list, but must be a tensor of int32 or int64"),
+    "axes-float": (axial, {"axes": f(4)}, "axes has dtype torch.float32, but must be int32 or int64"),
+    "axes-and-floats": (
+        axial,
+        {"positions": f(3, B, T)},
+        "positions has dtype torch.float32, but must be int32 or int64",
     ),
 }
 MISFITS = {
@@ -227,6 +239,37 @@ MISFITS = {
     "positions-batch": (padded, {"positions": indices(4, T)}, r"positions has shape \(4, 6\).*B = 2, T = 6"),
     "positions-multimodal": (padded, {"positions": indices(3, T)}, MULTIMODAL.format(r"\(3, 6\)")),
     "positions-multimodal-3d": (padded, {"positions": indices(3, B, T)}, MULTIMODAL.format(r"\(3, 2, 6\)")),
+    "positions-two-axes": (padded, {"positions": indices(2, B, T)}, r"\(2, 2, 6\), 2 axes for .*so axes must be given"),
+    "axes-elsewhere": (axial, {"axes": meta(4, dtype=torch.int64)}, "axes.device is meta, but must be q.device"),
+    "axes-longer": (axial, {"axes": indices(5)}, r"axes has shape \(5,\), but must be \(R/2,\), \(4,\)"),
+    "axes-2d": (axial, {"axes": indices(1, 4)}, r"axes has shape \(1, 4\), but must be \(R/2,\), \(4,\)"),
+    "axes-alone": (axial, {"positions": None}, r"axes was given, so positions must be a tensor, \(A, 1, T\) or"),
+    "axes-and-int": (axial, {"positions": 3}, r"axes was given, so positions must be a tensor, \(A, 1, T\) or"),
+    "axes-and-offsets": (
+        axial,
+        {"positions": None, "offsets": indices(B)},
+        "offsets must be None where axes is given: positions has a row for each axis",
+    ),
+    "axes-and-1d": (
+        axial,
+        {"positions": indices(T)},
+        r"positions has shape \(6,\), but with axes it must be \(A, 1, T\)",
+    ),
+    "axes-and-2d": (axial, {"positions": indices(B, T)}, r"positions has shape \(2, 6\), but with axes it must be"),
+    "axes-and-no-axis": (axial, {"positions": indices(0, B, T)}, r"shape \(0, 2, 6\), but with .* and A at least 1"),
+    "axes-and-other-batch": (axial, {"positions": indices(3, 3, T)}, r"\(3, 3, 6\), but with axes .* B = 2, T = 6"),
+    "axes-and-other-tokens": (axial, {"positions": indices(3, B, 5)}, r"\(3, 2, 5\), but with axes .* B = 2, T = 6"),
+    "axes-and-per-token": (
+        axial,
+        {"cos": f(B, T, 4), "sin": f(B, T, 4), "positions": None},
+        "axes must be None where cos and sin are per token",
+    ),
+    "packed-axes-and-3d": (
+        packed,
+        {"axes": indices(4), "positions": indices(3, 1, T)},
+        r"positions has shape \(3, 1, 6\), but with axes it must be \(A, total\) with total = 6",
+    ),
+    "packed-axes-alone": (packed, {"axes": indices(4)}, r"so positions must be a tensor, \(A, total\)"),
     "packed-positions-multimodal": (packed, {"positions": indices(3, T)}, MULTIMODAL.format(r"\(3, 6\)")),
     "positions-tokens": (padded, {"positions": indices(B, 5)}, r"positions has shape \(2, 5\).*B = 2, T = 6"),
     "positions-of-rows": (
@@ -334,7 +377,15 @@ def test_cu_seqlens_that_do_not_cut_the_tokens_are_refused(case, dtype, way):
     refused(call_with(packed, "cpu", {"cu_seqlens": i(values, dtype), "inplace": True}), ValueError, pattern, way)
 
 
-@pytest.mark.parametrize("good", [padded, packed, per_token])
+@pytest.mark.parametrize(("values", "pair"), [([0, 3, 1, 1], 1), ([0, 0, 0, -1], 3)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_axes_that_positions_lack_are_refused(values, pair, dtype, way):
+    call = call_with(axial, "cpu", {"axes": i(values, dtype), "inplace": True})
+    pattern = f"axes is {values[pair]} for pair {pair}, but must be from 0 to 2: positions has 3 rows"
+    refused(call, ValueError, pattern, way)
+
+
+@pytest.mark.parametrize("good", [padded, packed, per_token, axial])
 def test_the_good_calls_are_good(good, way, device):
     with way():
         q, k = apply_rope(**call_with(good, device, {}))
@@ -518,7 +569,7 @@ def test_sparse_tensors_are_told_from_expanded_ones(device):
         ("conjugate", "did you mean inverse?"),
         ("is_neox_style", "it is the opposite of interleaved"),
         ("in_place", "did you mean inplace?"),
-        ("xyz", "it takes positions, offsets, cu_seqlens, layout,"),
+        ("xyz", "it takes positions, offsets, axes, cu_seqlens, layout,"),
     ],
 )
 def test_names_of_other_libraries_are_told_apart(device, name, hint):

@@ -16,6 +16,7 @@ from ropewalk.ops.tracing import is_plain_eager, is_transformed
 _KEYWORDS = (
     "positions",
     "offsets",
+    "axes",
     "cu_seqlens",
     "layout",
     "interleaved",
@@ -52,6 +53,7 @@ def apply_rope(
     *,
     positions: Tensor | int | None = None,
     offsets: Tensor | None = None,
+    axes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
@@ -81,7 +83,7 @@ def apply_rope(
         q: (B, T, Hq, D) for layout "bthd", (B, Hq, T, D) for "bhtd", (total, Hq, D) for "thd".
         k: the same with its own number of heads and its own strides, or None.
         cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None. Tables
-            per token run multimodal RoPE, of three positions a token: gather the rows of each axis first.
+            per token are for positions that are no integers.
         sin: like cos.
         positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
             int: the same plus this offset; (B, T) or (1, T): one for each token; (total,) for "thd": one for each
@@ -89,6 +91,11 @@ def apply_rope(
             cannot fit raises.
         offsets: (B,), int32 or int64: the position of each batch row's first token, with `positions` None and not for
             "thd". Tokens outside the table become NaN.
+        axes: (R/2,), int32 or int64: the position axis of each pair, for tokens with several positions (multimodal
+            RoPE: time, height and width; `mrope_axes` makes it). `positions` is then (A, B, T) or (A, 1, T), (A, total)
+            for "thd", and pair p of a token turns by row positions[axes[p], b, t] of column p. A token is NaN if its
+            position lies outside the table on an axis of any pair. Values are checked on CPU tensors alone; on a GPU
+            an axis that `positions` lacks makes every token NaN.
         cu_seqlens: for "thd", the bounds of the packed sequences: (number of sequences + 1,), int32 or int64, from 0 to
             total, never falling. Its values are checked on CPU tensors alone.
         layout: "bthd", "bhtd" or "thd". It must be given for (B, H, T, D), SDPA's and transformers' order: such
@@ -131,27 +138,29 @@ def apply_rope(
         refuse_unknown("apply_rope", unknown, _KEYWORDS, _ELSEWHERE)
     offset, token_positions = 0, None
     if positions is not None or offsets is not None:
-        offset, token_positions = _split_positions(positions, offsets, layout)
+        offset, token_positions = _split_positions(positions, offsets, layout, axes)
     xs = (q,) if k is None else (q, k)
     # A named tuple's own constructor is a call of Python's.
     flags = tuple.__new__(RopeFlags, (layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl))
-    call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags))
-    is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens) and not is_transformed()
+    call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags, axes))
+    is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens, axes) and not is_transformed()
     if q is None or cos is None or sin is None:
         is_plain = False  # the checks of `rotate_traced` raise
     rotated = (rotate if is_plain else rotate_traced)(xs, call)
     return rotated[0] if k is None else rotated
 
 
-def _split_positions(positions: Tensor | int | None, offsets: Tensor | None, layout: str) -> tuple[int, Tensor | None]:
+def _split_positions(
+    positions: Tensor | int | None, offsets: Tensor | None, layout: str, axes: Tensor | None
+) -> tuple[int, Tensor | None]:
     """Return the tokens' common offset, and the tensor of positions or offsets."""
     if positions is True or positions is False:
         raise TypeError(f"positions is {positions}, but must be None, an int or a tensor of int32 or int64")
     if offsets is not None:
-        check_offsets(offsets, positions, layout)
+        check_offsets(offsets, positions, layout, axes)
         return 0, offsets  # below, 1-D positions of padded layouts are offsets
     if isinstance(positions, Tensor):
-        if positions.ndim == 1:
+        if positions.ndim == 1 and axes is None:
             check_not_offsets(positions, layout)
         return 0, positions
     return (positions, None) if isinstance(positions, int) else (0, positions)

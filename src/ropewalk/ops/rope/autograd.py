@@ -19,6 +19,7 @@ from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
 from ropewalk.ops.rope.validate import (
     check_arguments,
+    check_axes,
     check_disjoint,
     check_fixed,
     check_inplace,
@@ -34,7 +35,7 @@ def _prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
     """Check shapes, strides, dtypes and devices, and return the function for calls like this one."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     flags = call.flags
-    check_arguments(q, k, *call[:4], flags.layout, flags.rotary_dim, flags.rotary_offset)
+    check_arguments(q, k, *call[:4], call.axes, flags.layout, flags.rotary_dim, flags.rotary_offset)
     if flags.inplace:
         check_inplace(q, k)
     return backends.prepare(xs, call)
@@ -60,7 +61,7 @@ _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
 def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
     """Check a call, and return its plan: the one of an earlier call, if its metadata were the same."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
-    cos, sin, positions, cu_seqlens, offset, flags = call
+    cos, sin, positions, cu_seqlens, offset, flags, axes = call
     try:
         key = (
             (q.shape, q.stride(), q.dtype, q.device, q.layout),
@@ -72,6 +73,7 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
             if cu_seqlens is None
             else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
             flags,
+            None if axes is None else (axes.shape, axes.stride(), axes.dtype, axes.device),
         )
     except RuntimeError:  # a nested tensor has no shape
         for name, x in zip(("q", "k", *call._fields), (q, k, *call[:4]), strict=False):
@@ -89,6 +91,9 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
         check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
     if cu_seqlens is not None:
         check_values(cu_seqlens, q.shape[0])
+    if axes is not None:
+        assert positions is not None
+        check_axes(axes, positions.shape[0])
     if flags.inplace and k is not None:
         distance = k.data_ptr() - q.data_ptr()
         if -plan.backward_reach <= distance <= plan.forward_reach:
@@ -186,8 +191,8 @@ class _Overwritten(torch.autograd.Function):
 
 def _save(ctx: Any, call: RopeCall) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*call[:4])
-    ctx.rest = call[4:]
+    ctx.save_for_backward(*call[:4], call.axes)
+    ctx.rest = call.offset, call.flags
 
 
 def _inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -197,8 +202,8 @@ def _inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[b
     if present:
         offset, flags = ctx.rest
         inverse = flags._replace(inverse=not flags.inverse, inplace=False)
-        cos, sin, positions, cu_seqlens = ctx.saved_tensors
-        rotated = rotate(tuple(present.values()), RopeCall(cos, sin, positions, cu_seqlens, offset, inverse))
+        cos, sin, positions, cu_seqlens, axes = ctx.saved_tensors
+        rotated = rotate(tuple(present.values()), RopeCall(cos, sin, positions, cu_seqlens, offset, inverse, axes))
         for i, grad in zip(present, rotated, strict=True):
             results[i] = grad
     return tuple(results)

@@ -19,8 +19,11 @@ class Backend(Protocol):
 
     name: str
 
-    def why_not(self, device: torch.device) -> str | None:
-        """Say why it does not support tensors on a device; None if it does. Nothing is loaded or compiled for that."""
+    def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
+        """Say why it does not support tensors on a device, or a call with them; None if it does.
+
+        Nothing is loaded or compiled for that.
+        """
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
         """Return the function for calls like this one; None if the backend fails to load, and refuses from now on."""
@@ -31,7 +34,9 @@ class _Native:
 
     name = "native"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
+        if call is not None and call.axes is not None:
+            return "axes are not supported"
         return native.why_not(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
@@ -44,7 +49,7 @@ class _Triton:
 
     name = "triton"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
         return gpu.why_no_triton(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
@@ -58,7 +63,7 @@ class _Reference:
 
     name = "reference"
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
         return None
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
@@ -71,19 +76,19 @@ IMPLEMENTATIONS = tuple(BACKENDS)
 _CPU_IMPLEMENTATIONS = ("reference",)
 
 
-def why_not(impl: str, device: torch.device) -> str | None:
-    """Say why an implementation does not support tensors on a device; None if it does."""
-    return BACKENDS[impl].why_not(device)
+def why_not(impl: str, device: torch.device, call: RopeCall | None = None) -> str | None:
+    """Say why an implementation does not support tensors on a device, or a call with them; None if it does."""
+    return BACKENDS[impl].why_not(device, call)
 
 
-def choose(impl: str | None, device: torch.device) -> str:
+def choose(impl: str | None, device: torch.device, call: RopeCall | None = None) -> str:
     """Name the implementation of a call: `impl`, or the fastest that this device has."""
     if impl is None:
         names = IMPLEMENTATIONS if device.type == "cuda" else _CPU_IMPLEMENTATIONS
-        return next(name for name in names if why_not(name, device) is None)
+        return next(name for name in names if why_not(name, device, call) is None)
     if impl not in BACKENDS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    reason = why_not(impl, device)
+    reason = why_not(impl, device, call)
     if reason is not None:
         raise ValueError(f"impl is {impl!r}, but it cannot run this call: {reason}")
     return impl
@@ -94,5 +99,5 @@ def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
     impl, device = call.flags.impl, xs[0].device
     run = None
     while run is None:  # again where a backend has failed to load: `choose` passes it over, or raises if it was named
-        run = BACKENDS[choose(impl, device)].prepare(xs, call)
+        run = BACKENDS[choose(impl, device, call)].prepare(xs, call)
     return run

@@ -29,6 +29,7 @@ class RopeCall(NamedTuple):
     cu_seqlens: Tensor | None
     offset: int
     flags: RopeFlags
+    axes: Tensor | None = None
 
 
 # Writes the rotation of the first tensors into the second.

@@ -31,6 +31,7 @@ def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None
         cu_seqlens=call.cu_seqlens,
         offset=call.offset,
         layout=flags.layout,
+        axes=call.axes,
     )
     dtype = torch.promote_types(xs[0].dtype, torch.float32)
     cos, sin = cos.to(dtype), sin.to(dtype)

@@ -18,6 +18,7 @@ from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.validate import (
     check_arguments,
+    check_axes,
     check_disjoint,
     check_fixed,
     check_inplace,
@@ -30,11 +31,12 @@ from ropewalk.ops.tracing import is_transformed
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, SymInt offset, str layout, bool interleaved, "
-    "bool inverse, int? rotary_dim, int rotary_offset, str? impl"
+    "bool inverse, int? rotary_dim, int rotary_offset, str? impl, Tensor? axes=None"
 )
 _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
 _INVERSE = 7  # its index among the arguments after xs
+_N_REQUIRED = 11  # how many of these have no default
 
 
 def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
@@ -47,7 +49,7 @@ def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
     else:
         check_fixed(call.cos, call.sin)
     *rest, inplace, impl = call.flags
-    arguments = (*call[:-1], *rest, impl)
+    arguments = (*call[:5], *rest, impl, call.axes)
     if not inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -63,7 +65,7 @@ def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
 
 def _rotate_transformed(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
     """Rotate by PyTorch's own operations, which every transform supports."""
-    cos, sin, positions, cu_seqlens, offset, flags = call
+    cos, sin, positions, cu_seqlens, offset, flags, axes = call
     if flags.impl not in (None, "reference"):
         raise ValueError(
             f"impl is {flags.impl!r}, but under torch.func transforms and forward-mode differentiation it must be None "
@@ -81,6 +83,7 @@ def _rotate_transformed(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, .
             interleaved=flags.interleaved,
             inverse=flags.inverse,
             rotary_offset=flags.rotary_offset,
+            axes=axes,
         )
         for x in xs
     )
@@ -90,12 +93,15 @@ def _rotate_transformed(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, .
 def _check(xs: Sequence[Tensor], call: RopeCall) -> None:
     """Make every check of an eager call, but those of values that a transform or a fake tensor hides."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
-    cos, sin, positions, cu_seqlens, offset, flags = call
-    check_arguments(q, k, cos, sin, positions, cu_seqlens, flags.layout, flags.rotary_dim, flags.rotary_offset)
+    cos, sin, positions, cu_seqlens, offset, flags, axes = call
+    check_arguments(q, k, *call[:4], axes, flags.layout, flags.rotary_dim, flags.rotary_offset)
     check_fixed(cos, sin)
     check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
     if cu_seqlens is not None and not _is_hidden(cu_seqlens):
         check_values(cu_seqlens, q.shape[0])
+    if axes is not None and not _is_hidden(axes):
+        assert positions is not None
+        check_axes(axes, positions.shape[0])
     if flags.inplace:
         check_inplace(q, k)
         if k is not None and not _is_hidden(q) and not _is_hidden(k):
@@ -111,10 +117,11 @@ def _is_hidden(x: Tensor) -> bool:
 
 
 def _make_call(arguments: Sequence[Any], inplace: bool) -> RopeCall:
-    """Make a call of the operators' arguments after xs."""
-    cos, sin, positions, cu_seqlens, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl = arguments
+    """Make a call of the operators' arguments after xs; the dispatcher leaves out those at their defaults."""
+    *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl = arguments[:_N_REQUIRED]
     flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    return RopeCall(cos, sin, positions, cu_seqlens, offset, flags)
+    call: RopeCall = RopeCall._make((*tensors, offset, flags, *(arguments[_N_REQUIRED:] or (None,))))
+    return call
 
 
 def _rope(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
@@ -137,12 +144,13 @@ def _rope_fake_(xs: list[Tensor], *arguments: Any) -> None:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, positions, cu_seqlens, *ctx.rest = inputs
-    ctx.save_for_backward(cos, sin, positions, cu_seqlens)
+    _, cos, sin, positions, cu_seqlens, *ctx.rest, axes = inputs
+    ctx.save_for_backward(cos, sin, positions, cu_seqlens, axes)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    arguments = [*ctx.saved_tensors, *ctx.rest]
+    *tensors, axes = ctx.saved_tensors
+    arguments = [*tensors, *ctx.rest, axes]
     arguments[_INVERSE] = not arguments[_INVERSE]
     return torch.ops.ropewalk.rope(grads, *arguments), *[None] * len(arguments)
 

@@ -56,10 +56,12 @@ def token_rows(
     cu_seqlens: Tensor | None = None,
     offset: int = 0,
     layout: str = "bthd",
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Look up each token's cos and sin, (B or 1, T, R/2), and whether its position lies in the table, (B or 1, T).
 
-    The last is None where every position lies in the table by construction. Rows outside it are undefined.
+    With axes, the position of each of its pairs. The last is None where every position lies in the table by
+    construction. Rows outside it are undefined.
     """
     if cos.ndim == 3:
         return cos, sin, None
@@ -70,6 +72,12 @@ def token_rows(
         assert cu_seqlens is not None
         in_sequence = packed_positions(cu_seqlens, tokens)
         position = torch.where(in_sequence >= 0, in_sequence + offset, -1)[None]
+    elif axes is not None:
+        n_axes = positions.shape[0]
+        is_axis = (axes >= 0) & (axes < n_axes)
+        positions = positions.long().unsqueeze(1) if layout == "thd" else positions.long()
+        position = torch.where(is_axis[:, None, None], positions[torch.where(is_axis, axes, 0)], -1)
+        position = position.movedim(0, -1).contiguous()  # tables of that layout: the sums of one position, bit for bit
     elif positions.ndim == 2:
         position = positions.long()
     elif layout == "thd":
@@ -81,6 +89,9 @@ def token_rows(
     if n_rows == 0:
         cos = sin = cos.new_zeros(1, cos.shape[1])
     row = torch.where(inside, position, 0)
+    if axes is not None:
+        pair = torch.arange(cos.shape[1], device=cos.device)
+        return cos[row, pair], sin[row, pair], inside.all(dim=-1)
     return cos[row], sin[row], inside
 
 
@@ -93,11 +104,19 @@ def broadcast_rows(
     offset: int,
     inverse: bool,
     layout: str,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Look up `token_rows` in shapes that broadcast against x, with sin negated for `inverse`."""
     token_axis, head_axis = (-2, -3) if layout == "bhtd" else (-3, -2)
     cos, sin, inside = token_rows(
-        cos, sin, x.shape[token_axis], positions=positions, cu_seqlens=cu_seqlens, offset=offset, layout=layout
+        cos,
+        sin,
+        x.shape[token_axis],
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+        offset=offset,
+        layout=layout,
+        axes=axes,
     )
     if layout == "thd":
         cos, sin, inside = cos[0], sin[0], None if inside is None else inside[0]
@@ -118,12 +137,13 @@ def apply_rope(
     interleaved: bool = False,
     inverse: bool = False,
     rotary_offset: int = 0,
+    axes: Tensor | None = None,
 ) -> Tensor:
     """Rotate one tensor out of place by differentiable, composable PyTorch operations.
 
     Arguments are those of `ropewalk.apply_rope`, already checked, with an int `positions` given as `offset`.
     """
-    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, layout)
+    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, layout, axes)
     rotary_dim = 2 * cos.shape[-1]
     before, middle, after = x.split([rotary_offset, rotary_dim, x.shape[-1] - rotary_offset - rotary_dim], dim=-1)
     a, b = rotate_pairs(*split_pairs(middle, interleaved), cos, sin)
@@ -138,7 +158,7 @@ def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None
     The same as `apply_rope`, without the copies that a differentiable form needs.
     """
     flags = call.flags
-    cos, sin, inside = broadcast_rows(xs[0], *call[:-1], flags.inverse, flags.layout)
+    cos, sin, inside = broadcast_rows(xs[0], *call[:5], flags.inverse, flags.layout, call.axes)
     rotary = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
     for x, out in zip(xs, outs, strict=True):
         if out is not x:

@@ -62,7 +62,7 @@ def rotary_embedding(
     Raises:
         RuntimeError: "positions must have shape [num_tokens] or [batch_size, seq_len]", "query, key and positions must
             have the same number of tokens", "query, key and positions must have the same batch_size and seq_len"; for
-            positions (3, T) of multimodal RoPE, which `ropewalk.apply_rope` runs with tables per token; also
+            positions (3, T) of multimodal RoPE, which `ropewalk.apply_rope` runs with `axes`; also
             for other shapes, dtypes and devices that do not fit, memory that overlaps, a query or key that requires
             grad or is lazily negated, a torch.func transform, forward-mode differentiation. All are raised before
             anything is written.
@@ -166,7 +166,7 @@ def _check(
     if positions.ndim == 2 and positions.shape[0] == 3 and query.shape[:1] == positions.shape[1:] and not is_per_row:
         raise RuntimeError(
             "positions must have shape [num_tokens] or [batch_size, seq_len], but has three axes for each token "
-            "(multimodal RoPE, M-RoPE): gather each token's cos and sin, and call ropewalk.apply_rope with these tables"
+            "(multimodal RoPE, M-RoPE): call ropewalk.apply_rope with axes, as mrope_axes makes them"
         )
     if positions.ndim not in (1, 2):
         raise RuntimeError("positions must have shape [num_tokens] or [batch_size, seq_len]")

@@ -27,6 +27,7 @@ def check_arguments(
     sin: Tensor,
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
+    axes: Tensor | None,
     layout: str,
     rotary_dim: int | None,
     rotary_offset: int,
@@ -50,16 +51,18 @@ def check_arguments(
     batch, tokens = as_bthd(q, layout).shape[:2]
     _check_tables(q, cos, sin, batch, tokens, layout)
     _check_rotary(cos, head_dim, rotary_dim, rotary_offset)
-    _check_positions(q, cos, positions, cu_seqlens, batch, tokens, layout)
+    _check_positions(q, cos, positions, cu_seqlens, axes, batch, tokens, layout)
 
 
-def check_offsets(offsets: Tensor, positions: Tensor | int | None, layout: str) -> None:
+def check_offsets(offsets: Tensor, positions: Tensor | int | None, layout: str, axes: Tensor | None) -> None:
     """Raise unless `offsets` are a tensor (B,), and the only positions of a padded layout."""
     if not isinstance(offsets, Tensor):
         hint = f"; one offset for all batch rows is positions={offsets}" if isinstance(offsets, int) else ""
         raise TypeError(f"offsets is {type(offsets).__name__}, but must be a tensor (B,) of int32 or int64{hint}")
     if positions is not None:
         raise ValueError("offsets and positions were both given, but one of them must be None")
+    if axes is not None:
+        raise ValueError("offsets must be None where axes is given: positions has a row for each axis")
     if layout == "thd":
         raise ValueError(
             "offsets was given with layout 'thd', but must come with 'bthd' or 'bhtd'; packed tokens have positions of "
@@ -126,6 +129,17 @@ def check_values(cu_seqlens: Tensor | None, total: int) -> None:
             raise ValueError(f"cu_seqlens falls from {start} to {end} at index {index + 1}, but must not decrease")
     if values[-1] != total:
         raise ValueError(f"cu_seqlens ends at {values[-1]}, but must end at the number of tokens, {total}")
+
+
+def check_axes(axes: Tensor, n_axes: int) -> None:
+    """Raise unless each pair's axis is a row of the positions; on a GPU it is not read, and such a pair gives NaN."""
+    if axes.device.type != "cpu":
+        return
+    for pair, axis in enumerate(axes.tolist()):
+        if not 0 <= axis < n_axes:
+            raise ValueError(
+                f"axes is {axis} for pair {pair}, but must be from 0 to {n_axes - 1}: positions has {n_axes} rows"
+            )
 
 
 def check_inplace(q: Tensor, k: Tensor | None) -> None:
@@ -273,11 +287,18 @@ def _check_rotary(cos: Tensor, head_dim: int, rotary_dim: int | None, rotary_off
 
 
 def _check_positions(
-    q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, tokens: int, layout: str
+    q: Tensor,
+    cos: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    axes: Tensor | None,
+    batch: int,
+    tokens: int,
+    layout: str,
 ) -> None:
-    are_offsets = layout != "thd" and isinstance(positions, Tensor) and positions.ndim == 1
+    are_offsets = layout != "thd" and axes is None and isinstance(positions, Tensor) and positions.ndim == 1
     name_given = "offsets" if are_offsets else "positions"
-    for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens)):
+    for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens), ("axes", axes)):
         if index is None:
             continue
         if not isinstance(index, Tensor):
@@ -294,6 +315,11 @@ def _check_positions(
     if cos.ndim == 3:
         if positions is not None:
             raise ValueError(f"{name_given} must be None where cos and sin are per token (they have 3 dimensions)")
+        if axes is not None:
+            raise ValueError("axes must be None where cos and sin are per token (they have 3 dimensions)")
+        return
+    if axes is not None:
+        _check_several_axes(cos, positions, axes, batch, tokens, layout)
         return
     if positions is None:
         if layout == "thd" and cu_seqlens is None:
@@ -302,8 +328,8 @@ def _check_positions(
     shape = tuple(positions.shape)
     if _is_multimodal(shape, (tokens,) if layout == "thd" else (batch, tokens)):
         raise ValueError(
-            f"positions has shape {shape}, three axes for each token (multimodal RoPE, M-RoPE), but must be one for "
-            f"each token: gather each token's cos and sin, (B or 1, T, R/2), and pass these tables with positions=None"
+            f"positions has shape {shape}, {shape[0]} axes for each token (multimodal RoPE, M-RoPE), so axes must be "
+            f"given: the axis of each pair, (R/2,), as mrope_axes makes it"
         )
     if layout == "thd":
         if shape != (tokens,):
@@ -315,9 +341,33 @@ def _check_positions(
         raise ValueError(f"positions has shape {shape}, but must be (1, T) or (B, T) with B = {batch}, T = {tokens}")
 
 
+def _check_several_axes(
+    cos: Tensor, positions: Tensor | None, axes: Tensor, batch: int, tokens: int, layout: str
+) -> None:
+    n_pairs = cos.shape[-1]
+    if axes.shape != (n_pairs,):
+        raise ValueError(
+            f"axes has shape {tuple(axes.shape)}, but must be (R/2,), ({n_pairs},), as cos has {n_pairs} columns"
+        )
+    expected: list[tuple[int, ...]]
+    if layout == "thd":
+        rule, expected = f"(A, total) with total = {tokens}", [(tokens,)]
+    else:
+        rule, expected = f"(A, 1, T) or (A, B, T) with B = {batch}, T = {tokens}", [(1, tokens), (batch, tokens)]
+    if positions is None:
+        raise ValueError(f"axes was given, so positions must be a tensor, {rule}")
+    shape = tuple(positions.shape)
+    if shape[1:] not in expected or shape[0] == 0:
+        raise ValueError(f"positions has shape {shape}, but with axes it must be {rule}, and A at least 1")
+
+
 def _is_multimodal(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    """Say whether positions of this shape are three for each token, (3, T) or (3, B, T), and cannot be one for each.
+    """Say whether positions of this shape are several for each token, and cannot be one for each.
 
     `tokens` is the shape of one position for each token, (T,) or (B, T).
     """
-    return shape != tokens and shape in ((3, *tokens), (3, tokens[-1]))
+    if shape == tokens or len(shape) < 2 or shape[-1] != tokens[-1]:
+        return False
+    if len(shape) == len(tokens):  # one batch row's, without its dimension
+        return shape[0] == 3
+    return len(shape) == len(tokens) + 1 and (len(tokens) == 1 or shape[1] in (1, tokens[0])) and shape[0] > 1

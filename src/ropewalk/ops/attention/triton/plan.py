@@ -228,7 +228,7 @@ class Builder:
             return self._bind_operator(_rotate, (launch, *xs, *outs, *call))
         k, k_out = (xs[1], outs[1]) if len(xs) == 2 else (0, 0)
         direction = -1 if call.flags.inverse else 1
-        values = (xs[0], k, outs[0], k_out, call.cos, call.sin, 0, 0, call.offset, direction, *launch.constants)
+        values = (xs[0], k, outs[0], k_out, call.cos, call.sin, 0, 0, None, call.offset, direction, *launch.constants)
         return Step(bind(_compile_rope(launch.spec), launch.n_programs, values, self.address_of), None)
 
     def _bind_operator(self, function: Callable[..., Any], arguments: Any) -> Step:

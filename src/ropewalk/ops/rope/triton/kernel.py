@@ -21,6 +21,7 @@ class Positions(IntEnum):
     OFFSETS = 1  # its index, plus a number per batch row
     TOKENS = 2  # a number per token
     PACKED = 3  # its index in its own sequence, found in cu_seqlens, plus an offset
+    AXES = 4  # a number per token and axis, and an axis per pair
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Specialisation:
     block_heads: int
     threads: int  # of a program
     keep_tables: bool  # whether the cache evicts lines of cos and sin last
+    n_axes: int = 0  # of positions of kind AXES
+    axes_dtype: str = "i32"
 
 
 class Heads(NamedTuple):
@@ -60,21 +63,36 @@ class Heads(NamedTuple):
     stride_head: Any
 
 
+class Lookup(NamedTuple):
+    """All that a token's positions are read from."""
+
+    positions_ptr: Any
+    positions_stride_batch: Any
+    positions_stride_token: Any
+    positions_stride_axis: Any  # None but for AXES, and so is the next
+    axes_ptr: Any
+    cu_seqlens_ptr: Any
+    n_sequences: Any
+    search_steps: Any
+    offset: Any
+    n_rows: Any  # of cos and sin
+
+
+class Table(NamedTuple):
+    """cos or sin in memory; its strides are in multiples of `stride_unit` elements, a constexpr."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_row: Any
+    stride_unit: Any
+
+
 @triton.jit
-def _token_positions(
-    token,
-    batch,
-    positions_ptr,
-    positions_stride_batch,
-    positions_stride_token,
-    cu_seqlens_ptr,
-    n_sequences,
-    search_steps,
-    offset,
-    token_mask,
-    POSITIONS: tl.constexpr,
-):
+def _token_positions(token, batch, lookup, token_mask, POSITIONS: tl.constexpr):
     """Return the position of each token, int64; −1 where a packed token belongs to no sequence."""
+    positions_ptr, positions_stride_batch = lookup.positions_ptr, lookup.positions_stride_batch
+    positions_stride_token, cu_seqlens_ptr = lookup.positions_stride_token, lookup.cu_seqlens_ptr
+    n_sequences, search_steps, offset = lookup.n_sequences, lookup.search_steps, lookup.offset
     if POSITIONS == 0:
         position = token + offset
     elif POSITIONS == 1:
@@ -198,6 +216,62 @@ def _pass_through(
 
 
 @triton.jit
+def _load_row(
+    position, batch, cos, sin, n_rows, column, HALF: tl.constexpr, TABLE_POLICY: tl.constexpr
+):  # fmt: skip
+    """Load cos and sin of the row of each position, NaN outside the tables, and say if it lies inside."""
+    inside = (position >= 0) & (position < n_rows)
+    table_mask = inside & (column < HALF)
+    row = tl.where(inside, position, 0).to(tl.int32)
+    cos_row = (batch * _wide(cos.stride_batch) + _wide(row) * _wide(cos.stride_row)) * cos.stride_unit
+    sin_row = (batch * _wide(sin.stride_batch) + _wide(row) * _wide(sin.stride_row)) * sin.stride_unit
+    cos_tile = tl.load(cos.ptr + cos_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
+    sin_tile = tl.load(sin.ptr + sin_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
+    return cos_tile, sin_tile, inside
+
+
+@triton.jit
+def load_tables(
+    token, batch, token_mask, lookup, cos, sin, POSITIONS: tl.constexpr, N_AXES: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, KEEP_TABLES: tl.constexpr,
+):  # fmt: skip
+    """Load cos and sin of each token's pairs, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF].
+
+    Also say which tokens lie inside the tables: [BLOCK_TOKENS, 1 or BLOCK_HEADS, 1]. The others have NaN in all pairs.
+    token, token_mask: [BLOCK_TOKENS, 1, 1]. lookup: a `Lookup`. cos, sin: a `Table` each.
+    """
+    # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little, and
+    # are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
+    column = tl.arange(0, BLOCK_HALF)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
+    if POSITIONS == 4:
+        # Load each axis' row whole, in wide accesses, and let each pair pick its own: a gather of single elements takes
+        # 32 accesses a thread where three axes' rows take 12.
+        axis = tl.load(lookup.axes_ptr + column, column < HALF, other=0)
+        position_ptr = lookup.positions_ptr + (
+            batch * _wide(lookup.positions_stride_batch) + token * _wide(lookup.positions_stride_token)
+        )
+        position = tl.load(position_ptr, token_mask, other=-1).to(tl.int64)
+        cos_tile, sin_tile, inside = _load_row(position, batch, cos, sin, lookup.n_rows, column, HALF, POLICY)
+        pair_inside = inside & (axis == 0)
+        for n in tl.static_range(1, N_AXES):
+            position = tl.load(position_ptr + n * _wide(lookup.positions_stride_axis), token_mask, other=-1)
+            cos_row, sin_row, inside = _load_row(
+                position.to(tl.int64), batch, cos, sin, lookup.n_rows, column, HALF, POLICY
+            )
+            cos_tile = tl.where(axis == n, cos_row, cos_tile)
+            sin_tile = tl.where(axis == n, sin_row, sin_tile)
+            pair_inside = tl.where(axis == n, inside, pair_inside)
+        # One pair outside makes its token NaN; so does an axis that positions lack.
+        inside = tl.min((pair_inside | (column >= HALF)).to(tl.int32), axis=2, keep_dims=True) > 0
+        cos_tile = tl.where(inside, cos_tile, float("nan"))
+    else:
+        position = _token_positions(token, batch, lookup, token_mask, POSITIONS)
+        cos_tile, sin_tile, inside = _load_row(position, batch, cos, sin, lookup.n_rows, column, HALF, POLICY)
+    return cos_tile, sin_tile, inside
+
+
+@triton.jit
 def rotate_kernel(
     q_ptr,
     k_ptr,
@@ -207,6 +281,7 @@ def rotate_kernel(
     sin_ptr,
     positions_ptr,
     cu_seqlens_ptr,
+    axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
     offset,
     direction,  # +1 rotates by θ, −1 by −θ
     n_batches,
@@ -237,6 +312,7 @@ def rotate_kernel(
     sin_stride_row,
     positions_stride_batch,
     positions_stride_token,
+    positions_stride_axis,
     POSITIONS: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -253,6 +329,7 @@ def rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEEP_TABLES: tl.constexpr,
+    N_AXES: tl.constexpr,
 ):
     """Rotate a group of heads of a block of tokens: one small tile, so that the grid sweeps through memory in order.
 
@@ -278,21 +355,16 @@ def rotate_kernel(
     head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
     a, b = _load_pairs(x_ptrs, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_HALF)
 
-    position = _token_positions(
-        token, batch, positions_ptr, positions_stride_batch, positions_stride_token, cu_seqlens_ptr, n_sequences,
-        search_steps, offset, token_mask, POSITIONS,
+    lookup = Lookup(
+        positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr, cu_seqlens_ptr,
+        n_sequences, search_steps, offset, n_rows,
     )  # fmt: skip
-    inside = (position >= 0) & (position < n_rows)
-    # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little, and
-    # are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
-    column = tl.arange(0, BLOCK_HALF)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
-    table_mask = inside & (column < HALF)
-    row = tl.where(inside, position, 0).to(tl.int32)
-    cos_row = (batch * _wide(cos_stride_batch) + _wide(row) * _wide(cos_stride_row)) * TABLE_STRIDE_UNIT
-    sin_row = (batch * _wide(sin_stride_batch) + _wide(row) * _wide(sin_stride_row)) * TABLE_STRIDE_UNIT
-    TABLE_POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
-    cos = tl.load(cos_ptr + cos_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
-    sin = tl.load(sin_ptr + sin_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
+    cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
+    sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
+    cos, sin, inside = load_tables(
+        token, batch, token_mask, lookup, cos_table, sin_table, POSITIONS, N_AXES, HALF, BLOCK_HALF, BLOCK_HEADS,
+        KEEP_TABLES,
+    )  # fmt: skip
     # Synchronise the warps of a program before they store: 0.3 to 1 % more bandwidth on an H200.
     tl.debug_barrier()
     cos = cos.to(COMPUTE_DTYPE)
@@ -329,6 +401,7 @@ def kernel_constants(spec: Specialisation) -> dict[str, Any]:
         "BLOCK_HALF": triton.next_power_of_2(spec.half),
         "BLOCK_D": triton.next_power_of_2(spec.head_dim),
         "KEEP_TABLES": spec.keep_tables,
+        "N_AXES": spec.n_axes,
     }
 
 
@@ -337,7 +410,13 @@ def kernel_source(spec: Specialisation) -> ASTSource:
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{spec.dtype}")
     pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), f"*{spec.table_dtype}")
     pointers |= dict.fromkeys(("positions_ptr", "cu_seqlens_ptr"), f"*{spec.index_dtype}")
+    pointers["axes_ptr"] = f"*{spec.axes_dtype}"
     constants = kernel_constants(spec)
+    aligned = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
+    if spec.positions == Positions.AXES:
+        aligned += ("axes_ptr",)
+    else:
+        constants |= {"axes_ptr": None, "positions_stride_axis": None}
     signature = {
         name: "constexpr"
         if name in constants
@@ -345,7 +424,6 @@ def kernel_source(spec: Specialisation) -> ASTSource:
         or (spec.stride_dtype if "_stride_" in name else "u32" if name in _UNSIGNED_ARGUMENTS else "i32")
         for name in rotate_kernel.arg_names
     }
-    aligned = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
     attributes = {
         (rotate_kernel.arg_names.index(name),): [["tt.divisibility", spec.pointer_alignment]] for name in aligned
     }

@@ -116,9 +116,10 @@ class Launch:
             return
         q, q_out = xs[0].data_ptr(), outs[0].data_ptr()
         k, k_out = (xs[1].data_ptr(), outs[1].data_ptr()) if len(xs) == 2 else (0, 0)
-        cos, sin, positions, cu_seqlens, offset, flags = call
+        cos, sin, positions, cu_seqlens, offset, flags, axes = call
         cos_ptr, sin_ptr = cos.data_ptr(), sin.data_ptr()
-        addresses = q | q_out | k | k_out | cos_ptr | sin_ptr | _WIDEST_ACCESS
+        axes_ptr = None if axes is None else axes.data_ptr()
+        addresses = q | q_out | k | k_out | cos_ptr | sin_ptr | (axes_ptr or 0) | _WIDEST_ACCESS
         alignment = addresses & -addresses
         launch = self._by_alignment.get(alignment)
         if launch is None:
@@ -133,6 +134,7 @@ class Launch:
             sin_ptr,
             0 if positions is None else positions.data_ptr(),
             0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            axes_ptr,
             offset,
             -1 if flags.inverse else 1,
         )
@@ -152,21 +154,21 @@ class InterpretedLaunch(Launch):
         if self.n_programs == 0:
             return
         q, q_out, k, k_out = xs[0], outs[0], xs[-1], outs[-1]
-        cos, sin, positions, cu_seqlens, offset, flags = call
+        cos, sin, positions, cu_seqlens, offset, flags, axes = call
         indices = (q if positions is None else positions, q if cu_seqlens is None else cu_seqlens)
         direction = -1 if flags.inverse else 1
-        values = (q, k, q_out, k_out, cos, sin, *indices, offset, direction, *self.constants)
+        values = (q, k, q_out, k_out, cos, sin, *indices, axes, offset, direction, *self.constants)
         rotate_kernel[(self.n_programs,)](**dict(zip(rotate_kernel.arg_names, values, strict=True)))
 
 
 def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) -> Rotate:
     """Make the launch for tensors like these, whose call is checked."""
-    cos, sin, positions, cu_seqlens, _, flags = call
+    cos, sin, positions, cu_seqlens, _, flags, axes = call
     layout, interleaved, inplace = flags.layout, flags.interleaved, flags.inplace
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     outs = xs if inplace else [torch.empty_like(x, device="meta") for x in xs]
-    dense = (*xs, *outs, cos, sin) if cu_seqlens is None else (*xs, *outs, cos, sin, cu_seqlens)
-    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
+    dense = (*xs, *outs, cos, sin, cu_seqlens, axes)
+    if any(x is not None and x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
         return _rotate_clones
     batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
     n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
@@ -184,9 +186,12 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
     table_stride_unit = _unit(table_strides)
 
-    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token)
+    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token), and axis where there are several
     if positions is None or cos.ndim == 3:
         kind = Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX
+    elif axes is not None:
+        axis, *rest = _strides(positions)
+        kind, positions_strides = Positions.AXES, (*(0, *rest)[-2:], axis)
     elif positions.ndim == 1 and layout != "thd":
         kind, positions_strides = Positions.OFFSETS, (positions.stride(0), 0)
     else:
@@ -232,6 +237,8 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
         threads=tiles.threads,
         # The next batch row reads them again: 0.7 % more bandwidth for many tokens, 4 % more latency for few.
         keep_tables=batch * tokens >= _MANY_TOKENS,
+        n_axes=0 if axes is None or positions is None else positions.shape[0],
+        axes_dtype="i32" if axes is None else _LETTERS[axes.dtype],
     )
     token_blocks = math.ceil(tokens / tiles.block_tokens)
     n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
@@ -249,6 +256,7 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
         n_sequences,
         n_sequences.bit_length(),
         *all_strides,
+        *(() if axes is not None else (None,)),  # the stride between axes
         *kernel_constants(spec).values(),
     )
     launch_class = InterpretedLaunch if gpu.is_interpreted() else Launch
@@ -263,6 +271,7 @@ def _rotate_clones(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall)
         cos=call.cos.contiguous(),
         sin=call.sin.contiguous(),
         cu_seqlens=None if call.cu_seqlens is None else call.cu_seqlens.contiguous(),
+        axes=None if call.axes is None else call.axes.contiguous(),
         flags=call.flags._replace(inplace=True),
     )
     prepare(clones, dense)(clones, clones, dense)

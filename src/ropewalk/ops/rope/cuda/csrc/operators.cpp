@@ -434,7 +434,7 @@ void rotary_embedding(Tensor positions_tensor, Tensor query_tensor, std::optiona
   if (positions.dims == 2 && positions.size(0) == 3 && query.dims > 0 && query.size(0) == positions.size(1) &&
       !per_row) {
     fail("positions must have shape [num_tokens] or [batch_size, seq_len], but has three axes for each token ",
-         "(multimodal RoPE, M-RoPE): gather each token's cos and sin, and call ropewalk.apply_rope with these tables");
+         "(multimodal RoPE, M-RoPE): call ropewalk.apply_rope with axes, as mrope_axes makes them");
   }
   if (positions.dims != 1 && positions.dims != 2) {
     fail("positions must have shape [num_tokens] or [batch_size, seq_len]");
