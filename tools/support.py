@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias
+from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias, mrope_axes
 from ropewalk import device as gpu
 from ropewalk.ops.attention import backends
 from ropewalk.ops.attention.api import make_call
@@ -207,6 +207,13 @@ SECTIONS: dict[str, list[Case]] = {
         Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16)}),
         Case("`dropout_p`", lambda device: {"dropout_p": 0.1}),
         Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
+        Case(
+            "`Rope(axes=…)`, positions on several axes",
+            lambda device: {
+                "position": Rope(axes=mrope_axes([16, 8, 8])),
+                "positions_q": _positions(device).expand(3, -1, -1),
+            },
+        ),
         Case("`keys_rotated` without pages", lambda device: {"position": Rope(), "keys_rotated": True}),
         Case("`return_lse`", lambda device: {"return_lse": True}),
         Case("`return_max_logits`", lambda device: {"return_max_logits": True}),

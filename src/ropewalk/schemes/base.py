@@ -61,6 +61,10 @@ class PositionScheme:
         """Return the map of queries' features, if `rotation` is that of keys alone; None if it is that of both."""
         return None
 
+    def has_axes(self) -> bool:
+        """Say whether a token's positions have several axes: positions that a call gives are then (A, B or 1, T)."""
+        return False
+
     def far_window(self) -> int | None:
         """Return the window of a two-range encoding: pairs with |m − n| ≥ window are far; None if no pair is."""
         return None

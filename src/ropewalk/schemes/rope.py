@@ -48,12 +48,17 @@ class Rope(PositionScheme):
         attention_factor: multiplies the rotated features of q and of k (YaRN's; 1 for most).
         rotary_offset: the first rotated feature, for heads that rotate their last ones (DeepSeek's the last 64 of 192);
             R is then all features from it on, unless rotary_dim or inv_freq is given.
+        axes: (R/2,), int32 or int64: the position axis of each pair, for tokens with several positions (multimodal
+            RoPE; `mrope_axes` makes it). positions_q and positions_k of a call are then (A, B, T) or (A, 1, T),
+            (A, total) in "thd"; a token without them has its index on every axis. Give it on the device of the
+            positions, or it is copied there in each call.
 
     Raises:
-        TypeError: an inv_freq that is not a tensor.
+        TypeError: an inv_freq that is not a tensor, or axes that are no tensor of int32 or int64.
         ValueError: a base that is not above 0, an odd rotary_dim, one that disagrees with inv_freq, an inv_freq of
             another shape or one that requires a gradient, an infinite attention_factor, a negative rotary_offset; in a
-            call, more features to rotate than the head has.
+            call, more features to rotate than the head has; axes of another shape, or in a call of another length than
+            R/2, or naming an axis that positions lack (checked on CPU tensors alone; elsewhere such a pair is NaN).
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
 
@@ -72,6 +77,7 @@ class Rope(PositionScheme):
     interleaved: bool = False
     attention_factor: float = 1.0
     rotary_offset: int = 0
+    axes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.base < math.inf:
@@ -94,8 +100,19 @@ class Rope(PositionScheme):
         if not is_int(self.rotary_offset) or self.rotary_offset < 0:
             raise ValueError(f"rotary_offset is {self.rotary_offset!r}, but must be an int of at least 0")
 
+        if self.axes is not None:
+            if not isinstance(self.axes, Tensor) or self.axes.dtype not in (torch.int32, torch.int64):
+                kind = f"a tensor of {self.axes.dtype}" if isinstance(self.axes, Tensor) else type(self.axes).__name__
+                raise TypeError(f"axes is {kind}, but must be a tensor of int32 or int64, (R/2,)")
+            if self.axes.ndim != 1:
+                raise ValueError(f"axes has shape {tuple(self.axes.shape)}, but must be (R/2,)")
+
+    def has_axes(self) -> bool:
+        """Say whether pairs have axes."""
+        return self.axes is not None
+
     def rotation(self, positions: Tensor, head_dim: int) -> Rotation:
-        """Return the tables of `rope_table` at these positions."""
+        """Return the tables of `rope_table` at these positions; with axes, (A, B, T) or a position for all of them."""
         inv_freq, offset = self.inv_freq, self.rotary_offset
         if offset >= head_dim:
             raise ValueError(f"rotary_offset is {offset}, but must be below the head dim, {head_dim}")
@@ -106,8 +123,31 @@ class Rope(PositionScheme):
             raise ValueError(
                 f"Rope rotates {2 * inv_freq.numel()} features{after}, but they must fit the head dim, {head_dim}"
             )
+        if self.axes is not None and self.axes.shape != inv_freq.shape:
+            raise ValueError(
+                f"axes has shape {tuple(self.axes.shape)}, but must be (R/2,), ({inv_freq.numel()},), an axis for each "
+                f"pair that Rope rotates"
+            )
         cos, sin = rope_table(positions, inv_freq, attention_factor=self.attention_factor, device=positions.device)
+        if self.axes is not None and positions.ndim == 3:
+            cos, sin = (_pick_axes(table, self.axes) for table in (cos, sin))
         return Rotation(cos, sin, self.interleaved, None, offset)
+
+
+def _pick_axes(table: Tensor, axes: Tensor) -> Tensor:
+    """Return (B, T, R/2) of the tables of all axes, (A, B, T, R/2): each pair's column from its own."""
+    n_axes = table.shape[0]
+    if axes.device.type == "cpu" and not torch.compiler.is_compiling():
+        lowest, highest = int(axes.min()), int(axes.max())
+        if lowest < 0 or highest >= n_axes:
+            raise ValueError(
+                f"axes has values from {lowest} to {highest}, but must have some from 0 to {n_axes - 1}: positions "
+                f"have {n_axes} axes"
+            )
+    axes = axes.to(table.device, torch.int64)
+    is_axis = (axes >= 0) & (axes < n_axes)
+    picked = table.gather(0, torch.where(is_axis, axes, 0).expand(1, *table.shape[1:]))[0]
+    return torch.where(is_axis, picked, torch.nan)
 
 
 def default_frequencies(rotary_dim: int, base: float, device: torch.device) -> Tensor:

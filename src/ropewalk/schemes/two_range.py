@@ -40,6 +40,8 @@ class TwoRangeScheme(PositionScheme):
             raise ValueError(f"log_n is {self.log_n!r}, but must be None or an int of at least 2")
         if not (self.rope is None or isinstance(self.rope, Rope)):
             raise TypeError(f"rope is {self.rope!r}, but must be None or a Rope")
+        if self.rope is not None and self.rope.has_axes():
+            raise ValueError("rope has axes, but must have none: a distance is of positions on one axis")
 
     def far_window(self) -> int:
         """Return the window."""

@@ -163,6 +163,7 @@ def attention(
             otherwise, counted from the first key of its sequence or of key_starts. `causal` and `window` go by index
             all the same.
         positions_k: the keys' positions, (B, Tk), (1, Tk) or (total_k,); by default their index, counted likewise.
+            Where the scheme has axes, as `Rope(axes=…)`, both are (A, B, T), (A, 1, T) or (A, total).
         key_starts: (B,), int32 or int64: where the keys of each batch row start, from 0 to Tk; what comes before is
             padding on the left and is never read. With default positions it is the same as a call without the padding.
         query_starts: (B,), int32 or int64: the index of the key that each batch row's first query stands at, from −Tq

@@ -61,6 +61,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
         call = call._replace(k=call.k.masked_fill(missing, 0), v=call.v.masked_fill(missing, 0))
     far = map_far_features(call, positions_q, positions_k)
     q, k = map_features(call, positions_q, positions_k)
+    if scheme_of(call).has_axes():  # scores do not depend on them
+        indices = token_indices(call)
+        positions_q, positions_k = indices.queries, indices.keys
     (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
     if batch * heads * queries * keys <= BLOCK_SCORES:
         return _attend_block(q, k, far, positions_q, positions_k, slice(0, queries), call)

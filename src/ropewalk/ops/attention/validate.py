@@ -87,9 +87,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         _check_rows("query_starts", given.query_starts, batch, (-queries, keys - queries), limits, q)
     positions_q, positions_k = given.positions_q, given.positions_k
     if positions_q is not None:
-        positions_q = _check_positions("positions_q", positions_q, batch, queries, q, layout)
+        positions_q = _check_positions("positions_q", positions_q, batch, queries, q, layout, position)
     if positions_k is not None:
-        positions_k = _check_positions("positions_k", positions_k, batch, keys, q, layout)
+        positions_k = _check_positions("positions_k", positions_k, batch, keys, q, layout, position)
     if layout == "thd" and given.positions_q is given.positions_k:
         positions_k = positions_q  # the checks made two views of one tensor
     if block_table is not None:
@@ -358,11 +358,22 @@ def _check_integers(name: str, x: Tensor) -> None:
     check_dense(name, x)
 
 
-def _check_positions(name: str, positions: Tensor, batch: int, tokens: int, q: Tensor, layout: str) -> Tensor:
+def _check_positions(
+    name: str, positions: Tensor, batch: int, tokens: int, q: Tensor, layout: str, scheme: PositionScheme
+) -> Tensor:
     """The positions with their batch dimension."""
     _check_integers(name, positions)
     _check_device(name, positions, q)
     shape = tuple(positions.shape)
+    if scheme.has_axes():
+        if layout == "thd":
+            rule, is_right = f"(A, total) with total = {tokens}", len(shape) == 2 and shape[1] == tokens
+        else:
+            rule = f"(A, B, T) or (A, 1, T) with B = {batch} and T = {tokens}"
+            is_right = shape[1:] in ((batch, tokens), (1, tokens))
+        if not is_right or shape[0] == 0:
+            raise ValueError(f"{name} has shape {shape}, but where {type(scheme).__name__} has axes it must be {rule}")
+        return positions[:, None] if layout == "thd" else positions
     if layout == "thd":
         if shape != (tokens,):
             raise ValueError(f"{name} has shape {shape}, but must be (total,) with total = {tokens}")
