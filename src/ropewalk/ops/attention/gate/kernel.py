@@ -77,14 +77,12 @@ def gate_forward_kernel(
 @triton.jit(do_not_specialize=("n_rows", "n_inner"))
 def gate_backward_kernel(
     grad,  # Rows
-    out,
+    out,  # or None: grad_gate is not wanted
     gate,
-    grad_out,  # written
+    grad_out,  # written; or None
     grad_gate,  # likewise
     n_rows,
     n_inner,
-    WANTS_OUT: tl.constexpr,
-    WANTS_GATE: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -96,10 +94,10 @@ def gate_backward_kernel(
     gate_mask = exists[:, None] if gate.stride_feature is None else mask
     sigma = _sigmoid(tl.load(_pointers(gate, outer, middle, inner, feature), gate_mask, other=0.0).to(tl.float32))
     d = tl.load(_pointers(grad, outer, middle, inner, feature), mask, other=0.0).to(tl.float32)
-    if WANTS_OUT:
+    if grad_out is not None:
         dx = (d * sigma).to(grad_out.ptr.dtype.element_ty)
         tl.store(_pointers(grad_out, outer, middle, inner, feature), dx, mask)
-    if WANTS_GATE:
+    if out is not None:  # not grad_gate: Triton 3.6 compares no tuple that holds None
         d *= tl.load(_pointers(out, outer, middle, inner, feature), mask, other=0.0).to(tl.float32)
         if gate.stride_feature is None:
             d = tl.sum(d, 1)[:, None]
@@ -110,7 +108,7 @@ def gate_backward_kernel(
 def forward(out: Tensor, gate: Tensor, on: Steps = AT_ONCE) -> Tensor:
     """Return out · σ(gate), with out's strides if it is dense."""
     gated = torch.empty_like(out)
-    _launch(on, gate_forward_kernel, out, {"out": out, "gate": gate, "gated": gated})
+    _launch(on, gate_forward_kernel, out, out=out, gate=gate, gated=gated)
     return gated
 
 
@@ -120,12 +118,12 @@ def backward(
     """Return the gradients of out and gate; None for one that is not wanted."""
     grad_out = torch.empty_like(out) if wants_out else None
     grad_gate = torch.empty_like(gate) if wants_gate else None
-    tensors = {"grad": grad, "out": out, "gate": gate, "grad_out": grad_out, "grad_gate": grad_gate}
-    _launch(on, gate_backward_kernel, out, tensors, WANTS_OUT=wants_out, WANTS_GATE=wants_gate)
+    tensors = {"grad": grad, "out": out if wants_gate else None, "gate": gate}
+    _launch(on, gate_backward_kernel, out, **tensors, grad_out=grad_out, grad_gate=grad_gate)
     return grad_out, grad_gate
 
 
-def _launch(on: Steps, kernel: Any, like: Tensor, tensors: dict[str, Tensor | None], **flags: bool) -> None:
+def _launch(on: Steps, kernel: Any, like: Tensor, **tensors: Tensor | None) -> None:
     """Launch a kernel over the rows of tensors like one, in the order of its memory."""
     *sizes, features = like.shape
     strides = like.stride()
@@ -138,7 +136,6 @@ def _launch(on: Steps, kernel: Any, like: Tensor, tensors: dict[str, Tensor | No
             kernel,
             triton.cdiv(n_rows, block) * (outer[0] if outer else 1),
             **{name: None if x is None else _rows(x, order) for name, x in tensors.items()},
-            **flags,
             n_rows=n_rows,
             n_inner=inner,
             D=features,
