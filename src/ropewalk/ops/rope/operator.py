@@ -31,12 +31,11 @@ from ropewalk.ops.tracing import is_transformed
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, SymInt offset, str layout, bool interleaved, "
-    "bool inverse, int? rotary_dim, int rotary_offset, str? impl, Tensor? axes=None"
+    "bool inverse, int? rotary_dim, int rotary_offset, str? impl, Tensor? axes"
 )
 _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
 _INVERSE = 7  # its index among the arguments after xs
-_N_REQUIRED = 11  # how many of these have no default
 
 
 def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
@@ -117,10 +116,10 @@ def is_hidden(x: Tensor) -> bool:
 
 
 def _make_call(arguments: Sequence[Any], inplace: bool) -> RopeCall:
-    """Make a call of the operators' arguments after xs; the dispatcher leaves out those at their defaults."""
-    *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl = arguments[:_N_REQUIRED]
+    """Make a call of the operators' arguments after xs."""
+    *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl, axes = arguments
     flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
-    call: RopeCall = RopeCall._make((*tensors, offset, flags, *(arguments[_N_REQUIRED:] or (None,))))
+    call: RopeCall = RopeCall._make((*tensors, offset, flags, axes))
     return call
 
 
