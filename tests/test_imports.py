@@ -31,7 +31,7 @@ LAYERS = {
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
     "ops.attention": "schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference ops.attention.backends "
     "ops.attention.plans ops.attention.gate.operation",
-    "ops.attention.gate": "ops.attention.backend ops.attention.triton.tiles",
+    "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api",

@@ -407,3 +407,24 @@ def test_kernels_compile_without_spills(tmp_path, target, per_feature, dtype, fe
             assert wide
             assert set(wide) == {128}
             assert per_feature == (len(wide) == len(accesses))
+
+
+@needs_kernels
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "output", "gate"])
+def test_its_own_launches_are_planned(device, monkeypatch, wanted):
+    monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
+    caches = operation._FORWARDS, operation._BACKWARDS
+    for cache in caches:
+        cache.clear()
+    out = torch.randn(B, T, H, DV, device=device)
+    gate = draw_gate(device, torch.float32, out.shape, "slice")
+    grad = torch.randn_like(out)
+    leaves = [x.detach().requires_grad_(wants) for x, wants in zip((out, gate), wanted, strict=True)]
+    results = []
+    for _ in range(4):
+        gated = operation.apply_gate(*leaves)
+        results.append([gated, *torch.autograd.grad(gated, [x for x in leaves if x.requires_grad], grad)])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert [len(cache.found) for cache in caches] == [1, 1]
+    assert all(plan is not None for cache in caches for plan in cache.found.values())

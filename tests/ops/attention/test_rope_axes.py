@@ -3,14 +3,14 @@
 import pytest
 import torch
 from helpers.attention_calls import ROUNDINGS
-from helpers.modes import needs_kernels
+from helpers.modes import ON_GPU, needs_kernels
 
 from ropewalk import Alibi, ReRope, Rope, attention, mrope_axes
 from ropewalk.testing import assert_close_to_truth, unchanged
 
 B, H, K, T, D = 2, 4, 2, 6, 16
 AXES = mrope_axes([3, 3, 2])
-IMPLS = [None, "reference", "sdpa", pytest.param("triton", marks=needs_kernels)]
+IMPLS = [None, "reference", *([] if ON_GPU else ["sdpa"]), pytest.param("triton", marks=needs_kernels)]
 
 
 def rotated(x, positions, axes):

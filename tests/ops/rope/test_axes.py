@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.modes import ON_GPU
 from helpers.rope_definition import check_rotation, random_tables, random_tensor, rotate
 
 from ropewalk import apply_rope, mrope_axes
@@ -32,12 +33,14 @@ def several(layout, device, dtype=torch.int64, n_axes=3, rows=B):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES, ids=str)
 @pytest.mark.parametrize(("rotary_dim", "rotary_offset"), [(16, 0), (12, 0), (6, 4)])
-def test_each_pair_turns_by_its_own_axis(impl, device, layout, interleaved, index_dtype, rotary_dim, rotary_offset):
+def test_each_pair_turns_by_its_own_axis(
+    axes_impl, device, layout, interleaved, index_dtype, rotary_dim, rotary_offset
+):
     q, k = make(layout, device)
     cos, sin = random_tables(ROWS, rotary_dim // 2, device=device)
     axes = torch.tensor([2, 0, 0, 1, 2, 1, 1, 0], dtype=index_dtype, device=device)[: rotary_dim // 2]
     check_rotation(
-        q, k, cos, sin, impl=impl, positions=several(layout, device, index_dtype), axes=axes, layout=layout,
+        q, k, cos, sin, impl=axes_impl, positions=several(layout, device, index_dtype), axes=axes, layout=layout,
         interleaved=interleaved, rotary_offset=rotary_offset,
     )  # fmt: skip
 
@@ -45,23 +48,23 @@ def test_each_pair_turns_by_its_own_axis(impl, device, layout, interleaved, inde
 @pytest.mark.parametrize("n_axes", [1, 2, 4])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("axes_dtype", INDEX_DTYPES, ids=str)
-def test_counts_of_axes_and_one_row_for_the_batch(impl, device, n_axes, inverse, axes_dtype):
+def test_counts_of_axes_and_one_row_for_the_batch(axes_impl, device, n_axes, inverse, axes_dtype):
     q, _ = make("bthd", device)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     axes = (torch.arange(D // 2, device=device) * 5 % n_axes).to(axes_dtype)
     positions = several("bthd", device, n_axes=n_axes, rows=1)
-    check_rotation(q, None, cos, sin, impl=impl, positions=positions, axes=axes, inverse=inverse)
+    check_rotation(q, None, cos, sin, impl=axes_impl, positions=positions, axes=axes, inverse=inverse)
 
 
 @pytest.mark.parametrize("axis", range(3))
-def test_the_result_changes_with_each_axis_in_its_own_pairs_alone(impl, device, axis):
+def test_the_result_changes_with_each_axis_in_its_own_pairs_alone(axes_impl, device, axis):
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     axes = mrope_axes([2, 3, 3]).to(device)
     positions = several("bthd", device)
     moved = positions.clone()
     moved[axis] = (moved[axis] + 1) % ROWS
-    before, after = (rotate(q, k, cos, sin, impl=impl, positions=p, axes=axes) for p in (positions, moved))
+    before, after = (rotate(q, k, cos, sin, impl=axes_impl, positions=p, axes=axes) for p in (positions, moved))
     for x, y in zip(before, after, strict=True):
         changed = (x != y).unflatten(-1, (2, -1)).any(dim=-2)
         assert bool((changed == (axes == axis)).all())
@@ -70,30 +73,35 @@ def test_the_result_changes_with_each_axis_in_its_own_pairs_alone(impl, device, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equal_rows_give_the_result_of_one_axis_bit_for_bit(impl, device, layout, interleaved, dtype):
+def test_equal_rows_give_the_result_of_one_axis_bit_for_bit(axes_impl, device, layout, interleaved, dtype):
     q, k = make(layout, device, dtype)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     positions = several(layout, device)
     positions[:] = positions[:1].clone()
     positions[..., 3] = ROWS  # NaN, too
-    flags = {"impl": impl, "layout": layout, "interleaved": interleaved}
+    flags = {"impl": axes_impl, "layout": layout, "interleaved": interleaved}
     expected = rotate(q, k, cos, sin, positions=positions[0], **flags)
     actual = rotate(q, k, cos, sin, positions=positions, axes=mrope_axes([3, 3, 2], interleaved).to(device), **flags)
     for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, check_stride=True)
+        # A GPU's compiler contracts products and sums, and not the same ones in each binary.
+        contracted = axes_impl == "triton" and ON_GPU and dtype == torch.float32
+        atol = torch.finfo(dtype).eps * float(y.nan_to_num().abs().max()) if contracted else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=atol, equal_nan=True, check_stride=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("outside", [-1, ROWS, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("rotary_offset", [0, 4])
-def test_a_position_outside_the_table_on_any_axis_makes_its_token_nan(impl, device, layout, outside, rotary_offset):
+def test_a_position_outside_the_table_on_any_axis_makes_its_token_nan(
+    axes_impl, device, layout, outside, rotary_offset
+):
     q, k = make(layout, device)
     cos, sin = random_tables(ROWS, D // 2 - rotary_offset, device=device)
     axes = mrope_axes([2, 1, 1]).to(device) if rotary_offset else mrope_axes([6, 1, 1]).to(device)
     positions = several(layout, device, torch.int32)
     for axis in range(3):
         positions[axis, ..., axis] = outside
-    flags = {"impl": impl, "positions": positions, "axes": axes, "layout": layout, "rotary_offset": rotary_offset}
+    flags = {"impl": axes_impl, "positions": positions, "axes": axes, "layout": layout, "rotary_offset": rotary_offset}
     check_rotation(q, k, cos, sin, **flags)
     token_axis = 1 if layout == "bthd" else -2 if layout == "bhtd" else 0
     for x in rotate(q, k, cos, sin, **flags):
@@ -102,54 +110,54 @@ def test_a_position_outside_the_table_on_any_axis_makes_its_token_nan(impl, devi
         assert not bool(x[3:].isnan().any())
 
 
-def test_an_axis_of_no_pair_may_be_outside_the_table(impl, device):
+def test_an_axis_of_no_pair_may_be_outside_the_table(axes_impl, device):
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     positions = several("bthd", device)
     positions[1] = ROWS
     axes = torch.tensor([0, 2] * (D // 4), device=device)
-    check_rotation(q, k, cos, sin, impl=impl, positions=positions, axes=axes)
-    assert not any(x.isnan().any() for x in rotate(q, k, cos, sin, impl=impl, positions=positions, axes=axes))
+    check_rotation(q, k, cos, sin, impl=axes_impl, positions=positions, axes=axes)
+    assert not any(x.isnan().any() for x in rotate(q, k, cos, sin, impl=axes_impl, positions=positions, axes=axes))
 
 
-def test_strided_positions_and_axes(impl, device):
+def test_strided_positions_and_axes(axes_impl, device):
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     wide = torch.randint(0, ROWS, (T, 2 * B, 6), device=device)
     axes = torch.tensor([0, 9, 1, 9, 2, 9, 2, 9, 1, 9, 0, 9, 0, 9, 1, 9], device=device)[::2]
     for positions in (wide.permute(2, 1, 0)[::2, ::2], wide[:, :1, :3].permute(2, 1, 0).expand(3, B, T)):
-        check_rotation(q, k, cos, sin, impl=impl, positions=positions, axes=axes)
+        check_rotation(q, k, cos, sin, impl=axes_impl, positions=positions, axes=axes)
     check_rotation(
-        *make("thd", device), cos, sin, impl=impl, positions=wide[:, 0, ::2].T, axes=axes, layout="thd"
+        *make("thd", device), cos, sin, impl=axes_impl, positions=wide[:, 0, ::2].T, axes=axes, layout="thd"
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_tokens(impl, device, layout):
+def test_no_tokens(axes_impl, device, layout):
     q, k = make(layout, device, tokens=0)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     positions = torch.zeros((3, 0) if layout == "thd" else (3, B, 0), dtype=torch.int64, device=device)
     rotated = rotate(
-        q, k, cos, sin, impl=impl, positions=positions, axes=mrope_axes([4, 2, 2]).to(device), layout=layout
+        q, k, cos, sin, impl=axes_impl, positions=positions, axes=mrope_axes([4, 2, 2]).to(device), layout=layout
     )
     assert [x.shape for x in rotated] == [q.shape, k.shape]
 
 
-def test_a_table_without_rows(impl, device):
+def test_a_table_without_rows(axes_impl, device):
     q, k = make("bthd", device)
     cos, sin = random_tables(0, D // 2, device=device)
     positions = several("bthd", device)
-    check_rotation(q, k, cos, sin, impl=impl, positions=positions, axes=mrope_axes([4, 2, 2]).to(device))
+    check_rotation(q, k, cos, sin, impl=axes_impl, positions=positions, axes=mrope_axes([4, 2, 2]).to(device))
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
-def test_gradients_are_the_inverse_rotation(impl, device, interleaved):
+def test_gradients_are_the_inverse_rotation(axes_impl, device, interleaved):
     q, k = make("bthd", device, torch.float64)
     cos, sin = random_tables(ROWS, D // 2, dtype=torch.float64, device=device)
     call = {"positions": several("bthd", device), "axes": mrope_axes([4, 2, 2]).to(device), "interleaved": interleaved}
 
     def function(q, k):
-        return apply_rope(q, k, cos, sin, impl=impl, **call)
+        return apply_rope(q, k, cos, sin, impl=axes_impl, **call)
 
     leaves = q.requires_grad_(), k.requires_grad_()
     cotangents = (
@@ -157,25 +165,25 @@ def test_gradients_are_the_inverse_rotation(impl, device, interleaved):
         random_tensor(*k.shape, dtype=q.dtype).to(device),
     )
     grads = torch.autograd.grad(function(*leaves), leaves, cotangents)
-    expected = rotate(*cotangents, cos, sin, impl=impl, inverse=True, **call)
+    expected = rotate(*cotangents, cos, sin, impl=axes_impl, inverse=True, **call)
     for grad, x in zip(grads, expected, strict=True):
         assert torch.equal(grad, x)
-    if impl == "reference":
+    if axes_impl == "reference":
         assert torch.autograd.gradcheck(function, leaves)
 
 
-def test_new_values_of_axes_are_read_in_each_call(impl, device):
+def test_new_values_of_axes_are_read_in_each_call(axes_impl, device):
     q, k = make("bthd", device)
     cos, sin = random_tables(ROWS, D // 2, device=device)
     positions = several("bthd", device)
     for sections in ([8, 0, 0], [0, 8, 0], [2, 2, 4]):
-        check_rotation(q, k, cos, sin, impl=impl, positions=positions, axes=mrope_axes(sections).to(device))
+        check_rotation(q, k, cos, sin, impl=axes_impl, positions=positions, axes=mrope_axes(sections).to(device))
     if device.type == "cpu":
         with pytest.raises(ValueError, match="axes is 3 for pair 7, but must be from 0 to 2"):
-            rotate(q, k, cos, sin, impl=impl, positions=positions, axes=mrope_axes([2, 2, 3, 1]))
+            rotate(q, k, cos, sin, impl=axes_impl, positions=positions, axes=mrope_axes([2, 2, 3, 1]))
 
 
-def test_an_axis_that_positions_lack_makes_tokens_nan_where_values_are_not_checked(impl, device, monkeypatch):
+def test_an_axis_that_positions_lack_makes_tokens_nan_where_values_are_not_checked(axes_impl, device, monkeypatch):
     from ropewalk.ops.rope import autograd
 
     monkeypatch.setattr(autograd, "check_axes", lambda axes, n_axes: None)
@@ -183,7 +191,7 @@ def test_an_axis_that_positions_lack_makes_tokens_nan_where_values_are_not_check
     cos, sin = random_tables(ROWS, D // 2, device=device)
     for wrong in (-1, 3):
         axes = torch.tensor([0, 1, 2, 0, 1, wrong, 0, 1], device=device)
-        for x in rotate(q, k, cos, sin, impl=impl, positions=several("bthd", device), axes=axes):
+        for x in rotate(q, k, cos, sin, impl=axes_impl, positions=several("bthd", device), axes=axes):
             assert bool(x.isnan().all())
 
 

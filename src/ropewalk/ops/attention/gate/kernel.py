@@ -105,22 +105,22 @@ def gate_backward_kernel(
         tl.store(_pointers(grad_gate, outer, middle, inner, feature), dg, gate_mask)
 
 
-def forward(out: Tensor, gate: Tensor, on: Steps = AT_ONCE) -> Tensor:
-    """Return out · σ(gate), with out's strides if it is dense."""
+def forward(out: Tensor, gate: Tensor, on: Steps = AT_ONCE) -> list[Tensor | None]:
+    """Return [out · σ(gate)], with out's strides if it is dense."""
     gated = torch.empty_like(out)
     _launch(on, gate_forward_kernel, out, out=out, gate=gate, gated=gated)
-    return gated
+    return [gated]
 
 
 def backward(
-    grad: Tensor, out: Tensor, gate: Tensor, wants_out: bool, wants_gate: bool, on: Steps = AT_ONCE
-) -> tuple[Tensor | None, Tensor | None]:
+    out: Tensor, gate: Tensor, grad: Tensor, wants_out: bool, wants_gate: bool, on: Steps = AT_ONCE
+) -> list[Tensor | None]:
     """Return the gradients of out and gate; None for one that is not wanted."""
     grad_out = torch.empty_like(out) if wants_out else None
     grad_gate = torch.empty_like(gate) if wants_gate else None
     tensors = {"grad": grad, "out": out if wants_gate else None, "gate": gate}
     _launch(on, gate_backward_kernel, out, **tensors, grad_out=grad_out, grad_gate=grad_gate)
-    return grad_out, grad_gate
+    return [grad_out, grad_gate]
 
 
 def _launch(on: Steps, kernel: Any, like: Tensor, **tensors: Tensor | None) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
+from ropewalk.ops.attention import plans
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FORWARDS, _BACKWARDS = plans.Cache(), plans.Cache()
 MAX_FEATURES = 1024  # of a row, which one program holds
 
 
@@ -29,9 +31,7 @@ def apply_gate(out: Tensor, gate: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (out.requires_grad or gate.requires_grad):
         gated: Tensor = _Gate.apply(out, gate)
         return gated
-    from ropewalk.ops.attention.gate import kernel
-
-    return kernel.forward(out, gate)
+    return _multiply(out, gate)
 
 
 def gate_plainly(out: Tensor, gate: Tensor) -> Tensor:
@@ -68,15 +68,22 @@ def _runs_kernel(out: Tensor, gate: Tensor) -> bool:
     )
 
 
+def _multiply(out: Tensor, gate: Tensor) -> Tensor:
+    """Return out · σ(gate) by the kernel."""
+    from ropewalk.ops.attention.gate import kernel
+
+    (gated,) = plans.run_launcher(_FORWARDS, kernel.forward, (out, gate))
+    assert gated is not None
+    return gated
+
+
 class _Gate(torch.autograd.Function):
     """The gate with its kernels. It saves the output as it was before: σ may be 0."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gate: Tensor) -> Tensor:
-        from ropewalk.ops.attention.gate import kernel
-
         ctx.save_for_backward(out, gate)
-        return kernel.forward(out, gate)
+        return _multiply(out, gate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -85,4 +92,5 @@ class _Gate(torch.autograd.Function):
             return differentiate_plainly(grad, out, gate)
         from ropewalk.ops.attention.gate import kernel
 
-        return kernel.backward(grad, out, gate, *ctx.needs_input_grad)
+        grad_out, grad_gate = plans.run_launcher(_BACKWARDS, kernel.backward, (out, gate, grad), *ctx.needs_input_grad)
+        return grad_out, grad_gate
