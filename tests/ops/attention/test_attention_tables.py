@@ -123,7 +123,13 @@ def test_everything_else_goes_through(device):
         "dropout_p": 0.0,
         "keys_rotated": False,
     }
-    others = {"n_learned_params": 0, "tables": NO_TABLES, "return_lse": False, "deterministic": False}
+    others = {
+        "n_learned_params": 0,
+        "tables": NO_TABLES,
+        "return_lse": False,
+        "return_max_logits": False,
+        "deterministic": False,
+    }
     left_out = {"q", "k", "v", "scheme", "mask", "needs_backward"}
     expected = {**dict.fromkeys(AttentionCall._fields), **given, **others}
     assert all(

@@ -55,8 +55,8 @@ def choose_tiles(
     if across_heads:
         block_heads = triton.next_power_of_2(n_heads)
         return Tiles(1, block_heads, min(1024, max(32, block_heads * per_row)))
-    threads = max(per_row, 32, 128 if heads_are_near or backward else 64)
-    rows = max(1, threads // per_row)
+    threads = max(per_row, 32 if heads_are_near and not backward else 64)
+    rows = max(1, 64 // per_row)
     block_heads = min(rows, triton.next_power_of_2(n_heads))
     if not heads_are_near:
         block_heads = min(block_heads, 4)
