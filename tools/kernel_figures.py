@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from helpers.norm_launches import specialise_norm  # noqa: E402
 from helpers.rope_launches import specialise  # noqa: E402
 from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
 
+from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
@@ -150,6 +152,8 @@ ROWS: dict[str, list[Row]] = {
     "attention-merge": [
         Row("merge_kernel", "D 64", {"head_dim": 64}),
         Row("merge_kernel", "D 128", {"head_dim": 128}),
+        Row("gate_forward_kernel", "D 128", {"head_dim": 128}),
+        Row("gate_backward_kernel", "D 128", {"head_dim": 128}),
     ],
 }
 CUDA_TARGETS = ("80", "90", "100")
@@ -233,12 +237,22 @@ def _launch_of_merge(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     return _find(row.kernel, launches)
 
 
+def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
+    out = torch.empty(2, 128, 4, row.arguments["head_dim"], dtype=BF16)
+    gate.forward(out, out, steps)
+    gate.backward(out, out, out, True, True, steps)
+    return _find(row.kernel, launches)
+
+
 _LAUNCHES = {
     **dict.fromkeys(
         ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel", "schedule_kernel"), _launch_of_attention
     ),
     **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
     "merge_kernel": _launch_of_merge,
+    **dict.fromkeys(("gate_forward_kernel", "gate_backward_kernel"), _launch_of_gate),
 }
 
 
