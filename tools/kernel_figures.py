@@ -339,7 +339,9 @@ def render(page: str, figures: dict[str, Any]) -> str:
     targets = list(TARGETS)
     lines = [
         f"Compiled by Triton {figures['triton']}: registers of a thread / bytes of spills of a thread / KiB of shared"
-        f" memory of a program. {_TILE_LEGENDS.get(page, _TILE_LEGEND)} A cell names its own where it is not sm_90's.",
+        " memory of a program.",
+        _TILE_LEGENDS.get(page, _TILE_LEGEND),
+        "A cell names its own where it is not sm_90's.",
         "",
         f"| kernel | tile on sm_90 | {' | '.join(targets)} |",
         f"| --- | --- {'| --- ' * len(targets)}|",

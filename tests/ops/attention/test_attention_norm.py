@@ -127,6 +127,7 @@ def test_result_and_gradients_are_those_of_float64(dtype, impl, norm_name, schem
     plain = [x.detach().requires_grad_() for x in tensors]
     baseline = define(plain, norm, scheme, keywords)
     grad = torch.randn_like(out)
+    # Rounded are normed q and k, probabilities and the result; their gradients on the way back too.
     assert_close_to_truth(out, truth, baseline, roundings=4)
     mine = torch.autograd.grad(out, tensors, grad)
     exact = torch.autograd.grad(truth, wide, grad.double())

@@ -5,29 +5,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.modes import ON_GPU, needs_kernels
 
 from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+
+WITH_AXES = RopeCall(torch.empty(0), torch.empty(0), None, None, 0, RopeFlags(), torch.empty(0))
+CALLS: dict[str, dict[str, Any]] = {"impl": {}, "norm_impl": {"has_norm": True}, "axes_impl": {"call": WITH_AXES}}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
-    for fixture in {"impl", "norm_impl", "axes_impl"} & set(metafunc.fixturenames):
-        without_native = fixture == "axes_impl"
-        names = [
-            impl
-            for impl in IMPLEMENTATIONS
-            if why_not(impl, device, has_norm=fixture == "norm_impl") is None
-            and not (without_native and impl == "native")
-        ]
+    for fixture in CALLS.keys() & set(metafunc.fixturenames):
+        names = [impl for impl in IMPLEMENTATIONS if why_not(impl, device, **CALLS[fixture]) is None]
         marked = [pytest.param(name, marks=needs_kernels) if name == "triton" else name for name in names]
         metafunc.parametrize(fixture, marked)
 
 
 @pytest.fixture(autouse=True)
 def _axes_by_implementations_that_take_them(request: pytest.FixtureRequest) -> None:
+    """Skip a call by name that has axes, where the implementation takes none."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("impl") == "native" and "axes" in str(params.get("name")):
-        pytest.skip("the CUDA extension takes no axes")
+    if "impl" in params and "axes" in str(params.get("name")):
+        reason = why_not(params["impl"], torch.device("cuda" if ON_GPU else "cpu"), WITH_AXES)
+        if reason is not None:
+            pytest.skip(f"{params['impl']}: {reason}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from ropewalk import device as gpu
 from ropewalk.ops.rope import cpu, norm_reference, reference
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
-from ropewalk.ops.rope.norm import NormCall
 
 
 class Backend(Protocol):
@@ -75,75 +74,12 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (_Native(),
 IMPLEMENTATIONS = tuple(BACKENDS)
 # On the CPU Triton means its interpreter, which is for tests: it runs there only by name.
 _CPU_IMPLEMENTATIONS = ("reference",)
-
-
-class NormBackend(Protocol):
-    """An implementation of the rotation with a norm."""
-
-    def forward(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the function of the same arguments for calls like this one; it returns new tensors."""
-
-    def backward(
-        self,
-        grads: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        needed: Sequence[bool],
-        call: NormCall,
-    ) -> Callable[..., list[Tensor | None]]:
-        """Return the function of (grads, xs, weights, call) that gives the gradients of (*xs, *weights)."""
-
-
-class _TritonNorm:
-    """The Triton kernels."""
-
-    def forward(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        from ropewalk.ops.rope.triton import norm_launch
-
-        return norm_launch.forward(xs, weights, call)
-
-    def backward(
-        self,
-        grads: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        needed: Sequence[bool],
-        call: NormCall,
-    ) -> Callable[..., list[Tensor | None]]:
-        from ropewalk.ops.rope.triton import norm_launch
-
-        return norm_launch.backward(grads, xs, weights, needed, call)
-
-
-class _ReferenceNorm:
-    """Plain PyTorch."""
-
-    def forward(
-        self, xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        return norm_reference.forward
-
-    def backward(
-        self,
-        grads: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        needed: Sequence[bool],
-        call: NormCall,
-    ) -> Callable[..., list[Tensor | None]]:
-        return lambda grads, xs, weights, call: norm_reference.backward(grads, xs, weights, needed, call)
-
-
-NORM_BACKENDS: dict[str, NormBackend] = {"triton": _TritonNorm(), "reference": _ReferenceNorm()}
+NORM_IMPLEMENTATIONS = ("triton", "reference")
 
 
 def why_not(impl: str, device: torch.device, call: RopeCall | None = None, *, has_norm: bool = False) -> str | None:
     """Say why an implementation does not support tensors on a device, or a call with them; None if it does."""
-    if has_norm and impl not in NORM_BACKENDS:
+    if has_norm and impl not in NORM_IMPLEMENTATIONS:
         return "a norm is not supported"
     return BACKENDS[impl].why_not(device, call)
 
@@ -161,9 +97,13 @@ def choose(impl: str | None, device: torch.device, call: RopeCall | None = None,
     return impl
 
 
-def choose_norm(impl: str | None, device: torch.device) -> NormBackend:
-    """Return the implementation of a call with a norm."""
-    return NORM_BACKENDS[choose(impl, device, has_norm=True)]
+def choose_norm(impl: str | None, device: torch.device) -> Any:
+    """Return the module of a call with a norm; its `prepare_forward` and `prepare_backward` make functions of calls."""
+    if choose(impl, device, has_norm=True) == "reference":
+        return norm_reference
+    from ropewalk.ops.rope.triton import norm_launch
+
+    return norm_launch
 
 
 def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:

@@ -71,7 +71,7 @@ def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCa
     if plan is None:
         check(xs, weights, call)
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
-        plan = _remember(key, backend.forward(xs, weights, call))
+        plan = _remember(key, backend.prepare_forward(xs, weights, call))
     if rope.cu_seqlens is not None:
         check_values(rope.cu_seqlens, xs[0].shape[0])
     outs: tuple[Tensor, ...] = plan(xs, weights, call)
@@ -99,7 +99,7 @@ def backward(
     plan = _PLANS.get(key)
     if plan is None:
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
-        plan = _remember(key, backend.backward(given, xs, weights, wanted, call))
+        plan = _remember(key, backend.prepare_backward(given, xs, weights, wanted, call))
     found = plan(given, xs, weights, call)
     for i, slot in enumerate(slots):
         results[slot], results[n + slot] = found[i], found[len(slots) + i]

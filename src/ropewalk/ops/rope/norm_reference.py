@@ -5,7 +5,8 @@ Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,18 @@ def backward(
             None if grad is None or x is None else _strided_like(grad, x)
             for grad, x in zip(found, (*xs, *weights), strict=True)
         ]
+
+
+def prepare_forward(*_: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the function for any call."""
+    return forward
+
+
+def prepare_backward(
+    grads: Any, xs: Any, weights: Any, needed: Sequence[bool], call: NormCall
+) -> Callable[..., list[Tensor | None]]:
+    """Return the function of (grads, xs, weights, call) for calls that need the same gradients."""
+    return lambda grads, xs, weights, call: backward(grads, xs, weights, needed, call)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -186,16 +186,7 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     table_strides = [stride for table in (cos, sin) for stride in (0, *_strides(table))[-3:-1]]
     table_stride_unit = _unit(table_strides)
 
-    positions_strides: tuple[int, ...] = (0, 0)  # (batch, token), and axis where there are several
-    if positions is None or cos.ndim == 3:
-        kind = Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX
-    elif axes is not None:
-        axis, *rest = _strides(positions)
-        kind, positions_strides = Positions.AXES, (*(0, *rest)[-2:], axis)
-    elif positions.ndim == 1 and layout != "thd":
-        kind, positions_strides = Positions.OFFSETS, (positions.stride(0), 0)
-    else:
-        kind, positions_strides = Positions.TOKENS, (0, *_strides(positions))[-2:]
+    kind, positions_strides = describe_positions(call)
     index = positions if positions is not None else cu_seqlens
     n_sequences = cu_seqlens.numel() - 1 if cu_seqlens is not None else 0
     n_rows = cos.shape[-2]  # tables per token have T, and positions 0 … T − 1
@@ -261,6 +252,19 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     )
     launch_class = InterpretedLaunch if gpu.is_interpreted() else Launch
     return launch_class(spec, n_programs, q.device.index, constants)
+
+
+def describe_positions(call: RopeCall) -> tuple[Positions, tuple[int, ...]]:
+    """Return where a token's position comes from, and the strides of positions: (batch, token), and axis of several."""
+    cos, _, positions, cu_seqlens, _, flags, axes = call
+    if positions is None or cos.ndim == 3:
+        return Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX, (0, 0)
+    if axes is not None:
+        axis, *rest = _strides(positions)
+        return Positions.AXES, (*(0, *rest)[-2:], axis)
+    if positions.ndim == 1 and flags.layout != "thd":
+        return Positions.OFFSETS, (positions.stride(0), 0)
+    return Positions.TOKENS, (0, *_strides(positions))[-2:]
 
 
 @torch.no_grad()
