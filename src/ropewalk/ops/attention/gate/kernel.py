@@ -16,8 +16,8 @@ from torch import Tensor
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.triton.tiles import wide
 
-_ELEMENTS = 4096  # of a program: 32 for each thread
-_WARPS = 4
+_ELEMENTS = 4096  # of a program: 16 for each thread
+_WARPS = 8
 
 
 class Rows(NamedTuple):
