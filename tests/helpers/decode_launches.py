@@ -14,6 +14,7 @@ LENGTHS = torch.full((B,), 100)
 CALLS = {
     "rope": {"position": Rope(), "key_lengths": LENGTHS},
     "rope-causal": {"position": Rope(interleaved=True), "causal": True, "query_starts": LENGTHS - 9},
+    "rope-blocks": {"position": Rope(pair_block=32), "key_lengths": LENGTHS},
     "alibi-window": {"position": Alibi(), "causal": True, "window": 500, "softcap": 10.0},
     "rope-mask": {"position": Rope(), "causal": True, "mask": torch.ones(B, 1, 1, KEYS, dtype=torch.bool)},
     "rope-pairs": {"position": Rope(), "mask": torch.ones(B, H, 1, KEYS, dtype=torch.bool)},

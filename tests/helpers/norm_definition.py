@@ -29,6 +29,12 @@ class Case:
     with_k: bool = True
 
 
+AXES_POSITIONS = [
+    [[0, 1, 2, 60, 4, 5, 9], [3, 2, 1, 0, 9, 8, 7]],
+    [[7, 7, 9, 3, 1, 0, 127], [5, 6, 8, 8, 127, 2, 4]],
+    [[9, 8, 7, 6, 5, 4, 3], [30, 31, 2, 33, 1, 35, 36]],
+]
+ONE_ROW = {"positions": [row[:1] for row in AXES_POSITIONS], "axes": [1, 0, 2, 1]}
 CASES = {
     "qwen3": Case(),
     "gemma3": Case(norm={"offset": 1.0}),
@@ -51,6 +57,21 @@ CASES = {
     "offsets": Case(call={"offsets": [5, 90]}),
     "tokens": Case(call={"positions": [[3, 3, 1, 0, 127, 60, 2], [9, 8, 7, 6, 5, 4, 3]]}),
     "q-alone": Case(with_k=False),
+    "axes": Case(call={"positions": AXES_POSITIONS, "axes": [0, 0, 1, 2, 1, 2, 2, 0]}),
+    "axes-after": Case("across", {"across_heads": True, "after": True}, {**ONE_ROW, "rotary_offset": 3}, rotary_dim=8),
+    "axes-interleaved": Case("heads", call={**ONE_ROW, "rotary_offset": 3, "interleaved": True}, rotary_dim=8),
+    "axes-bhtd": Case(norm={"offset": 1.0}, call={**ONE_ROW, "layout": "bhtd"}, head_dim=15, rotary_dim=8),
+    "axes-packed": Case(
+        call={"layout": "thd", "positions": [row[0] for row in AXES_POSITIONS], "axes": [2, 0, 1] * 4},
+        head_dim=24,
+        rotary_dim=24,
+    ),
+    "blocks": Case("heads", call={"pair_block": 8}),
+    "blocks-partial": Case(norm={"after": True}, call={"pair_block": 4, "rotary_offset": 3}, rotary_dim=12),
+    "blocks-axes": Case(
+        call={"positions": AXES_POSITIONS[:2], "axes": [0] * 6 + [1] * 6, "pair_block": 12}, head_dim=24, rotary_dim=24
+    ),
+    "blocks-rest": Case(call={**ONE_ROW, "layout": "bhtd", "pair_block": 4}, head_dim=15, rotary_dim=8),
 }
 B, T, ROWS = 2, 7, 128
 

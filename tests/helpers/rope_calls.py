@@ -25,6 +25,13 @@ CALLS = {
     "axes-outside": {"positions": [[[0, 1, 2, 3, -1, 5]], [[3, 128, 1, 0, 2, 2]]], "axes": [0, 1] * 4},
     "packed-axes": {"layout": "thd", "positions": [[0, 1, 2, 3, 4, 5], [9, 9, 8, 1, 0, 3]], "axes": [1, 0] * 4},
     "per-token": {"rows": (B, T)},
+    "blocks": {"pair_block": 8, "inverse": True},
+    "blocks-partial": {"layout": "bhtd", "rotary_dim": 12, "rotary_offset": 3, "pair_block": 4},
+    "blocks-axes": {
+        "positions": [[[0, 1, 2, 60, 4, 5]], [[7, 7, 9, 3, 1, 0]]],
+        "axes": [0, 0, 0, 0, 1, 1, 1, 1],
+        "pair_block": 8,
+    },
 }
 
 

@@ -91,6 +91,15 @@ def _to_bthd(x: Tensor, layout: str) -> Tensor:
     return {"bthd": lambda: x, "bhtd": lambda: x.transpose(1, 2), "thd": lambda: x[None]}[layout]()
 
 
+def pair_features(n_pairs: int, interleaved: bool, pair_block: int | None = None) -> tuple[list[int], list[int]]:
+    """The first and the second feature of each pair, counted from the first rotated one."""
+    if interleaved:
+        return list(range(0, 2 * n_pairs, 2)), list(range(1, 2 * n_pairs, 2))
+    width = pair_block or 2 * n_pairs
+    first = [start + j for start in range(0, 2 * n_pairs, width) for j in range(width // 2)]
+    return first, [feature + width // 2 for feature in first]
+
+
 def definition(
     x: Tensor,
     cos: Tensor,
@@ -102,6 +111,7 @@ def definition(
     axes: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
+    pair_block: int | None = None,
     inverse: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -114,11 +124,8 @@ def definition(
     cos, sin = (table_rows(table, where)[:, :, None] for table in (cos, sin))
     half = cos.shape[-1]
     before, turned, after = x.tensor_split((rotary_offset, rotary_offset + 2 * half), dim=-1)
-    first = range(0, 2 * half, 2) if interleaved else range(half)
-    second = range(1, 2 * half, 2) if interleaved else range(half, 2 * half)
-    z = torch.complex(turned[..., list(first)], turned[..., list(second)]) * torch.complex(
-        cos, -sin if inverse else sin
-    )
+    first, second = pair_features(half, interleaved, pair_block)
+    z = torch.complex(turned[..., first], turned[..., second]) * torch.complex(cos, -sin if inverse else sin)
     back = torch.tensor([*first, *second], dtype=torch.long).argsort()
     turned = torch.cat((z.real, z.imag), dim=-1)[..., back]
     result = torch.cat((before, turned, after), dim=-1)
@@ -141,10 +148,9 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> Tensor:
     start, half = arguments.get("rotary_offset", 0), cos.shape[-1]
     result = x.clone(memory_format=torch.contiguous_format)
     turned = result[..., start : start + 2 * half]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    new_a, new_b = a.to(dtype) * cos - b.to(dtype) * sin, a.to(dtype) * sin + b.to(dtype) * cos
-    a.copy_(new_a)
-    b.copy_(new_b)
+    first, second = pair_features(half, interleaved, arguments.get("pair_block"))
+    a, b = turned[..., first].to(dtype), turned[..., second].to(dtype)
+    turned[..., first], turned[..., second] = ((a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype))
     return result[0] if layout == "thd" else _to_bthd(result, layout)
 
 

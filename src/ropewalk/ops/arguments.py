@@ -1,4 +1,4 @@
-"""Checks of arguments that both operators share: dense tensors, and keywords that a function lacks."""
+"""Checks of arguments that both operators share: dense tensors, pairings, and keywords that a function lacks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def check_dense(name: str, x: Tensor) -> None:
             "offsets() as the bounds of the sequences"
         )
     raise TypeError(f"{name} is a tensor of layout {x.layout}, but must be dense, of torch.strided")
+
+
+def check_pair_block(pair_block: int | None, rotary_dim: int | None, interleaved: bool) -> None:
+    """Raise unless blocks of `pair_block` features, half-split each, fill the rotated ones (None: not known)."""
+    if pair_block is None:
+        return
+    if not isinstance(pair_block, int) or isinstance(pair_block, bool):
+        raise TypeError(f"pair_block is {pair_block!r}, but must be an int or None")
+    if interleaved:
+        raise ValueError(f"pair_block is {pair_block}, but must be None where interleaved is True")
+    if pair_block < 2 or pair_block % 2:
+        raise ValueError(f"pair_block is {pair_block}, but must be even and at least 2")
+    if rotary_dim is not None and rotary_dim % pair_block:
+        raise ValueError(f"pair_block is {pair_block}, but must divide the number of rotated features, {rotary_dim}")
 
 
 def without_unknown(function: Function) -> Function:

@@ -30,6 +30,7 @@ class Rotation(NamedTuple):
     weights: Tensor | None  # (D,), float32: of a feature of q times the same feature of k
     offset: int = 0  # the first rotated feature
     scale: Tensor | None = None  # (..., T), float32: multiplies a query's features that are not rotated
+    pair_block: int | None = None  # pairs are half-split inside blocks of so many features; None: inside all of them
 
 
 @dataclass(frozen=True, eq=False)

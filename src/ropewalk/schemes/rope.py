@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.frequencies import inverse_frequencies, rope_table
+from ropewalk.ops.arguments import check_pair_block
 from ropewalk.schemes.base import PositionScheme, Rotation, is_int
 
 
@@ -37,7 +38,8 @@ class Rope(PositionScheme):
     The same in PyTorch, for positions p (T,)::
 
         cos, sin = rope_table(p, inv_freq, attention_factor=attention_factor)
-        q, k = apply_rope(q, k, cos[None], sin[None], interleaved=interleaved, rotary_offset=rotary_offset)
+        pairs = dict(interleaved=interleaved, pair_block=pair_block, rotary_offset=rotary_offset)
+        q, k = apply_rope(q, k, cos[None], sin[None], **pairs)
         scores = q @ k.mT * scale
 
     Args:
@@ -45,6 +47,9 @@ class Rope(PositionScheme):
         inv_freq: ω of each pair, (R/2,); of any scaling variant, from `inverse_frequencies`.
         rotary_dim: R, the number of rotated features; None for all of the head, or twice the width of inv_freq.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
+        pair_block: P, pairs half-split inside blocks of P features, as in `apply_rope`; P is even and divides R, and
+            `interleaved` must be False. None: one block of R features. With `axes` each block may have its own axis
+            (Gemma 4's vision tower).
         attention_factor: multiplies the rotated features of q and of k (YaRN's; 1 for most).
         rotary_offset: the first rotated feature, for heads that rotate their last ones (DeepSeek's the last 64 of 192);
             R is then all features from it on, unless rotary_dim or inv_freq is given.
@@ -54,11 +59,13 @@ class Rope(PositionScheme):
             positions, or it is copied there in each call.
 
     Raises:
-        TypeError: an inv_freq that is not a tensor, or axes that are no tensor of int32 or int64.
+        TypeError: an inv_freq that is not a tensor, axes that are no tensor of int32 or int64, or a pair_block that is
+            no int.
         ValueError: a base that is not above 0, an odd rotary_dim, one that disagrees with inv_freq, an inv_freq of
-            another shape or one that requires a gradient, an infinite attention_factor, a negative rotary_offset; in a
-            call, more features to rotate than the head has; axes of another shape, or in a call of another length than
-            R/2, or naming an axis that positions lack (checked on CPU tensors alone; elsewhere such a pair is NaN).
+            another shape or one that requires a gradient, an odd pair_block, one that does not divide R or comes with
+            interleaved, an infinite attention_factor, a negative rotary_offset; in a call, more features to rotate than
+            the head has; axes of another shape, or in a call of another length than R/2, or naming an axis that
+            positions lack (checked on CPU tensors alone; elsewhere such a pair is NaN).
 
     Source: RoFormer (https://arxiv.org/abs/2104.09864), §3.2.
 
@@ -75,6 +82,7 @@ class Rope(PositionScheme):
     inv_freq: Tensor | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
+    pair_block: int | None = None
     attention_factor: float = 1.0
     rotary_offset: int = 0
     axes: Tensor | None = None
@@ -95,6 +103,7 @@ class Rope(PositionScheme):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, but must be an even int of at least 2")
         if width is not None and self.rotary_dim not in (None, width):
             raise ValueError(f"rotary_dim is {self.rotary_dim}, but inv_freq has {width // 2} values, for {width}")
+        check_pair_block(self.pair_block, width or self.rotary_dim, self.interleaved)
         if not abs(self.attention_factor) < math.inf:
             raise ValueError(f"attention_factor is {self.attention_factor}, but must be finite")
         if not is_int(self.rotary_offset) or self.rotary_offset < 0:
@@ -123,6 +132,7 @@ class Rope(PositionScheme):
             raise ValueError(
                 f"Rope rotates {2 * inv_freq.numel()} features{after}, but they must fit the head dim, {head_dim}"
             )
+        check_pair_block(self.pair_block, 2 * inv_freq.numel(), self.interleaved)
         if self.axes is not None and self.axes.shape != inv_freq.shape:
             raise ValueError(
                 f"axes has shape {tuple(self.axes.shape)}, but must be (R/2,), ({inv_freq.numel()},), an axis for each "
@@ -131,7 +141,7 @@ class Rope(PositionScheme):
         cos, sin = rope_table(positions, inv_freq, attention_factor=self.attention_factor, device=positions.device)
         if self.axes is not None and positions.ndim == 3:
             cos, sin = (_pick_axes(table, self.axes) for table in (cos, sin))
-        return Rotation(cos, sin, self.interleaved, None, offset)
+        return Rotation(cos, sin, self.interleaved, None, offset, pair_block=self.pair_block)
 
 
 def _pick_axes(table: Tensor, axes: Tensor) -> Tensor:

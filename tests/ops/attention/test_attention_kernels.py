@@ -24,6 +24,7 @@ SCHEMES = {
     "rope-interleaved": Rope(interleaved=True, attention_factor=1.1),
     "rope-partial": Rope(rotary_dim=8),
     "rope-partial-interleaved": Rope(rotary_dim=8, interleaved=True),
+    "rope-blocks": Rope(rotary_dim=12, rotary_offset=2, pair_block=6),
     "alibi": Alibi(),
     "exposb": ExpoSB(),
     "exposb-decay": ExpoSB(distance_decay=True),

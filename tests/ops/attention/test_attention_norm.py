@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.modes import HAS_KERNELS, KERNEL_DTYPES, ON_GPU
+from helpers.rope_definition import pair_features
 
 from ropewalk import Alibi, ExpoSB, NoPosition, QKNorm, ReRope, Rope, attention, explain_choice
 from ropewalk.testing import assert_close_to_truth
@@ -20,7 +21,8 @@ NORMS = {
     "across heads": lambda *weights: QKNorm(*weights, across_heads=True),
 }
 SCHEMES = [NoPosition(), Rope(), Rope(rotary_dim=8), Rope(interleaved=True, attention_factor=1.2), Alibi(), ExpoSB()]
-SCHEME_IDS = ["none", "rope", "partial", "interleaved", "alibi", "exposb"]
+SCHEMES += [Rope(pair_block=8)]
+SCHEME_IDS = ["none", "rope", "partial", "interleaved", "alibi", "exposb", "blocks"]
 CALLS = {
     "plain": {},
     "lengths": {"causal": True, "key_lengths": (T, T - 7)},
@@ -88,12 +90,9 @@ def by_hand(x, scheme, keywords, layout):
     angles = positions[..., None].double() * 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=DEVICE) / rotary_dim)
     turn = torch.polar(torch.full_like(angles, scheme.attention_factor), angles)[..., None, :]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    if scheme.interleaved:
-        a, b = rotated[..., ::2], rotated[..., 1::2]
-    else:
-        a, b = rotated.chunk(2, dim=-1)
-    z = torch.complex(a.double(), b.double()) * turn
-    parts = torch.stack((z.real, z.imag), -1).flatten(-2) if scheme.interleaved else torch.cat((z.real, z.imag), -1)
+    first, second = pair_features(rotary_dim // 2, scheme.interleaved, scheme.pair_block)
+    z = torch.complex(rotated[..., first].double(), rotated[..., second].double()) * turn
+    parts = torch.cat((z.real, z.imag), -1)[..., torch.tensor([*first, *second]).argsort()]
     return torch.cat((parts.to(x.dtype), rest), -1)
 
 

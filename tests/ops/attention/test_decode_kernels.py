@@ -90,6 +90,7 @@ SCHEMES = {
     "none": NoPosition(),
     "rope": Rope(),
     "rope-partial-interleaved": Rope(rotary_dim=12, interleaved=True, attention_factor=1.1),
+    "rope-blocks": Rope(rotary_dim=24, rotary_offset=3, pair_block=12),
     "alibi": Alibi(),
     "alibi-rows": Alibi(torch.tensor([[0.5, 0.1, 0.02, 0.3], [0.2, 0.4, 0.01, 1.0], [0.1, 0.0, 0.6, 0.05]])),
     "exposb": ExpoSB(),
@@ -154,6 +155,7 @@ FAR_SCHEMES = {
     "rerope-partial": ReRope(1, log_n=8, rope=Rope(rotary_dim=8, rotary_offset=4, attention_factor=1.1)),
     "leaky": ReRope(17, leak=3.5, rope=Rope(interleaved=True)),
     "self-extend": SelfExtend(30, 4),
+    "blocks": ReRope(17, leak=3.5, rope=Rope(pair_block=16)),
     "never-far": ReRope(KEYS),
 }
 

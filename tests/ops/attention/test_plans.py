@@ -126,6 +126,7 @@ KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
     "plain": (WHOLE, lambda device: (qkv(device), {})),
     "rope": (WHOLE, dense()),
     "rope-partial": (WHOLE, dense(position=Rope(rotary_dim=8))),
+    "rope-blocks": (WHOLE, dense(position=Rope(pair_block=8))),
     "rope-scaled": (WHOLE, dense(position=Rope(rotary_dim=8, attention_factor=1.2))),
     "lengths-causal": (WHOLE, dense(key_lengths=integers(T, 11), causal=True)),
     "lengths-int64": (WHOLE, dense(key_lengths=integers(T, 11, dtype=torch.int64), window=(5, 2))),

@@ -1,6 +1,7 @@
 """Every test here that takes `impl` runs once for each implementation that supports the device under test.
 
-`norm_impl` is the same for calls with a norm, `axes_impl` for those with several axes.
+`norm_impl` is the same for calls with a norm, `axes_impl` for those with several axes, `blocks_impl` for those with a
+pair_block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 
 WITH_AXES = RopeCall(torch.empty(0), torch.empty(0), None, None, 0, RopeFlags(), torch.empty(0))
-CALLS: dict[str, dict[str, Any]] = {"impl": {}, "norm_impl": {"has_norm": True}, "axes_impl": {"call": WITH_AXES}}
+WITH_BLOCKS = WITH_AXES._replace(axes=None, flags=RopeFlags(pair_block=2))
+CALLS: dict[str, dict[str, Any]] = {
+    "impl": {},
+    "norm_impl": {"has_norm": True},
+    "axes_impl": {"call": WITH_AXES},
+    "blocks_impl": {"call": WITH_BLOCKS},
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,10 +34,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _axes_by_implementations_that_take_them(request: pytest.FixtureRequest) -> None:
-    """Skip a call by name that has axes, where the implementation takes none."""
+def _calls_by_implementations_that_take_them(request: pytest.FixtureRequest) -> None:
+    """Skip a call by name that has axes or a pair_block, where the implementation takes none."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if "impl" in params and "axes" in str(params.get("name")):
-        reason = why_not(params["impl"], torch.device("cuda" if ON_GPU else "cpu"), WITH_AXES)
-        if reason is not None:
-            pytest.skip(f"{params['impl']}: {reason}")
+    for word, call in {"axes": WITH_AXES, "blocks": WITH_BLOCKS}.items():
+        if "impl" in params and word in str(params.get("name")):
+            reason = why_not(params["impl"], torch.device("cuda" if ON_GPU else "cpu"), call)
+            if reason is not None:
+                pytest.skip(f"{params['impl']}: {reason}")

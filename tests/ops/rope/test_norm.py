@@ -24,7 +24,7 @@ def test_conventions(norm_impl, device, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["gemma3", "olmo2", "hunyuan", "odd-offset-interleaved"])
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "hunyuan", "odd-offset-interleaved", "axes", "blocks-axes"])
 def test_dtypes(norm_impl, device, name, dtype):
     skip_bfloat16_in_interpreter(norm_impl, device, dtype)
     for weight_dtype in (torch.float32, dtype):
@@ -183,9 +183,11 @@ def test_gradients_have_the_same_bits_each_time(norm_impl, device):
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo2-after", "cohere-weights", "packed"])
+@pytest.mark.parametrize("name", ["gemma3", "olmo2-after", "cohere-weights", "packed", "axes-packed", "blocks-rest"])
 def test_gradcheck_and_gradgradcheck(norm_impl, device, name):
-    case = replace(CASES[name], heads=(2, 1), head_dim=8, rotary_dim=8 if name != "olmo2-after" else 4)
+    case = CASES[name]
+    if "axes" not in case.call:
+        case = replace(case, heads=(2, 1), head_dim=8, rotary_dim=8 if name != "olmo2-after" else 4)
     xs, weights, tables, call = draw(case, device, torch.float64, torch.float64)
     xs = [x.detach()[..., :2, :, :] if call.get("layout") != "thd" else x.detach() for x in xs]
     leaves = [x.clone().requires_grad_() for x in (*xs, *weights)]

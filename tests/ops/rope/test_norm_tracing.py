@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ropewalk import QKNorm, apply_rope
 
-NAMES = ["gemma3", "olmo2-after", "cohere-weights", "packed", "q-alone", "no-weight"]
+NAMES = ["gemma3", "olmo2-after", "cohere-weights", "packed", "q-alone", "no-weight", "axes-after", "blocks-axes"]
 
 
 def operator_arguments(name, device):
@@ -26,12 +26,14 @@ def operator_arguments(name, device):
         None,
         call.get("rotary_offset", 0),
         None,
+        call.get("pair_block"),
         norm.eps,
         norm.offset,
         norm.after,
         norm.across_heads,
     )
-    return q, k, q_weight, k_weight, cos, sin, call.get("positions"), call.get("cu_seqlens"), 0, *others
+    indices = (call.get("positions"), call.get("cu_seqlens"), call.get("axes"))
+    return q, k, q_weight, k_weight, cos, sin, *indices, 0, *others
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +95,7 @@ def test_refusals_of_compiled_calls_name_the_argument(device):
         compiled(q)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "hunyuan", "olmo2", "cohere-weights"])
+@pytest.mark.parametrize("name", ["gemma3", "hunyuan", "olmo2", "cohere-weights", "axes-after", "blocks-axes"])
 def test_vmap_and_jvp(device, name):
     case = CASES[name]
     xs, weights, tables, call = draw(case, device, torch.float64, torch.float64)
@@ -153,7 +155,7 @@ def test_a_dispatch_mode_sees_one_operator(device):
 
 
 @on_gpu
-@pytest.mark.parametrize("name", ["gemma3", "olmo2", "packed"])
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "packed", "axes", "blocks-axes"])
 def test_forward_and_backward_in_a_cuda_graph(device, name):
     case = CASES[name]
     xs, weights, tables, call = draw(case, device, torch.bfloat16)
@@ -180,7 +182,7 @@ def test_forward_and_backward_in_a_cuda_graph(device, name):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "q-alone"])
+@pytest.mark.parametrize("name", ["gemma3", "q-alone", "axes-packed", "blocks"])
 def test_gradgradcheck_of_the_operator(device, name):
     arguments = operator_arguments(name, device)
     leaves = [x.detach()[:1, :2] if x.ndim == 4 else x.detach() for x in arguments[:4] if x is not None]

@@ -46,12 +46,19 @@ REFUSED = {
     "across": (QKNorm(across_heads="yes"), {}, TypeError, "norm.across_heads is 'yes', but must be a bool"),
     "inverse": (QKNorm(), {"inverse": True}, ValueError, "inverse is True, but must be False with a norm"),
     "inplace": (QKNorm(), {"inplace": True}, ValueError, "inplace is True, but must be False with a norm"),
-    "axes": (
+    "axes without positions": (
         QKNorm(),
-        {"axes": torch.zeros(D // 2, dtype=torch.int64), "positions": torch.zeros(3, 2, 3, dtype=torch.int64)},
+        {"axes": torch.zeros(D // 2, dtype=torch.int64)},
         ValueError,
-        "axes was given, but must be None with a norm",
+        "axes was given, so positions must be a tensor",
     ),
+    "an axis that positions lack": (
+        QKNorm(),
+        {"axes": torch.full((D // 2,), 3), "positions": torch.zeros(3, 2, 3, dtype=torch.int64)},
+        ValueError,
+        "axes is 3 for pair 0, but must be from 0 to 2",
+    ),
+    "pair_block": (QKNorm(), {"pair_block": 6}, ValueError, "pair_block is 6, but must divide the number of rotated"),
     "native": (QKNorm(), {"impl": "native"}, ValueError, "impl is 'native', but it cannot run this call: a norm is"),
     "offset of positions": (QKNorm(), {"positions": 6}, ValueError, "positions start at 6 for 3 tokens"),
     "rotary dim": (QKNorm(), {"rotary_dim": 8}, ValueError, "rotary_dim"),

@@ -26,7 +26,7 @@ def operator_arguments(name, device, impl):
     positions = call.get("offsets", call.get("positions"))  # the operator's 1-D positions are offsets
     offset, positions = (positions, None) if isinstance(positions, int) else (0, positions)
     flags = [call.get("layout", "bthd"), call.get("interleaved", False), call.get("inverse", False)]
-    flags += [call.get("rotary_dim"), call.get("rotary_offset", 0), impl]
+    flags += [call.get("rotary_dim"), call.get("rotary_offset", 0), impl, call.get("pair_block")]
     return [x for x in (q, k) if x is not None], (
         cos,
         sin,

@@ -158,6 +158,8 @@ WRONG_TYPES = {
         {"cu_seqlens": torch.tensor([0.0, T])},
         "cu_seqlens has dtype torch.float32, but must be int32 or int64",
     ),
+    "pair_block-float": (padded, {"pair_block": 8.0}, "pair_block is 8.0, but must be an int or None"),
+    "pair_block-bool": (padded, {"pair_block": True}, "pair_block is True, but must be an int or None"),
     "axes-list": (padded, {"axes": [0, 0, 1, 1]}, "axes is list, but must be a tensor of int32 or int64"),
     "axes-float": (axial, {"axes": f(4)}, "axes has dtype torch.float32, but must be int32 or int64"),
     "axes-and-floats": (
@@ -328,6 +330,15 @@ MISFITS = {
     "cu_seqlens-in-bthd": (padded, {"cu_seqlens": i([0, T])}, "cu_seqlens .*layout 'bthd', but .* 'thd' alone"),
     "cu_seqlens-2d": (packed, {"cu_seqlens": i([[0, T]])}, r"cu_seqlens has shape \(1, 2\), but must be \(number"),
     "cu_seqlens-empty": (packed, {"cu_seqlens": indices(0)}, r"cu_seqlens has shape \(0,\), but must be \(number"),
+    "pair_block-odd": (padded, {"pair_block": 3}, "pair_block is 3, but must be even and at least 2"),
+    "pair_block-zero": (padded, {"pair_block": 0}, "pair_block is 0, but must be even and at least 2"),
+    "pair_block-wide": (padded, {"pair_block": 16}, "pair_block is 16, but must divide the number of rotated .*, 8"),
+    "pair_block-rest": (padded, {"pair_block": 6}, "pair_block is 6, but must divide the number of rotated .*, 8"),
+    "pair_block-interleaved": (
+        padded,
+        {"pair_block": 4, "interleaved": True},
+        "pair_block is 4, but must be None where interleaved is True",
+    ),
     "impl-unknown": (padded, {"impl": "cuda"}, "impl is 'cuda', but .*must be None or .*'reference'"),
     "q-expanded": (
         padded,

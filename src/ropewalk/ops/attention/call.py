@@ -30,6 +30,7 @@ class Tables(NamedTuple):
     interleaved: bool = False
     rotary_offset: int = 0  # the first rotated feature
     q_start: int | None = None  # q's table has a row for each position from this one on; None: one for each query
+    pair_block: int | None = None  # pairs are half-split inside blocks of so many features; None: inside all of them
 
 
 NO_TABLES = Tables()
@@ -189,9 +190,9 @@ _NO_FAR_LEAVES = (None,) * 10
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
     q, k, v, *plain = leaves[:24]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[24:32]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[24:33]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[32:42]
+    window, *features = leaves[33:43]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -200,7 +201,7 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[42])
+    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[43])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:

@@ -177,7 +177,15 @@ def scores_of(q: Tensor, k: Tensor, far: FarQK | None, distance: Tensor, window:
 
 
 def _rotate(x: Tensor, table: Rotation) -> Tensor:
-    return apply_rope(x, table.cos, table.sin, layout="bhtd", interleaved=table.interleaved, rotary_offset=table.offset)
+    return apply_rope(
+        x,
+        table.cos,
+        table.sin,
+        layout="bhtd",
+        interleaved=table.interleaved,
+        rotary_offset=table.offset,
+        pair_block=table.pair_block,
+    )
 
 
 def kept(block: slice, call: AttentionCall) -> Tensor:

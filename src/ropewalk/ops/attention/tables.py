@@ -78,6 +78,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
             rotation_q.interleaved,
             rotation_q.offset,
             tables.q_start,
+            rotation_q.pair_block,
         ),
         far=None if far_window is None else FarRange(far_window, tables.far()),
     )
@@ -125,7 +126,7 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     if tables.k is None:
         return rotate(q, tables.q, tables, on), k
     if tables.q.cos is tables.k.cos:
-        q, k = _rope_of(on)(q, k, *tables.q, interleaved=tables.interleaved, rotary_offset=tables.rotary_offset)
+        q, k = _rope_of(on)(q, k, *tables.q, **_pairing(tables))
     else:
         q, k = rotate(q, tables.q, tables, on), rotate(k, tables.k, tables, on)
     if tables.feature_weights is not None:  # k is ours by now
@@ -168,7 +169,7 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
         tables = with_rows(call).tables
         assert tables.q is not None
         assert tables.k is not None  # keys that come rotated have no norm
-        flags = RopeFlags("bhtd", tables.interleaved, rotary_offset=tables.rotary_offset, impl=impl)
+        flags = RopeFlags("bhtd", **_pairing(tables), impl=impl)
         of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
         if tables.q.cos is tables.k.cos:
             q, k = norm_and_rotate((q, k), norm, of_q)
@@ -187,10 +188,17 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
     rope = _rope_of(on)
-    rotated: Tensor = rope(
-        x, None, *table, interleaved=tables.interleaved, rotary_offset=tables.rotary_offset, inverse=inverse
-    )
+    rotated: Tensor = rope(x, None, *table, **_pairing(tables), inverse=inverse)
     return rotated
+
+
+def _pairing(tables: Tables) -> dict[str, Any]:
+    """Return the keywords of `apply_rope` that say which features form pairs."""
+    return {
+        "interleaved": tables.interleaved,
+        "rotary_offset": tables.rotary_offset,
+        "pair_block": tables.pair_block,
+    }
 
 
 _differentiable_rope = functools.partial(apply_rope, layout="bhtd")

@@ -23,6 +23,7 @@ _KEYWORDS = (
     "cu_seqlens",
     "layout",
     "interleaved",
+    "pair_block",
     "inverse",
     "rotary_dim",
     "rotary_offset",
@@ -61,6 +62,7 @@ def apply_rope(
     cu_seqlens: Tensor | None = None,
     layout: str = "bthd",
     interleaved: bool = False,
+    pair_block: int | None = None,
     inverse: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -106,13 +108,16 @@ def apply_rope(
         layout: "bthd", "bhtd" or "thd". It must be given for (B, H, T, D), SDPA's and transformers' order: such
             tensors fit "bthd" as well, where each head takes the angles of another position and nothing raises.
         interleaved: pair features (2i, 2i + 1) (GPT-J, complex numbers) rather than (i, i + R/2) (GPT-NeoX, Llama).
+        pair_block: P, pairs half-split inside blocks of P features (Gemma 4's vision tower: a block per axis). Pair
+            p = b · P/2 + j has features j and j + P/2 of block b, and column p of the tables. P is even and divides R;
+            `interleaved` must be False. None: one block of R features. "triton" and "reference" run it.
         inverse: rotate by −θ rather than +θ.
         rotary_dim: R, if it is to be checked: it must be twice the width of cos. The other D − R features pass through.
         rotary_offset: the first rotated feature.
         inplace: overwrite q and k, and return them; differentiable. A leaf that requires grad and memory that overlaps
             raise.
         norm: normalise q and k in the same launch: see `QKNorm`. Its weights are trained. `inverse` and `inplace` must
-            be False then, and `axes` None. "triton" and "reference" run it.
+            be False then. "triton" and "reference" run it.
         impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
             support the call raises.
 
@@ -148,7 +153,9 @@ def apply_rope(
         offset, token_positions = _split_positions(positions, offsets, layout, axes)
     xs = (q,) if k is None else (q, k)
     # A named tuple's own constructor is a call of Python's.
-    flags = tuple.__new__(RopeFlags, (layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl))
+    flags = tuple.__new__(
+        RopeFlags, (layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
+    )
     call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags, axes))
     if norm is not None:
         normed = norm_and_rotate(xs, norm, call)

@@ -35,7 +35,7 @@ def _prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
     """Check shapes, strides, dtypes and devices, and return the function for calls like this one."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     flags = call.flags
-    check_arguments(q, k, *call[:4], call.axes, flags.layout, flags.rotary_dim, flags.rotary_offset)
+    check_arguments(q, k, *call[:4], call.axes, flags)
     if flags.inplace:
         check_inplace(q, k)
     return backends.prepare(xs, call)

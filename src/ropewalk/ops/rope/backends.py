@@ -37,6 +37,8 @@ class _Native:
     def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
         if call is not None and call.axes is not None:
             return "axes are not supported"
+        if call is not None and call.flags.pair_block is not None:
+            return "pair_block is not supported"
         return native.why_not(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:

@@ -18,6 +18,7 @@ class RopeFlags(NamedTuple):
     rotary_offset: int = 0
     inplace: bool = False
     impl: str | None = None
+    pair_block: int | None = None
 
 
 class RopeCall(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.rope.call import RopeCall
-from ropewalk.ops.rope.reference import split_pairs, token_rows
+from ropewalk.ops.rope.reference import split_blocks, split_pairs, split_tables, token_rows
 from ropewalk.ops.rope.validate import as_bthd
 
 # Elements of a chunk, for each thread. Source and result in float32 take 1 MiB of a core's L2 cache.
@@ -37,23 +37,25 @@ def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None
     cos, sin = cos.to(dtype), sin.to(dtype)
     if flags.inverse:
         sin = -sin
-    forms = (torch.complex(cos, sin),) if flags.interleaved else (torch.cat((cos, cos), dim=-1), sin)
-    tables = tuple(table.unsqueeze(2) for table in forms)  # (B or 1, T, 1, R/2 or R)
-    rotate_chunk = _rotate_interleaved if flags.interleaved else _rotate_half_split
     rotary = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
+    cos, sin = split_tables(cos, sin, flags.pair_block)
+    forms = (torch.complex(cos, sin),) if flags.interleaved else (torch.cat((cos, cos), dim=-1), sin)
+    tables = tuple(table.unsqueeze(2) for table in forms)  # (B or 1, T, 1, R/2 or R), or (…, R/P, P) of blocks
+    rotate_chunk = _rotate_interleaved if flags.interleaved else _rotate_half_split
     outside = None if inside is None or bool(inside.all()) else ~inside[..., None, None]
     for x, out in zip(xs, outs, strict=True):
         if x.numel() == 0:
             continue
         inplace = out is x
         x, out = as_bthd(x, flags.layout), as_bthd(out, flags.layout)
-        if rotary.stop - rotary.start == x.shape[-1]:
-            _rotate_by_chunks(x, out, tables, inplace, dtype, rotate_chunk)
-        else:
+        rotated, out_rotated = x, out
+        if rotary.stop - rotary.start < x.shape[-1]:
             if not inplace:
                 out[..., : rotary.start].copy_(x[..., : rotary.start])
                 out[..., rotary.stop :].copy_(x[..., rotary.stop :])
-            _rotate_by_chunks(x[..., rotary], out[..., rotary], tables, inplace, dtype, rotate_chunk)
+            rotated, out_rotated = x[..., rotary], out[..., rotary]
+        blocks = (split_blocks(rotated, flags.pair_block), split_blocks(out_rotated, flags.pair_block))
+        _rotate_by_chunks(*blocks, tables, inplace, dtype, rotate_chunk)
         if outside is not None:
             out.masked_fill_(outside, torch.nan)
 
@@ -66,15 +68,18 @@ def _rotate_by_chunks(
     dtype: torch.dtype,
     rotate_chunk: Callable[..., None],
 ) -> None:
-    """Rotate all features of `x`, (B, T, H, R), into `out`: whole batch rows at a time, or a part of one's tokens."""
-    batch, tokens, heads, width = x.shape
-    most = max(1, CHUNK * torch.get_num_threads() // (heads * width))
+    """Rotate all features of `x` into `out`: whole batch rows at a time, or a part of one's tokens.
+
+    x is (B, T, H, R), or (B, T, H, R/P, P) of blocks.
+    """
+    batch, tokens = x.shape[:2]
+    most = max(1, CHUNK * torch.get_num_threads() // x.shape[2:].numel())
     in_one_pass = tables[0].is_complex() and _is_complex_in_memory(x, dtype) and _is_complex_in_memory(out, dtype)
     if in_one_pass or batch * tokens <= most:
         rotate_chunk(x, out, *tables, inplace, dtype)
         return
     n_rows, n_tokens = (max(1, most // tokens), tokens) if tokens <= most else (1, most)
-    tables = tuple(table.expand(batch, -1, -1, -1) for table in tables)
+    tables = tuple(table.expand(batch, *table.shape[1:]) for table in tables)
     for row in range(0, batch, n_rows):
         for token in range(0, tokens, n_tokens):
             part = slice(row, row + n_rows), slice(token, token + n_tokens)

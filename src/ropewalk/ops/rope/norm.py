@@ -105,8 +105,6 @@ def check_flags(call: NormCall) -> None:
         if not isinstance(flag, bool):
             raise TypeError(f"norm.{name} is {flag!r}, but must be a bool")
     flags = call.rope.flags
-    if call.rope.axes is not None:
-        raise ValueError("axes was given, but must be None with a norm, whose kernels read one position a token")
     if flags.inverse:
         raise ValueError("inverse is True, but must be False with a norm, which has no inverse")
     if flags.inplace:

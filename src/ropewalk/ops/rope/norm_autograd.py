@@ -17,6 +17,7 @@ from ropewalk.ops.rope.call import RopeCall
 from ropewalk.ops.rope.norm import NormCall, check_norm
 from ropewalk.ops.rope.validate import (
     check_arguments,
+    check_axes,
     check_fixed,
     check_offset,
     check_tensors,
@@ -34,7 +35,7 @@ def check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     rope = call.rope
     if rotates(call):
-        check_arguments(q, k, *rope[:4], rope.axes, rope.flags.layout, rope.flags.rotary_dim, rope.flags.rotary_offset)
+        check_arguments(q, k, *rope[:4], rope.axes, rope.flags)
         check_offset(rope.offset, q, rope.cos, rope.positions, rope.cu_seqlens, rope.flags.layout)
     else:
         check_tensors(q, k, rope.flags.layout)
@@ -66,7 +67,7 @@ def _remember(key: Any, plan: Callable[..., Any]) -> Callable[..., Any]:
 def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Check a call, and return the normed and rotated `xs` in new tensors."""
     rope = call.rope
-    key = (len(xs), _metadata((*xs, *weights, *rope[:4])), rope.offset, rope.flags, call.flags)
+    key = (len(xs), _metadata((*xs, *weights, *rope[:4], rope.axes)), rope.offset, rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
         check(xs, weights, call)
@@ -74,6 +75,9 @@ def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCa
         plan = _remember(key, backend.prepare_forward(xs, weights, call))
     if rope.cu_seqlens is not None:
         check_values(rope.cu_seqlens, xs[0].shape[0])
+    if rope.axes is not None:
+        assert rope.positions is not None
+        check_axes(rope.axes, rope.positions.shape[0])
     outs: tuple[Tensor, ...] = plan(xs, weights, call)
     return outs
 
@@ -95,7 +99,7 @@ def backward(
     xs, weights = [xs[i] for i in slots], [weights[i] for i in slots]
     wanted = (*[needed[i] for i in slots], *[needed[n + i] for i in slots])
     rope = call.rope
-    key = (wanted, _metadata((*given, *xs, *weights, *rope[:4])), rope.flags, call.flags)
+    key = (wanted, _metadata((*given, *xs, *weights, *rope[:4], rope.axes)), rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
@@ -126,16 +130,16 @@ class _NormRotate(torch.autograd.Function):
         if constant := [out for i, out in enumerate(outs) if not (needed[i] or needed[n + i])]:
             ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *call.rope[:4])
+        ctx.save_for_backward(*tensors, *call.rope[:4], call.rope.axes)
         ctx.rest = call.rope.offset, call.rope.flags, call.flags
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, cos, sin, positions, cu_seqlens = ctx.saved_tensors
+        *tensors, cos, sin, positions, cu_seqlens, axes = ctx.saved_tensors
         n = len(tensors) // 2
         offset, rope_flags, flags = ctx.rest
-        rope = RopeCall(cos, sin, positions, cu_seqlens, offset, rope_flags)
+        rope = RopeCall(cos, sin, positions, cu_seqlens, offset, rope_flags, axes)
         arguments = grads, tensors[:n], tensors[n:], ctx.needs_input_grad[1:], NormCall(rope, flags)
         if torch.is_grad_enabled():  # create_graph=True: PyTorch's own operations have further derivatives
             return (None, *norm_reference.norm_rope_backward(*arguments))

@@ -16,20 +16,22 @@ from ropewalk.ops.rope import norm_autograd, norm_reference
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, NormFlags, check_flags
 from ropewalk.ops.rope.operator import is_hidden
-from ropewalk.ops.rope.validate import check_fixed, check_values
+from ropewalk.ops.rope.validate import check_axes, check_fixed, check_values
 from ropewalk.ops.tracing import is_transformed
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _TENSORS = "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight"
 _ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, SymInt offset, str layout, bool interleaved, "
-    "int? rotary_dim, int rotary_offset, str? impl, float eps, float weight_offset, bool after, bool across_heads"
+    "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, Tensor? axes, SymInt offset, str layout, "
+    "bool interleaved, int? rotary_dim, int rotary_offset, str? impl, int? pair_block, float eps, float weight_offset, "
+    "bool after, bool across_heads"
 )
 _LIBRARY.define(f"norm_rope({_TENSORS}, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(
     f"norm_rope_backward(Tensor? q_grad, Tensor? k_grad, {_TENSORS}, bool[] needed, {_ARGUMENTS}) -> Tensor[]"
 )
-_N_TENSORS = 4
+_N_TENSORS = 4  # q, k and their weights
+_N_SAVED = 9  # these, the tables and what positions are read from
 
 
 def norm_and_rotate_traced(
@@ -41,6 +43,9 @@ def norm_and_rotate_traced(
         norm_autograd.check(xs, weights, call)
         if rope.cu_seqlens is not None and not is_hidden(rope.cu_seqlens):
             check_values(rope.cu_seqlens, xs[0].shape[0])
+        if rope.axes is not None and not is_hidden(rope.axes):
+            assert rope.positions is not None
+            check_axes(rope.axes, rope.positions.shape[0])
         check_fixed(rope.cos, rope.sin)
         if is_transformed():
             return _run_transformed(xs, weights, call)
@@ -49,8 +54,9 @@ def norm_and_rotate_traced(
         check_flags(call)
     flags = rope.flags
     tensors = (xs[0], None, weights[0], None) if len(xs) == 1 else (*xs, *weights)
-    others = (flags.layout, flags.interleaved, flags.rotary_dim, flags.rotary_offset, flags.impl)
-    return tuple(torch.ops.ropewalk.norm_rope(*tensors, *rope[:5], *others, *call.flags))
+    of_rope = (*rope[:4], rope.axes, rope.offset)
+    others = (flags.layout, flags.interleaved, flags.rotary_dim, flags.rotary_offset, flags.impl, flags.pair_block)
+    return tuple(torch.ops.ropewalk.norm_rope(*tensors, *of_rope, *others, *call.flags))
 
 
 def _run_transformed(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
@@ -69,9 +75,10 @@ def _make_call(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], NormCall]:
     """Make xs, weights and a call of an operator's arguments."""
     q, k, q_weight, k_weight = tensors
-    cos, sin, positions, cu_seqlens, offset, layout, interleaved, rotary_dim, rotary_offset, impl, *rest = arguments
-    flags = RopeFlags(layout, interleaved, False, rotary_dim, rotary_offset, False, impl)
-    call = NormCall(RopeCall(cos, sin, positions, cu_seqlens, offset, flags), NormFlags(*rest))
+    cos, sin, positions, cu_seqlens, axes, offset, *rest = arguments
+    layout, interleaved, rotary_dim, rotary_offset, impl, pair_block, *of_norm = rest
+    flags = RopeFlags(layout, interleaved, False, rotary_dim, rotary_offset, False, impl, pair_block)
+    call = NormCall(RopeCall(cos, sin, positions, cu_seqlens, offset, flags, axes), NormFlags(*of_norm))
     return ((q,), (q_weight,), call) if k is None else ((q, k), (q_weight, k_weight), call)
 
 
@@ -109,8 +116,8 @@ def _norm_rope_backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[: _N_TENSORS + 4])
-    ctx.rest = inputs[_N_TENSORS + 4 :]
+    ctx.save_for_backward(*inputs[:_N_SAVED])
+    ctx.rest = inputs[_N_SAVED:]
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:

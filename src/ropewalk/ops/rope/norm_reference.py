@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.rope.norm import NormCall, is_per_head
-from ropewalk.ops.rope.reference import broadcast_rows, join_pairs, rotate_pairs, split_pairs
+from ropewalk.ops.rope.reference import broadcast_rows, join_pairs, rotate_pairs, split_pairs, split_tables
 
 
 def norm_rope(x: Tensor, weight: Tensor | None, call: NormCall) -> Tensor:
@@ -120,15 +120,17 @@ def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:
 
 def _rotate(x: Tensor, call: NormCall, *, inverse: bool = False) -> Tensor:
     """Rotate x, of the arithmetic's dtype; a token outside the table becomes NaN, its gradient too."""
-    cos, sin, positions, cu_seqlens, offset, flags, _ = call.rope
+    cos, sin, positions, cu_seqlens, offset, flags, axes = call.rope
     if cos.shape[-1] == 0:
         return x
-    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, flags.layout)
+    cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, flags.layout, axes)
+    pairing = flags.interleaved, flags.pair_block
     rotary_dim = 2 * cos.shape[-1]
     sizes = [flags.rotary_offset, rotary_dim, x.shape[-1] - flags.rotary_offset - rotary_dim]
     before, middle, after = x.split(sizes, dim=-1)
-    a, b = rotate_pairs(*split_pairs(middle, flags.interleaved), cos.to(x.dtype), sin.to(x.dtype))
-    rotated = torch.cat((before, join_pairs(a, b, flags.interleaved), after), dim=-1)
+    cos, sin = split_tables(cos.to(x.dtype), sin.to(x.dtype), flags.pair_block)
+    a, b = rotate_pairs(*split_pairs(middle, *pairing), cos, sin)
+    rotated = torch.cat((before, join_pairs(a, b, *pairing), after), dim=-1)
     # A product rather than `where`, by which the gradient of such a token would be 0.
     return rotated if inside is None else rotated * torch.where(inside, 1.0, torch.nan).to(x.dtype)
 

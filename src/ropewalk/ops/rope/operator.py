@@ -31,7 +31,7 @@ from ropewalk.ops.tracing import is_transformed
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, SymInt offset, str layout, bool interleaved, "
-    "bool inverse, int? rotary_dim, int rotary_offset, str? impl, Tensor? axes"
+    "bool inverse, int? rotary_dim, int rotary_offset, str? impl, int? pair_block, Tensor? axes"
 )
 _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
@@ -47,8 +47,8 @@ def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
             return _rotate_transformed(xs, call)
     else:
         check_fixed(call.cos, call.sin)
-    *rest, inplace, impl = call.flags
-    arguments = (*call[:5], *rest, impl, call.axes)
+    *rest, inplace, impl, pair_block = call.flags
+    arguments = (*call[:5], *rest, impl, pair_block, call.axes)
     if not inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -83,6 +83,7 @@ def _rotate_transformed(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, .
             inverse=flags.inverse,
             rotary_offset=flags.rotary_offset,
             axes=axes,
+            pair_block=flags.pair_block,
         )
         for x in xs
     )
@@ -93,7 +94,7 @@ def _check(xs: Sequence[Tensor], call: RopeCall) -> None:
     """Make every check of an eager call, but those of values that a transform or a fake tensor hides."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     cos, sin, positions, cu_seqlens, offset, flags, axes = call
-    check_arguments(q, k, *call[:4], axes, flags.layout, flags.rotary_dim, flags.rotary_offset)
+    check_arguments(q, k, *call[:4], axes, flags)
     check_fixed(cos, sin)
     check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
     if cu_seqlens is not None and not is_hidden(cu_seqlens):
@@ -117,8 +118,8 @@ def is_hidden(x: Tensor) -> bool:
 
 def _make_call(arguments: Sequence[Any], inplace: bool) -> RopeCall:
     """Make a call of the operators' arguments after xs."""
-    *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl, axes = arguments
-    flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl)
+    *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl, pair_block, axes = arguments
+    flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
     call: RopeCall = RopeCall._make((*tensors, offset, flags, axes))
     return call
 

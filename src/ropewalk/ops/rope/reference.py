@@ -23,17 +23,35 @@ def rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return a * cos - b * sin, a * sin + b * cos
 
 
-def split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """View the first and the second features of the pairs of x (..., R), each (..., R/2)."""
+def split_pairs(x: Tensor, interleaved: bool, pair_block: int | None = None) -> tuple[Tensor, Tensor]:
+    """View the first and the second features of the pairs of x (..., R), each (..., R/2).
+
+    With a pair_block P, of x (..., R/P, P) as `split_blocks` views it, each (..., R/P, P/2).
+    """
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
-    first, second = x.chunk(2, dim=-1)
+    first, second = split_blocks(x, pair_block).chunk(2, dim=-1)
     return first, second
 
 
-def join_pairs(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+def split_blocks(x: Tensor, width: int | None) -> Tensor:
+    """View the last dimension of x as blocks, (..., n, width); None leaves it as it is."""
+    return x if width is None else x.unflatten(-1, (-1, width))
+
+
+def split_tables(cos: Tensor, sin: Tensor, pair_block: int | None) -> tuple[Tensor, Tensor]:
+    """View tables (..., R/2) as the pairs that `split_pairs` gives."""
+    if pair_block is None:
+        return cos, sin
+    return split_blocks(cos, pair_block // 2), split_blocks(sin, pair_block // 2)
+
+
+def join_pairs(a: Tensor, b: Tensor, interleaved: bool, pair_block: int | None = None) -> Tensor:
     """Undo `split_pairs`."""
-    return torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    if interleaved:
+        return torch.stack((a, b), dim=-1).flatten(-2)
+    joined = torch.cat((a, b), dim=-1)
+    return joined if pair_block is None else joined.flatten(-2)
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -138,6 +156,7 @@ def apply_rope(
     inverse: bool = False,
     rotary_offset: int = 0,
     axes: Tensor | None = None,
+    pair_block: int | None = None,
 ) -> Tensor:
     """Rotate one tensor out of place by differentiable, composable PyTorch operations.
 
@@ -146,8 +165,8 @@ def apply_rope(
     cos, sin, inside = broadcast_rows(x, cos, sin, positions, cu_seqlens, offset, inverse, layout, axes)
     rotary_dim = 2 * cos.shape[-1]
     before, middle, after = x.split([rotary_offset, rotary_dim, x.shape[-1] - rotary_offset - rotary_dim], dim=-1)
-    a, b = rotate_pairs(*split_pairs(middle, interleaved), cos, sin)
-    rotated = torch.cat((before, join_pairs(a, b, interleaved).to(x.dtype), after), dim=-1)
+    a, b = rotate_pairs(*split_pairs(middle, interleaved, pair_block), *split_tables(cos, sin, pair_block))
+    rotated = torch.cat((before, join_pairs(a, b, interleaved, pair_block).to(x.dtype), after), dim=-1)
     return rotated if inside is None else torch.where(inside, rotated, torch.nan)
 
 
@@ -160,12 +179,14 @@ def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None
     flags = call.flags
     cos, sin, inside = broadcast_rows(xs[0], *call[:5], flags.inverse, flags.layout, call.axes)
     rotary = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
+    pairing = flags.interleaved, flags.pair_block
+    cos, sin = split_tables(cos, sin, flags.pair_block)
     for x, out in zip(xs, outs, strict=True):
         if out is not x:
             out[..., : rotary.start].copy_(x[..., : rotary.start])
             out[..., rotary.stop :].copy_(x[..., rotary.stop :])
-        a, b = rotate_pairs(*split_pairs(x[..., rotary], flags.interleaved), cos, sin)
-        out_a, out_b = split_pairs(out[..., rotary], flags.interleaved)
+        a, b = rotate_pairs(*split_pairs(x[..., rotary], *pairing), cos, sin)
+        out_a, out_b = split_pairs(out[..., rotary], *pairing)
         out_a.copy_(a)
         out_b.copy_(b)
         if inside is not None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
-from ropewalk.ops.arguments import check_dense
+from ropewalk.ops.arguments import check_dense, check_pair_block
+from ropewalk.ops.rope.call import RopeFlags
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,16 +29,16 @@ def check_arguments(
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
     axes: Tensor | None,
-    layout: str,
-    rotary_dim: int | None,
-    rotary_offset: int,
+    flags: RopeFlags,
 ) -> None:
     """Raise unless the arguments fit together, by their metadata alone."""
+    layout = flags.layout
     check_tensors(q, k, layout)
     head_dim = q.shape[-1]
     batch, tokens = as_bthd(q, layout).shape[:2]
     _check_tables(q, cos, sin, batch, tokens, layout)
-    _check_rotary(cos, head_dim, rotary_dim, rotary_offset)
+    _check_rotary(cos, head_dim, flags.rotary_dim, flags.rotary_offset)
+    check_pair_block(flags.pair_block, 2 * cos.shape[-1], flags.interleaved)
     _check_positions(q, cos, positions, cu_seqlens, axes, batch, tokens, layout)
 
 

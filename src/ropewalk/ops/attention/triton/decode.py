@@ -101,6 +101,7 @@ class DecodeConfig(NamedTuple):
     ROTARY_DIM: int
     ROTARY_OFFSET: int  # the first feature that is rotated
     INTERLEAVED: bool
+    PAIR_BLOCK: int  # features of a block that is half-split by itself
     PAGE_SIZE: int
     STRIDE_UNIT: int  # elements; all strides of q, k and v are multiples of it
     INT64_STRIDES: bool  # keys of one tile may be 2³¹ elements apart
@@ -192,9 +193,16 @@ def load_rotated(ptr, offsets, table, batch, table_row, row_exists, CONFIG: tl.c
             partner = tl.where(is_second, feature - 1, feature + 1)
         else:
             # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
-            is_second = rotary_feature >= R // 2
-            pair = rotary_feature % (R // 2)
-            partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
+            P: tl.constexpr = CONFIG.PAIR_BLOCK
+            if P == R:
+                is_second = rotary_feature >= R // 2
+                pair = rotary_feature % (R // 2)
+                partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
+            else:
+                block = rotary_feature // P
+                is_second = rotary_feature % P >= P // 2
+                pair = block * (P // 2) + rotary_feature % (P // 2)
+                partner = block * P + (rotary_feature + P // 2) % P + CONFIG.ROTARY_OFFSET
         table_offsets = (wide(batch) * table.stride_batch + wide(table_row) * table.stride_token)[:, None] + pair
         cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
         sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)

@@ -251,6 +251,7 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
         ROTARY_DIM=rotary_dim,
         ROTARY_OFFSET=tables.rotary_offset if rotary_dim else 0,
         INTERLEAVED=tables.interleaved if rotary_dim else False,
+        PAIR_BLOCK=tables.pair_block or rotary_dim,
         PAGE_SIZE=0 if call.block_table is None else k.shape[2],
         STRIDE_UNIT=_stride_unit(q, k, v),
         INT64_STRIDES=max(k.stride(2), v.stride(2)) * 256 >= 2**31,

@@ -263,7 +263,7 @@ def rotates_in_registers(call: AttentionCall, head_dim: int, features: Features)
     tables = call.tables
     if tables.q is None:
         return True
-    if features.d_chunks > 1 or tables.rotary_offset:
+    if features.d_chunks > 1 or tables.rotary_offset or tables.pair_block is not None:
         return False
     return tables.interleaved or 2 * tables.q.cos.shape[-1] == head_dim == features.block_d
 

@@ -142,11 +142,19 @@ class Builder:
         *,
         interleaved: bool,
         rotary_offset: int,
+        pair_block: int | None,
         inverse: bool = False,
     ) -> Any:
         """Keep a rotation, and return its results' twins."""
         xs = (q,) if k is None else (q, k)
-        call = RopeCall(cos, sin, None, None, 0, RopeFlags("bhtd", interleaved, inverse, None, rotary_offset))
+        call = RopeCall(
+            cos,
+            sin,
+            None,
+            None,
+            0,
+            RopeFlags("bhtd", interleaved, inverse, None, rotary_offset, False, None, pair_block),
+        )
         outs = tuple(torch.empty_like(x) for x in xs)
         self.kept.append(lambda: self._bind_rope(xs, outs, call))
         return outs[0] if k is None else outs

@@ -177,8 +177,8 @@ def _pack(call: RopeCall) -> tuple[int, tuple[Any, ...]] | None:
     An argument takes PyTorch 0.1 us, even None: those at the end that are at their defaults are left out.
     """
     _, _, positions, cu_seqlens, offset, flags_of_call, axes = call
-    layout, interleaved, inverse, rotary_dim, rotary_offset, _, impl = flags_of_call
-    if impl not in _IMPLS or axes is not None:
+    layout, interleaved, inverse, rotary_dim, rotary_offset, _, impl, pair_block = flags_of_call
+    if impl not in _IMPLS or axes is not None or pair_block is not None:
         return None
     flags = _LAYOUTS.get(layout, _NO_LAYOUT)
     if interleaved:

@@ -52,6 +52,7 @@ class Specialisation:
     keep_tables: bool  # whether the cache evicts lines of cos and sin last
     n_axes: int = 0  # of positions of kind AXES
     axes_dtype: str = "i32"
+    pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
 
 
 class Heads(NamedTuple):
@@ -85,6 +86,15 @@ class Table(NamedTuple):
     stride_batch: Any
     stride_row: Any
     stride_unit: Any
+
+
+class TilePairs(NamedTuple):
+    """The pairs of a tile, all constexpr, and which of them the tables have columns for."""
+
+    HALF: Any  # R / 2, the columns
+    FIRST: Any  # the pair of the first column
+    BLOCK_PAIRS: Any  # a power of two
+    HAS_REST: Any  # the others are rotated by 0, and tokens past the last one are finite, as sums over both need them
 
 
 @triton.jit
@@ -158,9 +168,21 @@ def _head_mask(group, HQ: tl.constexpr, HK: tl.constexpr, BLOCK_HEADS: tl.conste
 
 
 @triton.jit
+def rotated_features(pair, HALF: tl.constexpr, PAIR_BLOCK: tl.constexpr):
+    """Return the first and the second feature of half-split pairs, from the first rotated one on."""
+    if PAIR_BLOCK > 0:
+        first = pair + pair // (PAIR_BLOCK // 2) * (PAIR_BLOCK // 2)
+        second = first + PAIR_BLOCK // 2
+    else:
+        first = pair
+        second = pair + HALF
+    return first, second
+
+
+@triton.jit
 def _load_pairs(
     ptrs, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Load the features to rotate: first and second of each pair, or interleaved pairs whole (the same tile twice)."""
     if INTERLEAVED:
@@ -170,15 +192,17 @@ def _load_pairs(
     else:
         pair = tl.arange(0, BLOCK_HALF)[None, None, :]
         mask = head_mask & (pair < HALF)
-        first = tl.load(ptrs + (pair + ROTARY_OFFSET), mask, other=0.0)
-        second = tl.load(ptrs + (pair + (ROTARY_OFFSET + HALF)), mask, other=0.0)
+        first_feature, second_feature = rotated_features(pair, HALF, PAIR_BLOCK)
+        first = tl.load(ptrs + (first_feature + ROTARY_OFFSET), mask, other=0.0)
+        second = tl.load(ptrs + (second_feature + ROTARY_OFFSET), mask, other=0.0)
     return first, second
 
 
 @triton.jit
 def _rotate_and_store(
-    ptrs, a, b, cos, sin, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+    ptrs, a, b, cos, sin, head_mask, HALF: tl.constexpr, ROTARY_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rotate the pairs of `_load_pairs`, and store them in the same order."""
     if INTERLEAVED:
         # The pairs were loaded in one wide access: split and join them in registers.
@@ -194,8 +218,9 @@ def _rotate_and_store(
         b = b.to(cos.dtype)
         pair = tl.arange(0, a.shape[2])[None, None, :]
         mask = head_mask & (pair < HALF)
-        tl.store(ptrs + (pair + ROTARY_OFFSET), a * cos - b * sin, mask)
-        tl.store(ptrs + (pair + (ROTARY_OFFSET + HALF)), a * sin + b * cos, mask)
+        first, second = rotated_features(pair, HALF, PAIR_BLOCK)
+        tl.store(ptrs + (first + ROTARY_OFFSET), a * cos - b * sin, mask)
+        tl.store(ptrs + (second + ROTARY_OFFSET), a * sin + b * cos, mask)
 
 
 @triton.jit
@@ -216,58 +241,79 @@ def _pass_through(
 
 
 @triton.jit
-def _load_row(
-    position, batch, cos, sin, n_rows, column, HALF: tl.constexpr, TABLE_POLICY: tl.constexpr
-):  # fmt: skip
-    """Load cos and sin of the row of each position, NaN outside the tables, and say if it lies inside."""
-    inside = (position >= 0) & (position < n_rows)
-    table_mask = inside & (column < HALF)
+def _load_row(position, batch, cos, sin, inside, column, is_column, other_cos, other_sin, TABLE_POLICY: tl.constexpr):
+    """Load cos and sin of the row of each position inside the tables, and others elsewhere."""
+    table_mask = inside & is_column
     row = tl.where(inside, position, 0).to(tl.int32)
     cos_row = (batch * _wide(cos.stride_batch) + _wide(row) * _wide(cos.stride_row)) * cos.stride_unit
     sin_row = (batch * _wide(sin.stride_batch) + _wide(row) * _wide(sin.stride_row)) * sin.stride_unit
-    cos_tile = tl.load(cos.ptr + cos_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
-    sin_tile = tl.load(sin.ptr + sin_row + column, table_mask, other=float("nan"), eviction_policy=TABLE_POLICY)
-    return cos_tile, sin_tile, inside
+    cos_tile = tl.load(cos.ptr + cos_row + column, table_mask, other=other_cos, eviction_policy=TABLE_POLICY)
+    sin_tile = tl.load(sin.ptr + sin_row + column, table_mask, other=other_sin, eviction_policy=TABLE_POLICY)
+    return cos_tile, sin_tile
 
 
 @triton.jit
 def load_tables(
-    token, batch, token_mask, lookup, cos, sin, POSITIONS: tl.constexpr, N_AXES: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, KEEP_TABLES: tl.constexpr,
+    token, batch, token_mask, lookup, cos, sin, pairs, POSITIONS: tl.constexpr, N_AXES: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, KEEP_TABLES: tl.constexpr,
 ):  # fmt: skip
-    """Load cos and sin of each token's pairs, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_HALF].
+    """Load cos and sin of each token's pairs, [BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS].
 
     Also say which tokens lie inside the tables: [BLOCK_TOKENS, 1 or BLOCK_HEADS, 1]. The others have NaN in all pairs.
-    token, token_mask: [BLOCK_TOKENS, 1, 1]. lookup: a `Lookup`. cos, sin: a `Table` each.
+    token, token_mask: [BLOCK_TOKENS, 1, 1]. lookup: a `Lookup`. cos, sin: a `Table` each. pairs:
+    `TilePairs`.
     """
     # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little, and
     # are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
-    column = tl.arange(0, BLOCK_HALF)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    column = tl.arange(0, pairs.BLOCK_PAIRS)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    if pairs.FIRST > 0:
+        column -= pairs.FIRST
+        is_column = (column < pairs.HALF) & (column >= 0)
+        is_rest = (column >= pairs.HALF) | (column < 0)
+    else:
+        is_column = column < pairs.HALF
+        is_rest = column >= pairs.HALF
     POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
     if POSITIONS == 4:
         # Load each axis' row whole, in wide accesses, and let each pair pick its own: a gather of single elements takes
         # 32 accesses a thread where three axes' rows take 12.
-        axis = tl.load(lookup.axes_ptr + column, column < HALF, other=0)
+        axis = tl.load(lookup.axes_ptr + column, is_column, other=0)
+        OTHER_COS: tl.constexpr = 1.0 if pairs.HAS_REST else float("nan")
+        OTHER_SIN: tl.constexpr = 0.0 if pairs.HAS_REST else float("nan")
         position_ptr = lookup.positions_ptr + (
             batch * _wide(lookup.positions_stride_batch) + token * _wide(lookup.positions_stride_token)
         )
         position = tl.load(position_ptr, token_mask, other=-1).to(tl.int64)
-        cos_tile, sin_tile, inside = _load_row(position, batch, cos, sin, lookup.n_rows, column, HALF, POLICY)
+        inside = (position >= 0) & (position < lookup.n_rows)
+        cos_tile, sin_tile = _load_row(
+            position, batch, cos, sin, inside, column, is_column, OTHER_COS, OTHER_SIN, POLICY
+        )  # fmt: skip
         pair_inside = inside & (axis == 0)
         for n in tl.static_range(1, N_AXES):
             position = tl.load(position_ptr + n * _wide(lookup.positions_stride_axis), token_mask, other=-1)
-            cos_row, sin_row, inside = _load_row(
-                position.to(tl.int64), batch, cos, sin, lookup.n_rows, column, HALF, POLICY
-            )
+            position = position.to(tl.int64)
+            inside = (position >= 0) & (position < lookup.n_rows)
+            cos_row, sin_row = _load_row(
+                position, batch, cos, sin, inside, column, is_column, OTHER_COS, OTHER_SIN, POLICY
+            )  # fmt: skip
             cos_tile = tl.where(axis == n, cos_row, cos_tile)
             sin_tile = tl.where(axis == n, sin_row, sin_tile)
             pair_inside = tl.where(axis == n, inside, pair_inside)
         # One pair outside makes its token NaN; so does an axis that positions lack.
-        inside = tl.min((pair_inside | (column >= HALF)).to(tl.int32), axis=2, keep_dims=True) > 0
-        cos_tile = tl.where(inside, cos_tile, float("nan"))
+        inside = tl.min((pair_inside | is_rest).to(tl.int32), axis=2, keep_dims=True) > 0
+        is_finite = inside | (token_mask == 0) if pairs.HAS_REST else inside
+        cos_tile = tl.where(is_finite, cos_tile, float("nan"))
     else:
         position = _token_positions(token, batch, lookup, token_mask, POSITIONS)
-        cos_tile, sin_tile, inside = _load_row(position, batch, cos, sin, lookup.n_rows, column, HALF, POLICY)
+        inside = (position >= 0) & (position < lookup.n_rows)
+        other_cos = float("nan")
+        other_sin = float("nan")
+        if pairs.HAS_REST:
+            other_cos = tl.where(inside | (token_mask == 0), 1.0, float("nan")).to(cos.ptr.dtype.element_ty)
+            other_sin = 0.0
+        cos_tile, sin_tile = _load_row(
+            position, batch, cos, sin, inside, column, is_column, other_cos, other_sin, POLICY
+        )  # fmt: skip
     return cos_tile, sin_tile, inside
 
 
@@ -320,6 +366,7 @@ def rotate_kernel(
     HALF: tl.constexpr,
     ROTARY_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
     INPLACE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     TABLE_STRIDE_UNIT: tl.constexpr,
@@ -353,7 +400,7 @@ def rotate_kernel(
     k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
     x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
     head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
-    a, b = _load_pairs(x_ptrs, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_HALF)
+    a, b = _load_pairs(x_ptrs, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_HALF)
 
     lookup = Lookup(
         positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr, cu_seqlens_ptr,
@@ -362,8 +409,8 @@ def rotate_kernel(
     cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
     sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
     cos, sin, inside = load_tables(
-        token, batch, token_mask, lookup, cos_table, sin_table, POSITIONS, N_AXES, HALF, BLOCK_HALF, BLOCK_HEADS,
-        KEEP_TABLES,
+        token, batch, token_mask, lookup, cos_table, sin_table, TilePairs(HALF, 0, BLOCK_HALF, False), POSITIONS,
+        N_AXES, BLOCK_HEADS, KEEP_TABLES,
     )  # fmt: skip
     # Synchronise the warps of a program before they store: 0.3 to 1 % more bandwidth on an H200.
     tl.debug_barrier()
@@ -373,7 +420,7 @@ def rotate_kernel(
     q_out = Heads(q_out_ptr, q_out_stride_batch, q_out_stride_token, q_out_stride_head)
     k_out = Heads(k_out_ptr, k_out_stride_batch, k_out_stride_token, k_out_stride_head)
     out_ptrs = _head_pointers(group, batch, token, q_out, k_out, HQ, STRIDE_UNIT, BLOCK_HEADS)
-    _rotate_and_store(out_ptrs, a, b, cos, sin, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED)
+    _rotate_and_store(out_ptrs, a, b, cos, sin, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK)
     if 2 * HALF < D:
         _pass_through(out_ptrs, x_ptrs, inside, head_mask, D, HALF, ROTARY_OFFSET, INPLACE, BLOCK_D)
 
@@ -392,6 +439,7 @@ def kernel_constants(spec: Specialisation) -> dict[str, Any]:
         "HALF": spec.half,
         "ROTARY_OFFSET": spec.rotary_offset,
         "INTERLEAVED": spec.interleaved,
+        "PAIR_BLOCK": spec.pair_block,
         "INPLACE": spec.inplace,
         "STRIDE_UNIT": spec.stride_unit,
         "TABLE_STRIDE_UNIT": spec.table_stride_unit,

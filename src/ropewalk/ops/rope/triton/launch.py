@@ -230,6 +230,7 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
         keep_tables=batch * tokens >= _MANY_TOKENS,
         n_axes=0 if axes is None or positions is None else positions.shape[0],
         axes_dtype="i32" if axes is None else _LETTERS[axes.dtype],
+        pair_block=block_of_pairs(flags.pair_block, half),
     )
     token_blocks = math.ceil(tokens / tiles.block_tokens)
     n_chunks = max(1, round(tokens / _CHUNK_TOKENS)) if batch > 1 else 1
@@ -252,6 +253,11 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     )
     launch_class = InterpretedLaunch if gpu.is_interpreted() else Launch
     return launch_class(spec, n_programs, q.device.index, constants)
+
+
+def block_of_pairs(pair_block: int | None, half: int) -> int:
+    """Return the kernels' PAIR_BLOCK: 0 where one block has all the rotated features."""
+    return 0 if pair_block is None or pair_block == 2 * half else pair_block
 
 
 def describe_positions(call: RopeCall) -> tuple[Positions, tuple[int, ...]]:

@@ -19,11 +19,14 @@ from ropewalk.ops.rope.triton.kernel import (
     Heads,
     Lookup,
     Positions,
+    Table,
+    TilePairs,
     _divide,
     _head_mask,
     _head_pointers,
-    _token_positions,
     _wide,
+    load_tables,
+    rotated_features,
 )
 
 
@@ -56,27 +59,20 @@ class NormSpecialisation:
     block_tokens: int
     block_heads: int
     threads: int  # of a program
+    n_axes: int = 0  # of positions of kind AXES
+    axes_dtype: str = "i32"
+    pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
 
 
 class Row(NamedTuple):
-    """The features of a head in a tile, all constexpr: D, R / 2, the first rotated one, and the pairs of a tile."""
+    """The features of a head in a tile, all constexpr: D, R / 2, the first rotated one, and how they form pairs."""
 
     D: Any
     HALF: Any
     ROTARY_OFFSET: Any
     INTERLEAVED: Any
-    BLOCK_PAIRS: Any  # a power of two
-
-
-class Tables(NamedTuple):
-    """Cos and sin; their strides are in multiples of TABLE_STRIDE_UNIT elements."""
-
-    cos_ptr: Any
-    sin_ptr: Any
-    cos_stride_batch: Any
-    cos_stride_row: Any
-    sin_stride_batch: Any
-    sin_stride_row: Any
+    PAIR_BLOCK: Any  # features of a block that is half-split by itself; 0: all that are rotated
+    BLOCK_PAIRS: Any  # of a tile, a power of two
 
 
 @triton.jit
@@ -88,23 +84,24 @@ def _pair_features(row):
     pair = tl.arange(0, row.BLOCK_PAIRS)[None, None, :]
     REST: tl.constexpr = row.D - 2 * row.HALF
     REST_HALF: tl.constexpr = (REST + 1) // 2
+    rotated_first, rotated_second = rotated_features(pair, row.HALF, row.PAIR_BLOCK)
     if REST == 0:
-        first = pair
-        second = pair + row.HALF
+        first = rotated_first
+        second = rotated_second
     elif row.HALF == 0:
         first = pair
         second = pair + REST_HALF
     elif row.ROTARY_OFFSET == 0:
-        first = tl.where(pair < row.HALF, pair, pair + row.HALF)
-        second = tl.where(pair < row.HALF, pair + row.HALF, pair + (row.HALF + REST_HALF))
+        first = tl.where(pair < row.HALF, rotated_first, pair + row.HALF)
+        second = tl.where(pair < row.HALF, rotated_second, pair + (row.HALF + REST_HALF))
     else:
         is_rotated = pair < row.HALF
         rest = pair - row.HALF
         partner = rest + REST_HALF
         first = rest + tl.where(rest < row.ROTARY_OFFSET, 0, 2 * row.HALF)
         second = partner + tl.where(partner < row.ROTARY_OFFSET, 0, 2 * row.HALF)
-        first = tl.where(is_rotated, pair + row.ROTARY_OFFSET, first)
-        second = tl.where(is_rotated, pair + (row.ROTARY_OFFSET + row.HALF), second)
+        first = tl.where(is_rotated, rotated_first + row.ROTARY_OFFSET, first)
+        second = tl.where(is_rotated, rotated_second + row.ROTARY_OFFSET, second)
     return first, second, pair < row.HALF + REST_HALF, pair < row.HALF + REST // 2
 
 
@@ -168,26 +165,15 @@ def _load_weights(
 
 @triton.jit
 def _load_tables(
-    tables, lookup, row, token, batch, token_mask, POSITIONS: tl.constexpr, TABLE_STRIDE_UNIT: tl.constexpr,
+    token, batch, token_mask, lookup, cos, sin, row, POSITIONS: tl.constexpr, N_AXES: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load cos and sin of each pair: 1 and 0 of features that are not rotated, NaN outside the table."""
-    position = _token_positions(token, batch, lookup, token_mask, POSITIONS)
-    inside = (position >= 0) & (position < lookup.n_rows)
-    # Tokens past the last one have gradients of 0, which NaN would make a NaN in the sum over tokens.
-    nan_or_one = tl.where(inside | (token_mask == 0), 1.0, float("nan"))
+    """Load cos and sin of each pair of a tile: 1 and 0 of features that are not rotated, NaN outside the table."""
     FIRST_PAIR: tl.constexpr = (row.ROTARY_OFFSET + 1) // 2 if row.INTERLEAVED else 0
-    # At the full tile's shape, as in `rotate_kernel`.
-    column = tl.arange(0, row.BLOCK_PAIRS)[None, None, :] - FIRST_PAIR + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
-    mask = inside & (column < row.HALF)
-    if FIRST_PAIR > 0:
-        mask = mask & (column >= 0)
-    table_row = _wide(tl.where(inside, position, 0).to(tl.int32))
-    cos_row = (batch * _wide(tables.cos_stride_batch) + table_row * _wide(tables.cos_stride_row)) * TABLE_STRIDE_UNIT
-    sin_row = (batch * _wide(tables.sin_stride_batch) + table_row * _wide(tables.sin_stride_row)) * TABLE_STRIDE_UNIT
-    other = nan_or_one.to(tables.cos_ptr.dtype.element_ty)
-    cos = tl.load(tables.cos_ptr + cos_row + column, mask, other=other, eviction_policy="evict_last")
-    sin = tl.load(tables.sin_ptr + sin_row + column, mask, other=0.0, eviction_policy="evict_last")
+    cos, sin, _ = load_tables(
+        token, batch, token_mask, lookup, cos, sin, TilePairs(row.HALF, FIRST_PAIR, row.BLOCK_PAIRS, True), POSITIONS,
+        N_AXES, BLOCK_HEADS, True,
+    )  # fmt: skip
     return cos.to(COMPUTE_DTYPE), sin.to(COMPUTE_DTYPE)
 
 
@@ -236,6 +222,7 @@ def norm_kernel(
     k_weight_ptr,
     cos_ptr,
     sin_ptr,
+    axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
     positions_ptr,
     cu_seqlens_ptr,
     offset,
@@ -264,6 +251,7 @@ def norm_kernel(
     sin_stride_row,
     positions_stride_batch,
     positions_stride_token,
+    positions_stride_axis,
     POSITIONS: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -271,6 +259,7 @@ def norm_kernel(
     HALF: tl.constexpr,
     ROTARY_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -283,6 +272,7 @@ def norm_kernel(
     COMPUTE_DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    N_AXES: tl.constexpr,
 ):
     """Normalise and rotate a group of heads of a block of tokens: one small tile, as in `rotate_kernel`."""
     GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -295,21 +285,23 @@ def norm_kernel(
     k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
     head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
     x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
-    a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+    a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
     if HAS_WEIGHT:
         weight_a, weight_b = _load_weights(
-            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), HQ, HK, PER_HEAD,
-            BLOCK_TOKENS, BLOCK_HEADS,
+            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
         )  # fmt: skip
     if HALF > 0:
-        tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row)
         lookup = Lookup(
-            positions_ptr, positions_stride_batch, positions_stride_token, None, None, cu_seqlens_ptr, n_sequences,
-            search_steps, offset, n_rows,
+            positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
+            cu_seqlens_ptr, n_sequences, search_steps, offset, n_rows,
         )  # fmt: skip
+        cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
+        sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
         cos, sin = _load_tables(
-            tables, lookup, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
-            POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
+            token, batch, token_mask, lookup, cos_table, sin_table,
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), POSITIONS, N_AXES,
+            COMPUTE_DTYPE, BLOCK_HEADS,
         )  # fmt: skip
 
     a = a.to(COMPUTE_DTYPE)
@@ -330,7 +322,7 @@ def norm_kernel(
     out_ptrs = _head_pointers(group, batch, token, q_out, k_out, HQ, STRIDE_UNIT, BLOCK_HEADS)
     a = a.to(q_out_ptr.dtype.element_ty)
     b = b.to(q_out_ptr.dtype.element_ty)
-    _store_row(out_ptrs, a, b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+    _store_row(out_ptrs, a, b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
 
 
 @triton.jit
@@ -346,6 +338,7 @@ def norm_backward_kernel(
     dw_partial_ptr,
     cos_ptr,
     sin_ptr,
+    axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
     positions_ptr,
     cu_seqlens_ptr,
     offset,
@@ -382,6 +375,7 @@ def norm_backward_kernel(
     sin_stride_row,
     positions_stride_batch,
     positions_stride_token,
+    positions_stride_axis,
     POSITIONS: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -389,6 +383,7 @@ def norm_backward_kernel(
     HALF: tl.constexpr,
     ROTARY_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -403,6 +398,7 @@ def norm_backward_kernel(
     COMPUTE_DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    N_AXES: tl.constexpr,
 ):
     """Compute dq, dk, and each program's part of the weights' gradients.
 
@@ -421,8 +417,8 @@ def norm_backward_kernel(
     dk = Heads(dk_ptr, dk_stride_batch, dk_stride_token, dk_stride_head)
     if HAS_WEIGHT and NEEDS_DX:
         weight_a, weight_b = _load_weights(
-            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), HQ, HK, PER_HEAD,
-            BLOCK_TOKENS, BLOCK_HEADS,
+            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
         )  # fmt: skip
     if NEEDS_DW:
         dw_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
@@ -433,18 +429,22 @@ def norm_backward_kernel(
         batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
         head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
         x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
-        a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+        a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
         grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
-        grad_a, grad_b = _load_row(grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+        grad_a, grad_b = _load_row(
+            grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
+        )
         if HALF > 0:
-            tables = Tables(cos_ptr, sin_ptr, cos_stride_batch, cos_stride_row, sin_stride_batch, sin_stride_row)
             lookup = Lookup(
-                positions_ptr, positions_stride_batch, positions_stride_token, None, None, cu_seqlens_ptr, n_sequences,
-                search_steps, offset, n_rows,
+                positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
+                cu_seqlens_ptr, n_sequences, search_steps, offset, n_rows,
             )  # fmt: skip
+            cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
+            sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
             cos, sin = _load_tables(
-                tables, lookup, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS), token, batch, token_mask,
-                POSITIONS, TABLE_STRIDE_UNIT, COMPUTE_DTYPE, BLOCK_HEADS,
+                token, batch, token_mask, lookup, cos_table, sin_table,
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), POSITIONS, N_AXES,
+                COMPUTE_DTYPE, BLOCK_HEADS,
             )  # fmt: skip
         a = a.to(COMPUTE_DTYPE)
         b = b.to(COMPUTE_DTYPE)
@@ -474,7 +474,9 @@ def norm_backward_kernel(
             dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
             dx_a = dx_a.to(dq_ptr.dtype.element_ty)
             dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-            _store_row(dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS))
+            _store_row(
+                dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
+            )
 
     if NEEDS_DW:
         # (groups, slots, heads of a group or 1, D)
@@ -488,7 +490,11 @@ def norm_backward_kernel(
         partial_head = (first + tl.arange(0, PARTIAL_HEADS))[None, :, None]
         mask = tl.full((1, PARTIAL_HEADS, 1), 1, tl.int1)
         _store_row(
-            dw_partial_ptr + partial_head * D, dw_a, dw_b, mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, BLOCK_PAIRS)
+            dw_partial_ptr + partial_head * D,
+            dw_a,
+            dw_b,
+            mask,
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
         )
 
 
@@ -553,6 +559,7 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "HALF": spec.half,
         "ROTARY_OFFSET": spec.rotary_offset,
         "INTERLEAVED": spec.interleaved,
+        "PAIR_BLOCK": spec.pair_block,
         "BLOCK_PAIRS": row_pairs(spec.head_dim, spec.half, spec.rotary_offset, spec.interleaved),
         "EPS": spec.eps,
         "WEIGHT_OFFSET": spec.weight_offset,
@@ -569,6 +576,7 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "BLOCK_HEADS": spec.block_heads,
         "BLOCK_ROWS": SUM_BLOCK_ROWS,
         "BLOCK_D": SUM_BLOCK_D,
+        "N_AXES": spec.n_axes,
     }
     return {name: constants[name] for name in kernel.arg_names if name in constants}
 
@@ -581,10 +589,13 @@ def kernel_source(kernel: Any, spec: NormSpecialisation) -> ASTSource:
         "dw": spec.weight_dtype or spec.dtype,
         "cos": spec.table_dtype,
         "sin": spec.table_dtype,
+        "axes": spec.axes_dtype,
         "positions": spec.index_dtype,
         "cu_seqlens": spec.index_dtype,
     }
     constants = kernel_constants(kernel, spec)
+    if spec.positions != Positions.AXES and kernel is not weight_sum_kernel:
+        constants |= {"axes_ptr": None, "positions_stride_axis": None}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

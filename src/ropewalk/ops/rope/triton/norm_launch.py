@@ -25,6 +25,7 @@ from ropewalk.ops.rope.triton.launch import (
     _division,
     _strides,
     _unit,
+    block_of_pairs,
     describe_positions,
 )
 from ropewalk.ops.rope.triton.norm_kernel import (
@@ -143,7 +144,7 @@ class Geometry:
     spec: NormSpecialisation
     n_groups: int
     n_blocks: int
-    constants: tuple[int, ...]
+    constants: tuple[int | None, ...]
 
 
 def describe(
@@ -158,7 +159,7 @@ def describe(
     """Describe a launch: `roles` are q, or q and k; then their results, or results' gradients and gradients."""
     xs = roles[0]
     q = xs[0]
-    cos, sin, positions, cu_seqlens, _, rope, _ = call.rope
+    cos, sin, positions, cu_seqlens, _, rope, axes = call.rope
     batch, tokens, n_q_heads, head_dim = as_bthd(q, rope.layout).shape
     n_k_heads = as_bthd(xs[1], rope.layout).shape[2] if len(xs) == 2 else 0
     half = cos.shape[-1]
@@ -219,6 +220,9 @@ def describe(
         block_tokens=tiles.block_tokens,
         block_heads=tiles.block_heads,
         threads=tiles.threads,
+        n_axes=0 if axes is None or positions is None else positions.shape[0],
+        axes_dtype="i32" if axes is None else _LETTERS[axes.dtype],
+        pair_block=block_of_pairs(rope.pair_block, half),
     )
     row_blocks = math.ceil(tokens / tiles.block_tokens)
     n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
@@ -230,6 +234,7 @@ def describe(
         n_sequences,
         n_sequences.bit_length(),
         *all_strides,
+        *(() if axes is not None else (None,)),  # the stride between axes
     )
     return Geometry(spec, n_groups, batch * row_blocks, constants)
 
@@ -260,15 +265,17 @@ def _dense(x: Any) -> Any:
 
 def _dense_call(call: NormCall) -> NormCall:
     rope = call.rope
-    dense = rope._replace(cos=_dense(rope.cos), sin=_dense(rope.sin), cu_seqlens=_dense(rope.cu_seqlens))
-    return call._replace(rope=dense)
+    tensors = {name: _dense(getattr(rope, name)) for name in ("cos", "sin", "cu_seqlens", "axes")}
+    return call._replace(rope=rope._replace(**tensors))
 
 
 def _are_read_by_kernels(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> bool:
     """Say whether the kernels can read tensors without copies of them."""
     rope = call.rope
-    tensors = (*xs, rope.cos, rope.sin, *(() if rope.cu_seqlens is None else (rope.cu_seqlens,)))
-    return all(map(_is_dense, tensors)) and all(weight is None or weight.is_contiguous() for weight in weights)
+    indices = [x for x in (rope.cu_seqlens, rope.axes) if x is not None]
+    return all(map(_is_dense, (*xs, rope.cos, rope.sin, *indices))) and all(
+        weight is None or weight.is_contiguous() for weight in weights
+    )
 
 
 def prepare_forward(
@@ -291,9 +298,9 @@ def prepare_forward(
 
     def run(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
-        cos, sin, positions, cu_seqlens, offset, *_ = call.rope
+        cos, sin, positions, cu_seqlens, offset, _, axes = call.rope
         for slots, launch in launches:
-            tensors = (*_pair(xs, slots), *_pair(outs, slots), *_pair(weights, slots), cos, sin)
+            tensors = (*_pair(xs, slots), *_pair(outs, slots), *_pair(weights, slots), cos, sin, axes)
             launch(tensors, (positions, cu_seqlens), offset)
         return outs
 
@@ -385,13 +392,13 @@ class _BackwardLaunch:
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], call: NormCall) -> None:
         xs, grads, dxs, weights, dws = pairs
-        cos, sin, positions, cu_seqlens, offset, *_ = call.rope
+        cos, sin, positions, cu_seqlens, offset, _, axes = call.rope
         partial = None
         if self._sum is not None:
             dtype = torch.promote_types(xs[0].dtype, torch.float32)
             partial = torch.empty(self._partial_shape, dtype=dtype, device=xs[0].device)
         if self._kernel is not None:
-            tensors = (*xs, *grads, *dxs, *weights, partial, cos, sin)
+            tensors = (*xs, *grads, *dxs, *weights, partial, cos, sin, axes)
             self._kernel(tensors, (positions, cu_seqlens), offset)
         if self._sum is not None:
             self._sum((partial, *dws), ())
