@@ -29,6 +29,7 @@ def specialise_norm(
     weight_dtype: str = "bf16",
     layout: str = "bthd",
     alignment: int = 16,
+    n_axes: int = 0,
     norm: dict[str, Any] | None = None,
     **flags: Any,
 ) -> NormSpecialisation:
@@ -48,7 +49,9 @@ def specialise_norm(
     cos = empty(tokens, half, dtype=torch.float32) if half else empty(1, 1, 0)
     shape = {"vector": (head_dim,), "heads": (heads[0], head_dim), "across": (heads[0] * head_dim,), None: None}[weight]
     weights = None if shape is None else empty(*shape, dtype=DTYPES[weight_dtype])
-    call = NormCall(RopeCall(cos, cos, None, None, 0, flags), NormFlags(**(norm or {})))
+    positions = empty(n_axes, batch, tokens, dtype=torch.int32) if n_axes else None
+    axes = empty(half, dtype=torch.int32) if n_axes else None
+    call = NormCall(RopeCall(cos, cos, positions, None, 0, flags, axes), NormFlags(**(norm or {})))
     is_backward = kernel == "norm_backward_kernel"
     roles = [xs, dense, dense] if is_backward else [xs, dense]
     needs = {"needs_dx": is_backward, "needs_dw": is_backward and weight is not None}

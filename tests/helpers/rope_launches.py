@@ -27,6 +27,7 @@ def specialise(
     index_dtype=torch.int64,
     table_dtype="fp32",
     inplace=False,
+    pair_block=None,
     alignment=16,
     padding=0,
     far=False,
@@ -60,7 +61,7 @@ def specialise(
         None if positions_shape is None else _empty(*positions_shape, dtype=index_dtype),
         _empty(5, dtype=index_dtype) if kind == "packed" else None,
         0,
-        RopeFlags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace),
+        RopeFlags(layout, interleaved, rotary_offset=rotary_offset, inplace=inplace, pair_block=pair_block),
         _empty(cos.shape[-1], dtype=index_dtype) if kind.endswith("axes") else None,
     )
     launch = prepare(xs, call)

@@ -57,14 +57,14 @@ def test_kernels_compile_within_shared_memory_and_registers(launches_of, tmp_pat
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize(("head_dim", "name"), [(40, "rope"), (128, "rope"), (128, "rope-blocks")])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_keys_and_values_are_copied_16_bytes_at_a_time_and_ahead(launches_of, target, head_dim, page_size):
-    launches = launches_of(target, head_dim, torch.bfloat16, 1, page_size, **CALLS["rope"])
+def test_keys_and_values_are_copied_16_bytes_at_a_time_and_ahead(launches_of, target, head_dim, name, page_size):
+    launches = launches_of(target, head_dim, torch.bfloat16, 1, page_size, **CALLS[name])
     ptx = compile_launch(*launches[0], TARGETS[target]).asm["ptx"]
     assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+)", ptx)) == {"0x10"}
     # No load waits for the block table: k and v are loaded as many steps ahead as without one.
-    contiguous = launches_of(target, head_dim, torch.bfloat16, 1, None, **CALLS["rope"])
+    contiguous = launches_of(target, head_dim, torch.bfloat16, 1, None, **CALLS[name])
     assert ptx.count("cp.async.cg") == compile_launch(*contiguous[0], TARGETS[target]).asm["ptx"].count("cp.async.cg")
 
 

@@ -59,30 +59,49 @@ def configurations():
     yield "far", {"far": True}
 
 
+def blocks():
+    """Half-split pairs inside blocks; those of 36 features are Gemma 4's vision tower's."""
+    for pair_block in (2, 8, 16, 64):
+        yield f"blocks-of-{pair_block}", {"pair_block": pair_block}
+    yield "blocks-of-36", {"head_dim": 72, "pair_block": 36, "kind": "axes"}
+    yield "blocks-axes", {"kind": "axes", "pair_block": 64}
+    yield "blocks-partial", {"head_dim": 256, "rotary_dim": 64, "rotary_offset": 192, "pair_block": 32, "inplace": True}
+
+
 EVERY = {
     f"{name}-{pairing}": arguments | {"interleaved": interleaved}
     for name, arguments in configurations()
     for pairing, interleaved in PAIRINGS.items()
-}
+} | dict(blocks())
 # On sm_90 all of them, on the others every third, which meets both pairings and each axis.
 COMPILED = [(target, case) for target in TARGETS for case in (list(EVERY) if target == "sm_90" else list(EVERY)[::3])]
-WIDE = {
-    f"{head_dim}-{dtype}-{pairing}": {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved}
-    for head_dim in WIDE_HEAD_DIMS
-    for dtype in ("fp16", "bf16", "fp32")
-    for pairing, interleaved in PAIRINGS.items()
-} | {
-    f"{name}-{pairing}": arguments | {"interleaved": interleaved}
-    for name, arguments in {
-        "decode": {"batch": 1, "tokens": 1},
-        "64-tokens": {"batch": 1, "tokens": 64},
-        "inplace": {"inplace": True},
-        "bhtd": {"layout": "bhtd"},
-        "partial": {"rotary_dim": 64},
-        "far": {"far": True},
-    }.items()
-    for pairing, interleaved in PAIRINGS.items()
-}
+WIDE = (
+    {
+        f"{head_dim}-{dtype}-{pairing}": {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved}
+        for head_dim in WIDE_HEAD_DIMS
+        for dtype in ("fp16", "bf16", "fp32")
+        for pairing, interleaved in PAIRINGS.items()
+    }
+    | {
+        f"{name}-{pairing}": arguments | {"interleaved": interleaved}
+        for name, arguments in {
+            "decode": {"batch": 1, "tokens": 1},
+            "64-tokens": {"batch": 1, "tokens": 64},
+            "inplace": {"inplace": True},
+            "bhtd": {"layout": "bhtd"},
+            "partial": {"rotary_dim": 64},
+            "far": {"far": True},
+        }.items()
+        for pairing, interleaved in PAIRINGS.items()
+    }
+    | {
+        f"blocks-of-{pair_block}-{head_dim}-{dtype}": {"pair_block": pair_block, "head_dim": head_dim, "dtype": dtype}
+        for pair_block in (16, 32)
+        for head_dim in (96, 128)
+        for dtype in ("bf16", "fp32")
+    }
+    | {"blocks-decode": {"pair_block": 64, "batch": 1, "tokens": 1}}
+)
 WIDE_COMPILED = [
     (target, case) for target in TARGETS for case in (list(WIDE) if target == "sm_90" else list(WIDE)[::5])
 ]

@@ -29,6 +29,12 @@ CASES = {
     "across-8192": {**ACROSS, "heads": (64, 8)},
     "across-after": {**ACROSS, "norm": {"across_heads": True, "after": True}},
     "alone": {"rotary_dim": 0},
+    "axes": {"n_axes": 3},
+    "axes-interleaved": {"n_axes": 3, "interleaved": True, "norm": {"after": True}},
+    "axes-next": {"n_axes": 3, "head_dim": 256, "rotary_dim": 64, "heads": (24, 4), "norm": {"offset": 1.0}},
+    "blocks": {"pair_block": 16},
+    "blocks-axes": {"n_axes": 2, "pair_block": 64},
+    "blocks-offset": {"head_dim": 256, "rotary_dim": 64, "rotary_offset": 64, "pair_block": 32},
     "decode": {"batch": 1, "tokens": 1},
     "fp32": {"dtype": "fp32", "weight_dtype": "fp32"},
     "fp64": {"dtype": "fp64", "weight_dtype": "fp64"},
@@ -63,18 +69,24 @@ def accesses(kernel, tmp_path):
     return [(kind, int(sizes[-1]) if sizes else 32) for kind, sizes in widths]
 
 
+def assert_loads_are_wide(found, case):
+    """A token's positions on its axes are the only numbers that are loaded one at a time."""
+    narrow = [width for kind, width in found if kind == "LD" and width != 128]
+    assert narrow == [32] * CASES[case].get("n_axes", 0)
+
+
 @pytest.mark.parametrize("case", WIDE)
 def test_the_forward_accesses_16_bytes_at_a_time(case, tmp_path):
     found = accesses(compiled("sm_90", "norm_kernel", case), tmp_path)
     assert {width for kind, width in found if kind == "ST"} == {128}
-    assert {width for kind, width in found if kind == "LD"} == {128}
+    assert_loads_are_wide(found, case)
 
 
 @pytest.mark.parametrize("case", WIDE)
 def test_the_backward_accesses_16_bytes_at_a_time(case, tmp_path):
     """All but the partial sums of the weights, which it stores once."""
     found = accesses(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
-    assert {width for kind, width in found if kind == "LD"} == {128}
+    assert_loads_are_wide(found, case)
     assert ("ST", 128) in found
 
 

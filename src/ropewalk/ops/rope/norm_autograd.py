@@ -67,7 +67,9 @@ def _remember(key: Any, plan: Callable[..., Any]) -> Callable[..., Any]:
 def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Check a call, and return the normed and rotated `xs` in new tensors."""
     rope = call.rope
-    key = (len(xs), _metadata((*xs, *weights, *rope[:4], rope.axes)), rope.offset, rope.flags, call.flags)
+    axes = rope.axes
+    of_axes = None if axes is None else _metadata((axes,))  # most calls have none
+    key = (len(xs), _metadata((*xs, *weights, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
         check(xs, weights, call)
@@ -75,9 +77,9 @@ def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCa
         plan = _remember(key, backend.prepare_forward(xs, weights, call))
     if rope.cu_seqlens is not None:
         check_values(rope.cu_seqlens, xs[0].shape[0])
-    if rope.axes is not None:
+    if axes is not None:
         assert rope.positions is not None
-        check_axes(rope.axes, rope.positions.shape[0])
+        check_axes(axes, rope.positions.shape[0])
     outs: tuple[Tensor, ...] = plan(xs, weights, call)
     return outs
 
@@ -99,7 +101,8 @@ def backward(
     xs, weights = [xs[i] for i in slots], [weights[i] for i in slots]
     wanted = (*[needed[i] for i in slots], *[needed[n + i] for i in slots])
     rope = call.rope
-    key = (wanted, _metadata((*given, *xs, *weights, *rope[:4], rope.axes)), rope.flags, call.flags)
+    of_axes = None if rope.axes is None else _metadata((rope.axes,))
+    key = (wanted, _metadata((*given, *xs, *weights, *rope[:4])), of_axes, rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
