@@ -105,6 +105,10 @@ class Case:
         shapes = [(*tokens, H, self.head_dim), (*rows, K, self.head_dim), (*rows, K, self.value_dim or self.head_dim)]
         return [torch.randn(shape, device=device).to(self.dtype).requires_grad_(learned) for shape in shapes]
 
+    def given(self, device: torch.device) -> dict[str, Any]:
+        """Its keywords; a gate has q's dtype."""
+        return {name: x.to(self.dtype) if name == "gate" else x for name, x in self.keywords(device).items()}
+
 
 def _integers(device: torch.device, *numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -204,7 +208,7 @@ SECTIONS: dict[str, list[Case]] = {
     "Everything else": [
         Case("`softcap`", lambda device: {"softcap": 30.0}),
         Case("`sinks`", lambda device: {"sinks": _learned(H, device=device)}),
-        Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16)}),
+        Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device)}),
         Case("`dropout_p`", lambda device: {"dropout_p": 0.1}),
         Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
         Case(
@@ -281,7 +285,7 @@ def why_not(case: Case, impl: str, *, training: bool) -> str | None:
     cpu = torch.device("cpu")
     with torch.set_grad_enabled(training), imagined_gpu():
         try:
-            call = make_call(*case.tensors(cpu, learned=training), **case.keywords(cpu))
+            call = make_call(*case.tensors(cpu, learned=training), **case.given(cpu))
         except ValueError as error:
             return str(error)
         refusal = refusal_on_gpu(impl, call)

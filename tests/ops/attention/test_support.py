@@ -52,7 +52,7 @@ def test_it_is_so(device, name, impl):
     if impl == "triton" and INTERPRETED and case.dtype == torch.bfloat16:
         case = replace(case, dtype=torch.float16)  # the interpreter's products of bfloat16 are wrong
     for training in (False, True):
-        keywords = case.keywords(device)
+        keywords = case.given(device)
         tensors = case.tensors(device, learned=training)
         with torch.set_grad_enabled(training):
             if support.why_not(case, impl, training=training) is not None:

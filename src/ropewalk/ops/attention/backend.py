@@ -125,6 +125,11 @@ class LibraryBackend(Backend, Protocol):
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Return the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if the backend has one."""
 
+    def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the output as a function of q, k and v, (B, H, T, D), for eager calls with all else as in one call."""
+        rest = call[3:]
+        return lambda q, k, v: self.attend(AttentionCall(q, k, v, *rest))[0]
+
 
 class KernelBackend(Backend, Protocol):
     """A backend with a forward and a backward of its own. All of them save the same."""

@@ -457,16 +457,17 @@ class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
-        self.rest, self.backend, self.layout = call[3:], backend, layout
+        self.attend, self.layout = backend.bind(call), layout
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
         q, k, v = given[:3]
         if addresses_of((q, k, v)) is None:
             return None
+        if self.layout == "bthd":
+            return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         layout = self.layout
-        call = AttentionCall(as_bhtd(q, layout), as_bhtd(k, layout), as_bhtd(v, layout), *self.rest)
-        return from_bhtd(self.backend.attend(call)[0], layout)
+        return from_bhtd(self.attend(*[as_bhtd(x, layout) for x in (q, k, v)]), layout)
 
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk.ops.attention import dropout
-from ropewalk.ops.attention.backend import Refusal
+from ropewalk.ops.attention.backend import LibraryBackend, Refusal
 from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, existing, token_indices, token_positions
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.schemes import PositionScheme, Rotation
@@ -18,7 +18,7 @@ from ropewalk.schemes import PositionScheme, Rotation
 BLOCK_SCORES = 1 << 24  # held at a time: 64 MiB in float32
 
 
-class Reference:
+class Reference(LibraryBackend):
     """The backend "reference"."""
 
     name = "reference"

@@ -137,6 +137,18 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     return q, k
 
 
+def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return `map_features` as a function of q and k, for eager calls whose other arguments are those of one call."""
+    call = with_rows(call)
+    tables = call.tables
+    if tables.q is None:
+        return lambda q, k: (q, k)
+    if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
+        return lambda q, k: map_features(call._replace(q=q, k=k))
+    (cos, sin), interleaved, rotary_offset = tables.q, tables.interleaved, tables.rotary_offset
+    return lambda q, k: _differentiable_rope(q, k, cos, sin, interleaved=interleaved, rotary_offset=rotary_offset)
+
+
 def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:
     """Raise unless a call may have a norm."""
     if not isinstance(norm, QKNorm):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Refusal
+from ropewalk.ops.attention.backend import LibraryBackend, Refusal
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.libraries import flash_two_range
 from ropewalk.ops.attention.libraries.common import HALF, refuse_dtype, refuse_values, why_misaligned, why_no_library
@@ -23,7 +23,7 @@ _LATENT = (192, 128)  # head dims of q and k, and of v, in DeepSeek's attention 
 _MODULES = {4: "flash_attn.cute", 3: "flash_attn_interface", 2: "flash_attn"}
 
 
-class Flash:
+class Flash(LibraryBackend):
     """The backend "flash"."""
 
     name = "flash"

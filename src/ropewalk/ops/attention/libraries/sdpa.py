@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Refusal
+from ropewalk.ops.attention.backend import LibraryBackend, Refusal
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing
 from ropewalk.ops.attention.libraries.common import (
     HALF,
@@ -19,14 +20,14 @@ from ropewalk.ops.attention.libraries.common import (
     why_misaligned,
     why_no_library,
 )
-from ropewalk.ops.attention.tables import map_features
+from ropewalk.ops.attention.tables import bind_map, map_features
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 MASK_BLOCK = 1 << 24  # pairs of one mask
 MAX_ROTATED = 512  # features of a head that `apply_rope` takes
 
 
-class Sdpa:
+class Sdpa(LibraryBackend):
     """The backend "sdpa"."""
 
     name = "sdpa"
@@ -81,14 +82,31 @@ class Sdpa:
         if _needs_mask(call):
             return _attend_masked(q, k, call), None
         if gpu.is_nvidia(q.device) and not _is_wide(call):
-            # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
-            out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, call.needs_backward, 0.0, call.causal, False, scale=call.scale
-            )[0]
-            return out, None
+            return _attend_by_cudnn(q, k, v, call.needs_backward, call.causal, call.scale), None
         grouped = bool(q.shape[1] != k.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped)
         return out, None
+
+    def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the output as a function of q, k and v: what `attend` asks of each call takes cuDNN's time twice."""
+        if not gpu.is_nvidia(call.q.device) or _is_wide(call):
+            return super().bind(call)
+        map_qk = bind_map(call)
+        needs_backward, causal, scale = call.needs_backward, call.causal, call.scale
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = map_qk(q, k)
+            return _attend_by_cudnn(q, k, v, needs_backward, causal, scale)
+
+        return attend
+
+
+def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, needs_backward: bool, causal: bool, scale: float) -> Tensor:
+    # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
+    out: Tensor = torch._scaled_dot_product_cudnn_attention(
+        q, k, v, None, needs_backward, 0.0, causal, False, scale=scale
+    )[0]
+    return out
 
 
 def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
