@@ -506,7 +506,7 @@ def test_schemes_that_leave_scores_alone_say_so(name, device):
 
 def test_a_rotation_unpacks_in_the_order_of_apply_rope():
     assert Rotation._fields == ("cos", "sin", "interleaved", "weights", "offset", "scale", "pair_block")
-    assert Rotation(torch.ones(1, 1), torch.ones(1, 1), False, None)[4:] == (0, None)
+    assert Rotation(torch.ones(1, 1), torch.ones(1, 1), False, None)[4:] == (0, None, None)
 
 
 def test_two_of_no_position_are_one():
