@@ -218,6 +218,7 @@ SECTIONS: dict[str, list[Case]] = {
                 "positions_q": _positions(device).expand(3, -1, -1),
             },
         ),
+        Case("`Rope(pair_block=…)`, pairs inside blocks", lambda device: {"position": Rope(pair_block=32)}),
         Case("`keys_rotated` without pages", lambda device: {"position": Rope(), "keys_rotated": True}),
         Case("`return_lse`", lambda device: {"return_lse": True}),
         Case("`return_max_logits`", lambda device: {"return_max_logits": True}),

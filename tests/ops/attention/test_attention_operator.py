@@ -25,6 +25,7 @@ CALLS = {
     "plain": lambda device: {},
     "rope": lambda device: {"position": Rope(), "causal": True},
     "window": lambda device: {"position": Rope(interleaved=True, rotary_dim=8), "window": 7},
+    "blocks": lambda device: {"position": Rope(rotary_dim=12, rotary_offset=2, pair_block=6), "causal": True},
     "alibi": lambda device: {"position": Alibi(), "key_lengths": torch.tensor([TK, 4], device=device)},
     "decay": lambda device: {
         "position": ExpoSB(distance_decay=True),

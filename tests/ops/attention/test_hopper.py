@@ -321,6 +321,8 @@ CALLS = {
         "positions_q": torch.randint(0, 10**4, (B, TQ), device=device),
     },
     "rope-partial": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=8), "causal": True},
+    "rope-blocks": lambda device: {"position": Rope(rotary_dim=24, rotary_offset=4, pair_block=12), "causal": True},
+    "rerope-blocks": lambda device: {"position": ReRope(90, leak=8.0, rope=Rope(rotary_dim=24, pair_block=12))},
     "rope-positions": lambda device: {
         "position": Rope(),
         "causal": True,

@@ -88,6 +88,40 @@ def test_gradients_at_positions_outside_the_table_are_nan(norm_impl, device):
     assert weight.grad.isnan().all()
 
 
+@pytest.mark.parametrize("call", [{}, {"rotary_offset": 3, "interleaved": True}, {"pair_block": 4}], ids=str)
+def test_a_position_outside_the_table_on_one_axis(norm_impl, device, call):
+    """Its token is NaN with all its gradients, and no other; an axis of no pair may be anywhere."""
+    q = random_tensor(1, 4, 2, 13, device=device).requires_grad_()
+    weight = random_tensor(13, device=device).requires_grad_()
+    positions = torch.tensor([[[0, 1, 2, 3]], [[3, -1, 0, 2]], [[9, 9, 9, 9]]], device=device)
+    axes = torch.tensor([0, 1, 1, 0], device=device)
+    tables = random_tables(4, 4, device=device)
+    call = {**call, "positions": positions, "axes": axes}
+    norm = QKNorm(weight)
+    out = apply_rope(q, None, *tables, norm=norm, impl=norm_impl, **call)
+    truth = norm_definition(q.detach(), weight.detach(), *tables, norm, **call)
+    assert_close_to_truth(out.detach().cpu(), truth.detach(), truth.detach().float(), 12)
+    assert out.isnan().flatten(2).all(-1).tolist() == [[False, True, False, False]]
+    out.sum().backward()
+    assert q.grad.isnan().flatten(2).any(-1).tolist() == [[False, True, False, False]]
+    assert q.grad[:, 1].isnan().all()
+    assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("axis", range(2))
+def test_each_axis_moves_its_own_pairs(norm_impl, device, axis):
+    q = random_tensor(2, 3, 2, 16, device=device)
+    tables = random_tables(16, 8, device=device)
+    positions = torch.stack((torch.arange(6), torch.arange(6, 12))).view(2, 2, 3).to(device)
+    moved = positions.clone()
+    moved[axis] += 1
+    axes = torch.arange(2, device=device).repeat_interleave(4)
+    call = {"norm": QKNorm(), "axes": axes, "pair_block": 8, "impl": norm_impl}
+    before, after = (apply_rope(q, None, *tables, positions=p, **call) for p in (positions, moved))
+    changed = (before != after).flatten(0, -2).any(dim=0).nonzero().flatten().tolist()
+    assert changed == list(range(8 * axis, 8 * axis + 8))
+
+
 def test_tables_per_token(norm_impl, device):
     xs, weights, _, call = draw(CASES["qwen3"], device, torch.float32)
     tables = random_tables(2, 7, 8, device=device)
