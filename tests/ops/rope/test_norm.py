@@ -122,6 +122,16 @@ def test_each_axis_moves_its_own_pairs(norm_impl, device, axis):
     assert changed == list(range(8 * axis, 8 * axis + 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_strided_positions_and_axes(norm_impl, device, dtype):
+    case = CASES["axes"]
+    xs, weights, tables, call = draw(case, device, torch.float32)
+    call = {name: x.to(dtype) for name, x in call.items()}
+    check(case, xs, weights, tables, {**call, "positions": call["positions"].mT.contiguous().mT}, norm_impl)
+    wide = torch.stack((call["axes"], call["axes"] + 9), dim=1)
+    check(case, xs, weights, tables, {**call, "axes": wide[:, 0]}, norm_impl)
+
+
 def test_tables_per_token(norm_impl, device):
     xs, weights, _, call = draw(CASES["qwen3"], device, torch.float32)
     tables = random_tables(2, 7, 8, device=device)
