@@ -263,9 +263,11 @@ def load_tables(
     token, token_mask: [BLOCK_TOKENS, 1, 1]. lookup: a `Lookup`. cos, sin: a `Table` each. pairs:
     `TilePairs`.
     """
-    # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little, and
-    # are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
-    column = tl.arange(0, pairs.BLOCK_PAIRS)[None, None, :] + tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    column = tl.arange(0, pairs.BLOCK_PAIRS)[None, None, :]
+    if POSITIONS != 4:
+        # Load the tables at the full tile's shape: the copies for each head have the same addresses, hence cost little,
+        # and are in the layout in which they are multiplied. A row outside the table is NaN, and makes its tokens NaN.
+        column += tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
     if pairs.FIRST > 0:
         column -= pairs.FIRST
         is_column = (column < pairs.HALF) & (column >= 0)
@@ -275,34 +277,28 @@ def load_tables(
         is_rest = column >= pairs.HALF
     POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
     if POSITIONS == 4:
-        # Load each axis' row whole, in wide accesses, and let each pair pick its own: a gather of single elements takes
-        # 32 accesses a thread where three axes' rows take 12.
-        axis = tl.load(lookup.axes_ptr + column, is_column, other=0)
+        # Gather once for all heads: a thread has few elements of such a tile, which costs less than each axis' whole row.
+        axis = tl.load(lookup.axes_ptr + column, is_column, other=-1)
+        is_axis = (axis >= 0) & (axis < N_AXES)
+        position_ptr = lookup.positions_ptr + (
+            batch * _wide(lookup.positions_stride_batch)
+            + token * _wide(lookup.positions_stride_token)
+            + axis.to(tl.int64) * _wide(lookup.positions_stride_axis)
+        )
+        position = tl.load(position_ptr, token_mask & is_axis, other=-1).to(tl.int64)
+        pair_inside = (position >= 0) & (position < lookup.n_rows)
         OTHER_COS: tl.constexpr = 1.0 if pairs.HAS_REST else float("nan")
         OTHER_SIN: tl.constexpr = 0.0 if pairs.HAS_REST else float("nan")
-        position_ptr = lookup.positions_ptr + (
-            batch * _wide(lookup.positions_stride_batch) + token * _wide(lookup.positions_stride_token)
-        )
-        position = tl.load(position_ptr, token_mask, other=-1).to(tl.int64)
-        inside = (position >= 0) & (position < lookup.n_rows)
         cos_tile, sin_tile = _load_row(
-            position, batch, cos, sin, inside, column, is_column, OTHER_COS, OTHER_SIN, POLICY
+            position, batch, cos, sin, pair_inside, column, is_column, OTHER_COS, OTHER_SIN, POLICY
         )  # fmt: skip
-        pair_inside = inside & (axis == 0)
-        for n in tl.static_range(1, N_AXES):
-            position = tl.load(position_ptr + n * _wide(lookup.positions_stride_axis), token_mask, other=-1)
-            position = position.to(tl.int64)
-            inside = (position >= 0) & (position < lookup.n_rows)
-            cos_row, sin_row = _load_row(
-                position, batch, cos, sin, inside, column, is_column, OTHER_COS, OTHER_SIN, POLICY
-            )  # fmt: skip
-            cos_tile = tl.where(axis == n, cos_row, cos_tile)
-            sin_tile = tl.where(axis == n, sin_row, sin_tile)
-            pair_inside = tl.where(axis == n, inside, pair_inside)
         # One pair outside makes its token NaN; so does an axis that positions lack.
         inside = tl.min((pair_inside | is_rest).to(tl.int32), axis=2, keep_dims=True) > 0
         is_finite = inside | (token_mask == 0) if pairs.HAS_REST else inside
         cos_tile = tl.where(is_finite, cos_tile, float("nan"))
+        SHAPE: tl.constexpr = (cos_tile.shape[0], BLOCK_HEADS, cos_tile.shape[2])
+        cos_tile = tl.broadcast_to(cos_tile, SHAPE)
+        sin_tile = tl.broadcast_to(sin_tile, SHAPE)
     else:
         position = _token_positions(token, batch, lookup, token_mask, POSITIONS)
         inside = (position >= 0) & (position < lookup.n_rows)
