@@ -34,7 +34,7 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention import backends, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import Rule, backend_order
-from ropewalk.ops.attention.call import FarRange
+from ropewalk.ops.attention.call import NO_TABLES, FarRange, RopeTable
 from ropewalk.ops.attention.libraries import sdpa
 from ropewalk.schemes import Rotation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
@@ -989,7 +989,8 @@ def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, rocm=False
     monkeypatch.setattr(gpu, "is_rocm", lambda: rocm)
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
     far = None if far_window is None else FarRange(far_window)
-    return SimpleNamespace(q=q, k=SimpleNamespace(shape=(1, 8, keys, 128)), needs_backward=True, far=far)
+    k = SimpleNamespace(shape=(1, 8, keys, 128))
+    return SimpleNamespace(q=q, k=k, needs_backward=True, far=far, tables=NO_TABLES)
 
 
 def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):
@@ -1018,9 +1019,27 @@ def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
     assert Rule(order, tokens=100).fits(call)
     assert not Rule(order, backward=True).fits(call)
     assert not Rule(order, far=True).fits(call)
+    assert Rule(order, below=4097).fits(call)
+    assert not Rule(order, below=4096).fits(call)
+    assert Rule(order, lean=True).fits(call)
+    call.needs_backward = True
+    assert not Rule(order, lean=True).fits(call)
+    call.tables = call.tables._replace(q=RopeTable(torch.zeros(1), torch.zeros(1)))
+    assert Rule(order, lean=True).fits(call)
     call = imagined(monkeypatch, far_window=100)
     assert Rule(order, far=True).fits(call)
     assert not Rule(order).fits(call)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "backward", "first"), [(128, False, "triton"), (512, False, "gluon"), (128, True, "sdpa")]
+)
+def test_short_calls_go_to_kernels_where_a_library_costs_the_host_more(monkeypatch, tokens, backward, first):
+    call = imagined(monkeypatch, (9, 0), queries=tokens, keys=tokens)
+    call.needs_backward = backward
+    assert backend_order(call)[0] == first
+    call.tables = call.tables._replace(q=RopeTable(torch.zeros(1), torch.zeros(1)))
+    assert backend_order(call)[0] in ("triton", "gluon")
 
 
 def test_two_encodings_are_two_calls_of_flash_attn_where_they_are_long(monkeypatch):

@@ -21,7 +21,7 @@ from ropewalk.bench.report.verdicts import COMPARED, together
 
 NOT_MEASURED = "not measured"
 KERNELS = ("triton", "gluon")
-_GLUON_FROM = {"rope": 1024, "rerope": 4096}  # tokens, on Hopper
+_GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
 FLASH, PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 PICKED = ("impl=None without flash-attn 4", "impl=None with flash-attn 4")
 COLUMNS = {"flash_attn_4": "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention"}  # of peers

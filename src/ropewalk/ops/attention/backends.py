@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,20 +31,27 @@ class Rule(NamedTuple):
 
     order: tuple[str, ...]
     tokens: int = 0  # at least so many, of queries and of keys
+    below: float = math.inf  # fewer than so many, of queries and of keys
     backward: bool = False  # only where a backward will come
+    lean: bool = False  # only with a rotation or without a backward: a library's call costs the host more than a plan
     far: bool = False  # only with a two-range encoding; without, only where there is none
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
         if self.far is (call.far is None):
             return False
-        tokens = min(call.q.shape[2], call.k.shape[2])
-        return tokens >= self.tokens and (call.needs_backward or not self.backward)
+        tokens = call.q.shape[2], call.k.shape[2]
+        if not (min(tokens) >= self.tokens and max(tokens) < self.below):
+            return False
+        if self.lean and call.needs_backward and call.tables.q is None:
+            return False
+        return call.needs_backward or not self.backward
 
 
 FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
 FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
+GLUON_FIRST = ("gluon", "flash", "sdpa", "triton", "reference")
 TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 
@@ -54,6 +62,9 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
         Rule(FLASH_THEN_GLUON, tokens=1024),
+        Rule(FLASH_THEN_GLUON, tokens=512, below=1024, backward=True, lean=True),
+        Rule(GLUON_FIRST, tokens=512, below=1024, lean=True),
+        Rule(TRITON_FIRST, below=1024, lean=True),
         Rule(FLASH_FIRST, tokens=512, backward=True),
         Rule(CUDNN_FIRST),
     ),

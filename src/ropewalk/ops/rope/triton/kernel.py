@@ -277,7 +277,7 @@ def load_tables(
         is_rest = column >= pairs.HALF
     POLICY: tl.constexpr = "evict_last" if KEEP_TABLES else ""
     if POSITIONS == 4:
-        # Gather once for all heads: a thread has few elements of such a tile, which costs less than each axis' whole row.
+        # Gather once for all heads: a thread has few elements of such a tile, and each axis' whole row costs more.
         axis = tl.load(lookup.axes_ptr + column, is_column, other=-1)
         is_axis = (axis >= 0) & (axis < N_AXES)
         position_ptr = lookup.positions_ptr + (

@@ -58,11 +58,12 @@ def choose_tiles(
     *,
     interleaved: bool,
     heads_are_near: bool,
+    by_axes: bool = False,
 ) -> Tiles:
     """Return the tiles that were fastest on an H200 (docs/notes/001-rotation-in-triton.md).
 
     n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
-    than a head's tokens do.
+    than a head's tokens do; by_axes says that each pair gathers its own row of the tables.
     """
     # Half a row of one head is read in 16-byte accesses by this many threads.
     per_row = max(1, triton.next_power_of_2(half) * itemsize // _WIDEST_ACCESS)
@@ -70,6 +71,10 @@ def choose_tiles(
         rows, threads = 64 // per_row, 32
     elif interleaved:
         rows, threads = 64 // per_row, 128
+    elif by_axes:
+        # One tile of the tables is for all heads: a thread takes more of them than it could load tables for.
+        rows = min(16, 128 // per_row)
+        threads = max(32, rows * per_row // 2) if heads_are_near else 64
     elif heads_are_near:
         rows, threads = 128 // per_row, 128
     else:
@@ -201,6 +206,7 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
             q.element_size(),
             interleaved=interleaved,
             heads_are_near=tokens <= 1 or n_q_heads <= 1 or x_strides[0][2] <= x_strides[0][1],
+            by_axes=kind == Positions.AXES,
         )
     all_strides = (
         *(stride // stride_unit for stride in strides),
