@@ -292,8 +292,10 @@ def test_kernels_and_choices_are_told_apart(tmp_path: Path) -> None:
 def test_a_time_that_no_row_has_is_not_measured(tmp_path: Path) -> None:
     choice = make_choice(tmp_path, "flash", "4.0", gluon=False)
     assert choice.picks == (Pick("triton", 9.0, True), None, Pick("flash", 5.0, False))
-    # At 512 tokens cuDNN follows flash-attn, and no row has it.
-    assert make_choice(tmp_path, "flash", "4.0", case=BY_NAME["bert-512"]).without_flash is None
+    # At 512 tokens Gluon's kernels follow flash-attn, below cuDNN's do; no row has them.
+    assert make_choice(tmp_path, "flash", "4.0", gluon=False, case=BY_NAME["bert-512"]).without_flash is None
+    short = replace(BY_NAME["bert-512"], tokens=511)
+    assert make_choice(tmp_path, "flash", "4.0", case=short).without_flash is None
     page = sections.verdicts(sources_of(tmp_path, ATTENTIONS, {**GPU, "peers": {}}))
     assert "not measured" in page
 
