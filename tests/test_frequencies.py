@@ -155,6 +155,7 @@ def test_frequencies_do_not_follow_the_default_device():
 def test_every_name_is_a_function_of_dim_base_and_keywords():
     assert list(FREQUENCIES) == [
         "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional", "half_truncated",
+        "axial",
     ]  # fmt: skip
     inv_freq, _ = FREQUENCIES["linear"](64, 10_000.0, factor=2.0)
     assert torch.equal(inv_freq, inverse_frequencies("linear", 64, 10_000.0, factor=2.0)[0])

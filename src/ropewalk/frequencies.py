@@ -203,6 +203,18 @@ def half_truncated(rotary_dim: int, base: float) -> tuple[Tensor, float]:
     return torch.cat((rotating, torch.zeros_like(rotating))), 1.0
 
 
+def axial(rotary_dim: int, base: float, *, n_axes: int = 2) -> tuple[Tensor, float]:
+    """Compute the default of R/n_axes features once for each position axis, as vision towers do for rows and columns.
+
+    Source: transformers' rope_type "axial"; Qwen2-VL (https://arxiv.org/abs/2409.12191), §2.1.
+    """
+    _check_dim_and_base(rotary_dim, base)
+    _check_at_least("n_axes", n_axes, 1)
+    if rotary_dim % (2 * n_axes):
+        raise ValueError(f"rotary_dim is {rotary_dim!r}, but for 'axial' it must be a multiple of {2 * n_axes}")
+    return default(rotary_dim // n_axes, base)[0].repeat(n_axes), 1.0
+
+
 FREQUENCIES: dict[str, Callable[..., tuple[Tensor, float]]] = {
     "default": default,
     "linear": linear,
@@ -213,6 +225,7 @@ FREQUENCIES: dict[str, Callable[..., tuple[Tensor, float]]] = {
     "llama3": llama3,
     "proportional": proportional,
     "half_truncated": half_truncated,
+    "axial": axial,
 }
 
 
@@ -229,7 +242,7 @@ def inverse_frequencies(name: str, rotary_dim: int, base: float, **parameters: o
 
     Args:
         name: a key of `FREQUENCIES`: default, linear, ntk, dynamic, yarn, longrope, llama3, proportional,
-            half_truncated. The docstring of `FREQUENCIES[name]` describes the variant.
+            half_truncated, axial. The docstring of `FREQUENCIES[name]` describes the variant.
         rotary_dim: R, the number of rotated features, even.
         base: of the geometric series of frequencies (θ, rope_theta), greater than 0.
         parameters: those of the variant, such as `factor` or `original_max_position_embeddings`.

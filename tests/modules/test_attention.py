@@ -1,11 +1,13 @@
 """RoPEAttention against attention with an explicit score matrix, in float64."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from ropewalk import RoPEAttention
+from ropewalk import QKNorm, RoPEAttention
 from ropewalk.testing import assert_close_to_truth
 
 B, T, H, D = 3, 13, 4, 8
@@ -366,3 +368,49 @@ def test_bad_constructor_arguments():
             RoPEAttention(8, 2, dropout=dropout)
     with pytest.raises(ValueError, match="base"):
         RoPEAttention(8, 2, theta=-1.0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_is_of_queries_and_keys_before_the_rotation(device, offset):
+    weights = [random(D, seed=seed).double() for seed in (1, 2)]
+    layer = make(device, norm=QKNorm(*weights, eps=1e-5, offset=offset)).double()
+    plain = make(device).double()
+    x = random(B, T, H * D, device=device).double()
+
+    def normed(proj, weight):
+        def project(x):
+            heads = proj(x).unflatten(-1, (H, D))
+            heads = heads * (heads.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (weight.to(device) + offset)
+            return heads.flatten(-2)
+
+        return project
+
+    expected = explicit(SimpleNamespace(**plain_parts(plain, normed, weights)), x)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)  # the angles are of float32
+    names = set(layer.state_dict()) - set(plain.state_dict())
+    assert names == {"q_norm.weight", "k_norm.weight"}
+    layer(x).square().sum().backward()
+    assert all(layer.get_parameter(name).grad.abs().sum() > 0 for name in names)
+    again = copy.deepcopy(layer)
+    assert torch.equal(again(x), layer(x))
+    assert again.q_norm.weight is not layer.q_norm.weight
+
+
+def plain_parts(layer, normed, weights):
+    """What `explicit` reads of a layer, with queries and keys normed by their projections."""
+    parts = {name: getattr(layer, name) for name in ("n_heads", "head_dim", "v_proj", "out_proj")}
+    return parts | {"q_proj": normed(layer.q_proj, weights[0]), "k_proj": normed(layer.k_proj, weights[1])}
+
+
+def test_a_norm_may_have_one_weight_or_none(device):
+    shared = nn.Parameter(torch.ones(D))
+    layer = make(device, norm=QKNorm(shared, shared))
+    assert len(list(layer.parameters())) == len(list(make(device).parameters())) + 1
+    assert layer.q_norm is layer.k_norm
+    layer = make(device, norm=QKNorm())
+    assert set(layer.state_dict()) == set(make(device).state_dict())
+    x = random(B, T, H * D, device=device)
+    assert not torch.allclose(layer(x), make(device)(x))
+    assert "QKNorm" in repr(layer)
+    with pytest.raises(TypeError, match=r"norm is str, but must be None or a ropewalk\.QKNorm"):
+        make(device, norm="rms")

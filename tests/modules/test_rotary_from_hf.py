@@ -219,10 +219,10 @@ class TestFromHfConfig:
         assert torch.equal(rescaled.inv_freq, expected)
 
     def test_a_parameter_that_does_not_belong_is_refused_unless_taken_away(self):
-        config = SimpleNamespace(head_dim=8, max_position_embeddings=64, rope_parameters={"mrope_section": [1, 1, 2]})
-        with pytest.raises(TypeError, match="mrope_section is not a parameter of 'default'"):
+        config = SimpleNamespace(head_dim=8, max_position_embeddings=64, rope_parameters={"sections": [1, 1, 2]})
+        with pytest.raises(TypeError, match="sections is not a parameter of 'default'"):
             RotaryEmbedding.from_hf_config(config)
-        assert RotaryEmbedding.from_hf_config(config, mrope_section=None).dim == 8
+        assert RotaryEmbedding.from_hf_config(config, sections=None).dim == 8
 
     def test_the_config_is_left_alone(self):
         config = llama_config({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})

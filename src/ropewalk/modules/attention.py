@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from ropewalk.ops.attention.api import attention
+from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.schemes import Rope
 
 
@@ -28,9 +31,12 @@ class RoPEAttention(nn.Module):
         n_heads: H.
         dropout: probability, in [0, 1), that an attention probability is dropped in training.
         theta: base of the rotary frequencies.
+        norm: a `QKNorm` of q and k before their rotation, as in Qwen3. Its weights become the module's parameters
+            `q_norm.weight` and `k_norm.weight`; a `nn.Parameter` is taken as it is.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: `nn.Linear(d_model, d_model)`.
+        q_norm, k_norm: hold the weights of the norm; None without them.
         position: the `Rope` of its scores.
         d_model, n_heads, head_dim, dropout: as given.
 
@@ -38,7 +44,7 @@ class RoPEAttention(nn.Module):
         ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1), a theta that is
             not positive and finite; in a call an x or a mask of another shape, a mask (T, T) where B = T, which may be
             one of padding, and on the CPU a mask of other values than 0 and 1.
-        TypeError: in a call a mask that is no tensor.
+        TypeError: a norm that is no `QKNorm`; in a call a mask that is no tensor.
 
     Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
     (https://arxiv.org/abs/2104.09864), §3.2.
@@ -54,7 +60,15 @@ class RoPEAttention(nn.Module):
         torch.Size([2, 128, 512])
     """
 
-    def __init__(self, d_model: int, n_heads: int, dropout: float = 0.1, theta: float = 10000.0) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        dropout: float = 0.1,
+        theta: float = 10000.0,
+        *,
+        norm: QKNorm | None = None,
+    ) -> None:
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
             raise ValueError(
@@ -76,6 +90,13 @@ class RoPEAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
         self.position = Rope(theta, interleaved=True)
+        if not (norm is None or isinstance(norm, QKNorm)):
+            raise TypeError(f"norm is {type(norm).__name__}, but must be None or a ropewalk.QKNorm")
+        self.norm = None if norm is None else replace(norm, q_weight=None, k_weight=None)
+        self.q_norm = _weight_of(None if norm is None else norm.q_weight)
+        self.k_norm = _weight_of(None if norm is None else norm.k_weight)
+        if norm is not None and norm.q_weight is norm.k_weight:
+            self.k_norm = self.q_norm
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
         """Attend from each token to the tokens that the mask, and causality, allow.
@@ -98,7 +119,11 @@ class RoPEAttention(nn.Module):
         if mask is not None:
             mask = self._as_allowed(mask, batch, tokens)
         dropout_p = self.dropout if self.training else 0.0
-        y = attention(q, k, v, position=self.position, mask=mask, causal=causal, dropout_p=dropout_p)
+        norm = self.norm
+        if norm is not None:
+            weights = [None if x is None else x.weight for x in (self.q_norm, self.k_norm)]
+            norm = replace(norm, q_weight=weights[0], k_weight=weights[1])
+        y = attention(q, k, v, position=self.position, mask=mask, causal=causal, dropout_p=dropout_p, norm=norm)
         merged: Tensor = self.out_proj(y.reshape(batch, tokens, self.d_model))
         return merged
 
@@ -136,4 +161,17 @@ class RoPEAttention(nn.Module):
         return mask if mask.ndim == 4 else mask[None, None]
 
     def extra_repr(self) -> str:
-        return f"{self.d_model}, {self.n_heads}, dropout={self.dropout}"
+        norm = "" if self.norm is None else f", norm={self.norm}"
+        return f"{self.d_model}, {self.n_heads}, dropout={self.dropout}{norm}"
+
+
+class _Weight(nn.Module):
+    """Hold the weight of a norm, under the name that models give it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.detach().clone())
+
+
+def _weight_of(weight: Tensor | None) -> _Weight | None:
+    return None if weight is None else _Weight(weight)

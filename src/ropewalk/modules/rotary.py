@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.frequencies import FREQUENCIES, frequency_parameters, inverse_frequencies, rope_table
+from ropewalk.modules.families import arrange_tower, read_family
 from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.rope.norm import QKNorm
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 
@@ -79,6 +81,9 @@ class RotaryEmbedding(_FloatTables):
         base: the base of the frequencies (rope_theta).
         scaling: a name of `FREQUENCIES`.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
+        pair_block: as of `apply_rope`: pairs half-split inside blocks of so many features.
+        axes: (R/2,), the position axis of each pair, as `mrope_axes` makes it. A call then needs `positions` (A, B, T),
+            (A, total) for "thd", with a row for each axis: text has equal rows.
         layout: "bthd", "bhtd" or "thd".
         impl: the implementation that `apply_rope` uses; None for the fastest that fits.
         device: of the tables; None for torch's default device.
@@ -115,6 +120,8 @@ class RotaryEmbedding(_FloatTables):
         base: float = 10000.0,
         scaling: str = "default",
         interleaved: bool = False,
+        pair_block: int | None = None,
+        axes: Tensor | None = None,
         layout: str = "bthd",
         impl: str | None = None,
         device: torch.device | str | None = None,
@@ -127,11 +134,16 @@ class RotaryEmbedding(_FloatTables):
         if "seq_len" in parameters:
             raise TypeError("seq_len must not be given: it is taken from the calls, or from `reserve`")
         inv_freq, attention_factor = inverse_frequencies(scaling, dim, base, **parameters)
+        order = None if axes is None else _check_axes(axes, dim)
         super().__init__(max_positions, inv_freq, attention_factor, device)
+        self._order = order
+        self.register_buffer("axes", None, persistent=False)
+        self._place_axes()
         self.dim = dim
         self.base = base
         self.scaling = scaling
         self.interleaved = interleaved
+        self.pair_block = pair_block
         self.layout = layout
         self.impl = impl
         self.parameters_of_scaling = parameters
@@ -148,15 +160,18 @@ class RotaryEmbedding(_FloatTables):
         num_attention_heads. The tables begin with max_position_embeddings rows. transformers itself is not imported.
 
         Args:
-            config: the config; of a multimodal model, its text config.
+            config: the config; of a multimodal model, its text or its vision config. Multimodal RoPE's text configs and
+                vision towers with rope_type "axial" give `axes` (docs/models.md has the families), by `model_type`.
             layer_type: the layers whose parameters to read, if the config holds some for each type of layer; ignored
                 if all layers share theirs.
             overrides: keywords of `RotaryEmbedding`, which prevail. None removes a keyword, such as a parameter that is
-                in the config by accident; a `scaling` discards the config's scaling parameters.
+                in the config by accident; a `scaling` discards the config's scaling parameters. mrope_section=None is
+                for one position a token.
 
         Raises:
-            ValueError: a layer_type that is missing or unknown, layers of that type that have no rotary embedding, or
-                a config without the sizes of a head; and as `RotaryEmbedding`.
+            ValueError: a model_type with axes that are not known, a layer_type that is missing or unknown, layers of
+                that type that have no rotary embedding, or a config without the sizes of a head; and as
+                `RotaryEmbedding`.
             TypeError: a dict for a config, or a parameter in the config that its scaling does not have, or lacks.
 
         Example:
@@ -170,6 +185,15 @@ class RotaryEmbedding(_FloatTables):
         """
         arguments = {**_read_hf_config(config, layer_type, overrides), **overrides}
         return cls(**{name: value for name, value in arguments.items() if value is not None})
+
+    def _place_axes(self) -> None:
+        if self._order is not None:
+            self.axes = torch.tensor(self._order, device=self.cos.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        super()._apply(fn, recurse)
+        self._place_axes()
+        return self
 
     def reserve(self, length: int) -> None:
         """Grow the tables for positions 0 … length − 1, as a call of that length does; they never shrink.
@@ -195,8 +219,14 @@ class RotaryEmbedding(_FloatTables):
         cu_seqlens: Tensor | None = None,
         *,
         offsets: Tensor | None = None,
+        norm: QKNorm | None = None,
     ) -> Any:
-        """Rotate q and k as `apply_rope` does, with its shapes; return (q, k), or q alone where k is None."""
+        """Rotate q and k as `apply_rope` does, with its shapes; return (q, k), or q alone where k is None.
+
+        norm: normalise q and k in the same launch. Its weights are the caller's, such as those of each layer.
+        """
+        if self._order is not None:
+            self._check_positions(positions)
         length = self._known_length(q, positions, cu_seqlens, offsets)
         if length is not None:
             self.reserve(length)
@@ -207,17 +237,35 @@ class RotaryEmbedding(_FloatTables):
             self.sin,
             positions=positions,
             offsets=offsets,
+            axes=self.axes,
             cu_seqlens=cu_seqlens,
             layout=self.layout,
             interleaved=self.interleaved,
+            pair_block=self.pair_block,
+            norm=norm,
             impl=self.impl,
         )
 
+    def _check_positions(self, positions: Tensor | int | None) -> None:
+        """Raise unless there is a position for each axis."""
+        assert self._order is not None
+        n_axes = max(self._order) + 1
+        is_tensor = isinstance(positions, Tensor)
+        rest = "(A, total)" if self.layout == "thd" else "(A, B, T)"
+        if not is_tensor or positions.ndim != len(rest.split(",")) or positions.shape[0] < n_axes:  # type: ignore[union-attr]
+            what = f"of shape {tuple(positions.shape)}" if is_tensor else repr(positions)  # type: ignore[union-attr]
+            raise ValueError(
+                f"positions is {what}, but must be a tensor {rest} with a row for each of {n_axes} axes: text has "
+                f"equal rows"
+            )
+
     def extra_repr(self) -> str:
         parameters = "".join(f", {name}={value!r}" for name, value in self.parameters_of_scaling.items())
+        blocks = "" if self.pair_block is None else f", pair_block={self.pair_block}"
+        axes = "" if self._order is None else f", axes={self._order}"
         return (
-            f"{self.dim}, base={self.base}, scaling={self.scaling!r}{parameters}, interleaved={self.interleaved}, "
-            f"layout={self.layout!r}, impl={self.impl!r}"
+            f"{self.dim}, base={self.base}, scaling={self.scaling!r}{parameters}, interleaved={self.interleaved}"
+            f"{blocks}{axes}, layout={self.layout!r}, impl={self.impl!r}"
         )
 
     def _known_length(
@@ -225,7 +273,8 @@ class RotaryEmbedding(_FloatTables):
     ) -> int | None:
         """Return one past the last position of a call, or None where the host cannot tell it, or apply_rope raises."""
         is_packed = self.layout == "thd"
-        if q.ndim != len(self.layout) or (isinstance(positions, Tensor) and positions.ndim != (1 if is_packed else 2)):
+        n_dims = (1 if is_packed else 2) + (self._order is not None)
+        if q.ndim != len(self.layout) or (isinstance(positions, Tensor) and positions.ndim != n_dims):
             return None
         if offsets is not None and (is_packed or positions is not None or not isinstance(offsets, Tensor)):
             return None
@@ -306,6 +355,19 @@ class TritonRotary(_FloatTables):
         return apply_rope(q, k, self.cos, self.sin, layout="bhtd", inverse=True)
 
 
+def _check_axes(axes: Tensor, dim: int) -> list[int]:
+    """Return the axis of each pair, or raise."""
+    if not isinstance(axes, Tensor) or axes.dtype not in (torch.int32, torch.int64):
+        kind = f"a tensor of {axes.dtype}" if isinstance(axes, Tensor) else type(axes).__name__
+        raise TypeError(f"axes is {kind}, but must be a tensor of int32 or int64")
+    if axes.shape != (dim // 2,):
+        raise ValueError(f"axes has shape {tuple(axes.shape)}, but must be (R/2,) = ({dim // 2},)")
+    order: list[int] = axes.tolist()
+    if min(order) < 0:
+        raise ValueError(f"axes holds {min(order)}, but must hold no number below 0")
+    return order
+
+
 def _largest(values: Tensor) -> int:
     return int(values.max()) if values.numel() else 0
 
@@ -337,6 +399,13 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
     )
     old_name = rope.pop("type", "default")
     scaling = rope.pop("rope_type", old_name)
+    scaling = "default" if scaling == "mrope" else scaling  # Qwen2-VL's first configs
+    if "mrope_section" in overrides:
+        rope["mrope_section"] = overrides.pop("mrope_section")
+        family = {} if rope["mrope_section"] is None else read_family(config, rope, scaling)
+        rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    else:
+        family = read_family(config, rope, scaling)
     if overrides.get("scaling") is not None:
         scaling, rope = overrides["scaling"], {}
     accepted = frequency_parameters(scaling)
@@ -353,6 +422,11 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         head_dim = getattr(config, "head_dim", None)
         if not head_dim:
             hidden_size, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+            if scaling == "axial":  # Qwen2-VL's tower has the width of its language model as hidden_size
+                hidden_size, heads = (
+                    getattr(config, name, None) or otherwise
+                    for name, otherwise in (("embed_dim", hidden_size), ("num_heads", heads))
+                )
             if not hidden_size or not heads:
                 raise ValueError(
                     f"config ({type(config).__name__}) has no head_dim, and hidden_size and num_attention_heads are "
@@ -360,7 +434,10 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
                 )
             head_dim = hidden_size // heads
         dim = int(head_dim * partial)
-    return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length}
+    tower = family.pop("tower", None)
+    if tower is not None:
+        family |= arrange_tower(tower, dim)
+    return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length, **family}
 
 
 def _first_given(value: Any, config: Any, names: tuple[str, str], otherwise: float) -> Any:

@@ -232,8 +232,11 @@ def test_a_triton_that_lacks_names_of_gluon_is_refused(fresh, monkeypatch):
 
 def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     calls = ({}, {"position": Alibi(), "causal": True}, {"position": ReRope(50), "causal": True})
-    assert [chosen(call_on_gpu(**call)) for call in calls] == ["sdpa", "triton", "triton"]
+    assert [chosen(call_on_gpu(**call)) for call in calls] == ["triton", "triton", "triton"]
     assert [chosen(call_on_gpu(**call), "gluon") for call in calls] == ["gluon"] * 3
+    learning = [x.requires_grad_() for x in draw("cpu", queries=256, keys=256)]
+    assert chosen(call_on_gpu(learning)) == "sdpa"
+    assert chosen(call_on_gpu(learning, position=Rope())) == "triton"
     long = draw("cpu", queries=1024, keys=2048)
     assert [chosen(call_on_gpu(long, **call)) for call in calls] == ["gluon", "gluon", "triton"]
     assert chosen(call_on_gpu(draw("cpu", queries=4096, keys=4096), **calls[2])) == "gluon"

@@ -1,0 +1,122 @@
+"""The position axes of transformers' model families: which pairs turn by which of a token's positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk.frequencies import mrope_axes
+
+
+class Family(NamedTuple):
+    """The rotation of a family of models by several axes."""
+
+    axes: Callable[[Sequence[int]], Tensor]  # of the pairs of each axis
+    sections: tuple[int, ...]  # where the config has no mrope_section
+    interleaved: bool = False  # pairs (2i, 2i + 1)
+
+
+class Tower(NamedTuple):
+    """The rotation of a vision tower by rows and columns: an axis for each half of the pairs."""
+
+    axes: tuple[int, int] = (0, 1)
+    in_blocks: bool = False  # pairs are half-split inside each axis' features
+
+
+def _blocks(sections: Sequence[int]) -> Tensor:
+    return mrope_axes(sections)
+
+
+def _alternating(sections: Sequence[int]) -> Tensor:
+    return mrope_axes(sections, interleaved=True)
+
+
+def _height_width_then_time(sections: Sequence[int]) -> Tensor:
+    """Alternate between height and width, and end with time."""
+    height, width, time = sections
+    return torch.cat((1 + torch.arange(height + width, device="cpu") % 2, torch.zeros(time, dtype=torch.int64)))
+
+
+_QWEN2 = Family(_blocks, (16, 24, 24))
+_QWEN3 = Family(_alternating, (24, 20, 20))
+_QWEN3_5 = Family(_alternating, (11, 11, 10))
+
+# By the model_type of the text config, without “_text”.
+FAMILIES = {
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen2_5_omni": _QWEN2,
+    "qwen2_5_omni_talker": _QWEN2,
+    "paddleocr_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_omni_moe": _QWEN3,
+    "qwen3_omni_moe_talker": _QWEN3,
+    "cosmos3_edge": _QWEN3,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "glm4v": Family(_blocks, (8, 12, 12), interleaved=True),
+    "glm_ocr": Family(_blocks, (8, 12, 12), interleaved=True),
+    "glm4v_moe": Family(_blocks, (8, 12, 12)),
+    "glm_image": Family(_blocks, (8, 12, 12)),
+    "ernie4_5_vl_moe": Family(_height_width_then_time, (22, 22, 20), interleaved=True),
+}
+
+# By the model_type of the vision config.
+TOWERS = {
+    **dict.fromkeys(
+        (
+            *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "qwen3_vl_vision"),
+            *("qwen3_vl_moe_vision", "qwen3_omni_moe_vision_encoder", "qwen3_5_vision", "qwen3_5_moe_vision"),
+            *("qwen4_exp_vision", "cohere_compass_vision", "dots3_note_vision_encoder", "ernie4_5_vl_moe_vision"),
+            *("exaone4_5_vision", "glm4v_vision", "glm4v_moe_vision", "glm5_next_vision", "glm_ocr_vision"),
+            *("lfm3_vl_vision", "muse_glimmer_vision", "muse_spark_vision", "paddleocr_vl_vision"),
+            *("video_llama_3_vision", "mlcd_vision_model"),
+        ),
+        Tower(),
+    ),
+    "step3p5_vision": Tower(axes=(1, 0)),
+    "gemma4_vision": Tower(in_blocks=True),
+}
+
+
+def read_family(config: Any, rope: dict[str, Any], scaling: str) -> dict[str, Any]:
+    """Take what says how axes are arranged out of `rope`; return keywords of `RotaryEmbedding`."""
+    given = {name: rope.pop(name, None) for name in ("mrope_section", "mrope_interleaved", "interleaved")}
+    sections = given["mrope_section"]
+    model_type = str(getattr(config, "model_type", ""))
+    if scaling == "axial":
+        return _read_tower(model_type)
+    family = FAMILIES.get(model_type.removesuffix("_text"))
+    if family is None:
+        if sections is None:
+            return {}
+        raise ValueError(
+            f"mrope_section is {sections!r}, but config's model_type is {model_type!r}, whose axes are not known: pass "
+            f"mrope_section=None, and axes=mrope_axes({sections!r}) or what the model's code says"
+        )
+    if family.axes is _height_width_then_time and scaling != "default":
+        raise ValueError(
+            f"rope_type is {scaling!r}, but must be 'default' for {model_type!r}, which orders the default's "
+            f"frequencies by axis"
+        )
+    return {"axes": family.axes(sections or family.sections), "interleaved": family.interleaved}
+
+
+def _read_tower(model_type: str) -> dict[str, Any]:
+    tower = TOWERS.get(model_type)
+    if tower is None:
+        raise ValueError(
+            f"config's model_type is {model_type!r}, a vision tower whose axes are not known: pass scaling='axial' and "
+            f"axes= to RotaryEmbedding, or coordinates that are no integers as tables per token to apply_rope"
+        )
+    return {"tower": tower}
+
+
+def arrange_tower(tower: Tower, dim: int) -> dict[str, Any]:
+    """Return the keywords of `RotaryEmbedding` for R features of a vision tower."""
+    axes = torch.tensor(tower.axes, device="cpu").repeat_interleave(dim // 4)
+    return {"axes": axes, "pair_block": dim // 2 if tower.in_blocks else None}

@@ -1,0 +1,224 @@
+"""`RotaryEmbedding.from_hf_config` for models with several position axes, against transformers' own modules."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ropewalk import QKNorm, RotaryEmbedding, mrope_axes
+
+pytest.importorskip("transformers")
+HEADS, KEY_HEADS, TOKENS = 4, 2, 7
+HEAD_DIM = 32
+
+# The text models: module, config, rotary class, how their axes are arranged, and what else the config needs.
+TEXTS = [
+    ("qwen2_vl", "Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", "blocks", {}),
+    ("qwen2_5_vl", "Qwen2_5_VLTextConfig", "Qwen2_5_VLRotaryEmbedding", "blocks", {}),
+    ("qwen2_5_omni", "Qwen2_5OmniTextConfig", "Qwen2_5OmniRotaryEmbedding", "blocks", {}),
+    ("qwen2_5_omni", "Qwen2_5OmniTalkerConfig", "Qwen2_5OmniRotaryEmbedding", "blocks", {}),
+    ("paddleocr_vl", "PaddleOCRTextConfig", "PaddleOCRRotaryEmbedding", "blocks", {}),
+    ("qwen3_vl", "Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", "alternating", {}),
+    ("qwen3_vl_moe", "Qwen3VLMoeTextConfig", "Qwen3VLMoeTextRotaryEmbedding", "alternating", {}),
+    ("qwen3_omni_moe", "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextRotaryEmbedding", "alternating", {}),
+    ("qwen3_omni_moe", "Qwen3OmniMoeTalkerTextConfig", "Qwen3OmniMoeTalkerRotaryEmbedding", "alternating", {}),
+    ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5TextRotaryEmbedding", "alternating", {"partial_rotary_factor": 0.5}),
+    ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeTextRotaryEmbedding", "alternating", {}),
+    ("cosmos3_edge", "Cosmos3EdgeTextConfig", "Cosmos3EdgeTextRotaryEmbedding", "alternating", {}),
+    ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", "blocks", {"partial_rotary_factor": 0.5}),
+    ("glm_ocr", "GlmOcrTextConfig", "GlmOcrTextRotaryEmbedding", "blocks", {}),
+    ("glm4v_moe", "Glm4vMoeTextConfig", "Glm4vMoeTextRotaryEmbedding", "blocks", {"partial_rotary_factor": 0.5}),
+    ("glm_image", "GlmImageTextConfig", "GlmImageTextRotaryEmbedding", "blocks", {}),
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextConfig", "Ernie4_5_VLMoeTextRotaryEmbedding", "ernie", {}),
+]
+TOWERS = [
+    ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding", {"embed_dim": 128, "num_heads": 4}),
+    ("qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VLVisionRotaryEmbedding", {}),
+    ("qwen2_5_omni", "Qwen2_5OmniVisionEncoderConfig", "Qwen2_5OmniVisionRotaryEmbedding", {}),
+    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionRotaryEmbedding", {}),
+    ("qwen3_vl_moe", "Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionRotaryEmbedding", {}),
+    ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoderConfig", "Qwen3OmniMoeVisionRotaryEmbedding", {}),
+    ("qwen3_5", "Qwen3_5VisionConfig", "Qwen3_5VisionRotaryEmbedding", {}),
+    ("qwen3_5_moe", "Qwen3_5MoeVisionConfig", "Qwen3_5MoeVisionRotaryEmbedding", {}),
+    ("qwen4_exp", "Qwen4ExpVisionConfig", "Qwen4ExpVisionRotaryEmbedding", {}),
+    ("cohere_compass", "CohereCompassVisionConfig", "CohereCompassVisionRotaryEmbedding", {}),
+    ("dots3_note", "Dots3NoteVisionConfig", "Dots3NoteVisionRotaryEmbedding", {}),
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeVisionConfig", "Ernie4_5_VLMoeVisionRotaryEmbedding", {}),
+    ("exaone4_5", "Exaone4_5_VisionConfig", "Exaone4_5_VisionRotaryEmbedding", {}),
+    ("glm4v", "Glm4vVisionConfig", "Glm4vVisionRotaryEmbedding", {}),
+    ("glm4v_moe", "Glm4vMoeVisionConfig", "Glm4vMoeVisionRotaryEmbedding", {}),
+    ("glm5_next", "Glm5NextVisionConfig", "Glm5NextVisionRotaryEmbedding", {}),
+    ("glm_ocr", "GlmOcrVisionConfig", "GlmOcrVisionRotaryEmbedding", {}),
+    ("lfm3_vl", "Lfm3VlVisionConfig", "Lfm3VlVisionRotaryEmbedding", {}),
+    ("muse_glimmer", "MuseGlimmerVisionConfig", "MuseGlimmerVisionRotaryEmbedding", {}),
+    ("muse_spark", "MuseSparkVisionConfig", "MuseSparkVisionRotaryEmbedding", {}),
+    ("paddleocr_vl", "PaddleOCRVisionConfig", "PaddleOCRVisionRotaryEmbedding", {}),
+    ("video_llama_3", "VideoLlama3VisionConfig", "VideoLlama3VisionRotaryEmbedding", {}),
+    ("mlcd", "MLCDVisionConfig", "MLCDRotaryEmbedding", {}),
+    ("step3p7", "Step3p7VisionConfig", "Step3p7VisionRotaryEmbedding", {}),
+    ("gemma4", "Gemma4VisionConfig", "Gemma4VisionRotaryEmbedding", {"head_dim": 32}),
+]
+
+
+def parts_of(module, *names):
+    """Classes of a model; skip where this transformers has none of it."""
+    try:
+        modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+        configuration = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
+        return modeling, *(getattr(modeling, name, None) or getattr(configuration, name) for name in names)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this transformers has no {module}")
+
+
+def text_config(config_class, kind, others):
+    others = dict(others)
+    partial = others.pop("partial_rotary_factor", 1.0)
+    pairs = int(HEAD_DIM * partial) // 2
+    sections = {"blocks": [2, 3, pairs - 5], "alternating": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": sections.get(kind, [5, 5, pairs - 10]),
+        "partial_rotary_factor": partial,
+    }
+    return config_class(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_DIM,
+        rope_parameters=rope,
+        **others,
+    )
+
+
+def several(n_axes, *shape):
+    """Positions that differ from axis to axis, and from token to token."""
+    generator = torch.Generator().manual_seed(0)
+    count = n_axes * torch.Size(shape).numel()
+    return torch.randperm(max(60, count), generator=generator)[:count].view(n_axes, *shape)
+
+
+@pytest.mark.parametrize(("module", "config", "rotary", "kind", "others"), TEXTS, ids=[case[1] for case in TEXTS])
+def test_a_text_model_rotates_as_transformers(module, config, rotary, kind, others):
+    modeling, config_class, rotary_class = parts_of(module, config, rotary)
+    config = text_config(config_class, kind, others)
+    positions = several(3, 2, TOKENS)
+    q, k = (torch.randn(2, heads, TOKENS, HEAD_DIM) for heads in (HEADS, KEY_HEADS))
+    cos, sin = rotary_class(config)(q, positions)
+    width = cos.shape[-1]
+    rotated = modeling.apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin)
+    expected = [torch.cat((x, y[..., width:]), dim=-1) for x, y in zip(rotated, (q, k), strict=True)]
+    ours = RotaryEmbedding.from_hf_config(config, layout="bhtd")
+    for x, y in zip(ours(q, k, positions), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+    for axis in range(3):
+        changed = positions.clone()
+        changed[axis] += 1
+        assert not torch.allclose(ours(q, positions=changed), expected[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(("module", "config", "rotary", "sizes"), TOWERS, ids=[case[1] for case in TOWERS])
+def test_a_vision_tower_rotates_as_transformers(module, config, rotary, sizes):
+    _, config_class, rotary_class = parts_of(module, config, rotary)
+    config = config_class(**sizes)
+    positions = several(2, TOKENS)
+    own = rotary_class(config)
+    cos, sin = own(torch.zeros(1, TOKENS, 8), positions.T if module != "gemma4" else positions.T[None])
+    dim = cos.shape[-1]
+    cos, sin = cos.view(TOKENS, dim), sin.view(TOKENS, dim)
+    q, k = (torch.randn(TOKENS, heads, dim) for heads in (HEADS, KEY_HEADS))
+    rotate = rotate_blocks if module == "gemma4" else rotate_whole
+    expected = [rotate(x, cos, sin) for x in (q, k)]
+    ours = RotaryEmbedding.from_hf_config(config, layout="thd")
+    assert ours.dim == dim
+    for x, y in zip(ours(q, k, positions), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+    for axis in range(2):
+        changed = positions.clone()
+        changed[axis] += 1
+        assert not torch.allclose(ours(q, positions=changed), expected[0], atol=1e-3)
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_whole(x, cos, sin):
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+def rotate_blocks(x, cos, sin):
+    """Gemma 4: half-split pairs inside the features of each axis."""
+    cos, sin, x = (y.unflatten(-1, (2, -1)) for y in (cos, sin, x))
+    return (x * cos[:, None] + rotate_half(x) * sin[:, None]).flatten(-2)
+
+
+def multimodal():
+    return RotaryEmbedding(16, axes=mrope_axes([2, 3, 3]))
+
+
+@pytest.mark.parametrize("positions", [None, 3, torch.zeros(2, 5).long(), torch.zeros(2, 2, 5).long()])
+def test_positions_of_fewer_axes_raise(positions):
+    q = torch.randn(2, 5, 3, 16)
+    with pytest.raises(ValueError, match=r"positions is .*, but must be a tensor .* with a row for each of 3 axes"):
+        multimodal()(q, None, positions)
+
+
+def test_tables_grow_with_the_largest_axis():
+    rotary = RotaryEmbedding(16, axes=mrope_axes([2, 3, 3]), max_positions=4)
+    positions = torch.tensor([[[0, 1]], [[2, 3]], [[40, 5]]])
+    out = rotary(torch.randn(1, 2, 3, 16), positions=positions)
+    assert out.isfinite().all()
+    assert rotary.cos.shape[0] > 40
+
+
+def test_axes_survive_dtypes_and_empty_memory():
+    rotary = multimodal().half().to("meta").to_empty(device="cpu")
+    assert torch.equal(rotary.axes, mrope_axes([2, 3, 3]))
+    assert "axes" not in rotary.state_dict()
+    assert "axes=[0, 0, 1" in repr(rotary)
+
+
+def test_a_norm_goes_with_the_rotation():
+    rotary, q, k = RotaryEmbedding(16), torch.randn(2, 5, 3, 16), torch.randn(2, 5, 1, 16)
+    norm = QKNorm(torch.randn(16).requires_grad_(), torch.randn(16))
+    alone = RotaryEmbedding(16)
+    scaled = ((q, norm.q_weight), (k, norm.k_weight))
+    normed = [x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight for x, weight in scaled]
+    for x, y in zip(rotary(q, k, norm=norm), alone(*normed), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "said"),
+    [
+        ([0, 0], TypeError, "axes is list, but must be a tensor"),
+        (torch.zeros(8), TypeError, "axes is a tensor of torch.float32"),
+        (torch.zeros(4).long(), ValueError, r"axes has shape \(4,\), but must be \(R/2,\) = \(8,\)"),
+        (torch.full((8,), -1), ValueError, "axes holds -1"),
+    ],
+)
+def test_bad_axes(axes, error, said):
+    with pytest.raises(error, match=said):
+        RotaryEmbedding(16, axes=axes)
+
+
+def test_unknown_families_are_refused_by_name():
+    config = SimpleNamespace(
+        model_type="newest_vl_text",
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )
+    with pytest.raises(ValueError, match="model_type is 'newest_vl_text', whose axes are not known"):
+        RotaryEmbedding.from_hf_config(config)
+    assert RotaryEmbedding.from_hf_config(config, mrope_section=None).axes is None
+    config.rope_parameters = {"rope_type": "axial", "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="a vision tower whose axes are not known"):
+        RotaryEmbedding.from_hf_config(config)
+    config.model_type = "ernie4_5_vl_moe_text"
+    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "mrope_section": [3, 3, 2]}
+    with pytest.raises(ValueError, match="rope_type is 'linear', but must be 'default'"):
+        RotaryEmbedding.from_hf_config(config)
