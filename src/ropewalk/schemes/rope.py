@@ -44,8 +44,8 @@ class Rope(PositionScheme):
 
     Args:
         base: of the frequencies ω_i = base^(−2i/R), where `inv_freq` is not given.
-        inv_freq: ω of each pair, (R/2,); of any scaling variant, from `inverse_frequencies`. Keep it on the CPU: its tables
-            are then made once, where those of an inv_freq on a GPU are made in each call.
+        inv_freq: ω of each pair, (R/2,); of any scaling variant, from `inverse_frequencies`. Keep it on the CPU: its
+            tables are then made once, where those of an inv_freq on a GPU are made in each call.
         rotary_dim: R, the number of rotated features; None for all of the head, or twice the width of inv_freq.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
         pair_block: P, pairs half-split inside blocks of P features, as in `apply_rope`; P is even and divides R, and
