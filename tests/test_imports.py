@@ -42,7 +42,7 @@ LAYERS = {
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
     "compat": "ops.* schemes",
     "modules": "ops.rope.api ops.rope.norm ops.attention.api schemes",
-    "integrations": "ops.rope.api ops.rope.rotary_embedding ops.attention.api schemes modules",
+    "integrations": "ops.rope.api ops.rope.norm ops.rope.rotary_embedding ops.attention.api schemes modules",
     "bench.core": "",
     "bench.rope": "bench.core ops.* schemes",
     "bench.attention": "bench.core bench.rope compat ops.* schemes",

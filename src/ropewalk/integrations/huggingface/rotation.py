@@ -199,6 +199,22 @@ _PARTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def take_part(cos: Tensor, sin: Tensor, tables: str, checked: set[int], name: str) -> tuple[Tensor, Tensor]:
+    """Return the part of cos and sin that apply_rope takes; `checked` are the widths whose form was compared before.
+
+    Raises:
+        ValueError: cos or sin does not hold every angle twice; `name` says for whom it must.
+    """
+    cos, same_cos = _PARTS[tables](cos)
+    sin, same_sin = _PARTS[tables](sin)
+    width = cos.shape[-1]
+    if not (torch.compiler.is_compiling() or width in checked or cos.is_meta or isinstance(cos, FakeTensor)):
+        if not (torch.equal(cos, same_cos) and torch.equal(sin, same_sin)):
+            raise ValueError(f"cos or sin does not hold every angle twice, but must for {name}")
+        checked.add(width)
+    return cos, sin
+
+
 class _Convention(NamedTuple):
     """A rotary function's convention: its form of tables, its pairs, its direction, the order of its result."""
 
@@ -235,19 +251,14 @@ def _make(name: str, form: str, axis: int, convention: _Convention, alone: Any) 
 
     `alone` is what the model's own returns for k = None: the rotated q, a tuple of it and None, or None if it raises.
     """
-    parts, checked = _PARTS[convention.tables], set[int]()
+    checked = set[int]()
 
     def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Any:
         heads = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - cos.ndim - 1
         if heads not in (-2, -3):
             raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, but must be the heads' for cos {tuple(cos.shape)}")
-        cos, same_cos = parts(cos if cos.ndim > 2 else cos[None])
-        sin, same_sin = parts(sin if sin.ndim > 2 else sin[None])
-        width = cos.shape[-1]
-        if not (torch.compiler.is_compiling() or width in checked or cos.is_meta or isinstance(cos, FakeTensor)):
-            if not (torch.equal(cos, same_cos) and torch.equal(sin, same_sin)):
-                raise ValueError(f"cos or sin does not hold every angle twice, but must for {name}")
-            checked.add(width)
+        cos, sin = cos if cos.ndim > 2 else cos[None], sin if sin.ndim > 2 else sin[None]
+        cos, sin = take_part(cos, sin, convention.tables, checked, name)
         layout = "bthd" if heads == -2 else "bhtd"
         out = apply_rope(
             q,
