@@ -411,3 +411,14 @@ def test_a_table_on_a_gpu_that_is_missing_is_refused(monkeypatch):
     for length in (3, torch.arange(3)):
         with pytest.raises(ValueError, match=r"device is 'cuda', but must be one of this machine: PyTorch (finds|is)"):
             rope_table(length, inv_freq, device="cuda")
+
+
+def test_axial_repeats_or_deals_the_default():
+    of_one_axis, _ = inverse_frequencies("default", 8, 100.0)
+    of_all, _ = inverse_frequencies("default", 16, 100.0)
+    assert torch.equal(inverse_frequencies("axial", 16, 100.0)[0], of_one_axis.repeat(2))
+    dealt, factor = inverse_frequencies("axial", 16, 100.0, dealt=True)
+    assert torch.equal(dealt, torch.cat((of_all[0::2], of_all[1::2])))
+    assert factor == 1.0
+    with pytest.raises(ValueError, match="rotary_dim is 16, but for 'axial' it must be a multiple of 6"):
+        inverse_frequencies("axial", 16, 100.0, n_axes=3)

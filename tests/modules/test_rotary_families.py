@@ -58,6 +58,9 @@ TOWERS = [
     ("mlcd", "MLCDVisionConfig", "MLCDRotaryEmbedding", {}),
     ("step3p7", "Step3p7VisionConfig", "Step3p7VisionRotaryEmbedding", {}),
     ("gemma4", "Gemma4VisionConfig", "Gemma4VisionRotaryEmbedding", {"head_dim": 32}),
+    ("pixtral", "PixtralVisionConfig", "PixtralVisionRotaryEmbedding", {}),
+    ("sam3", "Sam3ViTConfig", "Sam3ViTRotaryEmbedding", {}),
+    ("inkling2", "Inkling2VisionConfig", "Inkling2VisionRotaryEmbedding", {}),
 ]
 
 
@@ -128,7 +131,7 @@ def test_a_vision_tower_rotates_as_transformers(module, config, rotary, sizes):
     dim = cos.shape[-1]
     cos, sin = cos.view(TOKENS, dim), sin.view(TOKENS, dim)
     q, k = (torch.randn(TOKENS, heads, dim) for heads in (HEADS, KEY_HEADS))
-    rotate = rotate_blocks if module == "gemma4" else rotate_whole
+    rotate = {"gemma4": rotate_blocks, "sam3": rotate_pairs, "inkling2": rotate_pairs}.get(module, rotate_whole)
     expected = [rotate(x, cos, sin) for x in (q, k)]
     ours = RotaryEmbedding.from_hf_config(config, layout="thd")
     assert ours.dim == dim
@@ -149,10 +152,29 @@ def rotate_whole(x, cos, sin):
     return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
+def rotate_pairs(x, cos, sin):
+    """Pairs (2i, 2i + 1), with tables that hold each angle twice."""
+    turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
 def rotate_blocks(x, cos, sin):
     """Gemma 4: half-split pairs inside the features of each axis."""
     cos, sin, x = (y.unflatten(-1, (2, -1)) for y in (cos, sin, x))
     return (x * cos[:, None] + rotate_half(x) * sin[:, None]).flatten(-2)
+
+
+def test_llama_4s_tower_counts_coordinates_from_1():
+    modeling, config_class = parts_of("llama4", "Llama4VisionConfig")
+    config = config_class(image_size=4 * 14, patch_size=14, hidden_size=64, num_attention_heads=2)
+    angles = modeling.Llama4VisionRotaryEmbedding(config)(torch.zeros(1))
+    q = torch.randn(1, 17, 2, 32)
+    expected, _ = modeling.vision_apply_rotary_emb(q, q, freqs_ci=angles)
+    patches = torch.arange(16)
+    positions = torch.stack((patches % 4 + 1, patches // 4 + 1))
+    positions = torch.nn.functional.pad(positions, (0, 1))[:, None]  # the class token is at 0
+    out = RotaryEmbedding.from_hf_config(config)(q, positions=positions)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 def multimodal():

@@ -23,6 +23,8 @@ class Tower(NamedTuple):
     """The rotation of a vision tower by rows and columns: an axis for each half of the pairs."""
 
     axes: tuple[int, int] = (0, 1)
+    interleaved: bool = False
+    dealt: bool = False  # its frequencies are dealt to the axes in turn
     in_blocks: bool = False  # pairs are half-split inside each axis' features
 
 
@@ -79,6 +81,10 @@ TOWERS = {
         Tower(),
     ),
     "step3p5_vision": Tower(axes=(1, 0)),
+    "inkling2_vision": Tower(axes=(1, 0), interleaved=True),
+    "sam3_vit_model": Tower(interleaved=True),
+    "llama4_vision_model": Tower(interleaved=True),  # positions are its coordinates plus 1
+    "pixtral": Tower(dealt=True),
     "gemma4_vision": Tower(in_blocks=True),
 }
 
@@ -88,7 +94,7 @@ def read_family(config: Any, rope: dict[str, Any], scaling: str) -> dict[str, An
     given = {name: rope.pop(name, None) for name in ("mrope_section", "mrope_interleaved", "interleaved")}
     sections = given["mrope_section"]
     model_type = str(getattr(config, "model_type", ""))
-    if scaling == "axial":
+    if scaling == "axial" or model_type in TOWERS:
         return _read_tower(model_type)
     family = FAMILIES.get(model_type.removesuffix("_text"))
     if family is None:
@@ -113,10 +119,12 @@ def _read_tower(model_type: str) -> dict[str, Any]:
             f"config's model_type is {model_type!r}, a vision tower whose axes are not known: pass scaling='axial' and "
             f"axes= to RotaryEmbedding, or coordinates that are no integers as tables per token to apply_rope"
         )
-    return {"tower": tower}
+    return {"tower": tower, "scaling": "axial"}
 
 
 def arrange_tower(tower: Tower, dim: int) -> dict[str, Any]:
     """Return the keywords of `RotaryEmbedding` for R features of a vision tower."""
     axes = torch.tensor(tower.axes, device="cpu").repeat_interleave(dim // 4)
-    return {"axes": axes, "pair_block": dim // 2 if tower.in_blocks else None}
+    dealt = {"dealt": True} if tower.dealt else {}
+    block = dim // 2 if tower.in_blocks else None
+    return {"axes": axes, "interleaved": tower.interleaved, "pair_block": block, **dealt}

@@ -406,6 +406,7 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     else:
         family = read_family(config, rope, scaling)
+    scaling = family.get("scaling", scaling)
     if overrides.get("scaling") is not None:
         scaling, rope = overrides["scaling"], {}
     accepted = frequency_parameters(scaling)
