@@ -11,6 +11,8 @@ from ropewalk import QKNorm, RotaryEmbedding, mrope_axes
 pytest.importorskip("transformers")
 HEADS, KEY_HEADS, TOKENS = 4, 2, 7
 HEAD_DIM = 32
+# Angles below 60 in float32, in theirs and in ours, differ by 2 · 60 roundings, and turn features of 5.
+ATOL = 2 * 60 * 5 * torch.finfo(torch.float32).eps
 
 # The text models: module, config, rotary class, how their axes are arranged, and what else the config needs.
 TEXTS = [
@@ -25,6 +27,7 @@ TEXTS = [
     ("qwen3_omni_moe", "Qwen3OmniMoeTalkerTextConfig", "Qwen3OmniMoeTalkerRotaryEmbedding", "alternating", {}),
     ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5TextRotaryEmbedding", "alternating", {"partial_rotary_factor": 0.5}),
     ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeTextRotaryEmbedding", "alternating", {}),
+    ("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpTextRotaryEmbedding", "alternating", {"partial_rotary_factor": 0.5}),
     ("cosmos3_edge", "Cosmos3EdgeTextConfig", "Cosmos3EdgeTextRotaryEmbedding", "alternating", {}),
     ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", "blocks", {"partial_rotary_factor": 0.5}),
     ("glm_ocr", "GlmOcrTextConfig", "GlmOcrTextRotaryEmbedding", "blocks", {}),
@@ -102,6 +105,15 @@ def several(n_axes, *shape):
     return torch.randperm(max(60, count), generator=generator)[:count].view(n_axes, *shape)
 
 
+def assert_each_axis_counts(rotary, q, positions):
+    """A change of one axis alone changes what is rotated."""
+    rotated = rotary(q, positions=positions)
+    for axis in range(len(positions)):
+        changed = positions.clone()
+        changed[axis] += 1
+        assert not torch.allclose(rotary(q, positions=changed), rotated, atol=100 * ATOL)
+
+
 @pytest.mark.parametrize(("module", "config", "rotary", "kind", "others"), TEXTS, ids=[case[1] for case in TEXTS])
 def test_a_text_model_rotates_as_transformers(module, config, rotary, kind, others):
     modeling, config_class, rotary_class = parts_of(module, config, rotary)
@@ -114,11 +126,8 @@ def test_a_text_model_rotates_as_transformers(module, config, rotary, kind, othe
     expected = [torch.cat((x, y[..., width:]), dim=-1) for x, y in zip(rotated, (q, k), strict=True)]
     ours = RotaryEmbedding.from_hf_config(config, layout="bhtd")
     for x, y in zip(ours(q, k, positions), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
-    for axis in range(3):
-        changed = positions.clone()
-        changed[axis] += 1
-        assert not torch.allclose(ours(q, positions=changed), expected[0], atol=1e-3)
+        torch.testing.assert_close(x, y, rtol=0, atol=ATOL)
+    assert_each_axis_counts(ours, q, positions)
 
 
 @pytest.mark.parametrize(("module", "config", "rotary", "sizes"), TOWERS, ids=[case[1] for case in TOWERS])
@@ -136,11 +145,8 @@ def test_a_vision_tower_rotates_as_transformers(module, config, rotary, sizes):
     ours = RotaryEmbedding.from_hf_config(config, layout="thd")
     assert ours.dim == dim
     for x, y in zip(ours(q, k, positions), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
-    for axis in range(2):
-        changed = positions.clone()
-        changed[axis] += 1
-        assert not torch.allclose(ours(q, positions=changed), expected[0], atol=1e-3)
+        torch.testing.assert_close(x, y, rtol=0, atol=ATOL)
+    assert_each_axis_counts(ours, q, positions)
 
 
 def rotate_half(x):
@@ -173,8 +179,10 @@ def test_llama_4s_tower_counts_coordinates_from_1():
     patches = torch.arange(16)
     positions = torch.stack((patches % 4 + 1, patches // 4 + 1))
     positions = torch.nn.functional.pad(positions, (0, 1))[:, None]  # the class token is at 0
-    out = RotaryEmbedding.from_hf_config(config)(q, positions=positions)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    ours = RotaryEmbedding.from_hf_config(config)
+    out = ours(q, positions=positions)
+    assert_each_axis_counts(ours, q, positions)
+    torch.testing.assert_close(out, expected, rtol=0, atol=ATOL)
 
 
 def multimodal():
@@ -244,3 +252,27 @@ def test_unknown_families_are_refused_by_name():
     config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "mrope_section": [3, 3, 2]}
     with pytest.raises(ValueError, match="rope_type is 'linear', but must be 'default'"):
         RotaryEmbedding.from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("neomme", "alternates between rows and columns"),
+        ("cohere_compass_text", "sections for each type of layer"),
+        ("dinov3_vit", "has coordinates for positions"),
+        ("sapiens2", "has coordinates for positions"),
+        ("vjepa2", "is no rotation"),
+    ],
+)
+def test_what_would_become_one_axis_is_refused(model_type, reason):
+    """Text has equal positions on all axes, so that no test of text would find it."""
+    config = SimpleNamespace(model_type=model_type, head_dim=16, max_position_embeddings=64)
+    with pytest.raises(ValueError, match=f"model_type is '{model_type}', but .* {reason}"):
+        RotaryEmbedding.from_hf_config(config)
+
+
+def test_one_axis_keeps_the_pairs_of_its_family():
+    config = SimpleNamespace(model_type="glm4v_text", head_dim=16, max_position_embeddings=64)
+    rotary = RotaryEmbedding.from_hf_config(config, mrope_section=None)
+    assert rotary.axes is None
+    assert rotary.interleaved

@@ -81,6 +81,8 @@ class RoPEAttention(nn.Module):
             )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}, but must be in [0, 1)")
+        if not (norm is None or isinstance(norm, QKNorm)):
+            raise TypeError(f"norm is {type(norm).__name__}, but must be None or a ropewalk.QKNorm")
         self.d_model = d_model
         self.n_heads = n_heads
         self.head_dim = head_dim
@@ -90,8 +92,6 @@ class RoPEAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
         self.position = Rope(theta, interleaved=True)
-        if not (norm is None or isinstance(norm, QKNorm)):
-            raise TypeError(f"norm is {type(norm).__name__}, but must be None or a ropewalk.QKNorm")
         self.norm = None if norm is None else replace(norm, q_weight=None, k_weight=None)
         self.q_norm = _weight_of(None if norm is None else norm.q_weight)
         self.k_norm = _weight_of(None if norm is None else norm.k_weight)
@@ -114,8 +114,8 @@ class RoPEAttention(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"x has shape {tuple(x.shape)}, but must be (B, T, d_model) with d_model = {self.d_model}")
         batch, tokens, _ = x.shape
-        heads = (batch, tokens, self.n_heads, self.head_dim)
-        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        heads = (-1, self.head_dim)  # under tensor parallelism a rank has some of them
+        q, k, v = (project(x).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         if mask is not None:
             mask = self._as_allowed(mask, batch, tokens)
         dropout_p = self.dropout if self.training else 0.0
@@ -124,7 +124,7 @@ class RoPEAttention(nn.Module):
             weights = [None if x is None else x.weight for x in (self.q_norm, self.k_norm)]
             norm = replace(norm, q_weight=weights[0], k_weight=weights[1])
         y = attention(q, k, v, position=self.position, mask=mask, causal=causal, dropout_p=dropout_p, norm=norm)
-        merged: Tensor = self.out_proj(y.reshape(batch, tokens, self.d_model))
+        merged: Tensor = self.out_proj(y.flatten(2))
         return merged
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ropewalk.modules.masks import is_readable, read_mask
 from ropewalk.modules.rotary import RotaryEmbedding
-from ropewalk.ops.attention.api import attention
+from ropewalk.ops.attention.api import attention, takes_shards
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope
 
 # Keywords that transformers passes to every layer, and that do not change attention.
@@ -158,17 +158,28 @@ class BERTAttention(nn.Module):
         batch, tokens, _ = hidden_states.shape
         if position_ids is not None:
             _check_position_ids(position_ids, batch, tokens)
+        elif takes_shards() and type(self).add_positions is not BERTAttention.add_positions:
+            raise ValueError(
+                f"position_ids is None, but must be layout.positions[None] for {type(self).__name__} within "
+                f"context_parallel: token i of a shard is not at position i"
+            )
         position, mask, key_starts, key_lengths = self.position, None, None, None
         if attention_mask is not None:
             mask, starts, key_lengths = read_mask(attention_mask, batch, self.num_heads, tokens)
             if mask.shape[1:] == (1, 1, tokens) and isinstance(position, _WITHOUT_ORIGIN):
                 key_starts = starts
         for_scores, for_values = self.add_positions(hidden_states, position_ids)
-        heads = (batch, tokens, self.num_heads, self.head_dim)
+        heads = (-1, self.head_dim)  # under tensor parallelism a rank has some of them
+        query = self.query(for_scores).unflatten(-1, heads)
+        if query.shape[2] != self.num_heads and position.has_score_mod():
+            raise ValueError(
+                f"query has {query.shape[2]} heads of {self.num_heads}, but {type(position).__name__} must know which: "
+                f"pass use_local_output=False to ColwiseParallel, so that they are a DTensor's"
+            )
         context = attention(
-            self.query(for_scores).view(heads),
-            self.key(for_scores).view(heads),
-            self.value(for_values).view(heads),
+            query,
+            self.key(for_scores).unflatten(-1, heads),
+            self.value(for_values).unflatten(-1, heads),
             position=position,
             mask=mask,
             key_starts=key_starts,
@@ -176,7 +187,7 @@ class BERTAttention(nn.Module):
             positions_q=position_ids,
             positions_k=position_ids,
             dropout_p=self.dropout if self.training else 0.0,
-        ).reshape(batch, tokens, self.hidden_size)
+        ).flatten(2)
         return (context if self.out is None else self.out(context)), None
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,21 +29,14 @@ class Tower(NamedTuple):
     in_blocks: bool = False  # pairs are half-split inside each axis' features
 
 
-def _blocks(sections: Sequence[int]) -> Tensor:
-    return mrope_axes(sections)
-
-
-def _alternating(sections: Sequence[int]) -> Tensor:
-    return mrope_axes(sections, interleaved=True)
-
-
 def _height_width_then_time(sections: Sequence[int]) -> Tensor:
     """Alternate between height and width, and end with time."""
     height, width, time = sections
-    return torch.cat((1 + torch.arange(height + width, device="cpu") % 2, torch.zeros(time, dtype=torch.int64)))
+    return torch.tensor([1, 2] * ((height + width) // 2) + [0] * time, device="cpu")
 
 
-_QWEN2 = Family(_blocks, (16, 24, 24))
+_alternating = partial(mrope_axes, interleaved=True)
+_QWEN2 = Family(mrope_axes, (16, 24, 24))
 _QWEN3 = Family(_alternating, (24, 20, 20))
 _QWEN3_5 = Family(_alternating, (11, 11, 10))
 
@@ -60,11 +54,26 @@ FAMILIES = {
     "cosmos3_edge": _QWEN3,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
-    "glm4v": Family(_blocks, (8, 12, 12), interleaved=True),
-    "glm_ocr": Family(_blocks, (8, 12, 12), interleaved=True),
-    "glm4v_moe": Family(_blocks, (8, 12, 12)),
-    "glm_image": Family(_blocks, (8, 12, 12)),
+    "qwen4_exp": _QWEN3_5,
+    "glm4v": Family(mrope_axes, (8, 12, 12), interleaved=True),
+    "glm_ocr": Family(mrope_axes, (8, 12, 12), interleaved=True),
+    "glm4v_moe": Family(mrope_axes, (8, 12, 12)),
+    "glm_image": Family(mrope_axes, (8, 12, 12)),
     "ernie4_5_vl_moe": Family(_height_width_then_time, (22, 22, 20), interleaved=True),
+}
+
+# Several axes that no entry above describes; the reason, by model_type.
+ONE_AXIS_ALONE = {
+    "neomme": "alternates between rows and columns: pass axes=torch.arange(R // 2) % 2",
+    "cohere_compass": "has sections for each type of layer: pass axes=mrope_axes(sections, interleaved=True)",
+}
+# Positions that are no integers, or no rotation; the reason, by model_type.
+REFUSED = {
+    **dict.fromkeys(
+        ("dinov3_vit", "sapiens2"),
+        "has coordinates for positions: pass the tables of rope_table per token to apply_rope",
+    ),
+    "vjepa2": "turns the two features of a pair by different angles, which is no rotation",
 }
 
 # By the model_type of the vision config.
@@ -89,14 +98,21 @@ TOWERS = {
 }
 
 
-def read_family(config: Any, rope: dict[str, Any], scaling: str) -> dict[str, Any]:
-    """Take what says how axes are arranged out of `rope`; return keywords of `RotaryEmbedding`."""
-    given = {name: rope.pop(name, None) for name in ("mrope_section", "mrope_interleaved", "interleaved")}
-    sections = given["mrope_section"]
+def read_family(config: Any, rope: dict[str, Any], scaling: str, one_axis: bool) -> dict[str, Any]:
+    """Take out of `rope` what says how axes are arranged; return keywords of `RotaryEmbedding`, and a `tower`.
+
+    one_axis: make tables for positions that are equal on all axes.
+    """
     model_type = str(getattr(config, "model_type", ""))
+    sections = rope.pop("mrope_section", None)
+    rope.pop("mrope_interleaved", None)  # transformers goes by the model alone
     if scaling == "axial" or model_type in TOWERS:
-        return _read_tower(model_type)
-    family = FAMILIES.get(model_type.removesuffix("_text"))
+        return {"tower": _find_tower(model_type), "scaling": "axial"}
+    name = model_type.removesuffix("_text")
+    reason = REFUSED.get(name) or (None if one_axis else ONE_AXIS_ALONE.get(name))
+    if reason is not None:
+        raise ValueError(f"config's model_type is {model_type!r}, but from_hf_config cannot read it: it {reason}")
+    family = FAMILIES.get(name)
     if family is None:
         if sections is None:
             return {}
@@ -104,22 +120,26 @@ def read_family(config: Any, rope: dict[str, Any], scaling: str) -> dict[str, An
             f"mrope_section is {sections!r}, but config's model_type is {model_type!r}, whose axes are not known: pass "
             f"mrope_section=None, and axes=mrope_axes({sections!r}) or what the model's code says"
         )
+    rope.pop("interleaved", None)  # Qwen3-Omni's name for mrope_interleaved
+    pairs = {"interleaved": family.interleaved}
+    if one_axis:
+        return pairs
     if family.axes is _height_width_then_time and scaling != "default":
         raise ValueError(
             f"rope_type is {scaling!r}, but must be 'default' for {model_type!r}, which orders the default's "
             f"frequencies by axis"
         )
-    return {"axes": family.axes(sections or family.sections), "interleaved": family.interleaved}
+    return {"axes": family.axes(sections or family.sections), **pairs}
 
 
-def _read_tower(model_type: str) -> dict[str, Any]:
+def _find_tower(model_type: str) -> Tower:
     tower = TOWERS.get(model_type)
     if tower is None:
         raise ValueError(
             f"config's model_type is {model_type!r}, a vision tower whose axes are not known: pass scaling='axial' and "
             f"axes= to RotaryEmbedding, or coordinates that are no integers as tables per token to apply_rope"
         )
-    return {"tower": tower, "scaling": "axial"}
+    return tower
 
 
 def arrange_tower(tower: Tower, dim: int) -> dict[str, Any]:

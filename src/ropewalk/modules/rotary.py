@@ -161,7 +161,7 @@ class RotaryEmbedding(_FloatTables):
 
         Args:
             config: the config; of a multimodal model, its text or its vision config. Multimodal RoPE's text configs and
-                vision towers with rope_type "axial" give `axes` (docs/models.md has the families), by `model_type`.
+                vision towers with rope_type "axial" give `axes` by `model_type` (docs/conventions.md has the families).
             layer_type: the layers whose parameters to read, if the config holds some for each type of layer; ignored
                 if all layers share theirs.
             overrides: keywords of `RotaryEmbedding`, which prevail. None removes a keyword, such as a parameter that is
@@ -184,6 +184,7 @@ class RotaryEmbedding(_FloatTables):
             (64, 500000.0, torch.Size([512, 32]))
         """
         arguments = {**_read_hf_config(config, layer_type, overrides), **overrides}
+        arguments.pop("mrope_section", None)  # read into axes
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
     def _place_axes(self) -> None:
@@ -249,15 +250,16 @@ class RotaryEmbedding(_FloatTables):
     def _check_positions(self, positions: Tensor | int | None) -> None:
         """Raise unless there is a position for each axis."""
         assert self._order is not None
-        n_axes = max(self._order) + 1
-        is_tensor = isinstance(positions, Tensor)
-        rest = "(A, total)" if self.layout == "thd" else "(A, B, T)"
-        if not is_tensor or positions.ndim != len(rest.split(",")) or positions.shape[0] < n_axes:  # type: ignore[union-attr]
-            what = f"of shape {tuple(positions.shape)}" if is_tensor else repr(positions)  # type: ignore[union-attr]
-            raise ValueError(
-                f"positions is {what}, but must be a tensor {rest} with a row for each of {n_axes} axes: text has "
-                f"equal rows"
-            )
+        n_axes, sizes = max(self._order) + 1, ("A", "total") if self.layout == "thd" else ("A", "B", "T")
+        given = repr(positions)
+        if isinstance(positions, Tensor):
+            if positions.ndim == len(sizes) and positions.shape[0] >= n_axes:
+                return
+            given = f"of shape {tuple(positions.shape)}"
+        raise ValueError(
+            f"positions is {given}, but must be a tensor ({', '.join(sizes)}) with a row for each of {n_axes} axes: "
+            f"text has equal rows"
+        )
 
     def extra_repr(self) -> str:
         parameters = "".join(f", {name}={value!r}" for name, value in self.parameters_of_scaling.items())
@@ -401,11 +403,8 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
     scaling = rope.pop("rope_type", old_name)
     scaling = "default" if scaling == "mrope" else scaling  # Qwen2-VL's first configs
     if "mrope_section" in overrides:
-        rope["mrope_section"] = overrides.pop("mrope_section")
-        family = {} if rope["mrope_section"] is None else read_family(config, rope, scaling)
-        rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-    else:
-        family = read_family(config, rope, scaling)
+        rope["mrope_section"] = overrides["mrope_section"]
+    family = read_family(config, rope, scaling, one_axis="mrope_section" in overrides and not rope["mrope_section"])
     scaling = family.get("scaling", scaling)
     if overrides.get("scaling") is not None:
         scaling, rope = overrides["scaling"], {}

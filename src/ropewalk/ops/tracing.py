@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -32,6 +34,12 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
             return False
     return True
+
+
+def is_dtensor(x: Tensor | None) -> bool:
+    """Say whether x is a DTensor, whose module is loaded by then."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def is_transformed() -> bool:

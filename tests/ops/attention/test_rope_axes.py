@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import attention_definition
 from helpers.attention_calls import ROUNDINGS
 from helpers.modes import ON_GPU, needs_kernels
 
@@ -25,13 +26,7 @@ def rotated(x, positions, axes):
 
 def attend(q, k, v, positions_q, positions_k, axes, causal):
     """Attention by its definition, for (B, H, T, D)."""
-    q, k = rotated(q, positions_q, axes), rotated(k, positions_k, axes)
-    k, v = (x.repeat_interleave(H // K, dim=1) for x in (k, v))
-    scores = q @ k.mT * D**-0.5
-    if causal:
-        ahead = torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-        scores = scores.masked_fill(ahead, -torch.inf)
-    return scores.softmax(-1) @ v
+    return attention_definition.attend(rotated(q, positions_q, axes), rotated(k, positions_k, axes), v, causal)
 
 
 def make(queries=T, keys=T):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import attention_definition
 from helpers.attention_calls import ROUNDINGS
 from helpers.modes import ON_GPU, needs_kernels
 from helpers.rope_definition import pair_features
@@ -35,13 +36,7 @@ def rotated(x, positions):
 
 def attend(q, k, v, positions_q, positions_k, causal=False):
     """Attention by its definition, for (B, H, T, D)."""
-    q, k = rotated(q, positions_q), rotated(k, positions_k)
-    k, v = (x.repeat_interleave(H // K, dim=1) for x in (k, v))
-    scores = q @ k.mT * D**-0.5
-    if causal:
-        ahead = torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-        scores = scores.masked_fill(ahead, -torch.inf)
-    return scores.softmax(-1) @ v
+    return attention_definition.attend(rotated(q, positions_q), rotated(k, positions_k), v, causal)
 
 
 def make(queries=T, keys=T):

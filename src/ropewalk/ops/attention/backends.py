@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     tokens: int = 0  # at least so many, of queries and of keys
     below: float = math.inf  # fewer than so many, of queries and of keys
     backward: bool = False  # only where a backward will come
-    lean: bool = False  # only with a rotation or without a backward: a library's call costs the host more than a plan
+    host_bound: bool = False  # only with a rotation or without a backward, where a library's call costs the host more
     far: bool = False  # only with a two-range encoding; without, only where there is none
 
     def fits(self, call: AttentionCall) -> bool:
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
             return False
-        if self.lean and call.needs_backward and call.tables.q is None:
+        if self.host_bound and call.needs_backward and call.tables.q is None:
             return False
         return call.needs_backward or not self.backward
 
@@ -62,9 +62,9 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
         Rule(FLASH_THEN_GLUON, tokens=1024),
-        Rule(FLASH_THEN_GLUON, tokens=512, below=1024, backward=True, lean=True),
-        Rule(GLUON_FIRST, tokens=512, below=1024, lean=True),
-        Rule(TRITON_FIRST, below=1024, lean=True),
+        Rule(FLASH_THEN_GLUON, tokens=512, below=1024, backward=True, host_bound=True),
+        Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
+        Rule(TRITON_FIRST, below=1024, host_bound=True),
         Rule(FLASH_FIRST, tokens=512, backward=True),
         Rule(CUDNN_FIRST),
     ),

@@ -82,13 +82,17 @@ class Sdpa(LibraryBackend):
         if _needs_mask(call):
             return _attend_masked(q, k, call), None
         if gpu.is_nvidia(q.device) and not _is_wide(call):
-            return _attend_by_cudnn(q, k, v, call.needs_backward, call.causal, call.scale), None
+            # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
+            out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, call.needs_backward, 0.0, call.causal, False, scale=call.scale
+            )[0]
+            return out, None
         grouped = bool(q.shape[1] != k.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, scale=call.scale, enable_gqa=grouped)
         return out, None
 
     def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the output as a function of q, k and v: what `attend` asks of each call takes cuDNN's time twice."""
+        """Return the output as a function of q, k and v, which asks nothing again that `attend` asks in each call."""
         if not gpu.is_nvidia(call.q.device) or _is_wide(call):
             return super().bind(call)
         map_qk = bind_map(call)
@@ -96,17 +100,13 @@ class Sdpa(LibraryBackend):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = map_qk(q, k)
-            return _attend_by_cudnn(q, k, v, needs_backward, causal, scale)
+            # The same operator by PyTorch's own binding, which costs the host less; torch.compile cannot trace it.
+            out: Tensor = torch._scaled_dot_product_cudnn_attention(
+                q, k, v, None, needs_backward, 0.0, causal, False, scale=scale
+            )[0]
+            return out
 
         return attend
-
-
-def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, needs_backward: bool, causal: bool, scale: float) -> Tensor:
-    # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
-    out: Tensor = torch._scaled_dot_product_cudnn_attention(
-        q, k, v, None, needs_backward, 0.0, causal, False, scale=scale
-    )[0]
-    return out
 
 
 def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:

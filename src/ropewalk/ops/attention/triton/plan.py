@@ -147,14 +147,8 @@ class Builder:
     ) -> Any:
         """Keep a rotation, and return its results' twins."""
         xs = (q,) if k is None else (q, k)
-        call = RopeCall(
-            cos,
-            sin,
-            None,
-            None,
-            0,
-            RopeFlags("bhtd", interleaved, inverse, None, rotary_offset, False, None, pair_block),
-        )
+        flags = RopeFlags("bhtd", interleaved, inverse, rotary_offset=rotary_offset, pair_block=pair_block)
+        call = RopeCall(cos, sin, None, None, 0, flags)
         outs = tuple(torch.empty_like(x) for x in xs)
         self.kept.append(lambda: self._bind_rope(xs, outs, call))
         return outs[0] if k is None else outs
