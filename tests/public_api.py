@@ -15,7 +15,12 @@ from ropewalk.cli import app
 
 HELD = Path(__file__).with_suffix(".txt")
 # What is public beside `ropewalk` itself.
-MODULES = ("ropewalk.integrations.huggingface", "ropewalk.integrations.vllm_ops", "ropewalk.testing")
+MODULES = (
+    "ropewalk.integrations.huggingface",
+    "ropewalk.integrations.vllm_ops",
+    "ropewalk.parallel",
+    "ropewalk.testing",
+)
 OPERATORS = ("rope", "rope_", "rotary_embedding", "attend", "attend_backward")
 
 

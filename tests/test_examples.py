@@ -1,8 +1,10 @@
 """The examples run, and print what they claim."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -43,6 +45,21 @@ def test_generate(capsys):
     assert losses[-1] < 0.1 * losses[0]
     assert float(re.search(r"logits differ by (\d\.\d+e[+-]\d+)", printed)[1]) < 1e-4
     assert "3 of 3 are continued as they began" in printed
+
+
+def test_context_parallel_has_the_losses_of_one_process():
+    losses = []
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command += [str(EXAMPLES / "context_parallel.py"), "--steps", "4"]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert result.returncode == 0, result.stderr
+        losses.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)])
+    assert len(losses[0]) == 4
+    # Means of 500 numbers near 4.3 in float32, after 3 updates of weights that differ by roundings.
+    assert losses[1] == pytest.approx(losses[0], rel=4 * 10 * torch.finfo(torch.float32).eps)
+    assert len(set(losses[0])) == 4
 
 
 def test_profile_rotary(capsys, tmp_path):

@@ -26,11 +26,12 @@ _TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods confi
 LAYERS = {
     **dict.fromkeys(OPEN.split(), ""),
     "schemes": "",
-    "ops.rope": "ops.rope.*",
+    "ops.dtensor": "ops.rope.norm schemes",
+    "ops.rope": "ops.rope.* ops.dtensor",
     "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.attention": "schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference ops.attention.backends "
-    "ops.attention.plans ops.attention.gate.operation",
+    "ops.attention": "ops.dtensor schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
+    "ops.attention.backends ops.attention.plans ops.attention.gate.operation",
     "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan",
@@ -42,7 +43,9 @@ LAYERS = {
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
     "compat": "ops.* schemes",
     "modules": "ops.rope.api ops.rope.norm ops.attention.api schemes",
-    "integrations": "ops.rope.api ops.rope.norm ops.rope.rotary_embedding ops.attention.api schemes modules",
+    "parallel": "ops.* schemes",
+    "integrations": "ops.rope.api ops.rope.norm ops.rope.rotary_embedding ops.attention.api parallel.call "
+    "parallel.agreement schemes modules",
     "bench.core": "",
     "bench.rope": "bench.core ops.* schemes",
     "bench.attention": "bench.core bench.rope compat ops.* schemes",

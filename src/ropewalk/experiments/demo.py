@@ -481,7 +481,7 @@ def gpu_table() -> Table:
             kind = "attention with two-range encoding" if rule.far else "attention"
             kind += f", {rule.tokens} tokens or more" if rule.tokens else ", fewer tokens"
             kind += ", in training" if rule.backward else ""
-            if rule.lean:
+            if rule.host_bound:
                 kind += " with a rotation" if rule.backward else ", with a rotation or without a backward"
             table.add_row(f"compute capability {major}.{minor}", kind, _without_reference(rule.order))
     table.add_row("others", "attention", _without_reference(attention_backends.FLASH_FIRST))

@@ -43,7 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ropewalk.device import assume_constant
 from ropewalk.modules.masks import ReadMask, drop_equal_rows, keep, masks_only, read_keys, recall
-from ropewalk.ops.attention.api import attention
+from ropewalk.ops.attention.api import attention, takes_shards
 
 # Keywords that models pass to the attention, and that do not change it.
 _WITHOUT_EFFECT = frozenset(
@@ -110,6 +110,39 @@ def register(name: str = "ropewalk") -> None:
         registry.register(name, ours)
 
 
+_KEPT_BY_SHARDS = (
+    *("causal_mask_function", "bidirectional_mask_function", "and_masks", "sliding_window_overlay"),
+    *("packed_sequence_mask_function", "packed_sequence_compatibility_function", "remap_positions_for_packed_sequence"),
+)
+
+
+def _check_shards(masking: Any, mask_function: Any, attention_mask: Tensor | None) -> None:
+    """Raise unless causality, the layer's window and the layout's documents are all that a mask says."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask was passed within context_parallel, but must be None: it speaks of local tokens; the "
+            "layout pads at the end"
+        )
+    for function in _parts_of(mask_function):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if function.__module__ != masking.__name__ or name.partition(".")[0] not in _KEPT_BY_SHARDS:
+            raise ValueError(
+                f"mask_function calls {name}, but within context_parallel must be made of causality, a causal window "
+                f"and packed sequences: no other mask is sharded"
+            )
+
+
+def _parts_of(function: Any) -> list[Any]:
+    """Return a mask function and those that it calls."""
+    found = [function]
+    for cell in getattr(function, "__closure__", None) or ():
+        within = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
+        for part in within:
+            if callable(part) and not isinstance(part, Tensor):
+                found += _parts_of(part)
+    return found
+
+
 @lru_cache
 def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
     """Return the function that makes masks from the arguments of transformers' `sdpa_mask`: the table above."""
@@ -130,6 +163,9 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
                 f"attn_implementation must be 'eager' for {type(config).__name__}: its model does not use "
                 f"transformers' attention interface, and would read Ropewalk's masks otherwise"
             )
+        if takes_shards():
+            _check_shards(masking, mask_function, attention_mask)
+            return None
         if attention_mask is None or attention_mask.ndim == 2:
             if allow_is_bidirectional_skip and mask_function is masking.bidirectional_mask_function:
                 padding = _read_padding(attention_mask, **sizes)
@@ -215,15 +251,19 @@ def _attend(
             )
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
+    of_shards = takes_shards()
+    if of_shards:
+        _check_position_ids(module, others.get("position_ids"))
     causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), sliding_window
     mask, key_starts, key_lengths = attention_mask, None, None
     if attention_mask is not None:
         causal, window = _read_pattern(attention_mask, causal, sliding_window)
         of_keys = recall(attention_mask, batch, keys)
         mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
-    if window is not None and window >= keys:
+    if window is not None and window >= keys and not of_shards:
         window = None
-    if queries == 1 and cu_seq_lens_q is None:  # a branch: torch.compile with symbolic lengths hands on no SymBool
+    # A branch, as torch.compile with symbolic lengths hands on no SymBool.
+    if queries == 1 and cu_seq_lens_q is None and not of_shards:
         causal = False  # one query is at the last key
     arguments: dict[str, Any] = {
         "causal": causal,
@@ -259,6 +299,21 @@ def _attend(
         layout="bhtd",
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
+    """Raise where a model rotates a shard by other positions than the layout's; the first layer looks."""
+    from ropewalk.parallel.agreement import refuse
+    from ropewalk.parallel.call import current_layout
+
+    layout = current_layout()
+    assert layout is not None
+    if position_ids is None or position_ids.ndim != 2 or getattr(module, "layer_idx", 0) != 0:
+        return
+    is_wrong = (position_ids != layout.positions) & layout.valid
+    if position_ids.shape[1] == layout.n_local and bool(is_wrong.any()):
+        text = "must be layout.positions[None] within context_parallel: the model rotates by them"
+        refuse(layout, ValueError(f"position_ids are not the layout's, but {text}"))
 
 
 def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) -> tuple[bool, int | None]:

@@ -27,7 +27,7 @@ from ropewalk.ops.attention.tables import (
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
-from ropewalk.ops.tracing import is_plain_eager
+from ropewalk.ops.tracing import is_dtensor, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
 # What PyTorch, transformers, flash-attn, vLLM and xFormers call arguments of `attention`.
@@ -68,6 +68,14 @@ _ELSEWHERE = {
     "qkv_format": "layout",
     "backend": "impl",
 }
+
+# Within `ropewalk.parallel.context_parallel`: finds the function that a call of this thread goes to; None for none.
+find_sharded: Callable[[], Callable[..., Any] | None] | None = None
+
+
+def takes_shards() -> bool:
+    """Say whether `attention` takes shards of sequences now: token i is not at position i."""
+    return find_sharded is not None and find_sharded() is not None
 
 
 @without_unknown
@@ -238,14 +246,17 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
-    if norm is not None:
+    attend_parts = None if find_sharded is None else find_sharded()
+    if attend_parts is None and type(q) is not Tensor and is_dtensor(q):
+        attend_parts = _attend_dtensors
+    if norm is not None and attend_parts is None:
         check_norm_fits(norm, keys_rotated, block_table)
         if not goes_with_rotation(norm, position):
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
     key = None
-    if not (return_max_logits or norm is not None or torch.compiler.is_compiling()):
+    if not (attend_parts or return_max_logits or norm is not None or torch.compiler.is_compiling()):
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
@@ -263,10 +274,7 @@ def attention(
                 return result if gate is None else _apply_gate(result, gate)
     elif gate is not None and _is_autocast(q):
         gate = _lower(gate)
-    call = make_call(
-        q,
-        k,
-        v,
+    keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)
         position=position,
         causal=causal,
         window=window,
@@ -290,6 +298,9 @@ def attention(
         layout=layout,
         deterministic=deterministic,
     )
+    if attend_parts is not None:
+        return attend_parts(q, k, v, norm=norm, impl=impl, **keywords)
+    call = make_call(q, k, v, **keywords)
     if norm is not None:
         call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
     backend = choose(call, impl)
@@ -309,6 +320,13 @@ def attention(
     if return_max_logits:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
+
+
+def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+    """Run a call with DTensors."""
+    from ropewalk.ops import dtensor
+
+    return dtensor.attend(attention, q, k, v, keywords)
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:
@@ -477,6 +495,11 @@ def _is_autocast(q: Tensor) -> bool:
         return False
     kind = q.device.type
     return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
+
+
+def lower_for_autocast(q: Tensor, *others: Any) -> tuple[Any, ...]:
+    """Cast q and others as `attention` does where autocast is on for q."""
+    return tuple(_lower(x) for x in (q, *others)) if _is_autocast(q) else (q, *others)
 
 
 def _lower(x: Any) -> Any:

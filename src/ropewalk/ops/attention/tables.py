@@ -145,8 +145,8 @@ def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Te
         return lambda q, k: (q, k)
     if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
         return lambda q, k: map_features(call._replace(q=q, k=k))
-    (cos, sin), interleaved, rotary_offset = tables.q, tables.interleaved, tables.rotary_offset
-    return lambda q, k: _differentiable_rope(q, k, cos, sin, interleaved=interleaved, rotary_offset=rotary_offset)
+    (cos, sin), pairing = tables.q, _pairing(tables)
+    return lambda q, k: _differentiable_rope(q, k, cos, sin, **pairing)
 
 
 def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:

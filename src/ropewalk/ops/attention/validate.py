@@ -17,6 +17,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd
+from ropewalk.ops.tracing import is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
 
 LAYOUTS = ("bthd", "bhtd", "thd")
@@ -187,6 +188,8 @@ def _check_tensors(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
+        if type(x) is not Tensor and is_dtensor(x):  # q would have gone another way
+            raise ValueError(f"{name} is a DTensor, but must be a plain tensor, as q is")
         check_dense(name, x)
         if x.ndim != len(layout):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be {_SHAPES[layout]}")

@@ -14,7 +14,7 @@ from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
 from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
-from ropewalk.ops.tracing import is_plain_eager, is_transformed
+from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
 _KEYWORDS = (
     "positions",
@@ -148,6 +148,19 @@ def apply_rope(
     """
     if unknown:
         refuse_unknown("apply_rope", unknown, _KEYWORDS, _ELSEWHERE)
+    if type(q) is not Tensor and is_dtensor(q):
+        from ropewalk.ops import dtensor
+
+        keywords: dict[str, Any] = {
+            "positions": positions,
+            "offsets": offsets,
+            "axes": axes,
+            "cu_seqlens": cu_seqlens,
+            "norm": norm,
+        }
+        keywords |= {"layout": layout, "interleaved": interleaved, "pair_block": pair_block, "inverse": inverse}
+        keywords |= {"rotary_dim": rotary_dim, "rotary_offset": rotary_offset, "inplace": inplace, "impl": impl}
+        return dtensor.rotate(apply_rope, q, k, {"cos": cos, "sin": sin, **keywords})
     offset, token_positions = 0, None
     if positions is not None or offsets is not None:
         offset, token_positions = _split_positions(positions, offsets, layout, axes)

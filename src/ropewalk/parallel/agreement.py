@@ -1,0 +1,50 @@
+"""An error of one rank, raised by all: none may wait for others that never come."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ropewalk.parallel.layout import SequenceLayout
+
+
+def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception | None) -> None:
+    """Raise on the other ranks if one has an error, or if calls differ; the caller raises its own error.
+
+    It waits for the device, so on GPUs each kind of call is compared once. After that an error is raised alone: the
+    other ranks may be in another exchange, which ends by its timeout.
+    """
+    if error is not None and layout.agreed:
+        return
+    if torch.compiler.is_compiling() or layout.size == 1 or kind in layout.agreed:
+        return
+    number = 0 if kind is None else zlib.crc32(repr(kind).encode()) + 1
+    mine = torch.tensor([number], device=layout.device)
+    every = [torch.empty_like(mine) for _ in range(layout.size)]
+    dist.all_gather(every, mine, group=layout.group)
+    numbers = [int(x) for x in every]
+    if min(numbers) == max(numbers) != 0:
+        if layout.device.type != "cpu":
+            layout.agreed.add(kind)
+        return
+    texts: list[Any] = [None] * layout.size
+    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=layout.group)
+    if error is not None:
+        return  # the caller raises it
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise ValueError(f"q, k and v cannot be attended, because rank {rank} raised {text}")
+    raise ValueError(
+        f"q, k and v are attended with other shapes or keywords by ranks "
+        f"{[rank for rank, other in enumerate(numbers) if other != number]} than by rank {layout.rank}, but must be "
+        f"with the same"
+    )
+
+
+def refuse(layout: SequenceLayout, error: Exception) -> NoReturn:
+    """Raise an error of this rank, on the others too."""
+    agree(layout, None, error)
+    raise error

@@ -1,0 +1,323 @@
+"""`context_parallel_attention`, the context in which `attention` takes shards, and what explains their method.
+
+Letters: B batch, T tokens, H query heads, K key heads, D head dim, n ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention import api
+from ropewalk.ops.attention.call import NO_TABLES, from_bhtd
+from ropewalk.ops.attention.gate.operation import apply_gate
+from ropewalk.ops.attention.tables import check_mapped_alone, check_norm_fits, goes_with_rotation
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
+from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.parallel import call as calls
+from ropewalk.parallel.agreement import agree, refuse
+from ropewalk.parallel.call import ShardedCall, learned_of, prepare_features, with_learned
+from ropewalk.parallel.choose import ContextParallelChoice, choose, explain
+from ropewalk.parallel.layout import SequenceLayout
+from ropewalk.parallel.ring import attend_ring
+from ropewalk.parallel.runs import attend_gathered, attend_halo
+from ropewalk.parallel.shards import SumGradients
+from ropewalk.parallel.ulysses import attend_by_heads
+from ropewalk.schemes import PositionScheme
+
+_RUN = {"gather": attend_gathered, "halo": attend_halo, "ulysses": attend_by_heads, "ring": attend_ring}
+_TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # their dimension
+# Arguments of `attention` that speak of the keys of one process.
+_LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: SequenceLayout,
+    method: str | None = None,
+    sum_gradients: bool = False,
+    position: PositionScheme = NO_POSITION,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    norm: QKNorm | None = None,
+    gate: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    layout_of_tensors: str = "bthd",
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Any:
+    """Attend from this rank's queries to the keys of all ranks, each token at its position in the whole sequence.
+
+    The same in PyTorch, on one process::
+
+        q, k, v = (unshard_sequence(x, layout) for x in (q, k, v))
+        out = attention(q, k, v, position=position, causal=causal)  # and all other keywords
+        out = shard_sequence(out, layout)
+
+    Documents of the layout attend themselves alone. Every rank of the group makes the same call, and takes part in the
+    backward. The gradients are those of the sum of all ranks' losses: what a scheme learns, sinks and the norm's
+    weights get this rank's part, and the parts add up, as DDP and FSDP add those of every other weight.
+
+    Args:
+        q: (B, T_local, H, D) for "bthd", (B, H, T_local, D) for "bhtd", (T_local, H, D) for "thd": the tokens of
+            layout.indices. What padding tokens hold changes nothing.
+        k: likewise, with its own heads.
+        v: like k, but for its head dim.
+        layout: which tokens each rank holds.
+        method: "gather" (all keys, turned once), "halo" (those that a window reaches), "ulysses" (whole sequences of
+            some heads on each rank), "ring" (keys travel; the least memory); None: see `explain_context_parallel`.
+        sum_gradients: add up the gradients of what is learned over the ranks, for models that nothing wraps.
+        position, causal, window, scale, softcap, sinks, norm, gate, deterministic, impl: as for `attention`. `gate`
+            belongs to the local tokens.
+        dropout_p: as for `attention`; "ulysses" alone has it, and each rank draws its own numbers.
+        return_lse: return the log-sum-exp too; it is differentiable.
+        layout_of_tensors: "bthd", "bhtd" or "thd".
+
+    Returns:
+        The local tokens' output; with return_lse (output, log-sum-exp), the second (B, H, T_local), or (H, T_local) for
+        "thd". Rows of padding tokens are zeros.
+
+    Raises:
+        TypeError: an argument of another type than said here.
+        ValueError: shapes, devices or values that do not fit, a shard of another length than T_local among them; ranks
+            whose calls differ.
+        NotImplementedError: what a method cannot do, by the argument's name. All ranks raise, before anything is sent;
+            on GPUs ranks compare each kind of call once.
+
+    Source: gather by runs is Llama 3's (https://arxiv.org/abs/2407.21783), §3.3.2; Ulysses
+    https://arxiv.org/abs/2309.14509; ring https://arxiv.org/abs/2310.01889.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from ropewalk import Rope
+        >>> from ropewalk.parallel import SequenceLayout, context_parallel_attention, shard_sequence
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layout = SequenceLayout(dist.group.WORLD, 100)
+        >>> q, k, v = (shard_sequence(torch.randn(1, 100, heads, 64), layout) for heads in (4, 2, 2))
+        >>> context_parallel_attention(q, k, v, layout=layout, position=Rope(), causal=True).shape
+        torch.Size([1, 100, 4, 64])
+        >>> dist.destroy_process_group()
+    """
+    given = Arguments(position, causal, window, scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, gate=gate)
+    given = given._replace(layout=layout_of_tensors)
+    return _attend(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    given: Arguments,
+    norm: QKNorm | None,
+    method: str | None = None,
+    sum_gradients: bool = False,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Any:
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    options = {"scale": given.scale, "softcap": given.softcap, "deterministic": deterministic, "impl": impl}
+    q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
+    try:
+        call = _check(q, k, v, layout, given._replace(gate=gate), norm, options)
+        method = choose(call, method)
+    except Exception as error:
+        refuse(layout, error)
+    agree(layout, (method, sum_gradients, *_kind(call)), None)
+    if sum_gradients:
+        call, norm = _sum_gradients(call, norm)
+    q, k, v, scheme = prepare_features(call, norm)
+    out, lse = _RUN[method](call._replace(q=q, k=k, v=v, scheme=scheme))
+    out = from_bhtd(out, given.layout)
+    if gate is not None:
+        missing = ~layout.valid.view(-1, *(1,) * (gate.ndim - 1 - _TOKENS[given.layout]))
+        out = apply_gate(out, gate.masked_fill(missing, 0))
+    if not return_lse:
+        return out
+    return out, lse.squeeze(0) if given.layout == "thd" else lse
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    given: Arguments,
+    norm: QKNorm | None,
+    options: dict[str, Any],
+) -> ShardedCall:
+    """Check a call and return it, its features not yet mapped."""
+    tokens = _TOKENS.get(given.layout)
+    if tokens is None:
+        raise ValueError(f"layout_of_tensors is {given.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.ndim == len(given.layout):
+            if x.shape[tokens] != layout.n_local:
+                raise ValueError(
+                    f"{name} has {x.shape[tokens]} tokens, but must have the {layout.n_local} of a shard, for "
+                    f"{layout}: shard the whole sequence once"
+                )
+            if x.device != layout.device:
+                raise ValueError(f"{name} is on {x.device}, but must be on the layout's device, {layout.device}")
+    if given.layout == "thd":
+        bounds = torch.arange(2, device=layout.device) * layout.n_local  # made there: a copy would wait
+        given = given._replace(cu_seqlens_q=bounds)
+    checked = validate(q, k, v, given)
+    positions = layout.positions[None]
+    if given.positions_q is not None or given.positions_k is not None:
+        if given.positions_q is not given.positions_k:
+            raise NotImplementedError(
+                "positions_q and positions_k must be one tensor, or None, within context_parallel"
+            )
+        if given.position.has_score_mod() or given.position.far_window() is not None:
+            raise NotImplementedError(
+                f"positions_q must be None for {type(given.position).__name__} within context_parallel: its scores go "
+                f"by the layout's positions"
+            )
+        assert checked.positions_q is not None
+        positions = checked.positions_q
+    if norm is not None:
+        check_norm_fits(norm, False, None)
+        if goes_with_rotation(norm, given.position):
+            check_mapped_alone(checked._replace(tables=NO_TABLES))
+    return ShardedCall(
+        layout,
+        checked.q,
+        checked.k,
+        checked.v,
+        given.position,
+        positions,
+        checked.causal,
+        checked.window_left,
+        checked.window_right,
+        checked.sinks,
+        checked.dropout_p,
+        options,
+    )
+
+
+def _kind(call: ShardedCall) -> tuple[Any, ...]:
+    """Return what ranks must have alike."""
+    layout = call.layout
+    shapes = (call.q.shape, call.k.shape, call.v.shape, str(call.q.dtype))
+    of_call = (type(call.scheme).__name__, call.causal, call.window, call.dropout_p, call.sinks is not None)
+    needs_grad = tuple(x.requires_grad for x in (call.q, call.k, call.v)) if torch.is_grad_enabled() else ()
+    return (*shapes, *of_call, *needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+
+
+def _sum_gradients(call: ShardedCall, norm: QKNorm | None) -> tuple[ShardedCall, QKNorm | None]:
+    """Let the gradients of what is learned be summed over the ranks."""
+
+    def summed(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.requires_grad:
+            return x
+        result: Tensor = SumGradients.apply(x, call.layout)
+        return result
+
+    scheme = with_learned(call.scheme, iter([SumGradients.apply(x, call.layout) for x in learned_of(call.scheme)]))
+    if norm is not None:
+        norm = dataclasses.replace(norm, q_weight=summed(norm.q_weight), k_weight=summed(norm.k_weight))
+    return call._replace(scheme=scheme, sinks=summed(call.sinks)), norm
+
+
+@contextmanager
+def context_parallel(layout: SequenceLayout) -> Iterator[None]:
+    """Let `attention`, the modules and transformers' "ropewalk" take shards of the layout, within the context.
+
+    The same as `context_parallel_attention(…, layout=layout)` in the place of each `attention(…)`. A model is called
+    with `shard_sequence(input_ids, layout)` and position_ids = `layout.positions[None]`. mask, key_lengths, key_starts,
+    query_starts, block_table and cu_seqlens of a call speak of local tokens, and raise. positions_q and positions_k may
+    be one tensor, the local tokens' positions, for a scheme that maps features alone.
+
+    Args:
+        layout: which tokens each rank holds.
+
+    Raises:
+        TypeError: a layout of another type. Within the context, what `context_parallel_attention` raises.
+
+    Source: the methods of `context_parallel_attention`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from ropewalk import Rope, attention
+        >>> from ropewalk.parallel import SequenceLayout, context_parallel, shard_sequence
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layout = SequenceLayout(dist.group.WORLD, 100)
+        >>> q = k = v = shard_sequence(torch.randn(1, 100, 4, 64), layout)
+        >>> with context_parallel(layout):
+        ...     out = attention(q, k, v, position=Rope(), causal=True)
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    with calls.inside(layout, _attend_in_context):
+        yield
+
+
+def _attend_in_context(shards_of: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+    """Run a call of `attention` that was made within a context; `layout` is that of its tensors."""
+    for name in _LOCAL:
+        if keywords.pop(name) is not None:
+            text = "it speaks of local tokens; documents are SequenceLayout(…, cu_seqlens=…)"
+            refuse(shards_of, ValueError(f"{name} was given within context_parallel, but must be None: {text}"))
+    for name in ("keys_rotated", "return_max_logits"):
+        if keywords.pop(name):
+            refuse(shards_of, NotImplementedError(f"{name} is True, but must be False within context_parallel"))
+    rest = {name: keywords.pop(name) for name in ("norm", "return_lse", "deterministic", "impl")}
+    return _attend(q, k, v, shards_of, Arguments(**keywords), **rest)
+
+
+def explain_context_parallel(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> ContextParallelChoice:
+    """Say which method `context_parallel_attention` takes for a call, what it moves, and why no other one.
+
+    Nothing is computed, and nothing is sent.
+
+    Args:
+        q, k, v: as for `context_parallel_attention`.
+        keywords: its keywords; layout is needed.
+
+    Returns:
+        A `ContextParallelChoice`: its `method`; `others`, a reason for each other one; the bytes that a rank receives;
+        and all as text, by `str`.
+
+    Raises:
+        What `context_parallel_attention` would raise.
+
+    Source: the costs of docs/parallel.md.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from ropewalk.parallel import SequenceLayout, explain_context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = v = torch.randn(1, 100, 4, 64)
+        >>> explain_context_parallel(q, k, v, layout=SequenceLayout(dist.group.WORLD, 100), causal=True).method
+        'gather'
+        >>> dist.destroy_process_group()
+    """
+    layout, method, norm = keywords.pop("layout", None), keywords.pop("method", None), keywords.pop("norm", None)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    options = {name: keywords.pop(name, None) for name in ("deterministic", "impl")}
+    keywords["layout"] = keywords.pop("layout_of_tensors", "bthd")
+    for name in ("sum_gradients", "return_lse"):
+        keywords.pop(name, None)
+    unknown = [name for name in keywords if name not in Arguments._fields or name in _LOCAL]
+    if unknown:
+        raise TypeError(f"explain_context_parallel got {unknown[0]}, which is no argument of it")
+    given = Arguments(**keywords)
+    call = _check(q, k, v, layout, given, norm, {"scale": given.scale, "softcap": given.softcap, **options})
+    return explain(call, method)

@@ -1,0 +1,30 @@
+"""Functions that run in several processes of a gloo group, on a CPU. A process that hangs fails."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+def _work(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(size: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call function(rank, *arguments) in each of `size` processes; an error of any is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_work, (size, str(Path(folder, "store")), function, arguments), size)

@@ -1,0 +1,161 @@
+"""Sharded calls beside the same call of one process, in float64. Each rank compares its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention
+from ropewalk.parallel import SequenceLayout, context_parallel_attention, shard_sequence
+
+B, T, H, K, D, DV = 2, 46, 8, 4, 16, 24  # 46 tokens divide into 2 shards, but not into 4 pieces, nor into 4 shards
+DOCUMENTS = (0, 3, 20, 20, 41)  # one is empty, and a tail belongs to none
+RTOL = 1e-11
+METHODS = ("gather", "halo", "ulysses", "ring", None)
+
+
+def _numbers(low: float, high: float, count: int = H) -> Tensor:
+    return torch.linspace(low, high, count, dtype=torch.float64).requires_grad_()
+
+
+def _table() -> Tensor:
+    return (torch.arange(8.0 * H, dtype=torch.float64).view(8, H) / 50).sin().requires_grad_()
+
+
+SCHEMES: dict[str, Callable[[], PositionScheme]] = {
+    "none": NoPosition,
+    "rope": lambda: Rope(500000.0),
+    "rope of a part": lambda: Rope(rotary_dim=8, rotary_offset=4, interleaved=True),
+    "alibi": Alibi,
+    "alibi, learned": lambda: Alibi(_numbers(0.05, 0.9)),
+    "t5": lambda: T5Bias(_table(), max_distance=20),
+    "rerope": lambda: ReRope(9),
+    "rerope, leaky": lambda: ReRope(9, leak=3, log_n=16),
+    "self-extend": lambda: SelfExtend(9, group=3, log_n=20, rope=Rope(rotary_dim=8)),
+    "exposb": lambda: ExpoSB(distance_decay=True, band_weights=_numbers(0.5, 1.5)),
+}
+
+
+class Case(NamedTuple):
+    """What a call has beside its scheme and its layout."""
+
+    causal: bool = True
+    window: Any = None
+    packed: bool = False
+    sinks: bool = False
+    norm: bool = False
+    gate: bool = False
+    softcap: float | None = None
+
+
+CASES = (
+    Case(),
+    Case(window=7),
+    Case(causal=False),
+    Case(causal=False, window=(5, 3)),
+    Case(softcap=3.0, norm=True, gate=True),
+    Case(packed=True),
+    Case(packed=True, window=6, sinks=True),
+    Case(causal=False, packed=True),
+    Case(causal=False, packed=True, window=4),
+)
+
+
+class _Leaves(NamedTuple):
+    """All that a call reads and that gets a gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    learned: list[Tensor]
+    keywords: dict[str, Any]
+
+    def every(self) -> list[Tensor]:
+        return [*self[:3], *([] if self.gate is None else [self.gate]), *self.learned]
+
+
+def _leaves(case: Case, name: str, *xs: Tensor) -> _Leaves:
+    q, k, v, gate = (x.detach().clone().requires_grad_() for x in xs)
+    scheme = SCHEMES[name]()
+    learned = [x for x in vars(scheme).values() if isinstance(x, Tensor)]
+    keywords: dict[str, Any] = {"position": scheme, "causal": case.causal, "window": case.window}
+    keywords |= {"softcap": case.softcap, "return_lse": True, "impl": "reference"}
+    if case.sinks:
+        learned.append(_numbers(-1, 1))
+        keywords["sinks"] = learned[-1]
+    if case.norm:
+        learned.append(_numbers(0.5, 1.5, D))
+        keywords["norm"] = QKNorm(learned[-1], None)
+    if case.gate:
+        keywords["gate"] = gate
+    return _Leaves(q, k, v, gate if case.gate else None, learned, keywords)
+
+
+def _attend_whole(leaves: _Leaves, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v = leaves[:3]
+    if bounds is None:
+        out, lse = attention(q, k, v, **leaves.keywords)
+        return out, lse
+    rows = [attention(q[b], k[b], v[b], cu_seqlens_q=bounds, layout="thd", **leaves.keywords) for b in range(B)]
+    return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+
+def _kinds(case: Case) -> tuple[str, ...]:
+    return ("contiguous", "zigzag", "striped", *(("balanced",) if case.packed else ()))
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x.isinf(), 0)
+
+
+def _compare(name: str, case: Case, tensors: tuple[Tensor, ...], grads: tuple[Tensor, Tensor]) -> Iterator[str]:
+    """Compare all layouts and methods with one process; yield what was refused."""
+    bounds = torch.tensor(DOCUMENTS) if case.packed else None
+    whole = _leaves(case, name, *tensors)
+    out, lse = _attend_whole(whole, bounds)
+    grads_of_whole = torch.autograd.grad((out, _finite(lse)), whole.every(), grads)
+    n_sharded = len(whole.every()) - len(whole.learned)
+    for kind in _kinds(case):
+        layout = SequenceLayout(dist.group.WORLD, T, kind, bounds)
+        missing = ~layout.valid[:, None, None]
+
+        def shard(x: Tensor, dim: int = 1, layout: SequenceLayout = layout) -> Tensor:
+            return shard_sequence(x, layout, dim)
+
+        expected = [shard(out), shard(lse, 2), *map(shard, grads_of_whole[:n_sharded]), *grads_of_whole[n_sharded:]]
+        for method in METHODS:
+            mine = _leaves(case, name, *(shard(x).masked_fill(missing, torch.nan) for x in tensors))
+            keywords = {"layout": layout, "method": method, "sum_gradients": True, **mine.keywords}
+            try:
+                result = context_parallel_attention(*mine[:3], **keywords)
+            except NotImplementedError as error:
+                assert method is not None
+                yield f"{kind} {method}: {error}"
+                continue
+            of_mine = torch.autograd.grad(
+                (result[0], _finite(result[1])), mine.every(), (shard(grads[0]), shard(grads[1], 2))
+            )
+            for x, y in zip((*result, *of_mine), expected, strict=True):
+                size = float(y[y.isfinite()].abs().max())
+                label = f"{name} {case} {layout} {method}"
+                torch.testing.assert_close(x, y, rtol=0, atol=RTOL * size, msg=lambda text, label=label: label + text)
+
+
+def compare(rank: int, names: tuple[str, ...], cases: tuple[Case, ...], n_refused: int) -> None:
+    """Compare sharded calls with one process, and count what was refused."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    refused: list[str] = []
+    for name in names:
+        for case in cases:
+            tensors = draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, DV), draw(B, T, H, DV)
+            refused += _compare(name, case, tensors, (draw(B, T, H, DV), draw(B, H, T)))
+    assert len(refused) == n_refused, refused
