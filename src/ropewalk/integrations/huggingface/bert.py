@@ -113,7 +113,9 @@ class EmbeddingsWithoutPositions(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values_length: int = 0,
+        cache_length: int = 0,
+        *,
+        past_key_values_length: int = 0,  # the name before transformers 5.24
     ) -> Tensor:
         words: Tensor = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if token_type_ids is None:

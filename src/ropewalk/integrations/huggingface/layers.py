@@ -26,7 +26,8 @@ _NORMS = (
     ("q_layernorm", "k_layernorm"),
 )
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_PARAMETERS = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
+_CACHES = ("cache", "past_key_values")  # the name of a forward's cache, since transformers 5.24 and before
+_PARAMETERS = [["self", "hidden_states", "position_embeddings", "attention_mask", name, "kwargs"] for name in _CACHES]
 _PROBE = "ropewalk_probe"  # an attention implementation, while layers are compared
 # The largest relative difference of two layers in float32: about 100 roundings.
 _TOLERANCE = 100 * torch.finfo(torch.float32).eps
@@ -60,6 +61,7 @@ class _LayerForward:
         self.checked = checked  # the widths of tables whose form was compared
         self.is_gated = layer.q_proj.out_features == 2 * layer.o_proj.in_features
         self.is_windowed = hasattr(layer, "sliding_window")
+        self.cache_name = next(x for x in _CACHES if x in inspect.signature(type(layer).forward).parameters)
         self.interface = functions["ALL_ATTENTION_FUNCTIONS"]
         self.eager = functions["eager_attention_forward"]
         self.handles = 0
@@ -69,10 +71,13 @@ class _LayerForward:
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
+        *,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
+        cache = past_key_values if cache is None else cache
         per_token = hidden_states.shape[:-1]
         q = layer.q_proj(hidden_states)
         gate = None
@@ -98,8 +103,8 @@ class _LayerForward:
         )
         q, k = apply_rope(q, k, cos, sin, interleaved=self.is_complex, norm=norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, layer.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, layer.layer_idx)
         if self.is_windowed:
             kwargs["sliding_window"] = layer.sliding_window
         out, weights = self.interface.get_interface(layer.config._attn_implementation, self.eager)(
@@ -231,8 +236,8 @@ def _recognise(layer: Any, name: str, checked: set[int]) -> _LayerForward | str:
         return f"it has no {', '.join(missing) or 'norm of both q and k'}"
     if "forward" in vars(layer):
         return "other code has replaced it"
-    if list(inspect.signature(type(layer).forward).parameters) != _PARAMETERS:
-        return f"its parameters are not {', '.join(_PARAMETERS)}"
+    if list(inspect.signature(type(layer).forward).parameters) not in _PARAMETERS:
+        return f"its parameters are not {', '.join(_PARAMETERS[0])}"
     functions = inspect.unwrap(type(layer).forward).__globals__
     if not {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} <= functions.keys():
         return "it does not use transformers' attention interface"
@@ -404,7 +409,7 @@ def _run(
     ours.interface[_PROBE] = attend  # of this interface object alone
     try:
         with torch.autocast("cpu", enabled=False):
-            out, _ = forward(hidden, **given, past_key_values=cache, position_ids=None, use_cache=False)
+            out, _ = forward(hidden, **given, **{ours.cache_name: cache}, position_ids=None, use_cache=False)
             without, _ = forward(hidden, **given)
             gradients = torch.autograd.grad(out, [hidden, *ours.layer.parameters()], cotangent)
     finally:
