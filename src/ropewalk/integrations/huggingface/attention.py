@@ -48,15 +48,7 @@ from ropewalk.ops.attention.api import attention, takes_shards
 # Keywords that models pass to the attention, and that do not change it.
 _WITHOUT_EFFECT = frozenset(
     (
-        *(
-            "position_ids",
-            "cache_position",
-            "position_embeddings",
-            "use_cache",
-            "cache",
-            "past_key_values",
-            "past_key_value",
-        ),
+        *("position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "past_key_value"),
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "labels"),
         *("logits_to_keep", "max_length_q", "max_length_k", "seq_idx", "use_top_left_mask", "target_dtype"),
         *("encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "layer_idx"),

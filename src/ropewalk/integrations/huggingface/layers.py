@@ -104,7 +104,9 @@ class _LayerForward:
         q, k = apply_rope(q, k, cos, sin, interleaved=self.is_complex, norm=norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            k, v = cache.update(k, v, layer.layer_idx)
+            # transformers 5.24 and later give the cache the other arguments too.
+            given = {"kwargs": dict(kwargs)} if self.cache_name == "cache" else {}
+            k, v = cache.update(k, v, layer.layer_idx, **given)
         if self.is_windowed:
             kwargs["sliding_window"] = layer.sliding_window
         out, weights = self.interface.get_interface(layer.config._attn_implementation, self.eager)(
