@@ -513,7 +513,7 @@ def test_t5s_refusal_names_the_call_with_its_biases(device):
     [
         ("Bloom", {"hidden_size": 64, "n_layer": 1, "n_head": 4}),
         ("Mpt", {"d_model": 64, "n_layers": 1, "n_heads": 4}),
-        ("CodeGen", {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}),
+        ("GPTNeoXJapanese", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}),
     ],
 )
 def test_models_without_the_interface_stay_as_they_are_or_raise(name, sizes, device):
@@ -527,6 +527,23 @@ def test_models_without_the_interface_stay_as_they_are_or_raise(name, sizes, dev
     model = model_class._from_config(config, attn_implementation="ropewalk").to(device)
     with pytest.raises(ValueError, match=f"attn_implementation must be 'eager' for {name}Config: its model does not"):
         model(tokens(device))
+
+
+@pytest.mark.parametrize("name", ["GPTJ", "CodeGen"])
+def test_models_that_gained_the_interface_run_by_it_or_raise(name, device):
+    """They use it from transformers 5.24 on."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=50, bos_token_id=1, eos_token_id=2, n_embd=64, n_layer=1, n_head=4, rotary_dim=8
+    )
+    model_class = getattr(transformers, f"{name}Model")
+    eager = model_class(config).to(device).eval()
+    model = model_class._from_config(config, attn_implementation="ropewalk").to(device).eval()
+    model.load_state_dict(eager.state_dict())
+    if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        torch.testing.assert_close(model(tokens(device)).last_hidden_state, eager(tokens(device)).last_hidden_state)
+    else:
+        with pytest.raises(ValueError, match=f"attn_implementation must be 'eager' for {name}Config"):
+            model(tokens(device))
 
 
 def test_masks_with_four_dimensions_replace_causality_and_window(device):
