@@ -131,6 +131,23 @@ def decode(kind: str) -> dict[str, Any]:
     return {**recorded, "count": stub_gpu.python_calls(step)}
 
 
+def decode_growing(rows: int, layout: str, rotates: bool) -> dict[str, Any]:
+    """Record steps of decoding, each with one key more and memory of its own."""
+    keywords: dict[str, Any] = {"layout": layout, "impl": "triton"}
+    if rotates:
+        keywords |= {"position": Rope(), "keys_rotated": True, "causal": True}
+
+    def step(keys: int) -> Callable[[], Any]:
+        shapes = (rows, 1, 8, 128), (rows, keys, 2, 128), (rows, keys, 2, 128)
+        q, k, v = (zeros(*shape) if layout == "bthd" else zeros(shape[0], shape[2], shape[1], 128) for shape in shapes)
+        return lambda: attention(q, k, v, **keywords)
+
+    recorded = record([step(keys) for keys in (513, 514, 515, 700, 1001, 1023)])
+    last = step(1022)
+    last()
+    return {**recorded, "count": stub_gpu.python_calls(last)}
+
+
 def renamed(records: list[Any]) -> list[Any]:
     """Return launches with binaries for handles, and addresses numbered as they first appear.
 
@@ -191,4 +208,14 @@ def test_decoding_launches_the_same(kind: str) -> None:
     recorded = stub_gpu.run(decode, kind)
     assert recorded["plans"] == [1, 1]
     assert_same_launches(recorded)
+    assert recorded["count"] <= MOST_DECODING
+
+
+@pytest.mark.parametrize(("rows", "layout", "rotates"), [(1, "bhtd", False), (8, "bthd", True)])
+def test_decoding_from_a_cache_that_grows_launches_the_same(rows: int, layout: str, rotates: bool) -> None:
+    recorded = stub_gpu.run(decode_growing, rows, layout, rotates)
+    assert recorded["plans"] == [1, 0]
+    assert_same_launches(recorded)
+    binaries = {launch[-1] for launches in recorded["launches"]["with"] for launch in launches}
+    assert len(binaries) == 2  # no length has binaries of its own
     assert recorded["count"] <= MOST_DECODING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from ropewalk import attention
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import AtOnce, UnplannableError
+from ropewalk.ops.attention.backends import ORDER
 from ropewalk.ops.attention.triton import plan as plan_module
 from ropewalk.ops.attention.triton.plan import Builder, Plan
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
@@ -202,7 +205,7 @@ def assert_as_without(function: Callable[..., Any], *arguments: Any, calls: int 
 
 
 def found(cache: plans.Cache) -> list[Any]:
-    return [plan for plan in cache.found.values() if plan is not None]
+    return [plan for plan in cache.found.values() if plan is not None and plan is not plans.FIXED]
 
 
 class Runs:
@@ -210,23 +213,29 @@ class Runs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.whole = self.backwards = 0
-        run, inputs_of, run_at = Plan.run, plans.PlannedCall.inputs_of, plans.BackwardPlan.run_at
+        run, run_at = Plan.run, plans.BackwardPlan.run_at
 
         def count_run(plan: Any, *arguments: Any) -> Any:
             self.plans += 1
             return run(plan, *arguments)
 
-        def count_whole(planned: Any, given: Any) -> Any:
-            inputs = inputs_of(planned, given)
-            self.whole += inputs is not None
-            return inputs
+        def count_whole(kind: type[plans.PlannedCall]) -> Callable[..., Any]:
+            inputs_of = kind.inputs_of
+
+            def count(planned: Any, given: Any) -> Any:
+                inputs = inputs_of(planned, given)
+                self.whole += inputs is not None
+                return inputs
+
+            return count
 
         def count_backward(plan: Any, *arguments: Any) -> Any:
             self.backwards += 1
             return run_at(plan, *arguments)
 
         monkeypatch.setattr(Plan, "run", count_run)
-        monkeypatch.setattr(plans.PlannedCall, "inputs_of", count_whole)
+        for kind in (plans.PlannedCall, plans.GrowingCall):
+            monkeypatch.setattr(kind, "inputs_of", count_whole(kind))
         monkeypatch.setattr(plans.BackwardPlan, "run_at", count_backward)
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int, int]:
@@ -282,6 +291,40 @@ def test_decoding_short_caches(device: torch.device) -> None:
     tensors, keywords = over_a_cache(device, keys=64)
     assert_as_without(infer, tensors, keywords)
     assert not found(plans.CALLS)
+
+
+GROWING: dict[str, dict[str, Any]] = {
+    "rope": {"position": Rope(), "keys_rotated": True, "causal": True},
+    "left-padding": {"key_starts": integers(3, 0), "position": Alibi()},
+    "rope-and-left-padding": {"key_starts": integers(3, 0), "position": Rope(), "keys_rotated": True},
+    "window": {"window": (40, 0), "causal": True, "return_lse": True},
+    "lengths": {"key_lengths": integers(20, 140), "position": Rope(), "keys_rotated": True, "softcap": 2.0},
+    "sinks": {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(0))},
+    "mask": {"mask": True},
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [*zip(GROWING, ["bhtd", "bthd"] * len(GROWING), strict=False)])
+def test_decoding_from_a_cache_that_grows(device: torch.device, runs: Runs, kind: str, layout: str) -> None:
+    """One plan is for all lengths between two powers of two; the numbers of splits follow the length."""
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in GROWING[kind].items()}
+    counts = []
+    for keys in (257, 258, 290, 390):
+        shapes = [(B, 4, 1, D), *[(B, 2, keys, D)] * 2] if layout == "bhtd" else [(B, 1, 4, D), *[(B, keys, 2, D)] * 2]
+        tensors, keywords = draw(device, *shapes), {**given, "layout": layout}
+        if kind == "mask":
+            mask = torch.rand(B, 1, 1, keys, generator=torch.Generator().manual_seed(keys)) > 0.4
+            keywords["mask"] = mask.to(device)
+        counts.append(runs.of(functools.partial(assert_as_without, infer, tensors, keywords, calls=1)))
+    assert counts == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0)]
+
+
+def test_rules_of_choice_are_by_powers_of_two() -> None:
+    """A plan of caches of all lengths between two of them is for one backend."""
+    for rules in ORDER.values():
+        for rule in rules:
+            for limit in (rule.tokens, rule.below):
+                assert limit in (0, math.inf) or limit == 1 << (int(limit).bit_length() - 1)
 
 
 # === what differs from the call that made a plan ===

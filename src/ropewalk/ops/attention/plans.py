@@ -98,10 +98,10 @@ FORWARDS = Cache()
 class ForwardPlan:
     """The plan of a forward, and those of its backward by the gradients that come."""
 
-    def __init__(self, call: AttentionCall, backend: KernelBackend, save: bool) -> None:
+    def __init__(self, call: AttentionCall, backend: KernelBackend, save: bool, longest: int | None = None) -> None:
         from ropewalk.ops.attention.triton.plan import Builder
 
-        builder = Builder(call.q.device)
+        builder = Builder(call.q.device, longest)
         twin = _twin(call, builder)
         out, saved = builder.follow(backend.forward, twin, save)
         features = (saved.q, saved.k, *saved[3:]) if save else (None,) * 5
@@ -112,7 +112,7 @@ class ForwardPlan:
         self.out = builder.slot_of(out)
         self.lse = builder.slot_of(saved.lse) if len(results) > 1 else None
         self.features = tuple(None if x is None else builder.slot_of(x) for x in features)
-        self.backend = backend
+        self.backend, self.sizes = backend, builder.sizes
         self.backwards: dict[Any, BackwardPlan | None] = {}
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Saved] | None:
@@ -412,6 +412,81 @@ def _lay_out(result: Any, layout: str) -> Any:
     return result._replace(shape=shape, strides=strides)
 
 
+class GrowingCall(PlannedCall):
+    """A kind of call over caches of all lengths between two powers of two, and its plan."""
+
+    def __init__(self, call: AttentionCall, plan: ForwardPlan, layout: str) -> None:
+        super().__init__(call, plan, layout)
+        assert plan.sizes is not None
+        self.measure, self.work, indices = plan.sizes
+        self.pick_given, self.pick_sizes = itemgetter(*self.given), itemgetter(*indices)
+        self.head, self.token = (2, 1) if layout == "bthd" else (1, 2)
+
+    def inputs_of(self, given: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+        """Return the plan's inputs, and their addresses; None where one is misaligned, or the cache too large."""
+        inputs = list(self.pick_given(given)) + self.constants
+        addresses = addresses_of(inputs)
+        if addresses is None:
+            return None
+        _, k, v, mask, *_ = given
+        numbers = [*self.pick_sizes(self.measure(self.work, k, v, mask, k.shape[self.token], self.head))]
+        return None if max(numbers) > _MOST else (inputs + numbers, addresses + numbers)
+
+
+FIXED = object()  # in place of the plan of caches of all lengths, where a call is planned by its own length alone
+_MOST = 2**31 - 1  # numbers of a launch are int32
+_MOST_QUERIES = 64  # of a call that is looked for among those over caches
+_SHORTEST = 257  # keys: from here on kernels for few queries run, and powers of two decide whether keys are split
+
+
+def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
+    """Return the key of a call over a cache, without its length; None if the call is no such one.
+
+    It holds the powers of two that the length lies between: they decide the size of tables and whether there are
+    splits, and the rules of the choice of a backend are by them.
+    """
+    q, k, v, mask, *others = given
+    layout = flags[7]
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
+        return None
+    head, token = (2, 1) if layout == "bthd" else (1, 2)
+    queries, k_shape, v_shape = q.shape[token], k.shape, v.shape
+    keys = k_shape[token]
+    if queries > _MOST_QUERIES or keys < _SHORTEST or keys < queries or v_shape[token] != keys:
+        return None
+    of_mask = None
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[3] != keys:
+            return None
+        strides = mask.stride()
+        is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
+        of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
+    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, positions_q, positions_k, sinks = others
+    if not (bounds_q is bounds_k is block_table is positions_q is positions_k is None):
+        return None
+    bounds = (key_lengths, key_starts, query_starts, sinks)
+    window, k_strides, v_strides = flags[1], k.stride(), v.stride()
+    # Those that are not in the key are multiples of 16 bytes.
+    if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
+        return None
+    return (
+        *("cache", (keys - 1).bit_length(), keys.bit_length()),
+        *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
+        *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
+        *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
+        *(k.is_neg(), v.is_neg(), of_mask),
+        *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in bounds],
+        identity_of(position),
+        torch.is_grad_enabled(),
+        flags,
+        *map(type, flags),
+        *(map(type, window) if type(window) is tuple else ()),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_cublas_allow_tf32(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
 def find_call(
     given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
@@ -434,6 +509,11 @@ def find_call(
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
+        if grads is None or True not in grads:
+            key = _growing_key(given, position, flags)
+            found = None if key is None else CALLS.found.get(key)
+            if key is not None and found is not FIXED:
+                return key, found
         key = (
             *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
             *(type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.is_neg()),
@@ -472,7 +552,36 @@ class LibraryCall:
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:
     """Plan calls of a key, from its second call on, where nothing but the caller's tensors differs between them."""
-    CALLS.find(key, lambda: _plan_call(call, backend, given, layout))
+    plan = _plan_growing if key[0] == "cache" else _plan_call
+    CALLS.find(key, lambda: plan(call, backend, given, layout))
+
+
+def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> Any:
+    """Return the plan of a call over caches of all lengths; `FIXED` where something else depends on the length."""
+    tables, scheme = call.tables, call.scheme
+    rotates_rows = tables.k is not None or (tables.q is not None and tables.q_start is None)
+    if not _may_keep(call, given) or rotates_rows or scheme is None or scheme.far_window() is not None:
+        return FIXED
+    if backend.name in KERNELS:
+        longest = 1 << (call.k.shape[2] - 1).bit_length()
+        plan = _plan(ForwardPlan, call, KERNELS[backend.name], False, longest)
+        return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
+    if backend is REFERENCE or tables.q is not None or any(x is not None for x in given[3:]):
+        return FIXED
+    return LibraryCall(call, LIBRARIES[backend.name], layout)
+
+
+def _may_keep(call: AttentionCall, given: Sequence[Tensor | None]) -> bool:
+    """Say whether nothing but the tensors' addresses and values differs between calls of a key."""
+    of_call = pick_tensors(flatten(call))
+    return (
+        is_plain_eager(*given)
+        and addresses_of(_existing(of_call)) is not None
+        and (call.scheme is None or identity_of(call.scheme) is not None)
+        and all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+        and call.q.data_ptr() == given[0].data_ptr()  # type: ignore[union-attr]
+        and (call.sinks is None or call.sinks.dtype == torch.float32)
+    )
 
 
 def _plan_call(
@@ -482,15 +591,8 @@ def _plan_call(
     of_call = pick_tensors(flatten(call))
     placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
     has_rows = (call.tables.q is not None and call.tables.q_start is None) or call.far is not None
-    if (
-        not is_plain_eager(*given)
-        or addresses_of(_existing(of_call)) is None
-        or (call.scheme is not None and identity_of(call.scheme) is None)
-        or (has_rows and any(x is not None for x in placed))  # the rows of tables depend on values on the device
-        or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
-        or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
-        or (call.sinks is not None and call.sinks.dtype != torch.float32)
-    ):
+    # Rows of tables may depend on values on the device.
+    if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
     if backend.name in KERNELS:
         plan = FORWARDS.find(*_forward_key(call, KERNELS[backend.name], call.needs_backward))
