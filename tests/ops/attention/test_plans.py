@@ -45,6 +45,7 @@ def plan_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clear() -> None:
     plans.FORWARDS.clear()
     plans.CALLS.clear()
+    plans.NORMS.clear()
 
 
 def draw(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -122,10 +123,55 @@ def far(causal: bool) -> Callable[[torch.device], Made]:
     return lambda device: (qkv(device), {"position": ReRope(6), "causal": causal})
 
 
-# The plan of a kind: of the whole call, of the forward of a call that is resolved anew, or none.
-WHOLE, FORWARD, NONE = "whole", "forward", "none"
+def with_positions(layout: str = "bthd", **keywords: Any) -> Callable[[torch.device], Made]:
+    """Return a function that draws a call of two batch rows whose tokens have positions of their own."""
+
+    def make(device: torch.device) -> Made:
+        generator = torch.Generator().manual_seed(0)
+        positions = torch.randint(-500, 100_000, (2, B, T), generator=generator).to(device)
+        given = {"positions_q": positions[0], "positions_k": positions[1], "position": Rope(), **keywords}
+        if layout == "thd":
+            tensors, packing = packed(device)
+            return tensors, {**packing, **given, "positions_q": positions[0, 0], "positions_k": positions[1, 1]}
+        return qkv(device), given
+
+    return make
+
+
+def of_one_position(device: torch.device) -> Made:
+    positions = torch.randint(0, 100, (1, T), dtype=torch.int32).to(device)
+    return qkv(device), {"positions_q": positions, "positions_k": positions, "position": Rope(attention_factor=1.2)}
+
+
+def packed_over_longer_keys(device: torch.device) -> Made:
+    """Sequences with more keys than queries, one of neither, and tokens of none."""
+    of_q, of_k = (torch.tensor(bounds, device=device) for bounds in ([0, 5, 5, 9, T - 2], [0, 7, 7, 20, 33]))
+    tensors = draw(device, (T, H, D), (36, K, D), (36, K, D))
+    return tensors, {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "layout": "thd", "position": Rope(), "causal": True}
+
+
+def with_learned_slopes(device: torch.device) -> Made:
+    return qkv(device), {"position": Alibi(torch.rand(B, H, device=device, requires_grad=True)), "causal": True}
+
+
+def with_learned_bands(**keywords: Any) -> Callable[[torch.device], Made]:
+    def make(device: torch.device) -> Made:
+        weights = torch.rand(H, device=device, requires_grad=True)
+        placed = {name: x.to(device) for name, x in keywords.items()}
+        return qkv(device), {"position": ExpoSB(distance_decay=True, band_weights=weights), **placed}
+
+    return make
+
+
+def with_sinks_of_halves(device: torch.device) -> Made:
+    return qkv(device), {"sinks": torch.randn(H, device=device).half().requires_grad_(), "position": Rope()}
+
+
+# The plan of a kind: of the whole call, of the whole call with so many launches that make rows of tables before it, or
+# none.
+WHOLE, NONE = 0, -1
 MASK = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) > 0.4
-KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
+KINDS: dict[str, tuple[int, Callable[[torch.device], Made]]] = {
     "plain": (WHOLE, lambda device: (qkv(device), {})),
     "rope": (WHOLE, dense()),
     "rope-partial": (WHOLE, dense(position=Rope(rotary_dim=8))),
@@ -136,10 +182,19 @@ KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
     "no-keys": (WHOLE, dense(key_lengths=integers(0, 1))),
     "gqa-bhtd": (WHOLE, in_bhtd),
     "packed": (WHOLE, packed),
-    "packed-rope": (FORWARD, packed_and_rotated),
+    "packed-rope": (1, packed_and_rotated),
+    "packed-rope-of-longer-keys": (2, packed_over_longer_keys),
+    "rope-positions": (2, with_positions()),
+    "rope-positions-packed": (2, with_positions("thd")),
+    "rope-positions-of-queries": (2, with_positions(positions_k=None)),
+    "rope-one-position": (1, of_one_position),
+    "learned-slopes": (WHOLE, with_learned_slopes),
+    "learned-bands": (WHOLE, with_learned_bands()),
+    "learned-bands-key-starts": (1, with_learned_bands(key_starts=integers(3, 0))),
+    "sinks-of-halves": (WHOLE, with_sinks_of_halves),
     "alibi": (WHOLE, of_other_v),
     "exposb": (WHOLE, dense(position=ExpoSB(distance_decay=True))),
-    "learned-table": (FORWARD, with_learned_table),
+    "learned-table": (WHOLE, with_learned_table),
     "rerope": (WHOLE, far(True)),
     "rerope-full": (WHOLE, far(False)),
     "learned-sinks": (WHOLE, with_learned_sinks),
@@ -148,7 +203,9 @@ KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
     "softcap": (WHOLE, dense(softcap=3.0, scale=0.5)),
     "return-lse": (WHOLE, dense(return_lse=True, causal=True)),
     "dropout": (WHOLE, dense(dropout_p=0.3)),
-    "key-starts": (FORWARD, dense(key_starts=integers(3, 0))),
+    "key-starts": (1, dense(key_starts=integers(3, 0))),
+    "key-starts-query-starts": (2, dense(key_starts=integers(3, 0), query_starts=integers(-2, 0), causal=True)),
+    "query-starts-keys-rotated": (1, dense(query_starts=integers(-2, 0), keys_rotated=True)),
     "positions": (WHOLE, dense(position=Alibi(), positions_q=torch.arange(T)[None], positions_k=torch.arange(T)[None])),
     "fused": (WHOLE, fused),
     "expanded": (NONE, expanded),
@@ -164,7 +221,8 @@ def train(tensors: list[Tensor], keywords: dict[str, Any], function: Callable[..
     results = function(*leaves, impl="triton", **keywords)
     results = results if isinstance(results, tuple) else (results,)
     loss = sum((x.nan_to_num(neginf=0) * torch.rand_like(x)).sum() for x in results)
-    learned = [keywords.get("sinks"), getattr(keywords.get("position"), "table", None)]
+    of_scheme = [getattr(keywords.get("position"), name, None) for name in ("table", "slopes", "band_weights")]
+    learned = [keywords.get("sinks"), *of_scheme]
     wanted = [*leaves, *(x for x in learned if isinstance(x, Tensor) and x.requires_grad)]
     return [*results, *torch.autograd.grad(loss, wanted)]
 
@@ -219,11 +277,11 @@ class Runs:
             self.plans += 1
             return run(plan, *arguments)
 
-        def count_whole(kind: type[plans.PlannedCall]) -> Callable[..., Any]:
-            inputs_of = kind.inputs_of
+        def count_whole(kind: type[plans.PlannedCall], name: str) -> Callable[..., Any]:
+            inputs_of = getattr(kind, name)
 
-            def count(planned: Any, given: Any) -> Any:
-                inputs = inputs_of(planned, given)
+            def count(*arguments: Any) -> Any:
+                inputs = inputs_of(*arguments)
                 self.whole += inputs is not None
                 return inputs
 
@@ -235,7 +293,8 @@ class Runs:
 
         monkeypatch.setattr(Plan, "run", count_run)
         for kind in (plans.PlannedCall, plans.GrowingCall):
-            monkeypatch.setattr(kind, "inputs_of", count_whole(kind))
+            monkeypatch.setattr(kind, "inputs_of", count_whole(kind, "inputs_of"))
+        monkeypatch.setattr(plans.MadeCall, "make_inputs", count_whole(plans.MadeCall, "make_inputs"))
         monkeypatch.setattr(plans.BackwardPlan, "run_at", count_backward)
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int, int]:
@@ -254,13 +313,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def test_a_plan_gives_the_same_bits_and_strides(device: torch.device, runs: Runs, kind: str) -> None:
     level, make = KINDS[kind]
     tensors, keywords = make(device)
-    is_whole, is_planned = level == WHOLE, level != NONE
+    is_planned = level != NONE
     for function, directions in ((train, 2), (infer, 1)):
         assert_as_without(function, tensors, keywords, calls=2)
-        expected = directions * is_planned, is_whole, (directions - 1) * is_planned
+        expected = (directions + level) * is_planned, is_planned, (directions - 1) * is_planned
         assert runs.of(lambda function=function: assert_as_without(function, tensors, keywords, calls=1)) == expected
-    assert len(found(plans.CALLS)) == 2 * is_whole
-    assert len(found(plans.FORWARDS)) == 2 * is_planned
+    assert len(found(plans.CALLS)) == 2 * is_planned
+    of_rows = kind == "query-starts-keys-rotated"  # its forward without a gradient takes rows that a plan makes
+    assert len(found(plans.FORWARDS)) == 2 * is_planned - of_rows
 
 
 def over_a_cache(device: torch.device, keys: int = 256, **keywords: Any) -> Made:
@@ -286,11 +346,14 @@ def test_decoding(device: torch.device, runs: Runs, make: Callable[..., Made]) -
         assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (1, 1, 0)
 
 
-def test_decoding_short_caches(device: torch.device) -> None:
-    """Rows of tables are found on the device, which no plan of a whole call does."""
+def test_decoding_short_caches(device: torch.device, runs: Runs) -> None:
+    """A launch makes the rows of tables, which depend on values on the device."""
     tensors, keywords = over_a_cache(device, keys=64)
-    assert_as_without(infer, tensors, keywords)
-    assert not found(plans.CALLS)
+    assert_as_without(infer, tensors, keywords, calls=2)
+    for _ in range(2):
+        keywords["key_lengths"] += 1
+        keywords["query_starts"] += 1
+        assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (2, 1, 0)
 
 
 GROWING: dict[str, dict[str, Any]] = {

@@ -28,11 +28,20 @@ from ropewalk.ops.attention.backend import (
     Wanted,
 )
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backward_of
-from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.call import (
+    IS_TENSOR,
+    LEAVES,
+    AttentionCall,
+    RopeTable,
+    as_bhtd,
+    flatten,
+    from_bhtd,
+    unflatten,
+)
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import identity_of
+from ropewalk.ops.attention.tables import identity_of, norm_by_tables, row_source, signature_of, with_rows
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
-from ropewalk.schemes import PositionScheme
+from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, Rope, T5Bias
 
 MAX_PLANS = 1024
 MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
@@ -487,6 +496,125 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
     )
 
 
+class Rows:
+    """The launch that makes cos and sin of all tokens of one side, or of both, in each call."""
+
+    def __init__(self, call: AttentionCall, side: int, slots: Sequence[int]) -> None:
+        from ropewalk.ops.attention.triton.plan import Builder
+        from ropewalk.ops.attention.triton.table_rows import RowInputs, make_rows
+
+        source = row_source(call, side)
+        if source is None:
+            raise UnplannableError("rows of tables that no kernel makes")
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        positions = (call.positions_q, call.positions_k)[side]
+        bounds = key_starts = query_starts = of_keys = None
+        if positions is None and call.cu_seqlens_q is not None:
+            bounds = (call.cu_seqlens_q, call.cu_seqlens_k)[side]
+            if side == 0 and not (call.cu_seqlens_q is call.cu_seqlens_k and queries == keys):
+                of_keys = call.cu_seqlens_k
+        elif positions is None:
+            key_starts, query_starts = call.key_starts, call.query_starts if side == 0 else None
+        self.slots, self.reads = slots, source.table is None and source.frequencies is None
+        frequencies = call.scheme.inv_freq if self.reads else source.frequencies  # type: ignore[union-attr]
+        factor = None
+        if source.factor != 1.0:
+            factor = torch.tensor([source.factor], dtype=torch.float64, device=call.q.device)
+        builder = Builder(call.q.device)
+        table = source.table or (None, None)
+        of_call = (positions, bounds, of_keys, key_starts, query_starts)
+        inputs = RowInputs(*map(builder.input, (*table, frequencies, factor, *of_call)))
+        first = 0 if side else keys - queries
+        made = builder.follow(make_rows, inputs, (queries, keys)[side], first, source.lowest)
+        self.plan = builder.finish(made)
+        # In the order of the plan's inputs; each call gives the frequencies that are read, and its own tensors.
+        self.fixed = _existing((*table, None if self.reads else frequencies, factor))
+        self.reads_at = len(_existing(table))
+        given = (_POSITIONS[side], _BOUNDS[side], _BOUNDS[1], *_STARTS)
+        self.of_given = [index for index, x in zip(given, of_call, strict=True) if x is not None]
+
+    def make(self, given: Sequence[Any], position: Any) -> list[Tensor] | None:
+        """Return cos and sin; None where a tensor is misaligned."""
+        inputs = [*self.fixed, *[given[index] for index in self.of_given]]
+        if self.reads:
+            inputs.insert(self.reads_at, position.inv_freq)
+        addresses = addresses_of(inputs)
+        return None if addresses is None else self.plan.run(inputs, addresses, self.plan.results)[:2]
+
+
+# Indices among the caller's tensors.
+_STARTS, _BOUNDS, _POSITIONS = (5, 6), (7, 8), (10, 11)
+# Of the tensors after the seed: a scheme's parameters, then the tables of q and of k.
+_PARAMS, _TABLES = 0, range(1, 5)
+
+
+class MadeCall(PlannedCall):
+    """A kind of call whose tables, parameters or sinks are made in each call, of values that no key holds."""
+
+    def __init__(
+        self, call: AttentionCall, plan: ForwardPlan, layout: str, *, has_rows: bool, is_learned: bool
+    ) -> None:
+        super().__init__(call, plan, layout)
+        of_scheme = pick_tensors(flatten(call))[_SEED + 1 :]
+        present = [index for index, x in enumerate(of_scheme) if x is not None]
+        self.of_scheme: list[Any] = self.constants
+        self.rows: list[Rows] = []
+        if has_rows:
+            sides = ((0, _TABLES),) if _shares_table(call) else ((0, _TABLES[:2]), (1, _TABLES[2:]))
+            for side, leaves in sides:
+                slots = [present.index(leaf) for leaf in leaves if leaf in present]
+                if slots:
+                    self.rows.append(Rows(call, side, slots))
+        self.make_params: Callable[[Any], Tensor] | None = None
+        if is_learned:
+            assert call.score_mod_params is not None
+            self.make_params, self.params_like = _maker_of_params(call), _metadata(call.score_mod_params)
+        made = {slot for rows in self.rows for slot in rows.slots} | ({_PARAMS} if is_learned else set())
+        self.of_scheme = [None if slot in made else x for slot, x in enumerate(self.constants)]
+        self.constants = _existing([*self.of_scheme, *(x for rows in self.rows for x in rows.fixed)])  # kept alive
+        self.pick_given = itemgetter(*self.given)
+        self.casts_sinks = call.sinks is not None  # a cast of float32 is none
+
+    def make_inputs(self, given: Sequence[Any], position: Any) -> tuple[list[Any], list[int], Any, Any] | None:
+        """Return the plan's inputs and their addresses, the parameters and the sinks.
+
+        None where a tensor is misaligned.
+        """
+        params, sinks, of_scheme = None, given[-1], self.of_scheme.copy()
+        inputs = [*self.pick_given(given)]
+        if self.casts_sinks:
+            sinks = inputs[-1] = sinks.float()
+        for rows in self.rows:
+            made = rows.make(given, position)
+            if made is None:
+                return None
+            for index, slot in enumerate(rows.slots):
+                of_scheme[slot] = made[index % 2]
+        if self.make_params is not None:
+            params = of_scheme[_PARAMS] = self.make_params(position)
+            if _metadata(params) != self.params_like:
+                return None
+        if self.drops:
+            inputs.append(make_seed(inputs[0]))
+        inputs += of_scheme
+        addresses = addresses_of(inputs)
+        return None if addresses is None else (inputs, addresses, params, sinks)
+
+
+def _metadata(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _maker_of_params(call: AttentionCall) -> Callable[[Any], Tensor]:
+    """Return the parameters of a call's scheme as a differentiable function of the scheme."""
+    heads, device, scheme, params = call.q.shape[1], call.q.device, call.scheme, call.score_mod_params
+    if type(scheme) is T5Bias and params is not None:  # all but the biases are the same in each call
+        stop = call.n_learned_params
+        before, after = (x.detach().clone() for x in (params[:, :2], params[:, stop:]))
+        return lambda position: torch.cat((before, position.table.to(device, torch.float32).T, after), dim=1)
+    return lambda position: position.score_mod_params(heads, device)
+
+
 def find_call(
     given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
@@ -514,12 +642,17 @@ def find_call(
             found = None if key is None else CALLS.found.get(key)
             if key is not None and found is not FIXED:
                 return key, found
+        identity = identity_of(position)
+        if identity is None:
+            identity = ("read", signature_of(position))
+            if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return None, None
         key = (
             *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
             *(type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.is_neg()),
             *(type(v), v.shape, v.stride(), v.dtype, v.get_device(), v.is_neg()),
             *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others],
-            identity_of(position),
+            identity,
             grads,
             flags,
             *map(type, flags),  # True is 1 to a dict, and no window
@@ -531,6 +664,83 @@ def find_call(
         return key, CALLS.found.get(key)
     except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, lists no hash, None no shape
         return None, None
+
+
+NORMS = Cache()
+
+
+class NormedCall:
+    """A kind of call whose q and k are normed and rotated in one launch, and then attend without positions."""
+
+    def __init__(self, call: AttentionCall, impl: str | None, layout: str) -> None:
+        self.tables = with_rows(call).tables
+        self.layout, self.impl = layout, impl
+        # Kernels give the same bits for views of another layout; sums of PyTorch's do not.
+        self.is_viewed = layout == "thd" or impl is not None or not call.q.is_cuda
+        placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
+        self.rows: list[Rows] = []
+        assert call.scheme is not None
+        if any(x is not None for x in placed) or identity_of(call.scheme) is None:
+            sides = (0,) if _shares_table(call) else (0, 1)
+            self.rows = [Rows(call, side, ()) for side in sides]
+            self.tables = self.tables._replace(q=None, k=None)  # no plan keeps what the call made
+        tables = (x for table in (self.tables.q, self.tables.k) for x in table or ())
+        self.constants = [*tables, *(x for rows in self.rows for x in rows.fixed)]
+
+    def run(self, norm: Any, given: Sequence[Any], position: Any) -> tuple[Tensor, Tensor] | None:
+        """Return q and k, normed and rotated; None where a tensor is misaligned."""
+        q, k, *_ = given
+        tables, layout = self.tables, self.layout
+        if self.rows:
+            made = [rows.make(given, position) for rows in self.rows]
+            if any(x is None for x in made):
+                return None
+            of_q, *_, of_k = [RopeTable(*x) for x in (made[0], made[-1])]  # type: ignore[misc]
+            tables = tables._replace(q=of_q, k=of_q if len(made) == 1 else of_k)
+        if not self.is_viewed:
+            return norm_by_tables(q, k, norm, tables, layout, self.impl)
+        q, k = norm_by_tables(as_bhtd(q, layout), as_bhtd(k, layout), norm, tables, "bhtd", self.impl)
+        return from_bhtd(q, layout), from_bhtd(k, layout)
+
+
+def find_norm(
+    given: Sequence[Any], position: PositionScheme, norm: Any, flags: tuple[Any, ...]
+) -> tuple[Any, NormedCall | None]:
+    """Return the key of a call with a norm beside a rotation, None for one that no plan is for, and its plan."""
+    if is_intercepted():
+        return None, None
+    window = flags[1]
+    try:
+        if not _may_plan(given[0]):
+            return None, None
+        identity = identity_of(position)
+        tensors = (*given, norm.q_weight, norm.k_weight)
+        key = (
+            *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in tensors],
+            ("read", signature_of(position)) if identity is None else identity,
+            *(norm.eps, norm.offset, norm.after, norm.across_heads),
+            *(type(norm.eps), type(norm.offset), type(norm.after), type(norm.across_heads)),
+            flags,
+            *map(type, flags),
+            *(map(type, window) if type(window) is tuple else ()),
+        )
+        return key, NORMS.found.get(key)
+    except (RuntimeError, TypeError, AttributeError):  # as in `find_call`
+        return None, None
+
+
+def note_norm(
+    key: Any, call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
+) -> None:
+    """Plan the norms of a key, from its second call on; `call` is as it was before."""
+    NORMS.find(key, lambda: _plan(_plan_norm, call, norm, given, impl, layout))
+
+
+def _plan_norm(
+    call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
+) -> NormedCall | None:
+    is_kept = is_plain_eager(*given, norm.q_weight, norm.k_weight) and type(call.scheme) is Rope
+    return NormedCall(call, impl, layout) if is_kept and call.q.device == call.k.device else None
 
 
 class LibraryCall:
@@ -571,31 +781,66 @@ def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor 
     return LibraryCall(call, LIBRARIES[backend.name], layout)
 
 
-def _may_keep(call: AttentionCall, given: Sequence[Tensor | None]) -> bool:
-    """Say whether nothing but the tensors' addresses and values differs between calls of a key."""
+def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: bool = False) -> bool:
+    """Say whether nothing but the tensors' addresses and values differs between calls of a key.
+
+    reads: each call reads the scheme's tensors, and casts sinks.
+    """
     of_call = pick_tensors(flatten(call))
     return (
         is_plain_eager(*given)
         and addresses_of(_existing(of_call)) is not None
-        and (call.scheme is None or identity_of(call.scheme) is not None)
         and all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
         and call.q.data_ptr() == given[0].data_ptr()  # type: ignore[union-attr]
-        and (call.sinks is None or call.sinks.dtype == torch.float32)
+        and (reads or call.scheme is None or identity_of(call.scheme) is not None)
+        and (reads or call.sinks is None or call.sinks.dtype == torch.float32)
     )
 
 
 def _plan_call(
     call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str
 ) -> PlannedCall | LibraryCall | None:
-    """Return the plan of a call; None where it reads what no key knows, or what is made in each call."""
-    of_call = pick_tensors(flatten(call))
+    """Return the plan of a call; None where it reads what no key knows, or what no plan makes in each call."""
+    if backend.name in KERNELS:
+        return _plan(_plan_kernels, call, KERNELS[backend.name], given, layout)  # type: ignore[no-any-return]
     placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
     has_rows = (call.tables.q is not None and call.tables.q_start is None) or call.far is not None
     # Rows of tables may depend on values on the device.
     if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
-    if backend.name in KERNELS:
-        plan = FORWARDS.find(*_forward_key(call, KERNELS[backend.name], call.needs_backward))
-        return None if plan is None else PlannedCall(call, plan, layout)
-    is_library = backend is not REFERENCE and all(x is None for x in of_call[3:_SEED])
+    is_library = backend is not REFERENCE and all(x is None for x in given[3:])
     return LibraryCall(call, LIBRARIES[backend.name], layout) if is_library else None
+
+
+def _plan_kernels(
+    call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
+) -> PlannedCall | None:
+    """Return the plan of a call that kernels run."""
+    scheme, tables = call.scheme, call.tables
+    assert scheme is not None
+    is_read = identity_of(scheme) is None
+    placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
+    is_placed = any(x is not None for x in placed)
+    is_learned = is_read and call.score_mod_params is not None
+    has_rows = tables.q is not None and tables.q_start is None
+    has_rows = has_rows and (is_placed or (is_read and type(scheme) is not ExpoSB))
+    casts_sinks = call.sinks is not None and call.sinks.dtype != torch.float32
+    if casts_sinks:
+        call = call._replace(sinks=call.sinks.float())  # type: ignore[union-attr]
+    is_made = has_rows or is_learned or casts_sinks
+    if not _may_keep(call, given, reads=is_made) or (call.far is not None and (is_placed or is_read)):
+        return None
+    if is_read and not (has_rows or (is_learned and type(scheme) in _LEARNED)):
+        return None
+    plan = FORWARDS.find(*_forward_key(call, backend, call.needs_backward))
+    if plan is None and is_placed and tables.q_start is not None:  # short caches: their kernel reads a row a query
+        call, has_rows, is_made = with_rows(call), True, True
+        plan = ForwardPlan(call, backend, call.needs_backward)
+    if plan is None:
+        return None
+    if is_made:
+        return MadeCall(call, plan, layout, has_rows=has_rows, is_learned=is_learned)
+    return PlannedCall(call, plan, layout)
+
+
+_LEARNED = (Alibi, T5Bias, ExpoSB)  # what kernels these schemes name depends on no value of their tensors
