@@ -140,8 +140,9 @@ class _PlannedLearned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled()
-        return (_differentiate_learned_again if again else _differentiate_learned)(ctx, *grads)
+        differentiate = _differentiate_learned_again if torch.is_grad_enabled() else _differentiate_learned
+        gradients: tuple[Tensor | None, ...] = differentiate(ctx, *grads)
+        return gradients
 
 
 _record_learned: Callable[..., Any] = super(torch.autograd.Function, _PlannedLearned).apply

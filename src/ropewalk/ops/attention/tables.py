@@ -414,7 +414,7 @@ def row_source(call: AttentionCall, side: int) -> RowSource | None:
         if type(scheme) is not Rope or scheme.axes is not None:
             return None
         inv_freq = scheme.inv_freq
-        if inv_freq is not None and inv_freq.device == device and device.type != "cpu":
+        if inv_freq is not None and inv_freq.device == device and not _is_readable(inv_freq):
             return RowSource(None, 0, None, scheme.attention_factor)
         if known_by is None:
             return None

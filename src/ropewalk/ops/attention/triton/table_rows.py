@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), R rotary dim, S pa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -135,7 +135,7 @@ def make_rows(inputs: RowInputs, n_tokens: int, first: int, lowest: int, on: Ste
         batch * triton.cdiv(n_tokens, BLOCK_TOKENS),
         cos_out=cos,
         sin_out=sin,
-        inputs=RowInputs(*[_dense(x) for x in inputs[:4]], inputs.positions, *[_dense(x) for x in inputs[5:]]),
+        inputs=RowInputs(*[x if x is None or x is inputs.positions else x.contiguous() for x in inputs]),
         positions_stride_batch=strides[0],
         positions_stride_token=strides[1],
         n_sequences=n_sequences,
@@ -149,7 +149,3 @@ def make_rows(inputs: RowInputs, n_tokens: int, first: int, lowest: int, on: Ste
         BLOCK_T=BLOCK_TOKENS,
     )
     return cos, sin
-
-
-def _dense(x: Any) -> Any:
-    return None if x is None else x.contiguous()
