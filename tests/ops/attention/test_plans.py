@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import InterpretedFunction
 
-from ropewalk import attention
+from ropewalk import QKNorm, attention
 from ropewalk.ops.attention import plans
+from ropewalk.ops.attention import tables as tables_module
 from ropewalk.ops.attention.backend import AtOnce, UnplannableError
 from ropewalk.ops.attention.backends import ORDER
 from ropewalk.ops.attention.triton import plan as plan_module
@@ -436,6 +437,130 @@ def test_a_learned_table_that_an_optimiser_steps(device: torch.device) -> None:
         table.grad = torch.ones_like(table) * torch.arange(32, device=device)[:, None]
         optimiser.step()
     assert not torch.equal(train(tensors, keywords)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", ["rope-positions", "packed-rope", "key-starts", "learned-slopes", "sinks-of-halves"])
+def test_values_that_a_call_reads_are_written(device: torch.device, runs: Runs, kind: str) -> None:
+    """Positions, bounds, starts, slopes and sinks: a plan follows what lies at their addresses."""
+    tensors, keywords = KINDS[kind][1](device)
+    assert_as_without(train, tensors, keywords, calls=3)
+    before = train(tensors, keywords)
+    names = ("positions_q", "cu_seqlens_q", "key_starts", "sinks")
+    written = [*(keywords.get(name) for name in names), getattr(keywords["position"], "slopes", None)]
+    for x in written:
+        if x is not None:
+            x.data[1:2] += 2  # raises no version
+    expected = without_plans(train, tensors, keywords)
+    n_whole = runs.of(lambda: assert_same(train(tensors, keywords), expected))[1]
+    assert n_whole == 1
+    assert not torch.equal(before[0], expected[0])
+
+
+@pytest.mark.parametrize("position", ["index", "given"])
+def test_frequencies_that_are_read_in_each_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, runs: Runs, position: str
+) -> None:
+    """Those on a GPU; here, values on a CPU stand for them."""
+    monkeypatch.setattr(tables_module, "_is_readable", lambda x: False)
+    inv_freq = frequencies().to(device)
+    keywords: dict[str, Any] = {"position": Rope(inv_freq=inv_freq, attention_factor=1.5)}
+    if position == "given":
+        keywords["positions_q"] = keywords["positions_k"] = torch.randint(0, 1000, (B, T), device=device)
+    tensors = qkv(device)
+    assert_as_without(train, tensors, keywords, calls=3)
+    before = train(tensors, keywords)
+    inv_freq.data.mul_(3)
+    assert runs.of(lambda: assert_as_without(train, tensors, keywords, calls=1))[:2] == (3, 1)
+    other = {**keywords, "position": Rope(inv_freq=inv_freq * 2, attention_factor=1.5)}
+    assert_as_without(train, tensors, other, calls=1)
+    assert not torch.equal(before[0], train(tensors, keywords)[0])
+    assert len(found(plans.CALLS)) == 1
+
+
+def test_slopes_are_learned_and_frozen_in_turns(device: torch.device) -> None:
+    tensors, keywords = with_learned_slopes(device)
+    slopes = keywords["position"].slopes
+    for learns in (True, False) * 3:
+        slopes.requires_grad_(learns)
+        assert_as_without(train, tensors, keywords, calls=1)
+        q, k, v = tensors
+        assert attention(q, k, v, impl="triton", **keywords).requires_grad == learns
+    assert len(found(plans.CALLS)) >= 2
+
+
+def test_other_schemes_that_learn_are_resolved_anew(device: torch.device) -> None:
+    """No key knows whether another package's scheme has tensors that decide more than numbers."""
+
+    class Slopes(Alibi):
+        pass
+
+    slopes = torch.rand(H, device=device, requires_grad=True)
+    assert_as_without(train, qkv(device), {"position": Slopes(slopes)})
+    assert not found(plans.CALLS)
+
+
+# === a norm beside a rotation ===
+
+
+def train_with_norm(device: torch.device, norm: QKNorm, layout: str, **keywords: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = {"bthd": (B, T, H, D), "bhtd": (B, H, T, D), "thd": (T, H, D)}[layout]
+    leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(3)]
+    out = attention(*leaves, norm=norm, layout=layout, **keywords)
+    weights = [x for x in (norm.q_weight, norm.k_weight) if x is not None and x.requires_grad]
+    return [out, *torch.autograd.grad((out * torch.linspace(0, 1, D, device=device)).sum(), [*leaves, *weights])]
+
+
+NORMED: dict[str, dict[str, Any]] = {
+    "bthd": {"layout": "bthd", "causal": True, "position": Rope()},
+    "bhtd-partial": {"layout": "bhtd", "position": Rope(rotary_dim=8), "key_lengths": integers(T, 11)},
+    "packed": {"layout": "thd", "cu_seqlens_q": integers(0, 7, T), "position": Rope()},
+    "key-starts": {"layout": "bthd", "key_starts": integers(3, 0), "position": Rope(interleaved=True)},
+    "positions": {"layout": "bthd", "position": Rope(), "positions_q": torch.arange(2 * T).reshape(B, T)},
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+def test_a_norm_beside_a_rotation(device: torch.device, kind: str) -> None:
+    after = kind == "bhtd-partial"
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in NORMED[kind].items()}
+    norm = QKNorm(*(torch.rand(D, device=device, requires_grad=True) for _ in range(2)), after=after)
+
+    def train() -> list[Tensor]:
+        return train_with_norm(device, norm, **given, impl="triton")
+
+    assert_as_without(train, calls=5)
+    assert len(found(plans.NORMS)) == len(found(plans.CALLS)) == 1
+    before = train()
+    for weight in (norm.q_weight, norm.k_weight):
+        assert weight is not None
+        weight.data.mul_(2)
+    assert_as_without(train, calls=1)
+    assert not torch.equal(train()[0], before[0])
+    assert len(found(plans.NORMS)) == 1
+
+
+def test_a_norm_by_a_library_and_by_autocast(device: torch.device) -> None:
+    norm = QKNorm(torch.rand(D, device=device, requires_grad=True))
+
+    def train() -> list[Tensor]:
+        made = train_with_norm(device, norm, "bthd", position=Rope(), impl="reference")
+        with torch.autocast(device.type, torch.float16):
+            return made + train_with_norm(device, norm, "bthd", position=Rope(), impl="triton")
+
+    assert_as_without(train, calls=5)
+    assert len(found(plans.NORMS)) == 2
+
+
+def test_norms_that_are_refused_stay_refused(device: torch.device) -> None:
+    right, wrong = (QKNorm(torch.rand(width, device=device)) for width in (D, D + 1))
+    for _ in range(3):
+        train_with_norm(device, right, "bthd", position=Rope(), impl="triton")
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"norm\.q_weight has shape"):
+            train_with_norm(device, wrong, "bthd", position=Rope(), impl="triton")
+    with pytest.raises(ValueError, match="norm was passed with keys_rotated"):
+        train_with_norm(device, right, "bthd", position=Rope(), impl="triton", keys_rotated=True)
 
 
 def test_memory_that_is_used_again(device: torch.device) -> None:

@@ -39,7 +39,7 @@ from ropewalk.ops.attention.call import (
     unflatten,
 )
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import identity_of, norm_by_tables, row_source, signature_of, with_rows
+from ropewalk.ops.attention.tables import bind_norm, identity_of, row_source, signature_of, with_rows
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, Rope, T5Bias
 
@@ -674,32 +674,33 @@ class NormedCall:
 
     def __init__(self, call: AttentionCall, impl: str | None, layout: str) -> None:
         self.tables = with_rows(call).tables
-        self.layout, self.impl = layout, impl
         # Kernels give the same bits for views of another layout; sums of PyTorch's do not.
         self.is_viewed = layout == "thd" or impl is not None or not call.q.is_cuda
+        self.layout, self.impl = layout, impl
         placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
         self.rows: list[Rows] = []
         assert call.scheme is not None
         if any(x is not None for x in placed) or identity_of(call.scheme) is None:
-            sides = (0,) if _shares_table(call) else (0, 1)
-            self.rows = [Rows(call, side, ()) for side in sides]
+            self.rows = [Rows(call, side, ()) for side in ((0,) if _shares_table(call) else (0, 1))]
             self.tables = self.tables._replace(q=None, k=None)  # no plan keeps what the call made
+        self.norm = bind_norm(self.tables, "bhtd" if self.is_viewed else layout, impl)
         tables = (x for table in (self.tables.q, self.tables.k) for x in table or ())
         self.constants = [*tables, *(x for rows in self.rows for x in rows.fixed)]
 
-    def run(self, norm: Any, given: Sequence[Any], position: Any) -> tuple[Tensor, Tensor] | None:
+    def run(self, norm: Any, given: Sequence[Any], position: Any) -> tuple[Tensor, ...] | None:
         """Return q and k, normed and rotated; None where a tensor is misaligned."""
         q, k, *_ = given
-        tables, layout = self.tables, self.layout
+        layout, norm_qk = self.layout, self.norm
         if self.rows:
             made = [rows.make(given, position) for rows in self.rows]
-            if any(x is None for x in made):
+            if None in made:
                 return None
-            of_q, *_, of_k = [RopeTable(*x) for x in (made[0], made[-1])]  # type: ignore[misc]
-            tables = tables._replace(q=of_q, k=of_q if len(made) == 1 else of_k)
+            of_q, of_k = (RopeTable(*made[index]) for index in (0, -1))  # type: ignore[misc]
+            tables = self.tables._replace(q=of_q, k=of_q if len(made) == 1 else of_k)
+            norm_qk = bind_norm(tables, "bhtd" if self.is_viewed else layout, self.impl)
         if not self.is_viewed:
-            return norm_by_tables(q, k, norm, tables, layout, self.impl)
-        q, k = norm_by_tables(as_bhtd(q, layout), as_bhtd(k, layout), norm, tables, "bhtd", self.impl)
+            return norm_qk(q, k, norm)
+        q, k = norm_qk(as_bhtd(q, layout), as_bhtd(k, layout), norm)
         return from_bhtd(q, layout), from_bhtd(k, layout)
 
 

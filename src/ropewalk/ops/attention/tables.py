@@ -205,6 +205,14 @@ def norm_by_tables(
     return q, k
 
 
+def bind_norm(tables: Tables, layout: str, impl: str | None) -> Callable[[Tensor, Tensor, QKNorm], tuple[Tensor, ...]]:
+    """Return `norm_by_tables` as a function of q, k and a norm, with what tables decide made once."""
+    if tables.q is None or tables.k is None or tables.q.cos is not tables.k.cos:
+        return lambda q, k, norm: norm_by_tables(q, k, norm, tables, layout, impl)
+    call = RopeCall(*tables.q, None, None, 0, RopeFlags(layout, **_pairing(tables), impl=impl))
+    return lambda q, k, norm: norm_and_rotate((q, k), norm, call)
+
+
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
     rope = _rope_of(on)
@@ -395,7 +403,7 @@ class _Rotations:
 
 
 class RowSource(NamedTuple):
-    """What gives one side's row of cos and sin for each position: a table of all positions, or frequencies."""
+    """The source of one side's row of cos and sin for each position: a table of all positions, or frequencies."""
 
     table: RopeTable | None
     lowest: int  # the position of the table's first row

@@ -51,7 +51,7 @@ COMBINED_AT_ONCE = 32  # splits: a constant, so that no count of them makes anot
 
 
 class Work(NamedTuple):
-    """What decides how a cache is split, beside its length."""
+    """The numbers that decide how a cache is split, beside its length."""
 
     programs: int  # for each split
     block_m: int

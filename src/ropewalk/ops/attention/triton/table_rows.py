@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16
 
 
 class RowInputs(NamedTuple):
-    """What gives the rows: a table, or frequencies; and what gives the positions of the tokens."""
+    """Tensors that give the rows, a table or frequencies, and those that give the positions of the tokens."""
 
     cos: Tensor | None  # (1, positions, R/2), float32
     sin: Tensor | None
