@@ -251,8 +251,8 @@ def test_kinds_with_steps_before_launch_the_same(kind: str) -> None:
     recorded = stub_gpu.run(train, kind, "triton")
     planned = recorded["launches"]["with"]
     for launches in planned[:2]:
-        assert [launch[0] for launch in launches].count("rows_kernel") == n_rows
-    recorded["launches"]["with"] = [[x for x in launches if x[0] != "rows_kernel"] for launches in planned]
+        assert [launch[0] for launch in launches].count("table_rows_kernel") == n_rows
+    recorded["launches"]["with"] = [[x for x in launches if x[0] != "table_rows_kernel"] for launches in planned]
     assert_same_launches(recorded)
     for count, limit in zip(recorded["counts"], limits, strict=True):
         assert count <= limit, (kind, recorded["counts"])

@@ -62,7 +62,7 @@ def packed_index(token, bounds, bounds_of_keys, n_sequences, n_steps):
         *("first", "lowest", "n_rows"),
     )
 )
-def rows_kernel(
+def table_rows_kernel(
     cos_out,  # (B or 1, T, R/2), float32
     sin_out,
     inputs,  # `RowInputs`
@@ -131,7 +131,7 @@ def make_rows(inputs: RowInputs, n_tokens: int, first: int, lowest: int, on: Ste
         strides = tuple(stride if size > 1 else 0 for size, stride in sizes)
     n_sequences = 0 if inputs.bounds is None else inputs.bounds.shape[0] - 1
     on.launch(
-        rows_kernel,
+        table_rows_kernel,
         batch * triton.cdiv(n_tokens, BLOCK_TOKENS),
         cos_out=cos,
         sin_out=sin,
