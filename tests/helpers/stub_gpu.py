@@ -256,6 +256,7 @@ def install() -> None:
     from ropewalk.ops.attention.triton.support import Triton
     from ropewalk.ops.rope import backends as rope_backends
     from ropewalk.ops.rope.triton import launch as rope_launch
+    from ropewalk.ops.rope.triton import norm_launch
 
     _patch(gpu, "capability", lambda device: (9, 0))
     _patch(gpu, "is_nvidia", lambda device: True)
@@ -264,19 +265,23 @@ def install() -> None:
     _patch(support, "why_not_on", lambda device: None)
     _patch(validate, "_has_values", lambda x: False)
     _patch(backends, "backend_order", lambda call: _order(backends, call))
-    _patch(rope_backends, "choose", lambda impl, device, call: "triton")  # the CUDA extension needs a GPU
-    triton_why_not, init = Triton.why_not, rope_launch.Launch.__post_init__
+    _patch(rope_backends, "choose", lambda *arguments, **keywords: "triton")  # the CUDA extension needs a GPU
+    triton_why_not = Triton.why_not
 
     def why_not_on_gpu(backend: Any, call: Any) -> Any:
         refusal = triton_why_not(backend, call)
         return None if refusal is not None and refusal.code == "interpreter_bfloat16" else refusal
 
-    def init_on_gpu(launch: Any) -> None:
-        launch.device = 0  # a CPU's index is None
-        init(launch)
+    def on_gpu(init: Callable[[Any], None]) -> Callable[[Any], None]:
+        def init_on_gpu(launch: Any) -> None:
+            launch.device = 0  # a CPU's index is None
+            init(launch)
+
+        return init_on_gpu
 
     _patch(Triton, "why_not", why_not_on_gpu)
-    _patch(rope_launch.Launch, "__post_init__", init_on_gpu)
+    for launch_class in (rope_launch.Launch, norm_launch.KernelLaunch):
+        _patch(launch_class, "__post_init__", on_gpu(launch_class.__post_init__))
 
 
 def _order(backends: Any, call: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from helpers import stub_gpu
 from torch import Tensor
 
-from ropewalk import Alibi, Rope, attention
+from ropewalk import Alibi, ExpoSB, QKNorm, Rope, T5Bias, attention
 from ropewalk.ops.attention import plans
 
 pytestmark = pytest.mark.compile
@@ -41,10 +41,37 @@ def make(kind: str, impl: str) -> tuple[list[Tensor], dict[str, Any]]:
         "packed": {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "causal": True, "layout": "thd"},
         "return-lse": {"return_lse": True},
         "dropout": {"dropout_p": 0.1, "causal": True},
+        **make_kinds_with_steps(heads, dim),
     }[kind]
-    if kind == "packed":
+    if "cu_seqlens_q" in keywords:
         shapes = tuple((2 * T, *shape[2:]) for shape in shapes)  # type: ignore[assignment]
     return [zeros(*shape).requires_grad_() for shape in shapes], {**keywords, "impl": impl}
+
+
+def make_kinds_with_steps(heads: int, dim: int) -> dict[str, dict[str, Any]]:
+    """Make the arguments of calls that make tables, parameters or normed features before they attend."""
+    packing = {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "causal": True, "layout": "thd", "position": Rope()}
+    positions, of_packed = torch.arange(2 * T).reshape(2, T), torch.arange(2 * T)
+    weights = [torch.zeros(dim, requires_grad=True) for _ in range(2)]
+    return {
+        "packed-rope": packing,
+        "packed-rope-positions": {**packing, "positions_q": of_packed, "positions_k": of_packed},
+        "rope-positions": {"position": Rope(), "positions_q": positions, "positions_k": positions.clone()},
+        "rope-key-starts": {"position": Rope(), "key_starts": torch.tensor([3, 0])},
+        "learned-alibi": {"position": Alibi(torch.zeros(heads, requires_grad=True)), "causal": True},
+        "learned-t5": {"position": T5Bias(torch.zeros(32, heads, requires_grad=True))},
+        "learned-exposb": {"position": ExpoSB(band_weights=torch.zeros(heads, requires_grad=True))},
+        "sinks-of-halves": {"sinks": torch.zeros(heads, dtype=torch.bfloat16, requires_grad=True)},
+        "norm-rope": {"position": Rope(), "norm": QKNorm(*weights)},
+        "norm-rope-packed": {**packing, "norm": QKNorm(*weights)},
+    }
+
+
+def leaves_of(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
+    """Return all that a call differentiates."""
+    owners = [keywords, *(vars(keywords[name]) for name in ("position", "norm") if name in keywords)]
+    names = ("sinks", "slopes", "table", "band_weights", "q_weight", "k_weight")
+    return [*tensors, *(owner[name] for owner in owners for name in names if owner.get(name) is not None)]
 
 
 def make_decoding(kind: str) -> tuple[list[Tensor], dict[str, Any]]:
@@ -88,8 +115,7 @@ def record(calls: list[Callable[[], Any]]) -> dict[str, Any]:
 def train(kind: str, impl: str) -> dict[str, Any]:
     """Record a forward without a gradient, one that records, and its backward."""
     tensors, keywords = make(kind, impl)
-    sinks = keywords.get("sinks")
-    leaves = tensors if sinks is None else [*tensors, sinks]
+    leaves = leaves_of(tensors, keywords)
     graph: list[Any] = []
 
     def forward_alone() -> Any:
@@ -107,6 +133,7 @@ def train(kind: str, impl: str) -> dict[str, Any]:
         results = results if isinstance(results, tuple) else (results,)
         torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results], retain_graph=True)
 
+    plans.NORMS.clear()
     recorded = record([forward, remember, backward])
     # The functions of the calls alone, without the test's own.
     with torch.no_grad():
@@ -129,6 +156,23 @@ def decode(kind: str) -> dict[str, Any]:
 
     recorded = record([step])
     return {**recorded, "count": stub_gpu.python_calls(step)}
+
+
+def decode_growing(rows: int, layout: str, rotates: bool) -> dict[str, Any]:
+    """Record steps of decoding, each with one key more and memory of its own."""
+    keywords: dict[str, Any] = {"layout": layout, "impl": "triton"}
+    if rotates:
+        keywords |= {"position": Rope(), "keys_rotated": True, "causal": True}
+
+    def step(keys: int) -> Callable[[], Any]:
+        shapes = (rows, 1, 8, 128), (rows, keys, 2, 128), (rows, keys, 2, 128)
+        q, k, v = (zeros(*shape) if layout == "bthd" else zeros(shape[0], shape[2], shape[1], 128) for shape in shapes)
+        return lambda: attention(q, k, v, **keywords)
+
+    recorded = record([step(keys) for keys in (513, 514, 515, 700, 1001, 1023)])
+    last = step(1022)
+    last()
+    return {**recorded, "count": stub_gpu.python_calls(last)}
 
 
 def renamed(records: list[Any]) -> list[Any]:
@@ -186,9 +230,47 @@ def test_other_kinds_launch_the_same(kind: str, impl: str) -> None:
     check_training(kind, impl)
 
 
+# By kind: the launches that make rows of tables, and limits of a forward, a forward that records, and a backward.
+WITH_STEPS = {
+    "packed-rope": (1, 45, 60, 50),
+    "packed-rope-positions": (1, 45, 60, 50),
+    "rope-positions": (2, 60, 75, 50),
+    "rope-key-starts": (1, 45, 60, 50),
+    "learned-alibi": (0, 35, 50, 75),
+    "learned-t5": (0, 40, 50, 75),
+    "learned-exposb": (0, 45, 50, 75),
+    "sinks-of-halves": (0, 30, 45, 75),
+    "norm-rope": (0, 75, 85, 95),
+    "norm-rope-packed": (1, 95, 105, 95),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_STEPS)
+def test_kinds_with_steps_before_launch_the_same(kind: str) -> None:
+    n_rows, *limits = WITH_STEPS[kind]
+    recorded = stub_gpu.run(train, kind, "triton")
+    planned = recorded["launches"]["with"]
+    for launches in planned[:2]:
+        assert [launch[0] for launch in launches].count("table_rows_kernel") == n_rows
+    recorded["launches"]["with"] = [[x for x in launches if x[0] != "table_rows_kernel"] for launches in planned]
+    assert_same_launches(recorded)
+    for count, limit in zip(recorded["counts"], limits, strict=True):
+        assert count <= limit, (kind, recorded["counts"])
+
+
 @pytest.mark.parametrize("kind", ["cache", "pages"])
 def test_decoding_launches_the_same(kind: str) -> None:
     recorded = stub_gpu.run(decode, kind)
     assert recorded["plans"] == [1, 1]
     assert_same_launches(recorded)
+    assert recorded["count"] <= MOST_DECODING
+
+
+@pytest.mark.parametrize(("rows", "layout", "rotates"), [(1, "bhtd", False), (8, "bthd", True)])
+def test_decoding_from_a_cache_that_grows_launches_the_same(rows: int, layout: str, rotates: bool) -> None:
+    recorded = stub_gpu.run(decode_growing, rows, layout, rotates)
+    assert recorded["plans"] == [1, 0]
+    assert_same_launches(recorded)
+    binaries = {launch[-1] for launches in recorded["launches"]["with"] for launch in launches}
+    assert len(binaries) == 2  # no length has binaries of its own
     assert recorded["count"] <= MOST_DECODING

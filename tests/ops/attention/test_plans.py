@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import InterpretedFunction
 
-from ropewalk import attention
+from ropewalk import QKNorm, attention
 from ropewalk.ops.attention import plans
+from ropewalk.ops.attention import tables as tables_module
 from ropewalk.ops.attention.backend import AtOnce, UnplannableError
+from ropewalk.ops.attention.backends import ORDER
 from ropewalk.ops.attention.triton import plan as plan_module
 from ropewalk.ops.attention.triton.plan import Builder, Plan
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
@@ -42,6 +46,7 @@ def plan_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clear() -> None:
     plans.FORWARDS.clear()
     plans.CALLS.clear()
+    plans.NORMS.clear()
 
 
 def draw(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -119,10 +124,55 @@ def far(causal: bool) -> Callable[[torch.device], Made]:
     return lambda device: (qkv(device), {"position": ReRope(6), "causal": causal})
 
 
-# The plan of a kind: of the whole call, of the forward of a call that is resolved anew, or none.
-WHOLE, FORWARD, NONE = "whole", "forward", "none"
+def with_positions(layout: str = "bthd", **keywords: Any) -> Callable[[torch.device], Made]:
+    """Return a function that draws a call of two batch rows whose tokens have positions of their own."""
+
+    def make(device: torch.device) -> Made:
+        generator = torch.Generator().manual_seed(0)
+        positions = torch.randint(-500, 100_000, (2, B, T), generator=generator).to(device)
+        given = {"positions_q": positions[0], "positions_k": positions[1], "position": Rope(), **keywords}
+        if layout == "thd":
+            tensors, packing = packed(device)
+            return tensors, {**packing, **given, "positions_q": positions[0, 0], "positions_k": positions[1, 1]}
+        return qkv(device), given
+
+    return make
+
+
+def of_one_position(device: torch.device) -> Made:
+    positions = torch.randint(0, 100, (1, T), dtype=torch.int32).to(device)
+    return qkv(device), {"positions_q": positions, "positions_k": positions, "position": Rope(attention_factor=1.2)}
+
+
+def packed_over_longer_keys(device: torch.device) -> Made:
+    """Sequences with more keys than queries, one of neither, and tokens of none."""
+    of_q, of_k = (torch.tensor(bounds, device=device) for bounds in ([0, 5, 5, 9, T - 2], [0, 7, 7, 20, 33]))
+    tensors = draw(device, (T, H, D), (36, K, D), (36, K, D))
+    return tensors, {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "layout": "thd", "position": Rope(), "causal": True}
+
+
+def with_learned_slopes(device: torch.device) -> Made:
+    return qkv(device), {"position": Alibi(torch.rand(B, H, device=device, requires_grad=True)), "causal": True}
+
+
+def with_learned_bands(**keywords: Any) -> Callable[[torch.device], Made]:
+    def make(device: torch.device) -> Made:
+        weights = torch.rand(H, device=device, requires_grad=True)
+        placed = {name: x.to(device) for name, x in keywords.items()}
+        return qkv(device), {"position": ExpoSB(distance_decay=True, band_weights=weights), **placed}
+
+    return make
+
+
+def with_sinks_of_halves(device: torch.device) -> Made:
+    return qkv(device), {"sinks": torch.randn(H, device=device).half().requires_grad_(), "position": Rope()}
+
+
+# The plan of a kind: of the whole call, of the whole call with so many launches that make rows of tables before it, or
+# none.
+WHOLE, NONE = 0, -1
 MASK = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) > 0.4
-KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
+KINDS: dict[str, tuple[int, Callable[[torch.device], Made]]] = {
     "plain": (WHOLE, lambda device: (qkv(device), {})),
     "rope": (WHOLE, dense()),
     "rope-partial": (WHOLE, dense(position=Rope(rotary_dim=8))),
@@ -133,10 +183,19 @@ KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
     "no-keys": (WHOLE, dense(key_lengths=integers(0, 1))),
     "gqa-bhtd": (WHOLE, in_bhtd),
     "packed": (WHOLE, packed),
-    "packed-rope": (FORWARD, packed_and_rotated),
+    "packed-rope": (1, packed_and_rotated),
+    "packed-rope-of-longer-keys": (2, packed_over_longer_keys),
+    "rope-positions": (2, with_positions()),
+    "rope-positions-packed": (2, with_positions("thd")),
+    "rope-positions-of-queries": (2, with_positions(positions_k=None)),
+    "rope-one-position": (1, of_one_position),
+    "learned-slopes": (WHOLE, with_learned_slopes),
+    "learned-bands": (WHOLE, with_learned_bands()),
+    "learned-bands-key-starts": (1, with_learned_bands(key_starts=integers(3, 0))),
+    "sinks-of-halves": (WHOLE, with_sinks_of_halves),
     "alibi": (WHOLE, of_other_v),
     "exposb": (WHOLE, dense(position=ExpoSB(distance_decay=True))),
-    "learned-table": (FORWARD, with_learned_table),
+    "learned-table": (WHOLE, with_learned_table),
     "rerope": (WHOLE, far(True)),
     "rerope-full": (WHOLE, far(False)),
     "learned-sinks": (WHOLE, with_learned_sinks),
@@ -145,7 +204,9 @@ KINDS: dict[str, tuple[str, Callable[[torch.device], Made]]] = {
     "softcap": (WHOLE, dense(softcap=3.0, scale=0.5)),
     "return-lse": (WHOLE, dense(return_lse=True, causal=True)),
     "dropout": (WHOLE, dense(dropout_p=0.3)),
-    "key-starts": (FORWARD, dense(key_starts=integers(3, 0))),
+    "key-starts": (1, dense(key_starts=integers(3, 0))),
+    "key-starts-query-starts": (2, dense(key_starts=integers(3, 0), query_starts=integers(-2, 0), causal=True)),
+    "query-starts-keys-rotated": (1, dense(query_starts=integers(-2, 0), keys_rotated=True)),
     "positions": (WHOLE, dense(position=Alibi(), positions_q=torch.arange(T)[None], positions_k=torch.arange(T)[None])),
     "fused": (WHOLE, fused),
     "expanded": (NONE, expanded),
@@ -161,7 +222,8 @@ def train(tensors: list[Tensor], keywords: dict[str, Any], function: Callable[..
     results = function(*leaves, impl="triton", **keywords)
     results = results if isinstance(results, tuple) else (results,)
     loss = sum((x.nan_to_num(neginf=0) * torch.rand_like(x)).sum() for x in results)
-    learned = [keywords.get("sinks"), getattr(keywords.get("position"), "table", None)]
+    of_scheme = [getattr(keywords.get("position"), name, None) for name in ("table", "slopes", "band_weights")]
+    learned = [keywords.get("sinks"), *of_scheme]
     wanted = [*leaves, *(x for x in learned if isinstance(x, Tensor) and x.requires_grad)]
     return [*results, *torch.autograd.grad(loss, wanted)]
 
@@ -202,7 +264,7 @@ def assert_as_without(function: Callable[..., Any], *arguments: Any, calls: int 
 
 
 def found(cache: plans.Cache) -> list[Any]:
-    return [plan for plan in cache.found.values() if plan is not None]
+    return [plan for plan in cache.found.values() if plan is not None and plan is not plans.FIXED]
 
 
 class Runs:
@@ -210,23 +272,30 @@ class Runs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.whole = self.backwards = 0
-        run, inputs_of, run_at = Plan.run, plans.PlannedCall.inputs_of, plans.BackwardPlan.run_at
+        run, run_at = Plan.run, plans.BackwardPlan.run_at
 
         def count_run(plan: Any, *arguments: Any) -> Any:
             self.plans += 1
             return run(plan, *arguments)
 
-        def count_whole(planned: Any, given: Any) -> Any:
-            inputs = inputs_of(planned, given)
-            self.whole += inputs is not None
-            return inputs
+        def count_whole(kind: type[plans.PlannedCall], name: str) -> Callable[..., Any]:
+            inputs_of = getattr(kind, name)
+
+            def count(*arguments: Any) -> Any:
+                inputs = inputs_of(*arguments)
+                self.whole += inputs is not None
+                return inputs
+
+            return count
 
         def count_backward(plan: Any, *arguments: Any) -> Any:
             self.backwards += 1
             return run_at(plan, *arguments)
 
         monkeypatch.setattr(Plan, "run", count_run)
-        monkeypatch.setattr(plans.PlannedCall, "inputs_of", count_whole)
+        for kind in (plans.PlannedCall, plans.GrowingCall):
+            monkeypatch.setattr(kind, "inputs_of", count_whole(kind, "inputs_of"))
+        monkeypatch.setattr(plans.MadeCall, "make_inputs", count_whole(plans.MadeCall, "make_inputs"))
         monkeypatch.setattr(plans.BackwardPlan, "run_at", count_backward)
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int, int]:
@@ -245,13 +314,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def test_a_plan_gives_the_same_bits_and_strides(device: torch.device, runs: Runs, kind: str) -> None:
     level, make = KINDS[kind]
     tensors, keywords = make(device)
-    is_whole, is_planned = level == WHOLE, level != NONE
+    is_planned = level != NONE
     for function, directions in ((train, 2), (infer, 1)):
         assert_as_without(function, tensors, keywords, calls=2)
-        expected = directions * is_planned, is_whole, (directions - 1) * is_planned
+        expected = (directions + level) * is_planned, is_planned, (directions - 1) * is_planned
         assert runs.of(lambda function=function: assert_as_without(function, tensors, keywords, calls=1)) == expected
-    assert len(found(plans.CALLS)) == 2 * is_whole
-    assert len(found(plans.FORWARDS)) == 2 * is_planned
+    assert len(found(plans.CALLS)) == 2 * is_planned
+    of_rows = kind == "query-starts-keys-rotated"  # its forward without a gradient takes rows that a plan makes
+    assert len(found(plans.FORWARDS)) == 2 * is_planned - of_rows
 
 
 def over_a_cache(device: torch.device, keys: int = 256, **keywords: Any) -> Made:
@@ -277,11 +347,48 @@ def test_decoding(device: torch.device, runs: Runs, make: Callable[..., Made]) -
         assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (1, 1, 0)
 
 
-def test_decoding_short_caches(device: torch.device) -> None:
-    """Rows of tables are found on the device, which no plan of a whole call does."""
+def test_decoding_short_caches(device: torch.device, runs: Runs) -> None:
+    """A launch makes the rows of tables, which depend on values on the device."""
     tensors, keywords = over_a_cache(device, keys=64)
-    assert_as_without(infer, tensors, keywords)
-    assert not found(plans.CALLS)
+    assert_as_without(infer, tensors, keywords, calls=2)
+    for _ in range(2):
+        keywords["key_lengths"] += 1
+        keywords["query_starts"] += 1
+        assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (2, 1, 0)
+
+
+GROWING: dict[str, dict[str, Any]] = {
+    "rope": {"position": Rope(), "keys_rotated": True, "causal": True},
+    "left-padding": {"key_starts": integers(3, 0), "position": Alibi()},
+    "rope-and-left-padding": {"key_starts": integers(3, 0), "position": Rope(), "keys_rotated": True},
+    "window": {"window": (40, 0), "causal": True, "return_lse": True},
+    "lengths": {"key_lengths": integers(20, 140), "position": Rope(), "keys_rotated": True, "softcap": 2.0},
+    "sinks": {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(0))},
+    "mask": {"mask": True},
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [*zip(GROWING, ["bhtd", "bthd"] * len(GROWING), strict=False)])
+def test_decoding_from_a_cache_that_grows(device: torch.device, runs: Runs, kind: str, layout: str) -> None:
+    """One plan is for all lengths between two powers of two; the numbers of splits follow the length."""
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in GROWING[kind].items()}
+    counts = []
+    for keys in (257, 258, 290, 390):
+        shapes = [(B, 4, 1, D), *[(B, 2, keys, D)] * 2] if layout == "bhtd" else [(B, 1, 4, D), *[(B, keys, 2, D)] * 2]
+        tensors, keywords = draw(device, *shapes), {**given, "layout": layout}
+        if kind == "mask":
+            mask = torch.rand(B, 1, 1, keys, generator=torch.Generator().manual_seed(keys)) > 0.4
+            keywords["mask"] = mask.to(device)
+        counts.append(runs.of(functools.partial(assert_as_without, infer, tensors, keywords, calls=1)))
+    assert counts == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0)]
+
+
+def test_rules_of_choice_are_by_powers_of_two() -> None:
+    """A plan of caches of all lengths between two of them is for one backend."""
+    for rules in ORDER.values():
+        for rule in rules:
+            for limit in (rule.tokens, rule.below):
+                assert limit in (0, math.inf) or limit == 1 << (int(limit).bit_length() - 1)
 
 
 # === what differs from the call that made a plan ===
@@ -330,6 +437,130 @@ def test_a_learned_table_that_an_optimiser_steps(device: torch.device) -> None:
         table.grad = torch.ones_like(table) * torch.arange(32, device=device)[:, None]
         optimiser.step()
     assert not torch.equal(train(tensors, keywords)[0], before[0])
+
+
+@pytest.mark.parametrize("kind", ["rope-positions", "packed-rope", "key-starts", "learned-slopes", "sinks-of-halves"])
+def test_values_that_a_call_reads_are_written(device: torch.device, runs: Runs, kind: str) -> None:
+    """Positions, bounds, starts, slopes and sinks: a plan follows what lies at their addresses."""
+    tensors, keywords = KINDS[kind][1](device)
+    assert_as_without(train, tensors, keywords, calls=3)
+    before = train(tensors, keywords)
+    names = ("positions_q", "cu_seqlens_q", "key_starts", "sinks")
+    written = [*(keywords.get(name) for name in names), getattr(keywords["position"], "slopes", None)]
+    for x in written:
+        if x is not None:
+            x.data[1:2] += 2  # raises no version
+    expected = without_plans(train, tensors, keywords)
+    n_whole = runs.of(lambda: assert_same(train(tensors, keywords), expected))[1]
+    assert n_whole == 1
+    assert not torch.equal(before[0], expected[0])
+
+
+@pytest.mark.parametrize("position", ["index", "given"])
+def test_frequencies_that_are_read_in_each_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, runs: Runs, position: str
+) -> None:
+    """Those on a GPU; here, values on a CPU stand for them."""
+    monkeypatch.setattr(tables_module, "_is_readable", lambda x: False)
+    inv_freq = frequencies().to(device)
+    keywords: dict[str, Any] = {"position": Rope(inv_freq=inv_freq, attention_factor=1.5)}
+    if position == "given":
+        keywords["positions_q"] = keywords["positions_k"] = torch.randint(0, 1000, (B, T), device=device)
+    tensors = qkv(device)
+    assert_as_without(train, tensors, keywords, calls=3)
+    before = train(tensors, keywords)
+    inv_freq.data.mul_(3)
+    assert runs.of(lambda: assert_as_without(train, tensors, keywords, calls=1))[:2] == (3, 1)
+    other = {**keywords, "position": Rope(inv_freq=inv_freq * 2, attention_factor=1.5)}
+    assert_as_without(train, tensors, other, calls=1)
+    assert not torch.equal(before[0], train(tensors, keywords)[0])
+    assert len(found(plans.CALLS)) == 1
+
+
+def test_slopes_are_learned_and_frozen_in_turns(device: torch.device) -> None:
+    tensors, keywords = with_learned_slopes(device)
+    slopes = keywords["position"].slopes
+    for learns in (True, False) * 3:
+        slopes.requires_grad_(learns)
+        assert_as_without(train, tensors, keywords, calls=1)
+        q, k, v = tensors
+        assert attention(q, k, v, impl="triton", **keywords).requires_grad == learns
+    assert len(found(plans.CALLS)) >= 2
+
+
+def test_other_schemes_that_learn_are_resolved_anew(device: torch.device) -> None:
+    """No key knows whether another package's scheme has tensors that decide more than numbers."""
+
+    class Slopes(Alibi):
+        pass
+
+    slopes = torch.rand(H, device=device, requires_grad=True)
+    assert_as_without(train, qkv(device), {"position": Slopes(slopes)})
+    assert not found(plans.CALLS)
+
+
+# === a norm beside a rotation ===
+
+
+def train_with_norm(device: torch.device, norm: QKNorm, layout: str, **keywords: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = {"bthd": (B, T, H, D), "bhtd": (B, H, T, D), "thd": (T, H, D)}[layout]
+    leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(3)]
+    out = attention(*leaves, norm=norm, layout=layout, **keywords)
+    weights = [x for x in (norm.q_weight, norm.k_weight) if x is not None and x.requires_grad]
+    return [out, *torch.autograd.grad((out * torch.linspace(0, 1, D, device=device)).sum(), [*leaves, *weights])]
+
+
+NORMED: dict[str, dict[str, Any]] = {
+    "bthd": {"layout": "bthd", "causal": True, "position": Rope()},
+    "bhtd-partial": {"layout": "bhtd", "position": Rope(rotary_dim=8), "key_lengths": integers(T, 11)},
+    "packed": {"layout": "thd", "cu_seqlens_q": integers(0, 7, T), "position": Rope()},
+    "key-starts": {"layout": "bthd", "key_starts": integers(3, 0), "position": Rope(interleaved=True)},
+    "positions": {"layout": "bthd", "position": Rope(), "positions_q": torch.arange(2 * T).reshape(B, T)},
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+def test_a_norm_beside_a_rotation(device: torch.device, kind: str) -> None:
+    after = kind == "bhtd-partial"
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in NORMED[kind].items()}
+    norm = QKNorm(*(torch.rand(D, device=device, requires_grad=True) for _ in range(2)), after=after)
+
+    def train() -> list[Tensor]:
+        return train_with_norm(device, norm, **given, impl="triton")
+
+    assert_as_without(train, calls=5)
+    assert len(found(plans.NORMS)) == len(found(plans.CALLS)) == 1
+    before = train()
+    for weight in (norm.q_weight, norm.k_weight):
+        assert weight is not None
+        weight.data.mul_(2)
+    assert_as_without(train, calls=1)
+    assert not torch.equal(train()[0], before[0])
+    assert len(found(plans.NORMS)) == 1
+
+
+def test_a_norm_by_a_library_and_by_autocast(device: torch.device) -> None:
+    norm = QKNorm(torch.rand(D, device=device, requires_grad=True))
+
+    def train() -> list[Tensor]:
+        made = train_with_norm(device, norm, "bthd", position=Rope(), impl="reference")
+        with torch.autocast(device.type, torch.float16):
+            return made + train_with_norm(device, norm, "bthd", position=Rope(), impl="triton")
+
+    assert_as_without(train, calls=5)
+    assert len(found(plans.NORMS)) == 2
+
+
+def test_norms_that_are_refused_stay_refused(device: torch.device) -> None:
+    right, wrong = (QKNorm(torch.rand(width, device=device)) for width in (D, D + 1))
+    for _ in range(3):
+        train_with_norm(device, right, "bthd", position=Rope(), impl="triton")
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"norm\.q_weight has shape"):
+            train_with_norm(device, wrong, "bthd", position=Rope(), impl="triton")
+    with pytest.raises(ValueError, match="norm was passed with keys_rotated"):
+        train_with_norm(device, right, "bthd", position=Rope(), impl="triton", keys_rotated=True)
 
 
 def test_memory_that_is_used_again(device: torch.device) -> None:

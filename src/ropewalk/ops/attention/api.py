@@ -255,7 +255,17 @@ def attention(
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
-    key = None
+    key = norm_key = None
+    if norm is not None and not (attend_parts or return_max_logits or torch.compiler.is_compiling()):
+        if torch._C._is_any_autocast_enabled() and _is_autocast(q):
+            q, k, v = (_lower(x) for x in (q, k, v))
+        masks = (mask, key_lengths, key_starts, query_starts)
+        bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
+        norm_key, normed = plans.find_norm(given, position, norm, flags)
+        found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
+        if found is not None:
+            (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
     if not (attend_parts or return_max_logits or norm is not None or torch.compiler.is_compiling()):
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
@@ -266,7 +276,9 @@ def attention(
         if planned is not None:
             if gate is not None:
                 check_gate(gate, q, v, layout)
-            if isinstance(planned, plans.PlannedCall):
+            if isinstance(planned, plans.MadeCall):
+                result = _outside_autocast(q, autograd.run_made, planned, given, position)
+            elif isinstance(planned, plans.PlannedCall):
                 result = autograd.run_planned(planned, given)
             else:
                 result = _outside_autocast(q, planned.run, given)
@@ -302,6 +314,8 @@ def attention(
         return attend_parts(q, k, v, norm=norm, impl=impl, **keywords)
     call = make_call(q, k, v, **keywords)
     if norm is not None:
+        if norm_key is not None:
+            plans.note_norm(norm_key, call, norm, given, _norm_impl(impl), layout)
         call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
     backend = choose(call, impl)
     if dropout_p > 0:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, FarQK, flatten
+from ropewalk.schemes import PositionScheme
 
 
 def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
@@ -115,3 +116,47 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
 
 
 _differentiate_again = once_differentiable(_differentiate)
+
+
+def run_made(made: plans.MadeCall, given: Sequence[Tensor | None], position: PositionScheme) -> Any:
+    """Return what `attention` does, by a plan for which tensors are made now; None where one is misaligned."""
+    found = made.make_inputs(given, position)
+    if found is None:
+        return None
+    inputs, addresses, params, sinks = found
+    if not made.needs_backward:
+        return made.returned(made.plan.plan.run(inputs, addresses, made.results))
+    if params is None:
+        return _record(*given[:3], sinks, made, (inputs, addresses))
+    return _record_learned(*given[:3], sinks, params, made, (inputs, addresses))
+
+
+class _PlannedLearned(torch.autograd.Function):
+    """A planned call whose scheme learns parameters; differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, params: Tensor, planned: Any, found: Any) -> Any:
+        return _Planned.forward(ctx, q, k, v, sinks, planned, found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        differentiate = _differentiate_learned_again if torch.is_grad_enabled() else _differentiate_learned
+        gradients: tuple[Tensor | None, ...] = differentiate(ctx, *grads)
+        return gradients
+
+
+_record_learned: Callable[..., Any] = super(torch.autograd.Function, _PlannedLearned).apply
+
+
+def _differentiate_learned(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+    saved = ctx.saved_tensors
+    reads_v = grad_out is not None  # as in `_Attend`
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[-1])
+    wants_sinks, wants_params = ctx.needs_input_grad[3:5]
+    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks))
+    grad_v, grad_params = grads.v if reads_v else None, grads.score_mod_params if wants_params else None
+    return grads.q, grads.k, grad_v, grads.sinks if wants_sinks else None, grad_params, None, None
+
+
+_differentiate_learned_again = once_differentiable(_differentiate_learned)

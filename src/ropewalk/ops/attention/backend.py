@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.rope.api import apply_rope
 
 LN_2 = math.log(2)
+Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
 
 
 class Refusal(NamedTuple):
@@ -82,6 +83,12 @@ class Steps(Protocol):
     def num_sms(self, like: Tensor) -> int:
         """Return the number of multiprocessors of a tensor's GPU."""
 
+    def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
+        """Return a function's numbers, which a plan of caches of all lengths takes anew in each run."""
+
+    def longest(self, n_keys: int) -> int | None:
+        """Return the longest cache that the steps are for; None if it is this one alone."""
+
 
 class AtOnce:
     """Steps that run at once."""
@@ -105,6 +112,14 @@ class AtOnce:
     def num_sms(self, like: Tensor) -> int:
         """Return the number of multiprocessors of a tensor's GPU."""
         return gpu.num_sms(like.device)
+
+    def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
+        """Call the function."""
+        return function(work, *arguments)
+
+    def longest(self, n_keys: int) -> int | None:
+        """Return None: the cache is the one at hand."""
+        return None
 
 
 AT_ONCE = AtOnce()

@@ -28,11 +28,20 @@ from ropewalk.ops.attention.backend import (
     Wanted,
 )
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backward_of
-from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.call import (
+    IS_TENSOR,
+    LEAVES,
+    AttentionCall,
+    RopeTable,
+    as_bhtd,
+    flatten,
+    from_bhtd,
+    unflatten,
+)
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import identity_of
+from ropewalk.ops.attention.tables import bind_norm, identity_of, row_source, signature_of, with_rows
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
-from ropewalk.schemes import PositionScheme
+from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, Rope, T5Bias
 
 MAX_PLANS = 1024
 MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
@@ -98,10 +107,10 @@ FORWARDS = Cache()
 class ForwardPlan:
     """The plan of a forward, and those of its backward by the gradients that come."""
 
-    def __init__(self, call: AttentionCall, backend: KernelBackend, save: bool) -> None:
+    def __init__(self, call: AttentionCall, backend: KernelBackend, save: bool, longest: int | None = None) -> None:
         from ropewalk.ops.attention.triton.plan import Builder
 
-        builder = Builder(call.q.device)
+        builder = Builder(call.q.device, longest)
         twin = _twin(call, builder)
         out, saved = builder.follow(backend.forward, twin, save)
         features = (saved.q, saved.k, *saved[3:]) if save else (None,) * 5
@@ -112,7 +121,7 @@ class ForwardPlan:
         self.out = builder.slot_of(out)
         self.lse = builder.slot_of(saved.lse) if len(results) > 1 else None
         self.features = tuple(None if x is None else builder.slot_of(x) for x in features)
-        self.backend = backend
+        self.backend, self.sizes = backend, builder.sizes
         self.backwards: dict[Any, BackwardPlan | None] = {}
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Saved] | None:
@@ -412,6 +421,200 @@ def _lay_out(result: Any, layout: str) -> Any:
     return result._replace(shape=shape, strides=strides)
 
 
+class GrowingCall(PlannedCall):
+    """A kind of call over caches of all lengths between two powers of two, and its plan."""
+
+    def __init__(self, call: AttentionCall, plan: ForwardPlan, layout: str) -> None:
+        super().__init__(call, plan, layout)
+        assert plan.sizes is not None
+        self.measure, self.work, indices = plan.sizes
+        self.pick_given, self.pick_sizes = itemgetter(*self.given), itemgetter(*indices)
+        self.head, self.token = (2, 1) if layout == "bthd" else (1, 2)
+
+    def inputs_of(self, given: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+        """Return the plan's inputs, and their addresses; None where one is misaligned, or the cache too large."""
+        inputs = list(self.pick_given(given)) + self.constants
+        addresses = addresses_of(inputs)
+        if addresses is None:
+            return None
+        _, k, v, mask, *_ = given
+        numbers = [*self.pick_sizes(self.measure(self.work, k, v, mask, k.shape[self.token], self.head))]
+        return None if max(numbers) > _MOST else (inputs + numbers, addresses + numbers)
+
+
+FIXED = object()  # in place of the plan of caches of all lengths, where a call is planned by its own length alone
+_MOST = 2**31 - 1  # numbers of a launch are int32
+_MOST_QUERIES = 64  # of a call that is looked for among those over caches
+_SHORTEST = 257  # keys: from here on kernels for few queries run, and powers of two decide whether keys are split
+
+
+def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
+    """Return the key of a call over a cache, without its length; None if the call is no such one.
+
+    It holds the powers of two that the length lies between: they decide the size of tables and whether there are
+    splits, and the rules of the choice of a backend are by them.
+    """
+    q, k, v, mask, *others = given
+    layout = flags[7]
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
+        return None
+    head, token = (2, 1) if layout == "bthd" else (1, 2)
+    queries, k_shape, v_shape = q.shape[token], k.shape, v.shape
+    keys = k_shape[token]
+    if queries > _MOST_QUERIES or keys < _SHORTEST or keys < queries or v_shape[token] != keys:
+        return None
+    of_mask = None
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[3] != keys:
+            return None
+        strides = mask.stride()
+        is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
+        of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
+    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, positions_q, positions_k, sinks = others
+    if not (bounds_q is bounds_k is block_table is positions_q is positions_k is None):
+        return None
+    bounds = (key_lengths, key_starts, query_starts, sinks)
+    window, k_strides, v_strides = flags[1], k.stride(), v.stride()
+    # Those that are not in the key are multiples of 16 bytes.
+    if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
+        return None
+    return (
+        *("cache", (keys - 1).bit_length(), keys.bit_length()),
+        *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
+        *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
+        *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
+        *(k.is_neg(), v.is_neg(), of_mask),
+        *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in bounds],
+        identity_of(position),
+        torch.is_grad_enabled(),
+        flags,
+        *map(type, flags),
+        *(map(type, window) if type(window) is tuple else ()),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_cublas_allow_tf32(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+class Rows:
+    """The launch that makes cos and sin of all tokens of one side, or of both, in each call."""
+
+    def __init__(self, call: AttentionCall, side: int, slots: Sequence[int]) -> None:
+        from ropewalk.ops.attention.triton.plan import Builder
+        from ropewalk.ops.attention.triton.table_rows import RowInputs, make_rows
+
+        source = row_source(call, side)
+        if source is None:
+            raise UnplannableError("rows of tables that no kernel makes")
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        positions = (call.positions_q, call.positions_k)[side]
+        bounds = key_starts = query_starts = of_keys = None
+        if positions is None and call.cu_seqlens_q is not None:
+            bounds = (call.cu_seqlens_q, call.cu_seqlens_k)[side]
+            if side == 0 and not (call.cu_seqlens_q is call.cu_seqlens_k and queries == keys):
+                of_keys = call.cu_seqlens_k
+        elif positions is None:
+            key_starts, query_starts = call.key_starts, call.query_starts if side == 0 else None
+        self.slots, self.reads = slots, source.table is None and source.frequencies is None
+        frequencies = call.scheme.inv_freq if self.reads else source.frequencies  # type: ignore[union-attr]
+        factor = None
+        if source.factor != 1.0:
+            factor = torch.tensor([source.factor], dtype=torch.float64, device=call.q.device)
+        builder = Builder(call.q.device)
+        table = source.table or (None, None)
+        of_call = (positions, bounds, of_keys, key_starts, query_starts)
+        inputs = RowInputs(*map(builder.input, (*table, frequencies, factor, *of_call)))
+        first = 0 if side else keys - queries
+        made = builder.follow(make_rows, inputs, (queries, keys)[side], first, source.lowest)
+        self.plan = builder.finish(made)
+        # In the order of the plan's inputs; each call gives the frequencies that are read, and its own tensors.
+        self.fixed = _existing((*table, None if self.reads else frequencies, factor))
+        self.reads_at = len(_existing(table))
+        given = (_POSITIONS[side], _BOUNDS[side], _BOUNDS[1], *_STARTS)
+        self.of_given = [index for index, x in zip(given, of_call, strict=True) if x is not None]
+
+    def make(self, given: Sequence[Any], position: Any) -> list[Tensor] | None:
+        """Return cos and sin; None where a tensor is misaligned."""
+        inputs = [*self.fixed, *[given[index] for index in self.of_given]]
+        if self.reads:
+            inputs.insert(self.reads_at, position.inv_freq)
+        addresses = addresses_of(inputs)
+        return None if addresses is None else self.plan.run(inputs, addresses, self.plan.results)[:2]
+
+
+# Indices among the caller's tensors.
+_STARTS, _BOUNDS, _POSITIONS = (5, 6), (7, 8), (10, 11)
+# Of the tensors after the seed: a scheme's parameters, then the tables of q and of k.
+_PARAMS, _TABLES = 0, range(1, 5)
+
+
+class MadeCall(PlannedCall):
+    """A kind of call whose tables, parameters or sinks are made in each call, of values that no key holds."""
+
+    def __init__(
+        self, call: AttentionCall, plan: ForwardPlan, layout: str, *, has_rows: bool, is_learned: bool
+    ) -> None:
+        super().__init__(call, plan, layout)
+        of_scheme = pick_tensors(flatten(call))[_SEED + 1 :]
+        present = [index for index, x in enumerate(of_scheme) if x is not None]
+        self.of_scheme: list[Any] = self.constants
+        self.rows: list[Rows] = []
+        if has_rows:
+            sides = ((0, _TABLES),) if _shares_table(call) else ((0, _TABLES[:2]), (1, _TABLES[2:]))
+            for side, leaves in sides:
+                slots = [present.index(leaf) for leaf in leaves if leaf in present]
+                if slots:
+                    self.rows.append(Rows(call, side, slots))
+        self.make_params: Callable[[Any], Tensor] | None = None
+        if is_learned:
+            assert call.score_mod_params is not None
+            self.make_params, self.params_like = _maker_of_params(call), _metadata(call.score_mod_params)
+        made = {slot for rows in self.rows for slot in rows.slots} | ({_PARAMS} if is_learned else set())
+        self.of_scheme = [None if slot in made else x for slot, x in enumerate(self.constants)]
+        self.constants = _existing([*self.of_scheme, *(x for rows in self.rows for x in rows.fixed)])  # kept alive
+        self.pick_given = itemgetter(*self.given)
+        self.casts_sinks = call.sinks is not None  # a cast of float32 is none
+
+    def make_inputs(self, given: Sequence[Any], position: Any) -> tuple[list[Any], list[int], Any, Any] | None:
+        """Return the plan's inputs and their addresses, the parameters and the sinks.
+
+        None where a tensor is misaligned.
+        """
+        params, sinks, of_scheme = None, given[-1], self.of_scheme.copy()
+        inputs = [*self.pick_given(given)]
+        if self.casts_sinks:
+            sinks = inputs[-1] = sinks.float()
+        for rows in self.rows:
+            made = rows.make(given, position)
+            if made is None:
+                return None
+            for index, slot in enumerate(rows.slots):
+                of_scheme[slot] = made[index % 2]
+        if self.make_params is not None:
+            params = of_scheme[_PARAMS] = self.make_params(position)
+            if _metadata(params) != self.params_like:
+                return None
+        if self.drops:
+            inputs.append(make_seed(inputs[0]))
+        inputs += of_scheme
+        addresses = addresses_of(inputs)
+        return None if addresses is None else (inputs, addresses, params, sinks)
+
+
+def _metadata(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _maker_of_params(call: AttentionCall) -> Callable[[Any], Tensor]:
+    """Return the parameters of a call's scheme as a differentiable function of the scheme."""
+    heads, device, scheme, params = call.q.shape[1], call.q.device, call.scheme, call.score_mod_params
+    if type(scheme) is T5Bias and params is not None:  # all but the biases are the same in each call
+        stop = call.n_learned_params
+        before, after = (x.detach().clone() for x in (params[:, :2], params[:, stop:]))
+        return lambda position: torch.cat((before, position.table.to(device, torch.float32).T, after), dim=1)
+    return lambda position: position.score_mod_params(heads, device)
+
+
 def find_call(
     given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
@@ -434,12 +637,22 @@ def find_call(
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
+        if grads is None or True not in grads:
+            key = _growing_key(given, position, flags)
+            found = None if key is None else CALLS.found.get(key)
+            if key is not None and found is not FIXED:
+                return key, found
+        identity = identity_of(position)
+        if identity is None:
+            identity = ("read", signature_of(position))
+            if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return None, None
         key = (
             *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
             *(type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.is_neg()),
             *(type(v), v.shape, v.stride(), v.dtype, v.get_device(), v.is_neg()),
             *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others],
-            identity_of(position),
+            identity,
             grads,
             flags,
             *map(type, flags),  # True is 1 to a dict, and no window
@@ -451,6 +664,84 @@ def find_call(
         return key, CALLS.found.get(key)
     except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, lists no hash, None no shape
         return None, None
+
+
+NORMS = Cache()
+
+
+class NormedCall:
+    """A kind of call whose q and k are normed and rotated in one launch, and then attend without positions."""
+
+    def __init__(self, call: AttentionCall, impl: str | None, layout: str) -> None:
+        self.tables = with_rows(call).tables
+        # Kernels give the same bits for views of another layout; sums of PyTorch's do not.
+        self.is_viewed = layout == "thd" or impl is not None or not call.q.is_cuda
+        self.layout, self.impl = layout, impl
+        placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
+        self.rows: list[Rows] = []
+        assert call.scheme is not None
+        if any(x is not None for x in placed) or identity_of(call.scheme) is None:
+            self.rows = [Rows(call, side, ()) for side in ((0,) if _shares_table(call) else (0, 1))]
+            self.tables = self.tables._replace(q=None, k=None)  # no plan keeps what the call made
+        self.norm = bind_norm(self.tables, "bhtd" if self.is_viewed else layout, impl)
+        tables = (x for table in (self.tables.q, self.tables.k) for x in table or ())
+        self.constants = [*tables, *(x for rows in self.rows for x in rows.fixed)]
+
+    def run(self, norm: Any, given: Sequence[Any], position: Any) -> tuple[Tensor, ...] | None:
+        """Return q and k, normed and rotated; None where a tensor is misaligned."""
+        q, k, *_ = given
+        layout, norm_qk = self.layout, self.norm
+        if self.rows:
+            made = [rows.make(given, position) for rows in self.rows]
+            if None in made:
+                return None
+            of_q, of_k = (RopeTable(*made[index]) for index in (0, -1))  # type: ignore[misc]
+            tables = self.tables._replace(q=of_q, k=of_q if len(made) == 1 else of_k)
+            norm_qk = bind_norm(tables, "bhtd" if self.is_viewed else layout, self.impl)
+        if not self.is_viewed:
+            return norm_qk(q, k, norm)
+        q, k = norm_qk(as_bhtd(q, layout), as_bhtd(k, layout), norm)
+        return from_bhtd(q, layout), from_bhtd(k, layout)
+
+
+def find_norm(
+    given: Sequence[Any], position: PositionScheme, norm: Any, flags: tuple[Any, ...]
+) -> tuple[Any, NormedCall | None]:
+    """Return the key of a call with a norm beside a rotation, None for one that no plan is for, and its plan."""
+    if is_intercepted():
+        return None, None
+    window = flags[1]
+    try:
+        if not _may_plan(given[0]):
+            return None, None
+        identity = identity_of(position)
+        tensors = (*given, norm.q_weight, norm.k_weight)
+        key = (
+            *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in tensors],
+            ("read", signature_of(position)) if identity is None else identity,
+            *(norm.eps, norm.offset, norm.after, norm.across_heads),
+            *(type(norm.eps), type(norm.offset), type(norm.after), type(norm.across_heads)),
+            flags,
+            *map(type, flags),
+            *(map(type, window) if type(window) is tuple else ()),
+        )
+        return key, NORMS.found.get(key)
+    except (RuntimeError, TypeError, AttributeError):  # as in `find_call`
+        return None, None
+
+
+def note_norm(
+    key: Any, call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
+) -> None:
+    """Plan the norms of a key, from its second call on; `call` is as it was before."""
+    NORMS.find(key, lambda: _plan(_plan_norm, call, norm, given, impl, layout))
+
+
+def _plan_norm(
+    call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
+) -> NormedCall | None:
+    is_kept = is_plain_eager(*given, norm.q_weight, norm.k_weight) and type(call.scheme) is Rope
+    return NormedCall(call, impl, layout) if is_kept and call.q.device == call.k.device else None
 
 
 class LibraryCall:
@@ -472,28 +763,85 @@ class LibraryCall:
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:
     """Plan calls of a key, from its second call on, where nothing but the caller's tensors differs between them."""
-    CALLS.find(key, lambda: _plan_call(call, backend, given, layout))
+    plan = _plan_growing if key[0] == "cache" else _plan_call
+    CALLS.find(key, lambda: plan(call, backend, given, layout))
+
+
+def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> Any:
+    """Return the plan of a call over caches of all lengths; `FIXED` where something else depends on the length."""
+    tables, scheme = call.tables, call.scheme
+    rotates_rows = tables.k is not None or (tables.q is not None and tables.q_start is None)
+    if not _may_keep(call, given) or rotates_rows or scheme is None or scheme.far_window() is not None:
+        return FIXED
+    if backend.name in KERNELS:
+        longest = 1 << (call.k.shape[2] - 1).bit_length()
+        plan = _plan(ForwardPlan, call, KERNELS[backend.name], False, longest)
+        return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
+    if backend is REFERENCE or tables.q is not None or any(x is not None for x in given[3:]):
+        return FIXED
+    return LibraryCall(call, LIBRARIES[backend.name], layout)
+
+
+def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: bool = False) -> bool:
+    """Say whether nothing but the tensors' addresses and values differs between calls of a key.
+
+    reads: each call reads the scheme's tensors, and casts sinks.
+    """
+    of_call = pick_tensors(flatten(call))
+    return (
+        is_plain_eager(*given)
+        and addresses_of(_existing(of_call)) is not None
+        and all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+        and call.q.data_ptr() == given[0].data_ptr()  # type: ignore[union-attr]
+        and (reads or call.scheme is None or identity_of(call.scheme) is not None)
+        and (reads or call.sinks is None or call.sinks.dtype == torch.float32)
+    )
 
 
 def _plan_call(
     call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str
 ) -> PlannedCall | LibraryCall | None:
-    """Return the plan of a call; None where it reads what no key knows, or what is made in each call."""
-    of_call = pick_tensors(flatten(call))
+    """Return the plan of a call; None where it reads what no key knows, or what no plan makes in each call."""
+    if backend.name in KERNELS:
+        return _plan(_plan_kernels, call, KERNELS[backend.name], given, layout)  # type: ignore[no-any-return]
     placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
     has_rows = (call.tables.q is not None and call.tables.q_start is None) or call.far is not None
-    if (
-        not is_plain_eager(*given)
-        or addresses_of(_existing(of_call)) is None
-        or (call.scheme is not None and identity_of(call.scheme) is None)
-        or (has_rows and any(x is not None for x in placed))  # the rows of tables depend on values on the device
-        or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
-        or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
-        or (call.sinks is not None and call.sinks.dtype != torch.float32)
-    ):
+    # Rows of tables may depend on values on the device.
+    if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
-    if backend.name in KERNELS:
-        plan = FORWARDS.find(*_forward_key(call, KERNELS[backend.name], call.needs_backward))
-        return None if plan is None else PlannedCall(call, plan, layout)
-    is_library = backend is not REFERENCE and all(x is None for x in of_call[3:_SEED])
+    is_library = backend is not REFERENCE and all(x is None for x in given[3:])
     return LibraryCall(call, LIBRARIES[backend.name], layout) if is_library else None
+
+
+def _plan_kernels(
+    call: AttentionCall, backend: KernelBackend, given: Sequence[Tensor | None], layout: str
+) -> PlannedCall | None:
+    """Return the plan of a call that kernels run."""
+    scheme, tables = call.scheme, call.tables
+    assert scheme is not None
+    is_read = identity_of(scheme) is None
+    placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
+    is_placed = any(x is not None for x in placed)
+    is_learned = is_read and call.score_mod_params is not None
+    has_rows = tables.q is not None and tables.q_start is None
+    has_rows = has_rows and (is_placed or (is_read and type(scheme) is not ExpoSB))
+    casts_sinks = call.sinks is not None and call.sinks.dtype != torch.float32
+    if casts_sinks:
+        call = call._replace(sinks=call.sinks.float())  # type: ignore[union-attr]
+    is_made = has_rows or is_learned or casts_sinks
+    if not _may_keep(call, given, reads=is_made) or (call.far is not None and (is_placed or is_read)):
+        return None
+    if is_read and not (has_rows or (is_learned and type(scheme) in _LEARNED)):
+        return None
+    plan = FORWARDS.find(*_forward_key(call, backend, call.needs_backward))
+    if plan is None and is_placed and tables.q_start is not None:  # short caches: their kernel reads a row a query
+        call, has_rows, is_made = with_rows(call), True, True
+        plan = ForwardPlan(call, backend, call.needs_backward)
+    if plan is None:
+        return None
+    if is_made:
+        return MadeCall(call, plan, layout, has_rows=has_rows, is_learned=is_learned)
+    return PlannedCall(call, plan, layout)
+
+
+_LEARNED = (Alibi, T5Bias, ExpoSB)  # what kernels these schemes name depends on no value of their tensors

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,8 @@ from ropewalk.ops.attention.call import (
 from ropewalk.ops.rope.api import apply_rope, norm_and_rotate, normalize
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
-from ropewalk.schemes import NoPosition, PositionScheme, Rope, Rotation
+from ropewalk.schemes import ExpoSB, NoPosition, PositionScheme, Rope, Rotation
+from ropewalk.schemes.rope import default_frequencies
 
 
 def resolve_scheme(call: AttentionCall) -> AttentionCall:
@@ -41,7 +42,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     scheme = call.scheme
     assert scheme is not None
     score_mod, known_by, far_window = scheme.kernel_score_mod(), _identity(scheme), _far_window(call)
-    tables = _Rotations(call, known_by)
+    tables = _Rotations(call, _identity_of_map(scheme))
     rotation_q, rotation_k = tables.near()
     positions_q, positions_k = call.positions_q, call.positions_k
     reads_positions = score_mod is not None or far_window is not None
@@ -178,23 +179,38 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
     check_mapped_alone(call)
     q, k = call.q, call.k
     if type(call.scheme) is Rope:
-        tables = with_rows(call).tables
-        assert tables.q is not None
-        assert tables.k is not None  # keys that come rotated have no norm
-        flags = RopeFlags("bhtd", **_pairing(tables), impl=impl)
-        of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
-        if tables.q.cos is tables.k.cos:
-            q, k = norm_and_rotate((q, k), norm, of_q)
-        else:
-            weights, norm_flags = split_norm(norm, 2)
-            check_norm((q, k), weights, NormCall(of_q, norm_flags))  # which names k's weight
-            (q,) = norm_and_rotate((q,), norm, of_q)
-            (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), of_k)
+        q, k = norm_by_tables(q, k, norm, with_rows(call).tables, "bhtd", impl)
         call = call._replace(scheme=NoPosition(), tables=NO_TABLES, positions_q=None, positions_k=None)
     else:
         q, k = normalize((q, k), norm, "bhtd", impl)
     needs_backward = call.needs_backward or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
     return call._replace(q=q, k=k, needs_backward=needs_backward)
+
+
+def norm_by_tables(
+    q: Tensor, k: Tensor, norm: QKNorm, tables: Tables, layout: str, impl: str | None
+) -> tuple[Tensor, Tensor]:
+    """Return q and k normed and rotated by tables with a row for each token, in one launch if both have the same."""
+    assert tables.q is not None
+    assert tables.k is not None  # keys that come rotated have no norm
+    flags = RopeFlags(layout, **_pairing(tables), impl=impl)
+    of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
+    if tables.q.cos is tables.k.cos:
+        q, k = norm_and_rotate((q, k), norm, of_q)
+    else:
+        weights, norm_flags = split_norm(norm, 2)
+        check_norm((q, k), weights, NormCall(of_q, norm_flags))  # which names k's weight
+        (q,) = norm_and_rotate((q,), norm, of_q)
+        (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), of_k)
+    return q, k
+
+
+def bind_norm(tables: Tables, layout: str, impl: str | None) -> Callable[[Tensor, Tensor, QKNorm], tuple[Tensor, ...]]:
+    """Return `norm_by_tables` as a function of q, k and a norm, with what tables decide made once."""
+    if tables.q is None or tables.k is None or tables.q.cos is not tables.k.cos:
+        return lambda q, k, norm: norm_by_tables(q, k, norm, tables, layout, impl)
+    call = RopeCall(*tables.q, None, None, 0, RopeFlags(layout, **_pairing(tables), impl=impl))
+    return lambda q, k, norm: norm_and_rotate((q, k), norm, call)
 
 
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
@@ -330,6 +346,11 @@ class _Rotations:
         keys = self._of_keys("far_rotation", "keys")
         return FarTables(_table_of(past), _table_of(future), _table_of(keys))
 
+    def whole(self, side: int) -> tuple[Rotation | None, int]:
+        """Return the rotation of all positions that a side's indices have, and the first one."""
+        counts_from_zero = side == 1 and self.call.key_starts is None and self.call.cu_seqlens_k is None
+        return self._remembered(0 if counts_from_zero else self.lowest, self.keys, "rotation")
+
     def _of_queries(self, method: str, *of: str) -> Rotation | None:
         return self._tabulate(self.call.positions_q, 0, self.lowest, self.keys, method, *of)
 
@@ -379,6 +400,44 @@ class _Rotations:
             lambda: make(torch.arange(low, high, device=self.device)[None], self.head_dim, *of),
         )
         return table, low
+
+
+class RowSource(NamedTuple):
+    """The source of one side's row of cos and sin for each position: a table of all positions, or frequencies."""
+
+    table: RopeTable | None
+    lowest: int  # the position of the table's first row
+    frequencies: Tensor | None  # (R/2,); None without a table too: the scheme's own, which each call reads
+    factor: float  # of cos and sin that are computed of frequencies
+
+
+def row_source(call: AttentionCall, side: int) -> RowSource | None:
+    """Return what gives the rows of q (side 0) or of k (1), for positions that calls have; None if nothing does."""
+    scheme = call.scheme
+    assert scheme is not None
+    if type(scheme).query_rotation is not PositionScheme.query_rotation:
+        return None
+    known_by, head_dim, device = _identity_of_map(scheme), call.q.shape[3], call.q.device
+    if known_by is None or (call.positions_q, call.positions_k)[side] is not None:
+        if type(scheme) is not Rope or scheme.axes is not None:
+            return None
+        inv_freq = scheme.inv_freq
+        if inv_freq is not None and inv_freq.device == device and not _is_readable(inv_freq):
+            return RowSource(None, 0, None, scheme.attention_factor)
+        if known_by is None:
+            return None
+        width = scheme.rotary_dim or head_dim - scheme.rotary_offset
+        frequencies = _remember(
+            ("frequencies", head_dim),
+            known_by,
+            device,
+            lambda: (
+                default_frequencies(width, scheme.base, device) if inv_freq is None else inv_freq.to(device).double()
+            ),
+        )
+        return RowSource(None, 0, frequencies, scheme.attention_factor)
+    table, lowest = _Rotations(call, known_by).whole(side)
+    return None if table is None or table.scale is not None else RowSource(_table_of(table), lowest, None, 1.0)
 
 
 def _rows_of(indices: Tensor, low: int, n_rows: int) -> Tensor:
@@ -436,6 +495,31 @@ def _identity(scheme: PositionScheme) -> Identity | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
     return identity_of(scheme)
+
+
+_UNWEIGHTED = ExpoSB()
+
+
+def _identity_of_map(scheme: PositionScheme) -> Identity | None:
+    """Return a key of all that a scheme's map of features depends on: ExpoSB's weights of heads change scores alone."""
+    return _identity(_UNWEIGHTED if type(scheme) is ExpoSB else scheme)
+
+
+def signature_of(scheme: PositionScheme) -> Identity | None:
+    """Return a key of all that a scheme holds but the values of tensors that `identity_of` does not read."""
+    if not hasattr(scheme, "__dict__"):
+        return None
+    signature: list[Any] = [type(scheme)]
+    for name, value in vars(scheme).items():
+        signature.append(name)
+        if type(value) in _PLAIN_TYPES:
+            signature.append(value)
+        elif type(value) in (Tensor, torch.nn.Parameter):
+            metadata = (type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
+            signature.append((*metadata, value.is_neg(), *(value.flatten().tolist() if _is_readable(value) else ())))
+        else:
+            return None
+    return tuple(signature)
 
 
 _fixed: dict[int, tuple[weakref.ref[PositionScheme], Identity]] = {}  # of schemes that cannot change, by their id

@@ -7,7 +7,7 @@ R rotary dim.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -50,7 +50,29 @@ MAX_PROGRAMS_PER_SM = 64  # where rows may be far shorter than the cache
 COMBINED_AT_ONCE = 32  # splits: a constant, so that no count of them makes another binary
 
 
-_MASK = ("mask", "mask_stride_batch", "mask_stride_head", "mask_stride_query", "mask_stride_key")
+class Work(NamedTuple):
+    """The numbers that decide how a cache is split, beside its length."""
+
+    programs: int  # for each split
+    block_m: int
+    n_sms: int
+    reach: int | None  # the most keys that a window lets the queries of one row attend; None: all
+    stride_unit: int
+
+
+class CacheSizes(NamedTuple):
+    """Numbers of a launch that the length and the strides of a cache decide."""
+
+    n_programs: int
+    n_keys: int
+    n_splits: int
+    k_stride_batch: int  # these four in stride units
+    k_stride_head: int
+    v_stride_batch: int
+    v_stride_head: int
+    mask_stride_batch: int | None
+    mask_stride_head: int | None
+    mask_stride_query: int | None
 
 
 class DecodeTiles(NamedTuple):
@@ -132,30 +154,34 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     rows = n_queries * (n_heads // n_kv_heads)
     block = max(_block_of(q.shape[3]), _block_of(value_dim))
     block_m = _choose_rows(rows, block, q.element_size())
-    mask = _mask_args(call.mask)
+    mask = None if call.mask is None else call.mask.view(torch.uint8)
     block_table = call.block_table
     # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
-    is_crowded = call.tables.k is not None or mask["mask_stride_query"] is not None
+    is_crowded = call.tables.k is not None or (call.mask is not None and _has_rows(call.mask))
     tiles = choose_tiles(block_m, block, q.element_size(), is_crowded)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
-    n_splits = count_splits(programs, _most_attended(n_keys, n_queries, call), block_m, on.num_sms(q))
+    work = Work(programs, block_m, on.num_sms(q), _reach(n_queries, call), _stride_unit(q, k, v))
+    sizes = on.measure(measure_cache, work, k, v, call.mask, n_keys)
+    n_splits = sizes.n_splits
     config = _config(call, tiles, block_m, n_splits)
     score_mod = load_score_mod(call)
     partial, partial_lse = out, lse
     if n_splits > 1:
-        partial = torch.empty(batch, n_heads, n_queries, n_splits, value_dim, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(batch, n_heads, n_queries, n_splits, dtype=torch.float32, device=q.device)
+        longest = on.longest(n_keys)
+        room = n_splits if longest is None else count_most_splits(work, longest)
+        partial = torch.empty(batch, n_heads, n_queries, room, value_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(batch, n_heads, n_queries, room, dtype=torch.float32, device=q.device)
     k_strides, v_strides = _row_strides(k, config.STRIDE_UNIT), _row_strides(v, config.STRIDE_UNIT)
     on.launch(
         decode_kernel,
-        programs * n_splits,
+        sizes.n_programs,
         tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
         strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
-        k_stride_batch=k_strides.batch,
-        k_stride_head=k_strides.head,
+        k_stride_batch=sizes.k_stride_batch,
+        k_stride_head=sizes.k_stride_head,
         k_stride_token=k_strides.token,
-        v_stride_batch=v_strides.batch,
-        v_stride_head=v_strides.head,
+        v_stride_batch=sizes.v_stride_batch,
+        v_stride_head=sizes.v_stride_head,
         v_stride_token=v_strides.token,
         bounds=bounds_args(call),
         block_table=block_table,
@@ -164,13 +190,17 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         tables=_table_args(call),
         table_start=call.tables.q_start,
         table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
-        **mask,
+        mask=mask,
+        mask_stride_batch=sizes.mask_stride_batch,
+        mask_stride_head=sizes.mask_stride_head,
+        mask_stride_query=sizes.mask_stride_query,
+        mask_stride_key=None if call.mask is None else broadcast_strides(call.mask, 4)[3],
         scores=_score_args(call, is_plain=score_mod is None),
         **window_args(call),
         far_window=None if call.far is None else min(call.far.window, 2**29),
         heads=Heads(n_kv_heads, n_heads // n_kv_heads),
         n_queries=n_queries,
-        n_keys=n_keys,
+        n_keys=sizes.n_keys,
         n_pages=k.shape[0],
         n_splits=n_splits,
         min_split=triton.cdiv(MIN_SPLIT, tiles.block_n) * tiles.block_n,
@@ -212,16 +242,51 @@ def choose_tiles(block_m: int, block: int, element_size: int, is_crowded: bool) 
     return tiles
 
 
+def measure_cache(work: Work, k: Tensor, v: Tensor, mask: Tensor | None, n_keys: int, head: int = 1) -> CacheSizes:
+    """Return the sizes of a cache, with a mask (B or 1, H or 1, Tq or 1, Tk); `head` is the dimension of heads."""
+    programs, block_m, n_sms, reach, unit = work
+    n_splits = count_splits(programs, n_keys if reach is None else min(n_keys, reach), block_m, n_sms)
+    batch_mask = head_mask = query_mask = None
+    if mask is not None:
+        shape, strides = mask.shape, mask.stride()
+        batch_mask = strides[0] if shape[0] > 1 else 0
+        head_mask = strides[1] if shape[1] > 1 else 0
+        query_mask = strides[2] if shape[2] > 1 else 0
+        if not (head_mask or query_mask):
+            head_mask = query_mask = None
+    k_shape, k_strides, v_strides = k.shape, k.stride(), v.stride()
+    is_batch, has_heads = k_shape[0] > 1, k_shape[head] > 1
+    sizes = (
+        programs * n_splits,
+        n_keys,
+        n_splits,
+        k_strides[0] // unit if is_batch else 0,
+        k_strides[head] // unit if has_heads else 0,
+        v_strides[0] // unit if is_batch else 0,
+        v_strides[head] // unit if has_heads else 0,
+        *(batch_mask, head_mask, query_mask),
+    )
+    return tuple.__new__(CacheSizes, sizes)  # whose own constructor is a call of Python's
+
+
 def count_splits(programs: int, n_keys: int, block_m: int, n_sms: int) -> int:
     """Return how many splits each row's keys have, at most: from shapes alone, because lengths are on the device.
 
     There are enough that all multiprocessors have a program, and that the longest rows end with the others.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_SM * n_sms, programs)
-    length = triton.cdiv(n_keys, wanted)
-    length = min(max(length, MIN_SPLIT), MAX_SPLIT * block_m // 16)
+    wanted = -(-PROGRAMS_PER_SM * n_sms // programs)
+    length = min(max(-(-n_keys // wanted), MIN_SPLIT), MAX_SPLIT * block_m // 16)
     most = max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs)
-    return int(max(1, min(triton.cdiv(n_keys, length), most)))
+    return max(1, min(-(-n_keys // length), most))
+
+
+def count_most_splits(work: Work, longest: int) -> int:
+    """Return the most splits that caches of up to so many keys have: as `count_splits`, without rounding lengths."""
+    programs, block_m, n_sms, reach, _ = work
+    n_keys = longest if reach is None else min(longest, reach)
+    wanted = -(-PROGRAMS_PER_SM * n_sms // programs)
+    by_length = max(min(wanted, -(-n_keys // MIN_SPLIT)), -(-n_keys // (MAX_SPLIT * block_m // 16)))
+    return max(1, min(by_length, max(wanted, MAX_PROGRAMS_PER_SM * n_sms // programs)))
 
 
 def _choose_rows(rows: int, block: int, element_size: int) -> int:
@@ -230,11 +295,11 @@ def _choose_rows(rows: int, block: int, element_size: int) -> int:
     return int(min(max(16, triton.next_power_of_2(rows)), most))
 
 
-def _most_attended(n_keys: int, n_queries: int, call: AttentionCall) -> int:
-    """Return the most keys that the queries of one row may attend."""
+def _reach(n_queries: int, call: AttentionCall) -> int | None:
+    """Return the most keys that a window lets the queries of one row attend; None for all."""
     if call.window_left is None or not (call.causal or call.window_right is not None):
-        return n_keys
-    return min(n_keys, call.window_left + (call.window_right or 0) + 1 + n_queries)
+        return None
+    return call.window_left + (call.window_right or 0) + 1 + n_queries
 
 
 def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int) -> DecodeConfig:
@@ -272,13 +337,10 @@ def _table_args(call: AttentionCall) -> RopeTables:
     return RopeTables(*(rope_table_args(table)[0] for table in tables))
 
 
-def _mask_args(mask: Tensor | None) -> dict[str, Any]:
-    """Return the mask as bytes, without strides of head and query if all rows attend the same keys."""
-    if mask is None:
-        return dict.fromkeys(_MASK)
-    batch, head, query, key = broadcast_strides(mask, 4)
-    per_row = (head, query) if head or query else (None, None)
-    return dict(zip(_MASK, (mask.view(torch.uint8), batch, *per_row, key), strict=True))
+def _has_rows(mask: Tensor) -> bool:
+    """Say whether a mask (B, H, Tq, Tk) differs between the rows of a batch row."""
+    _, head, query, _ = broadcast_strides(mask, 4)
+    return bool(head or query)
 
 
 def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:

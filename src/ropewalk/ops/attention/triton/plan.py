@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import UnplannableError
+from ropewalk.ops.attention.backend import Sizes, UnplannableError
 from ropewalk.ops.attention.triton.bind import Launch, bind
+from ropewalk.ops.attention.triton.bind_growing import Number, bind_growing
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
 from ropewalk.ops.rope.triton.kernel import compile_kernel
@@ -109,8 +110,10 @@ class _OnlyViews(TorchDispatchMode):
 class Builder:
     """The `Steps` that make a plan."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, longest: int | None = None) -> None:
         self.device = device
+        self.longest_cache = longest  # the plan is for caches of all lengths that take as much memory as this one
+        self.sizes: tuple[Callable[..., Any], Any, list[int]] | None = None  # what measures them, and what is measured
         self.slots: dict[int, tuple[int, int]] = {}  # by a twin's storage: its memory's index, and its offset there
         self.alive: list[Tensor] = []  # a storage that is freed could give its identity to another one
         self.n_slots = self.workspace = 0
@@ -162,6 +165,23 @@ class Builder:
     def num_sms(self, like: Tensor) -> int:
         """Return the number of multiprocessors of the plan's GPU."""
         return gpu.num_sms(self.device)
+
+    def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
+        """Return numbers, those of a plan of many lengths with the index that each has among a run's addresses."""
+        sizes = function(work, *arguments)
+        if self.longest_cache is None:
+            return sizes
+        indices = [index for index, size in enumerate(sizes) if size is not None]
+        self.sizes = function, work, indices
+        numbers: list[Any] = list(sizes)
+        for index in indices:
+            numbers[index] = Number(sizes[index], self.n_slots)
+            self.n_slots += 1
+        return type(sizes)(*numbers)
+
+    def longest(self, n_keys: int) -> int | None:
+        """Return the longest cache that the plan is for; None if all have one length."""
+        return self.longest_cache
 
     def follow(self, launcher: Callable[..., Any], *arguments: Any) -> Any:
         """Call a launcher that takes these steps."""
@@ -217,9 +237,12 @@ class Builder:
     def _bind_launch(self, kernel: Any, n_programs: int, arguments: dict[str, Any]) -> Step:
         if gpu.is_interpreted():
             return self._bind_operator(_launch_kernel, (kernel, n_programs, arguments))
-        compiled = kernel.warmup(grid=(n_programs,), **arguments)
+        plain = {name: int(value) if type(value) is Number else value for name, value in arguments.items()}
+        compiled = kernel.warmup(grid=(int(n_programs),), **plain)
         parameters = kernel.signature.parameters
         values = [arguments.get(name, parameters[name].default) for name in kernel.arg_names]
+        if self.sizes is not None:
+            return Step(bind_growing(compiled, n_programs, values, self.address_of), None)
         return Step(bind(compiled, n_programs, values, self.address_of), None)
 
     def _bind_rope(self, xs: tuple[Tensor, ...], outs: tuple[Tensor, ...], call: RopeCall) -> Step:
@@ -242,9 +265,9 @@ class Builder:
 
         _visit(arguments, note)
 
-        def operate(memory: Sequence[Tensor]) -> None:
+        def operate(memory: Sequence[Any]) -> None:
             real = {key: _in_memory(x, memory[slot], offset) for key, (x, slot, offset) in twins.items()}
-            function(*_visit(arguments, lambda x: real[id(x)]))
+            function(*_visit(arguments, lambda x: real[id(x)], memory))
 
         return Step(None, operate)
 
@@ -261,14 +284,16 @@ def _in_memory(x: Tensor, memory: Tensor, offset: int) -> Tensor:
     return tensor.set_(memory.untyped_storage(), start // x.element_size(), x.shape, x.stride())
 
 
-def _visit(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return nested tuples, dicts and descriptors with each tensor changed."""
+def _visit(value: Any, change: Callable[[Tensor], Any], memory: Sequence[Any] = ()) -> Any:
+    """Return nested tuples, dicts and descriptors with each tensor changed, and each number of a run's memory."""
     if isinstance(value, Tensor):
         return change(value)
+    if type(value) is Number and memory:
+        return memory[value.slot]
     if isinstance(value, dict):
-        return {key: _visit(item, change) for key, item in value.items()}
+        return {key: _visit(item, change, memory) for key, item in value.items()}
     if isinstance(value, tuple):
-        items = [_visit(item, change) for item in value]
+        items = [_visit(item, change, memory) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if type(value).__name__ == "TensorDescriptor":
         return type(value)(_visit(value.base, change), value.shape, value.strides, value.block_shape)
