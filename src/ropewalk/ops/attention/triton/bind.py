@@ -1,24 +1,27 @@
 """Binding compiled kernels to launches that differ in addresses alone: the boundary to Triton's launchers for NVIDIA.
 
 Triton's `kernel[grid](...)` specialises, looks up and encodes all arguments in each call. A bound launch has done so:
-it reads addresses from a list, and calls Triton's C launcher.
+it reads addresses from a list, and calls Triton's C launcher. `join` makes one call of several launches, where our
+launcher in C is there.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from triton.runtime.driver import driver
 
 from ropewalk.ops.attention.backend import UnplannableError
+from ropewalk.ops.attention.triton import launcher
 
 MAX_DESCRIPTORS = 64  # of one argument: the addresses that a model's layers have
 
-Launch = Callable[[Sequence[int], int], None]  # (addresses, stream)
+Launch = Callable[[list[int], int], None]  # (addresses, stream)
 
 
 class _Descriptors(dict[int, Any]):
@@ -31,16 +34,24 @@ class _Descriptors(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         if len(self) >= MAX_DESCRIPTORS:
             self.clear()
-        descriptor = self[address] = self.encode(address, *self.geometry)
+        descriptor = self[address] = self.make(address)
         return descriptor
+
+    def make(self, address: int) -> Any:
+        """Encode a descriptor, and do not keep it."""
+        return self.encode(address, *self.geometry)
 
 
 class _Writer:
-    """Writes a kernel's arguments as an expression of `addresses`, and collects the names that it reads."""
+    """Writes a kernel's arguments as an expression of `addresses`, and collects the names that it reads.
+
+    `parameters` are the same for `launcher.pack`.
+    """
 
     def __init__(self, compiled: Any, address_of: Callable[[Tensor], tuple[int, int]]) -> None:
         self.address_of = address_of
         self.names: dict[str, Any] = {}
+        self.parameters: list[tuple[str, Any]] = []
         self.descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
 
     def name(self, value: Any) -> str:
@@ -58,9 +69,15 @@ class _Writer:
         if kind == "constexpr":
             return "None"
         if kind.startswith("tensordesc"):
-            numbers = ", ".join(self.name(number) for number in (*value.shape, *value.strides))
-            return f"{self.name(self.describe(value))}[{self.address(value.base)}], {numbers}"
-        return self.address(value) if isinstance(value, Tensor) else self.name(value)
+            numbers, descriptors = (*value.shape, *value.strides), self.describe(value)
+            place = launcher.Address(*self.address_of(value.base))
+            self.parameters.append(("map", launcher.Map(place, descriptors.make)))
+            self.parameters += zip(("i32",) * len(value.shape) + ("i64",) * len(value.strides), numbers, strict=True)
+            written = ", ".join(map(self.name, numbers))
+            return f"{self.name(descriptors)}[{self.address(value.base)}], {written}"
+        is_tensor = isinstance(value, Tensor)
+        self.parameters.append((kind, launcher.Address(*self.address_of(value)) if is_tensor else value))
+        return self.address(value) if is_tensor else self.name(value)
 
     def describe(self, descriptor: Any) -> _Descriptors:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -100,21 +117,34 @@ def bind(
     # Grid, stream, function, flags, metadata, and no hooks and no scratch memory; in the order of each Triton.
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     if hasattr(run, "arg_annotations"):
-        launcher = driver.active.utils.launch
+        launch = driver.active.utils.launch
         head: tuple[Any, ...] = (
             *(*flags, compiled.packed_metadata, None, None, None, None, None),
             *(run.arg_annotations, run.kernel_signature),
         )
         arguments = f"({arguments})"
     else:  # Triton 3.6, where a closure encodes descriptors before the launcher runs
-        launcher = run.launch
-        if hasattr(launcher, "__closure__"):
-            launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
+        launch = run.launch
+        if hasattr(launch, "__closure__"):
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         head = (*flags, None, None, compiled.packed_metadata, *(None,) * 3)
     names = [writer.name(value) for value in (compiled.function, *head)]
     source = f"launch({writer.name(n_programs)}, 1, 1, stream, {', '.join(names)}, {arguments})"
-    bound: Launch = _compile(source, tuple(writer.names))(launcher, *writer.names.values())
-    return bound
+    bound: Any = _compile(source, tuple(writer.names))(launch, *writer.names.values())
+    bound.packed = launcher.pack(compiled, n_programs, writer.parameters)
+    return cast(Launch, bound)
+
+
+def join(launches: Sequence[Launch]) -> list[Launch]:
+    """Return functions that do what some launches do, in their order: as few as can be."""
+    joined: list[Launch] = []
+    for is_packed, group in itertools.groupby(launches, lambda launch: getattr(launch, "packed", None) is not None):
+        found: list[Any] = list(group)
+        if is_packed:
+            joined += launcher.make([launch.packed for launch in found], driver.active.get_current_device())
+        else:
+            joined += found
+    return joined
 
 
 @functools.lru_cache(maxsize=512)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import UnplannableError
-from ropewalk.ops.attention.triton.bind import Launch, bind
+from ropewalk.ops.attention.triton.bind import Launch, bind, join
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
 from ropewalk.ops.rope.triton.kernel import compile_kernel
@@ -182,7 +182,7 @@ class Builder:
         steps = [bind_step() for bind_step in self.kept]
         plan = Plan(self.device, specs, self.workspace, [make for make, _ in self.streams])
         if all(step.launch for step in steps):
-            plan.launches = [step.launch for step in steps if step.launch]
+            plan.launches = join([step.launch for step in steps if step.launch])
         else:
             plan.steps = steps
         return plan
