@@ -231,7 +231,7 @@ def _keep(backwards: dict[Any, Any], key: Any, found: Any) -> None:
 def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
     """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for."""
     try:
-        addresses = [x.data_ptr() for x in inputs]
+        addresses = list(map(Tensor.data_ptr, inputs))
     except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
         return None
     return None if functools.reduce(operator.or_, addresses) & 15 else addresses
@@ -405,11 +405,12 @@ class PlannedCall:
         return gradients._replace(q=grad_q, k=grad_k, v=grad_v)
 
 
-def _lay_out(result: Any, layout: str) -> Any:
-    """Return a result (B, H, T, D) in a layout."""
-    order = {"bthd": (0, 2, 1, 3), "bhtd": (0, 1, 2, 3), "thd": (2, 1, 3)}[layout]
-    shape, strides = (tuple(numbers[index] for index in order) for numbers in result[1:])
-    return result._replace(shape=shape, strides=strides)
+def _lay_out(result: Tensor, layout: str) -> Tensor:
+    """Return a result (B, H, T, D), which has no memory, in a layout."""
+    like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+    laid_out = from_bhtd(like, layout)
+    laid_out.untyped_storage().resize_(0)
+    return laid_out
 
 
 def find_call(

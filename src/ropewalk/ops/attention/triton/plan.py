@@ -28,14 +28,6 @@ MAX_STREAMS = 64  # whose memory a plan keeps
 _compile_rope = functools.lru_cache(compile_kernel)
 
 
-class Result(NamedTuple):
-    """A tensor that a plan allocates in each run."""
-
-    make: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # `new_empty_strided` of a tensor of its kind
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class Step(NamedTuple):
     """A bound launch, or the call of an operator on all tensors of a run."""
 
@@ -49,31 +41,32 @@ class Plan:
     def __init__(
         self,
         device: torch.device,
-        results: Sequence[Result],
+        results: Sequence[Tensor],
         workspace: int,
         per_stream: Sequence[Callable[..., Tensor]],
     ) -> None:
         self.device, self.index = device, device.index or 0
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
+        self.make_bytes = torch.empty(0, dtype=torch.uint8, device=device).new_empty
         on_gpu = device.type == "cuda"
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if on_gpu else _no_stream
         self.of_stream: dict[int, list[Tensor]] = {}
         self.launches: list[Launch] = []
         self.steps: list[Step] = []  # where some are operators
 
-    def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Result]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
         """Run for tensors like those of the plan, at aligned addresses, and return the results.
 
-        results: those of the plan, or of the same memory with other shapes and strides. The current device is the
+        results: those of the plan, or views of them with the dimensions in another order. The current device is the
         plan's.
         """
-        memory = [make(shape, strides) for make, shape, strides in results]
+        memory = list(map(torch.empty_like, results))
         stream = self.current_stream(self.index)
         if self.per_stream:
             memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
-            memory.append(torch.empty(self.workspace, dtype=torch.uint8, device=self.device))
-        addresses += [x.data_ptr() for x in memory]
+            memory.append(self.make_bytes(self.workspace))
+        addresses += map(Tensor.data_ptr, memory)
         for launch in self.launches:
             launch(addresses, stream)
         if self.steps:
@@ -175,8 +168,7 @@ class Builder:
             if _storage(x) in self.slots:
                 raise UnplannableError("a result is an input, or shares memory with another result")
             self._give_slot(x)
-            like = torch.empty(0, dtype=x.dtype, device=self.device)  # parses neither dtype nor device in each run
-            specs.append(Result(like.new_empty_strided, tuple(x.shape), x.stride()))
+            specs.append(self._template_of(x))
         for _, twin in self.streams:
             self._give_slot(twin)
         steps = [bind_step() for bind_step in self.kept]
@@ -186,6 +178,14 @@ class Builder:
         else:
             plan.steps = steps
         return plan
+
+    def _template_of(self, x: Tensor) -> Tensor:
+        """Return a tensor without memory, of which `empty_like` makes a result: it parses no shape in each run."""
+        template = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+        template.untyped_storage().resize_(0)
+        if torch.empty_like(template).stride() != x.stride():
+            raise UnplannableError("a result is not dense")
+        return template
 
     def _give_slot(self, x: Tensor) -> None:
         """Give a twin the next slot; the workspace comes after all."""
