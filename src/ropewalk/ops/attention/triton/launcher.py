@@ -20,9 +20,19 @@ _MAX_KERNELS = 8  # of one call
 _MAP, _MAP_ALIGNMENT = 128, 64  # bytes of a descriptor
 # As Triton's launchers read numbers, by the kernel's signature.
 _FORMATS = {
-    **{"i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "q"},
-    **{"u1": "I", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"},
-    **{"fp32": "f", "f32": "f", "fp64": "d"},
+    "i1": "i",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u1": "I",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+    "fp32": "f",
+    "f32": "f",
+    "fp64": "d",
 }
 
 
