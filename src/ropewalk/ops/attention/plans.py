@@ -157,8 +157,12 @@ class BackwardPlan:
         addresses = addresses_of(inputs)
         if addresses is None:
             return None
-        made = self.plan.run(inputs, addresses, self.plan.results)
+        made = self.run_at(inputs, addresses, self.plan.results)
         return Gradients(*[None if index is None else made[index] for index in self.gradients])  # type: ignore[arg-type]
+
+    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results of a run at aligned addresses, which are those of the plan in another layout."""
+        return self.plan.run(inputs, addresses, results)
 
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
@@ -388,8 +392,8 @@ class PlannedCall:
             _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
-            plan, results, sinks = found
-            made = plan.run(inputs, addresses, results)
+            backward_plan, results, sinks = found
+            made = backward_plan.run_at(inputs, addresses, results)
             return made[0], made[1], made[2], None if sinks is None else made[sinks]
         call, out, rest = self.describe(saved)
         wanted = Wanted(False, wants_sinks)
@@ -400,14 +404,14 @@ class PlannedCall:
 
     def _plan_backward(
         self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
-    ) -> tuple[Any, list[Tensor], int | None] | None:
+    ) -> tuple[BackwardPlan, list[Tensor], int | None] | None:
         """Return the plan of a backward, its results in the caller's layout, and the index of the sinks' gradient."""
         grad_out = as_bhtd(grad_out, self.layout)
         made = find_backward(self.plan, grad_out, grad_lse, Wanted(False, wants_sinks), lambda: self.describe(saved))
         if made is None:
             return None
         first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]  # those of q, k and v
-        return made.plan, [*first, *made.plan.results[3:]], made.gradients[_SINKS] if wants_sinks else None
+        return made, [*first, *made.plan.results[3:]], made.gradients[_SINKS] if wants_sinks else None
 
 
 def _lay_out(result: Tensor, layout: str) -> Tensor:
