@@ -28,9 +28,19 @@ from ropewalk.ops.attention.backend import (
     Wanted,
 )
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backward_of
-from ropewalk.ops.attention.call import IS_TENSOR, LEAVES, AttentionCall, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.call import (
+    IS_TENSOR,
+    LEAVES,
+    NO_TABLES,
+    AttentionCall,
+    as_bhtd,
+    flatten,
+    from_bhtd,
+    unflatten,
+)
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import identity_of
+from ropewalk.ops.attention.tables import identity_of, pairing_of, with_rows
+from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
@@ -467,7 +477,9 @@ class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
-        self.attend, self.layout = backend.bind(call), layout
+        rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
+        self.layout = layout
+        self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
@@ -480,6 +492,85 @@ class LibraryCall:
             return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         layout = self.layout
         return from_bhtd(self.attend(*[as_bhtd(x, layout) for x in (q, k, v)]), layout)
+
+
+def _rotates_both(call: AttentionCall) -> bool:
+    """Say whether q and k are rotated by one table, and our kernels rotate them."""
+    tables = call.tables
+    is_one = tables.q is not None and _shares_table(call) and tables.feature_weights is None
+    return is_one and not call.q.is_meta and gpu.why_no_triton(call.q.device) is None
+
+
+def _mapped(call: AttentionCall) -> AttentionCall:
+    """Return a call whose features are mapped already."""
+    return call._replace(tables=NO_TABLES)
+
+
+def _after(rotate: Callable[..., Any], attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(*rotate(q, k), v)
+
+
+class _PlannedRotation:
+    """The rotation of q and k before a library's kernels, by a plan, and that of their gradients."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        tables = with_rows(call).tables
+        assert tables.q is not None
+        self.tables = list(tables.q)
+        self.addresses = [x.data_ptr() for x in self.tables]
+        self.pairing = pairing_of(tables)
+        self.plan = self._make(call.q, call.k, inverse=False)
+        self.inverse: dict[Any, Any] = {}  # by the strides of the gradients
+
+    def __call__(self, q: Tensor, k: Tensor) -> Any:
+        """Rotate q and k at aligned addresses."""
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return _rotate(q, k, self)
+        return self.run(self.plan, q, k)
+
+    def _make(self, q: Tensor, k: Tensor, *, inverse: bool) -> Any:
+        from ropewalk.ops.attention.triton.plan import Builder
+
+        builder = Builder(q.device)
+        twins = [builder.input(x) for x in (q, k, *self.tables)]
+        return builder.finish(
+            builder.follow(lambda *xs: xs[-1].rope(*xs[:-1], inverse=inverse, **self.pairing), *twins)
+        )
+
+    def run(self, plan: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a plan of it."""
+        made = plan.run((q, k, *self.tables), [q.data_ptr(), k.data_ptr(), *self.addresses], plan.results)
+        return made[0], made[1]
+
+    def differentiate(self, grad_q: Tensor, grad_k: Tensor) -> Any:
+        """Rotate gradients back."""
+        if not torch.is_grad_enabled() and _may_plan(grad_q) and addresses_of((grad_q, grad_k)) is not None:
+            key = (grad_q.stride(), grad_k.stride())
+            plan = self.inverse.get(key, _UNKNOWN)
+            if plan is _UNKNOWN:
+                plan = _plan(functools.partial(self._make, inverse=True), grad_q, grad_k)
+                _keep(self.inverse, key, plan)
+            if plan is not None:
+                return self.run(plan, grad_q, grad_k)
+        return apply_rope(grad_q, grad_k, *self.tables, layout="bhtd", inverse=True, **self.pairing)
+
+
+class _Rotate(torch.autograd.Function):
+    """A planned rotation; its backward can be differentiated, as it is linear."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, rotation: _PlannedRotation) -> tuple[Tensor, Tensor]:
+        ctx.rotation = rotation
+        return rotation.run(rotation.plan, q, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_q, grad_k = ctx.rotation.differentiate(grad_q, grad_k)
+        return grad_q, grad_k, None
+
+
+# Without tests for active transforms, under which no plan runs.
+_rotate: Callable[..., Any] = super(torch.autograd.Function, _Rotate).apply
 
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:

@@ -126,7 +126,7 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     if tables.k is None:
         return rotate(q, tables.q, tables, on), k
     if tables.q.cos is tables.k.cos:
-        q, k = _rope_of(on)(q, k, *tables.q, **_pairing(tables))
+        q, k = _rope_of(on)(q, k, *tables.q, **pairing_of(tables))
     else:
         q, k = rotate(q, tables.q, tables, on), rotate(k, tables.k, tables, on)
     if tables.feature_weights is not None:  # k is ours by now
@@ -145,7 +145,7 @@ def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Te
         return lambda q, k: (q, k)
     if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
         return lambda q, k: map_features(call._replace(q=q, k=k))
-    (cos, sin), pairing = tables.q, _pairing(tables)
+    (cos, sin), pairing = tables.q, pairing_of(tables)
     return lambda q, k: _differentiable_rope(q, k, cos, sin, **pairing)
 
 
@@ -181,7 +181,7 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
         tables = with_rows(call).tables
         assert tables.q is not None
         assert tables.k is not None  # keys that come rotated have no norm
-        flags = RopeFlags("bhtd", **_pairing(tables), impl=impl)
+        flags = RopeFlags("bhtd", **pairing_of(tables), impl=impl)
         of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
         if tables.q.cos is tables.k.cos:
             q, k = norm_and_rotate((q, k), norm, of_q)
@@ -200,11 +200,11 @@ def norm_call(call: AttentionCall, norm: QKNorm, impl: str | None) -> AttentionC
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
     rope = _rope_of(on)
-    rotated: Tensor = rope(x, None, *table, **_pairing(tables), inverse=inverse)
+    rotated: Tensor = rope(x, None, *table, **pairing_of(tables), inverse=inverse)
     return rotated
 
 
-def _pairing(tables: Tables) -> dict[str, Any]:
+def pairing_of(tables: Tables) -> dict[str, Any]:
     """Return the keywords of `apply_rope` that say which features form pairs."""
     return {
         "interleaved": tables.interleaved,

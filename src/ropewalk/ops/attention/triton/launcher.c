@@ -1,8 +1,8 @@
 /* The launches of a plan, all by one call from Python. Parameters are packed once; a call puts addresses in.
 
-   It reads nothing of Triton's: `launcher.py` packs what Triton's own launcher would pass to the driver, and descriptors
-   are encoded by Triton's function, which knows the driver's faults. A table keeps each argument's descriptors by
-   address, of which they are a function. A call fills buffers of its own, so it may release the GIL. */
+   It reads nothing of Triton's: `launcher.py` packs what Triton's own launcher would pass to the driver, and
+   descriptors are encoded by Triton's function, which knows the driver's faults. A table keeps each argument's
+   descriptors by address, of which they are a function. A call fills buffers of its own, so it may release the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <alloca.h>
@@ -47,8 +47,7 @@ typedef struct {
 } Kernel;
 
 typedef struct {
-  PyObject_HEAD
-  int device;
+  PyObject_HEAD int device;
   Py_ssize_t n_kernels, n_slots, n_bytes, n_params;
   Kernel* kernels;
 } Launches;
@@ -279,9 +278,9 @@ PyMODINIT_FUNC PyInit_ropewalk_launcher(void) {
   struct {
     const char* name;
     void* function;
-  } wanted[] = {{"cuLaunchKernelEx", &launch},          {"cuGetErrorName", &get_error_name},
-                {"cuCtxGetCurrent", &get_context},      {"cuCtxSetCurrent", &set_context},
-                {"cuDeviceGet", &get_device},           {"cuDevicePrimaryCtxRetain", &retain_context}};
+  } wanted[] = {{"cuLaunchKernelEx", &launch},     {"cuGetErrorName", &get_error_name},
+                {"cuCtxGetCurrent", &get_context}, {"cuCtxSetCurrent", &set_context},
+                {"cuDeviceGet", &get_device},      {"cuDevicePrimaryCtxRetain", &retain_context}};
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
     *(void**)wanted[i].function = dlsym(driver, wanted[i].name);
     if (!*(void**)wanted[i].function)
