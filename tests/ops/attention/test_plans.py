@@ -19,8 +19,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from ropewalk import attention
 from ropewalk.ops.attention import plans
-from ropewalk.ops.attention.libraries.sdpa import Sdpa
 from ropewalk.ops.attention.backend import AtOnce, UnplannableError
+from ropewalk.ops.attention.libraries.sdpa import Sdpa
 from ropewalk.ops.attention.triton import plan as plan_module
 from ropewalk.ops.attention.triton.plan import Builder, Plan
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias

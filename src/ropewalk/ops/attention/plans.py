@@ -39,8 +39,7 @@ from ropewalk.ops.attention.call import (
     unflatten,
 )
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import identity_of, pairing_of, with_rows
-from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.attention.tables import differentiable_rope, identity_of, pairing_of, with_rows
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme
 
@@ -510,6 +509,10 @@ def _after(rotate: Callable[..., Any], attend: Callable[..., Tensor]) -> Callabl
     return lambda q, k, v: attend(*rotate(q, k), v)
 
 
+def _rotate_on(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, on: Any, **keywords: Any) -> Any:
+    return on.rope(q, k, cos, sin, **keywords)
+
+
 class _PlannedRotation:
     """The rotation of q and k before a library's kernels, by a plan, and that of their gradients."""
 
@@ -552,7 +555,7 @@ class _PlannedRotation:
                 _keep(self.inverse, key, plan)
             if plan is not None:
                 return self.run(plan, grad_q, grad_k)
-        return apply_rope(grad_q, grad_k, *self.tables, layout="bhtd", inverse=True, **self.pairing)
+        return differentiable_rope(grad_q, grad_k, *self.tables, inverse=True, **self.pairing)
 
 
 class _Rotate(torch.autograd.Function):

@@ -146,7 +146,7 @@ def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Te
     if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
         return lambda q, k: map_features(call._replace(q=q, k=k))
     (cos, sin), pairing = tables.q, pairing_of(tables)
-    return lambda q, k: _differentiable_rope(q, k, cos, sin, **pairing)
+    return lambda q, k: differentiable_rope(q, k, cos, sin, **pairing)
 
 
 def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:
@@ -213,11 +213,11 @@ def pairing_of(tables: Tables) -> dict[str, Any]:
     }
 
 
-_differentiable_rope = functools.partial(apply_rope, layout="bhtd")
+differentiable_rope = functools.partial(apply_rope, layout="bhtd")
 
 
 def _rope_of(on: Steps | None) -> Callable[..., Any]:
-    return _differentiable_rope if on is None else on.rope
+    return differentiable_rope if on is None else on.rope
 
 
 def map_far_features(call: AttentionCall, on: Steps | None = None) -> FarQK | None:

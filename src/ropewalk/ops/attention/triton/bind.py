@@ -70,8 +70,8 @@ class _Writer:
             return "None"
         if kind.startswith("tensordesc"):
             numbers, descriptors = (*value.shape, *value.strides), self.describe(value)
-            place = launcher.Address(*self.address_of(value.base))
-            self.parameters.append(("map", launcher.Map(place, descriptors.make)))
+            address = launcher.Address(*self.address_of(value.base))
+            self.parameters.append(("map", launcher.Map(address, descriptors.make)))
             self.parameters += zip(("i32",) * len(value.shape) + ("i64",) * len(value.strides), numbers, strict=True)
             written = ", ".join(map(self.name, numbers))
             return f"{self.name(descriptors)}[{self.address(value.base)}], {written}"
