@@ -51,7 +51,8 @@ test-all: test
 	$(INTERPRETED) -m slow
 	$(MAKE) $(OTHER_TRITONS:%=test-triton-%)
 
-ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_hopper_compilation.py
+ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_hopper_compilation.py \
+	tests/ops/attention/test_launcher.py
 $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON)
 $(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/installed
@@ -60,7 +61,7 @@ $(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/instal
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/rope/cuda/csrc/*
+	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/rope/cuda/csrc/* src/ropewalk/ops/attention/triton/*.c
 	$(BIN)/mypy
 
 # The tests of `make check`, by another PyTorch and the Triton that belongs to it: the newest, looked for at each run, and

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 import ropewalk
 from ropewalk import __main__ as command
+from ropewalk import device
 from ropewalk.bench.report.load import read_bench_record
 from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.cli import app
+from ropewalk.cli.doctor import _launcher
 from ropewalk.cli.options import EXTRAS
 from ropewalk.ops.rope.cuda import build as native_build
 
@@ -40,6 +42,20 @@ def test_doctor_names_the_defaults_of_the_rotation_and_of_attention(monkeypatch:
     for table in (rotation, attention.partition("native extension")[0]):
         assert table.count("used by default") == 1
     assert "for correctness, not speed" in " ".join(attention.split())
+
+
+def test_doctor_says_how_planned_calls_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = pytest.importorskip("ropewalk.ops.attention.triton.launcher", reason="Triton is missing")
+    monkeypatch.setattr(device, "is_nvidia", lambda device: False)
+    assert _launcher() is None
+    monkeypatch.setattr(device, "is_nvidia", lambda device: True)
+    monkeypatch.setattr(device, "why_no_triton", lambda device: None)
+    for reason, said in ((None, "launch by the launcher in C."), ("no compiler", "Triton's launchers, which costs")):
+        monkeypatch.setattr(launcher, "why_missing", lambda reason=reason: reason)
+        text = _launcher()
+        assert text is not None
+        assert said in text
+        assert reason is None or text.endswith(f": {reason}.")
 
 
 @pytest.fixture

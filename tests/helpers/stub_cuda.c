@@ -35,6 +35,9 @@ uint64_t stub_recorded(void) { return recorded; }
 uint64_t stub_used(void) { return used; }
 const char* stub_records(void) { return records; }
 const char* stub_name(const Function* function) { return function->name; }
+/* Launches fail from here on, with this error; none if it is 0. */
+static CUresult refusal;
+void stub_refuse(int error) { refusal = (CUresult)error; }
 void stub_clear(void) { launches = descriptors = recorded = used = 0; }
 
 void stub_set_layout(Function* function, uint32_t n_params, const uint32_t* sizes) {
@@ -53,6 +56,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction handle, void*
       .shared = config->sharedMemBytes,
       .n_attributes = config->numAttrs,
   };
+  if (refusal) return refusal;
   if (config->numAttrs > MAX_ATTRIBUTES) return CUDA_ERROR_INVALID_VALUE;
   for (uint32_t i = 0; i < config->numAttrs; i++) {
     const CUlaunchAttribute* attribute = &config->attrs[i];
@@ -213,5 +217,10 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
 
 CUresult cuGetErrorString(CUresult result, const char** text) {
   *text = "the stub of the CUDA driver refuses";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorName(CUresult result, const char** name) {
+  *name = result == CUDA_ERROR_INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE" : "another error";
   return CUDA_SUCCESS;
 }

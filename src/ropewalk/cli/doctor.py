@@ -77,6 +77,8 @@ def doctor() -> None:
         f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
         "that of your call. The reference is for correctness, not speed."
     )
+    if gpus and (text := _launcher()) is not None:
+        console.print(escape(text))
 
     native = Table(title="native extension")
     native.add_column("what")
@@ -106,6 +108,23 @@ def _attention_by_default(device: torch.device) -> str:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.empty(1, DEFAULT_TOKENS, 8, 64, dtype=dtype, device=device, requires_grad=True)
     return explain_choice(q, q, q, position=Rope(), causal=True).name
+
+
+def _launcher() -> str | None:
+    """Say how planned calls of attention launch; None without Triton for NVIDIA GPUs. It is compiled here."""
+    import torch
+
+    from ropewalk import device as gpu
+
+    device = torch.device("cuda", 0)
+    if not gpu.is_nvidia(device) or gpu.why_no_triton(device) is not None:
+        return None
+    from ropewalk.ops.attention.triton import launcher
+
+    reason = launcher.why_missing()
+    if reason is None:
+        return "Planned calls of attention launch by the launcher in C."
+    return f"Planned calls of attention launch by Triton's launchers, which costs the host more: {reason}."
 
 
 def _native_extension() -> dict[str, str]:

@@ -24,24 +24,55 @@ class TrainingCase:
 
 
 _BASE: dict[str, Any] = {}  # BertConfig's defaults are BERT-base
-_LLAMA = {
-    "vocab_size": 1024,  # a stack of layers: neither the table nor a head should cost anything
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "use_cache": False,
-}
-_BOTH = ("autocast", "bf16")
+_WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+
+
+def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: int) -> dict[str, Any]:
+    """Return the config of a stack of layers, whose table and head cost next to nothing."""
+    return {
+        "vocab_size": 1024,
+        "hidden_size": hidden_size,
+        "intermediate_size": 7 * hidden_size // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden_size // heads,
+        "max_position_embeddings": tokens,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "use_cache": False,
+    }
+
+
+_LLAMA = _decoder(4096, 8, 32, 8, 8192)
+_LLAMA_4 = _decoder(4096, 4, 32, 8, 8192)
+_DECODER_12 = _decoder(1024, 12, 16, 4, 2048)
+_BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
+_QUIET_SMALL, _QUIET = {**_SMALL, **_WITHOUT_DROPOUT}, {**_BASE, **_WITHOUT_DROPOUT}
 CASES = (
     TrainingCase(
         "bert-base-rope", "BERT-base with RoPE, masked-language modelling", "bert-rope", _BASE, 64, 512, 256, _BOTH
     ),
     TrainingCase("bert-base", "unmodified BERT-base, masked-language modelling", "bert", _BASE, 64, 512, 256, _BOTH),
-    TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, 1, 4096, None, ("bf16",)),
+    TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, 1, 4096, None, _BF16),
+    # Models whose steps wait for the host.
+    TrainingCase("bert-4x256", "BERT of 4 layers, padded rows", "bert", _QUIET_SMALL, 64, 128, 64, _BF16),
+    TrainingCase("bert-4x256-dropout", "the same with dropout", "bert", _SMALL, 64, 128, 64, _BF16),
+    TrainingCase("bert-4x256-full", "the same, no padding, no dropout", "bert", _QUIET_SMALL, 64, 128, None, _BF16),
+    TrainingCase("bert-base-8x128", "BERT-base, padded rows, no dropout", "bert", _QUIET, 8, 128, 64, _BF16),
+    TrainingCase("bert-base-64x512", "BERT-base, padded rows, no dropout", "bert", _QUIET, 64, 512, 256, _BF16),
+    TrainingCase(
+        "llama-12x1024-attention", "12 layers, attention alone", "llama-attention", _DECODER_12, 4, 512, None, _BF16
+    ),
+    TrainingCase("llama-12x1024", "12 layers, and the rotation", "llama", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase(
+        "qwen3-12x1024-attention", "12 layers, attention alone", "qwen3-attention", _DECODER_12, 4, 512, None, _BF16
+    ),
+    TrainingCase("qwen3-12x1024", "12 layers, and the rotation", "qwen3", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase(
+        "llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, 1, 4096, None, _BF16
+    ),
+    TrainingCase("llama-4x4096", "4 layers, and the rotation", "llama", _LLAMA_4, 1, 4096, None, _BF16),
 )
 
 

@@ -106,11 +106,13 @@ def _eager_rope(case: TrainingCase, inputs: Inputs) -> Model:
     return _bert(case, inputs, "eager", lambda module: _rope_in_pytorch(module, by_sdpa=False))
 
 
-def _llama(case: TrainingCase, inputs: Inputs, attention: str) -> Model:
-    from transformers import LlamaConfig, LlamaModel
+def _decoder(kind: str, case: TrainingCase, inputs: Inputs, attention: str) -> Model:
+    """Return the stack of layers of a kind of model, "Llama" or "Qwen3"."""
+    import transformers
 
-    module = LlamaModel(LlamaConfig(**case.config, attn_implementation=attention))
-    direction = torch.randn(module.config.hidden_size)
+    config = getattr(transformers, f"{kind}Config")(**case.config, attn_implementation=attention)
+    module = getattr(transformers, f"{kind}Model")(config)
+    direction = torch.randn(config.hidden_size)
 
     def hidden() -> Tensor:
         states: Tensor = module(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
@@ -119,10 +121,19 @@ def _llama(case: TrainingCase, inputs: Inputs, attention: str) -> Model:
     return Model(module, loss=lambda: (hidden().float() @ direction).mean(), hidden=hidden)
 
 
-def _our_llama(case: TrainingCase, inputs: Inputs) -> Model:
-    model = _llama(case, inputs, OURS)
+def _our_decoder(kind: str, case: TrainingCase, inputs: Inputs) -> Model:
+    model = _decoder(kind, case, inputs, OURS)
     # The rotation is replaced for all models of the class: it must be theirs again when another candidate runs.
     return Model(model.module, model.loss, model.hidden, lambda: huggingface.use_ropewalk_rope(model.module))
+
+
+def _decoders(kind: str, *, rotates: bool) -> dict[str, Callable[[TrainingCase, Inputs], Model]]:
+    """Return the candidates of a kind of model: ours with our rotation or with the model's own."""
+
+    def ours(case: TrainingCase, inputs: Inputs) -> Model:
+        return _our_decoder(kind, case, inputs) if rotates else _decoder(kind, case, inputs, OURS)
+
+    return {OURS: ours, "sdpa": lambda case, inputs: _decoder(kind, case, inputs, "sdpa")}
 
 
 # By family: ours, then what it is measured against. The last one says in float32 what is right.
@@ -133,5 +144,8 @@ CANDIDATES: dict[str, dict[str, Callable[[TrainingCase, Inputs], Model]]] = {
         "sdpa": lambda case, inputs: _bert(case, inputs, "sdpa", None),
         "eager": lambda case, inputs: _bert(case, inputs, "eager", None),
     },
-    "llama": {OURS: _our_llama, "sdpa": lambda case, inputs: _llama(case, inputs, "sdpa")},
+    "llama": _decoders("Llama", rotates=True),
+    "llama-attention": _decoders("Llama", rotates=False),
+    "qwen3": _decoders("Qwen3", rotates=True),
+    "qwen3-attention": _decoders("Qwen3", rotates=False),
 }

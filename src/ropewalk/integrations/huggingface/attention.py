@@ -265,40 +265,35 @@ def _attend(
     # A branch, as torch.compile with symbolic lengths hands on no SymBool.
     if queries == 1 and cu_seq_lens_q is None and not of_shards:
         causal = False  # one query is at the last key
-    arguments: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout_p": dropout if module.training else 0.0,
-        "deterministic": deterministic or None,
-    }
+    dropout_p = dropout if module.training else 0.0
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if mask is not None or batch != 1:
             raise ValueError(
                 "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
                 "attention_mask or position_ids that restart: pass one or the other"
             )
-        out = attention(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
-            **arguments,
-            cu_seqlens_q=cu_seq_lens_q,
-            cu_seqlens_k=cu_seq_lens_k,
-            layout="thd",
-        )
-        return out[None].contiguous(), None
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention(
         query,
         key,
         value,
-        **arguments,
+        causal=causal,
+        window=window,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout_p,
+        deterministic=deterministic or None,
         mask=mask,
         key_starts=key_starts,
         key_lengths=key_lengths,
-        layout="bhtd",
+        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_k=cu_seq_lens_k,
+        layout="bhtd" if cu_seq_lens_q is None and cu_seq_lens_k is None else "thd",
     )
-    return out.transpose(1, 2).contiguous(), None
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return out.transpose(1, 2).contiguous(), None
+    return out[None].contiguous(), None
 
 
 def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:

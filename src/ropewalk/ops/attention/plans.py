@@ -31,6 +31,7 @@ from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE, backw
 from ropewalk.ops.attention.call import (
     IS_TENSOR,
     LEAVES,
+    NO_TABLES,
     AttentionCall,
     RopeTable,
     as_bhtd,
@@ -39,7 +40,15 @@ from ropewalk.ops.attention.call import (
     unflatten,
 )
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import bind_norm, identity_of, row_source, signature_of, with_rows
+from ropewalk.ops.attention.tables import (
+    bind_norm,
+    differentiable_rope,
+    identity_of,
+    pairing_of,
+    row_source,
+    signature_of,
+    with_rows,
+)
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, Rope, T5Bias
 
@@ -164,12 +173,14 @@ class BackwardPlan:
     def run(self, inputs: Sequence[Tensor]) -> Gradients | None:
         """Do what the backend's backward does; return None where a tensor is misaligned."""
         addresses = addresses_of(inputs)
-        return None if addresses is None else self.run_at(inputs, addresses, self.plan.results)
-
-    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Any]) -> Gradients:
-        """Do it at aligned addresses, with results of given shapes and strides."""
-        made = self.plan.run(inputs, addresses, results)
+        if addresses is None:
+            return None
+        made = self.run_at(inputs, addresses, self.plan.results)
         return Gradients(*[None if index is None else made[index] for index in self.gradients])  # type: ignore[arg-type]
+
+    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results of a run at aligned addresses, which are those of the plan in another layout."""
+        return self.plan.run(inputs, addresses, results)
 
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
@@ -240,7 +251,7 @@ def _keep(backwards: dict[Any, Any], key: Any, found: Any) -> None:
 def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
     """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for."""
     try:
-        addresses = [x.data_ptr() for x in inputs]
+        addresses = list(map(Tensor.data_ptr, inputs))
     except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
         return None
     return None if functools.reduce(operator.or_, addresses) & 15 else addresses
@@ -323,6 +334,7 @@ def _plan_launcher(
 CALLS = Cache()
 # The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
 # the scheme's.
+_SINKS = Gradients._fields.index("sinks")
 _SEED = _TENSORS.index(LEAVES.index("seed"))
 
 
@@ -384,41 +396,48 @@ class PlannedCall:
         return call, as_bhtd(out, layout), Saved(call.q, call.k, tensors[n_inputs], *far)
 
     def differentiate(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
-    ) -> Gradients:
-        """Return the gradients, those of q, k and v in the caller's layout."""
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k and v, in the caller's layout, and those of the sinks."""
         grad_out = _dense(grad_out)
         if grad_lse is not None:
             grad_lse = (grad_lse[None] if self.layout == "thd" else grad_lse).contiguous()
-        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted)
+        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wants_sinks)
         found = self.backwards.get(key, _UNKNOWN)
         inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
         if found is _UNKNOWN:
-            made = find_backward(
-                self.plan, as_bhtd(grad_out, self.layout), grad_lse, wanted, lambda: self.describe(saved)
-            )
-            found = None
-            if made is not None:
-                first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]
-                found = made, [*first, *made.plan.results[3:]]
+            found = self._plan_backward(saved, grad_out, grad_lse, wants_sinks)
             _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
-            backward_plan, results = found
-            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
-            return gradients
+            backward_plan, results, sinks = found
+            made = backward_plan.run_at(inputs, addresses, results)
+            return made[0], made[1], made[2], None if sinks is None else made[sinks]
         call, out, rest = self.describe(saved)
+        wanted = Wanted(False, wants_sinks)
         backend = backward_of(self.plan.backend, call, wanted)
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
         grad_q, grad_k, grad_v = (from_bhtd(x, self.layout) for x in gradients[:3])
-        return gradients._replace(q=grad_q, k=grad_k, v=grad_v)
+        return grad_q, grad_k, grad_v, gradients.sinks
+
+    def _plan_backward(
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
+    ) -> tuple[BackwardPlan, list[Tensor], int | None] | None:
+        """Return the plan of a backward, its results in the caller's layout, and the index of the sinks' gradient."""
+        grad_out = as_bhtd(grad_out, self.layout)
+        made = find_backward(self.plan, grad_out, grad_lse, Wanted(False, wants_sinks), lambda: self.describe(saved))
+        if made is None:
+            return None
+        first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]  # those of q, k and v
+        return made, [*first, *made.plan.results[3:]], made.gradients[_SINKS] if wants_sinks else None
 
 
-def _lay_out(result: Any, layout: str) -> Any:
-    """Return a result (B, H, T, D) in a layout."""
-    order = {"bthd": (0, 2, 1, 3), "bhtd": (0, 1, 2, 3), "thd": (2, 1, 3)}[layout]
-    shape, strides = (tuple(numbers[index] for index in order) for numbers in result[1:])
-    return result._replace(shape=shape, strides=strides)
+def _lay_out(result: Tensor, layout: str) -> Tensor:
+    """Return a result (B, H, T, D), which has no memory, in a layout."""
+    like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+    laid_out = from_bhtd(like, layout)
+    laid_out.untyped_storage().resize_(0)
+    return laid_out
 
 
 class GrowingCall(PlannedCall):
@@ -748,17 +767,104 @@ class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
-        self.attend, self.layout = backend.bind(call), layout
+        rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
+        self.layout = layout
+        self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
         q, k, v = given[:3]
         if addresses_of((q, k, v)) is None:
             return None
+        if self.layout == "bhtd":
+            return self.attend(q, k, v)
         if self.layout == "bthd":
             return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         layout = self.layout
         return from_bhtd(self.attend(*[as_bhtd(x, layout) for x in (q, k, v)]), layout)
+
+
+def _rotates_both(call: AttentionCall) -> bool:
+    """Say whether q and k are rotated by one table, and our kernels rotate them."""
+    tables = call.tables
+    is_one = tables.q is not None and _shares_table(call) and tables.feature_weights is None
+    return is_one and not call.q.is_meta and gpu.why_no_triton(call.q.device) is None
+
+
+def _mapped(call: AttentionCall) -> AttentionCall:
+    """Return a call whose features are mapped already."""
+    return call._replace(tables=NO_TABLES)
+
+
+def _after(rotate: Callable[..., Any], attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(*rotate(q, k), v)
+
+
+def _rotate_on(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, on: Any, **keywords: Any) -> Any:
+    return on.rope(q, k, cos, sin, **keywords)
+
+
+class _PlannedRotation:
+    """The rotation of q and k before a library's kernels, by a plan, and that of their gradients."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        tables = with_rows(call).tables
+        assert tables.q is not None
+        self.tables = list(tables.q)
+        self.addresses = [x.data_ptr() for x in self.tables]
+        self.pairing = pairing_of(tables)
+        self.plan = self._make(call.q, call.k, inverse=False)
+        self.inverse: dict[Any, Any] = {}  # by the strides of the gradients
+
+    def __call__(self, q: Tensor, k: Tensor) -> Any:
+        """Rotate q and k at aligned addresses."""
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return _rotate(q, k, self)
+        return self.run(self.plan, q, k)
+
+    def _make(self, q: Tensor, k: Tensor, *, inverse: bool) -> Any:
+        from ropewalk.ops.attention.triton.plan import Builder
+
+        builder = Builder(q.device)
+        twins = [builder.input(x) for x in (q, k, *self.tables)]
+        return builder.finish(
+            builder.follow(lambda *xs: xs[-1].rope(*xs[:-1], inverse=inverse, **self.pairing), *twins)
+        )
+
+    def run(self, plan: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a plan of it."""
+        made = plan.run((q, k, *self.tables), [q.data_ptr(), k.data_ptr(), *self.addresses], plan.results)
+        return made[0], made[1]
+
+    def differentiate(self, grad_q: Tensor, grad_k: Tensor) -> Any:
+        """Rotate gradients back."""
+        if not torch.is_grad_enabled() and _may_plan(grad_q) and addresses_of((grad_q, grad_k)) is not None:
+            key = (grad_q.stride(), grad_k.stride())
+            plan = self.inverse.get(key, _UNKNOWN)
+            if plan is _UNKNOWN:
+                plan = _plan(functools.partial(self._make, inverse=True), grad_q, grad_k)
+                _keep(self.inverse, key, plan)
+            if plan is not None:
+                return self.run(plan, grad_q, grad_k)
+        return differentiable_rope(grad_q, grad_k, *self.tables, inverse=True, **self.pairing)
+
+
+class _Rotate(torch.autograd.Function):
+    """A planned rotation; its backward can be differentiated, as it is linear."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, rotation: _PlannedRotation) -> tuple[Tensor, Tensor]:
+        ctx.rotation = rotation
+        return rotation.run(rotation.plan, q, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_q, grad_k = ctx.rotation.differentiate(grad_q, grad_k)
+        return grad_q, grad_k, None
+
+
+# Without tests for active transforms, under which no plan runs.
+_rotate: Callable[..., Any] = super(torch.autograd.Function, _Rotate).apply
 
 
 def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:

@@ -127,7 +127,7 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     if tables.k is None:
         return rotate(q, tables.q, tables, on), k
     if tables.q.cos is tables.k.cos:
-        q, k = _rope_of(on)(q, k, *tables.q, **_pairing(tables))
+        q, k = _rope_of(on)(q, k, *tables.q, **pairing_of(tables))
     else:
         q, k = rotate(q, tables.q, tables, on), rotate(k, tables.k, tables, on)
     if tables.feature_weights is not None:  # k is ours by now
@@ -146,8 +146,8 @@ def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Te
         return lambda q, k: (q, k)
     if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
         return lambda q, k: map_features(call._replace(q=q, k=k))
-    (cos, sin), pairing = tables.q, _pairing(tables)
-    return lambda q, k: _differentiable_rope(q, k, cos, sin, **pairing)
+    (cos, sin), pairing = tables.q, pairing_of(tables)
+    return lambda q, k: differentiable_rope(q, k, cos, sin, **pairing)
 
 
 def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:
@@ -193,7 +193,7 @@ def norm_by_tables(
     """Return q and k normed and rotated by tables with a row for each token, in one launch if both have the same."""
     assert tables.q is not None
     assert tables.k is not None  # keys that come rotated have no norm
-    flags = RopeFlags(layout, **_pairing(tables), impl=impl)
+    flags = RopeFlags(layout, **pairing_of(tables), impl=impl)
     of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
     if tables.q.cos is tables.k.cos:
         q, k = norm_and_rotate((q, k), norm, of_q)
@@ -209,18 +209,18 @@ def bind_norm(tables: Tables, layout: str, impl: str | None) -> Callable[[Tensor
     """Return `norm_by_tables` as a function of q, k and a norm, with what tables decide made once."""
     if tables.q is None or tables.k is None or tables.q.cos is not tables.k.cos:
         return lambda q, k, norm: norm_by_tables(q, k, norm, tables, layout, impl)
-    call = RopeCall(*tables.q, None, None, 0, RopeFlags(layout, **_pairing(tables), impl=impl))
+    call = RopeCall(*tables.q, None, None, 0, RopeFlags(layout, **pairing_of(tables), impl=impl))
     return lambda q, k, norm: norm_and_rotate((q, k), norm, call)
 
 
 def rotate(x: Tensor, table: RopeTable, tables: Tables, on: Steps | None = None, *, inverse: bool = False) -> Tensor:
     """Rotate x (B, H, T, D) by one table of a call."""
     rope = _rope_of(on)
-    rotated: Tensor = rope(x, None, *table, **_pairing(tables), inverse=inverse)
+    rotated: Tensor = rope(x, None, *table, **pairing_of(tables), inverse=inverse)
     return rotated
 
 
-def _pairing(tables: Tables) -> dict[str, Any]:
+def pairing_of(tables: Tables) -> dict[str, Any]:
     """Return the keywords of `apply_rope` that say which features form pairs."""
     return {
         "interleaved": tables.interleaved,
@@ -229,11 +229,11 @@ def _pairing(tables: Tables) -> dict[str, Any]:
     }
 
 
-_differentiable_rope = functools.partial(apply_rope, layout="bhtd")
+differentiable_rope = functools.partial(apply_rope, layout="bhtd")
 
 
 def _rope_of(on: Steps | None) -> Callable[..., Any]:
-    return _differentiable_rope if on is None else on.rope
+    return differentiable_rope if on is None else on.rope
 
 
 def map_far_features(call: AttentionCall, on: Steps | None = None) -> FarQK | None:

@@ -1,24 +1,39 @@
 """Binding compiled kernels to launches that differ in addresses alone: the boundary to Triton's launchers for NVIDIA.
 
 Triton's `kernel[grid](...)` specialises, looks up and encodes all arguments in each call. A bound launch has done so:
-it reads addresses from a list, and calls Triton's C launcher.
+it reads addresses from a list, and calls Triton's C launcher. `join` makes one call of several launches, where our
+launcher in C is there.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from triton.runtime.driver import driver
 
 from ropewalk.ops.attention.backend import UnplannableError
+from ropewalk.ops.attention.triton import launcher
 
 MAX_DESCRIPTORS = 64  # of one argument: the addresses that a model's layers have
 
-Launch = Callable[[Sequence[int], int], None]  # (addresses, stream)
+Launch = Callable[[list[int], int], None]  # (addresses, stream)
+
+
+class Number(int):
+    """A number that differs from run to run, as those of a cache that grows, with its index among the addresses."""
+
+    slot: int
+
+    def __new__(cls, value: int, slot: int) -> Number:
+        """Make the number of the run at hand."""
+        number = super().__new__(cls, value)
+        number.slot = slot
+        return number
 
 
 class _Descriptors(dict[int, Any]):
@@ -31,16 +46,25 @@ class _Descriptors(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         if len(self) >= MAX_DESCRIPTORS:
             self.clear()
-        descriptor = self[address] = self.encode(address, *self.geometry)
+        descriptor = self[address] = self.make(address)
         return descriptor
+
+    def make(self, address: int) -> Any:
+        """Encode a descriptor, and do not keep it."""
+        return self.encode(address, *self.geometry)
 
 
 class _Writer:
-    """Writes a kernel's arguments as an expression of `addresses`, and collects the names that it reads."""
+    """Writes a kernel's arguments as an expression of `addresses`, and collects the names that it reads.
+
+    `parameters` are the same for `launcher.pack`.
+    """
 
     def __init__(self, compiled: Any, address_of: Callable[[Tensor], tuple[int, int]]) -> None:
         self.address_of = address_of
         self.names: dict[str, Any] = {}
+        self.parameters: list[tuple[str, Any]] = []
+        self.has_numbers = False
         self.descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
 
     def name(self, value: Any) -> str:
@@ -58,9 +82,18 @@ class _Writer:
         if kind == "constexpr":
             return "None"
         if kind.startswith("tensordesc"):
-            numbers = ", ".join(self.name(number) for number in (*value.shape, *value.strides))
-            return f"{self.name(self.describe(value))}[{self.address(value.base)}], {numbers}"
-        return self.address(value) if isinstance(value, Tensor) else self.name(value)
+            numbers, descriptors = (*value.shape, *value.strides), self.describe(value)
+            address = launcher.Address(*self.address_of(value.base))
+            self.parameters.append(("map", launcher.Map(address, descriptors.make)))
+            self.parameters += zip(("i32",) * len(value.shape) + ("i64",) * len(value.strides), numbers, strict=True)
+            written = ", ".join(map(self.name, numbers))
+            return f"{self.name(descriptors)}[{self.address(value.base)}], {written}"
+        if type(value) is Number:
+            self.has_numbers = True
+            return f"addresses[{value.slot}]"
+        is_tensor = isinstance(value, Tensor)
+        self.parameters.append((kind, launcher.Address(*self.address_of(value)) if is_tensor else value))
+        return self.address(value) if is_tensor else self.name(value)
 
     def describe(self, descriptor: Any) -> _Descriptors:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -85,7 +118,7 @@ class _Writer:
 def bind(
     compiled: Any, n_programs: int, values: Sequence[Any], address_of: Callable[[Tensor], tuple[int, int]]
 ) -> Launch:
-    """Bind a compiled kernel's arguments, all but the addresses of its tensors.
+    """Bind a compiled kernel's arguments, all but the addresses of its tensors and each `Number`.
 
     values: all arguments, in the order of the kernel's signature; tensors, alone or in descriptors, stand for memory.
     address_of: the index of a tensor's memory among the addresses, and the tensor's offset there in bytes.
@@ -97,24 +130,39 @@ def bind(
     arguments = "".join(
         f"{writer.write(value, kind)}, " for value, kind in zip(values, compiled.src.signature.values(), strict=True)
     )
+    parameters = list(writer.parameters)  # without the grid
     # Grid, stream, function, flags, metadata, and no hooks and no scratch memory; in the order of each Triton.
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     if hasattr(run, "arg_annotations"):
-        launcher = driver.active.utils.launch
+        launch = driver.active.utils.launch
         head: tuple[Any, ...] = (
             *(*flags, compiled.packed_metadata, None, None, None, None, None),
             *(run.arg_annotations, run.kernel_signature),
         )
         arguments = f"({arguments})"
     else:  # Triton 3.6, where a closure encodes descriptors before the launcher runs
-        launcher = run.launch
-        if hasattr(launcher, "__closure__"):
-            launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
+        launch = run.launch
+        if hasattr(launch, "__closure__"):
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         head = (*flags, None, None, compiled.packed_metadata, *(None,) * 3)
+    grid = writer.write(n_programs, "i32")
     names = [writer.name(value) for value in (compiled.function, *head)]
-    source = f"launch({writer.name(n_programs)}, 1, 1, stream, {', '.join(names)}, {arguments})"
-    bound: Launch = _compile(source, tuple(writer.names))(launcher, *writer.names.values())
-    return bound
+    source = f"launch({grid}, 1, 1, stream, {', '.join(names)}, {arguments})"
+    bound: Any = _compile(source, tuple(writer.names))(launch, *writer.names.values())
+    bound.packed = None if writer.has_numbers else launcher.pack(compiled, n_programs, parameters)
+    return cast(Launch, bound)
+
+
+def join(launches: Sequence[Launch]) -> list[Launch]:
+    """Return functions that do what some launches do, in their order: as few as can be."""
+    joined: list[Launch] = []
+    for is_packed, group in itertools.groupby(launches, lambda launch: getattr(launch, "packed", None) is not None):
+        found: list[Any] = list(group)
+        if is_packed:
+            joined += launcher.make([launch.packed for launch in found], driver.active.get_current_device())
+        else:
+            joined += found
+    return joined
 
 
 @functools.lru_cache(maxsize=512)

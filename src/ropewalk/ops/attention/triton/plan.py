@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Sizes, UnplannableError
-from ropewalk.ops.attention.triton.bind import Launch, bind
-from ropewalk.ops.attention.triton.bind_growing import Number, bind_growing
+from ropewalk.ops.attention.triton.bind import Launch, Number, bind, join
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
 from ropewalk.ops.rope.triton.kernel import compile_kernel
@@ -27,14 +26,6 @@ ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator 
 _MISALIGNED = 15  # bits of an address: kernels are compiled for multiples of 16 bytes
 MAX_STREAMS = 64  # whose memory a plan keeps
 _compile_rope = functools.lru_cache(compile_kernel)
-
-
-class Result(NamedTuple):
-    """A tensor that a plan allocates in each run."""
-
-    make: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # `new_empty_strided` of a tensor of its kind
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -50,31 +41,32 @@ class Plan:
     def __init__(
         self,
         device: torch.device,
-        results: Sequence[Result],
+        results: Sequence[Tensor],
         workspace: int,
         per_stream: Sequence[Callable[..., Tensor]],
     ) -> None:
         self.device, self.index = device, device.index or 0
         self.results, self.workspace, self.per_stream = results, workspace, per_stream
+        self.make_bytes = torch.empty(0, dtype=torch.uint8, device=device).new_empty
         on_gpu = device.type == "cuda"
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if on_gpu else _no_stream
         self.of_stream: dict[int, list[Tensor]] = {}
         self.launches: list[Launch] = []
         self.steps: list[Step] = []  # where some are operators
 
-    def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Result]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
         """Run for tensors like those of the plan, at aligned addresses, and return the results.
 
-        results: those of the plan, or of the same memory with other shapes and strides. The current device is the
+        results: those of the plan, or views of them with the dimensions in another order. The current device is the
         plan's.
         """
-        memory = [make(shape, strides) for make, shape, strides in results]
+        memory = list(map(torch.empty_like, results))
         stream = self.current_stream(self.index)
         if self.per_stream:
             memory += self.of_stream.get(stream) or self._find_memory(stream)
         if self.workspace:
-            memory.append(torch.empty(self.workspace, dtype=torch.uint8, device=self.device))
-        addresses += [x.data_ptr() for x in memory]
+            memory.append(self.make_bytes(self.workspace))
+        addresses += map(Tensor.data_ptr, memory)
         for launch in self.launches:
             launch(addresses, stream)
         if self.steps:
@@ -195,17 +187,24 @@ class Builder:
             if _storage(x) in self.slots:
                 raise UnplannableError("a result is an input, or shares memory with another result")
             self._give_slot(x)
-            like = torch.empty(0, dtype=x.dtype, device=self.device)  # parses neither dtype nor device in each run
-            specs.append(Result(like.new_empty_strided, tuple(x.shape), x.stride()))
+            specs.append(self._template_of(x))
         for _, twin in self.streams:
             self._give_slot(twin)
         steps = [bind_step() for bind_step in self.kept]
         plan = Plan(self.device, specs, self.workspace, [make for make, _ in self.streams])
         if all(step.launch for step in steps):
-            plan.launches = [step.launch for step in steps if step.launch]
+            plan.launches = join([step.launch for step in steps if step.launch])
         else:
             plan.steps = steps
         return plan
+
+    def _template_of(self, x: Tensor) -> Tensor:
+        """Return a tensor without memory, of which `empty_like` makes a result: it parses no shape in each run."""
+        template = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+        template.untyped_storage().resize_(0)
+        if torch.empty_like(template).stride() != x.stride():
+            raise UnplannableError("a result is not dense")
+        return template
 
     def _give_slot(self, x: Tensor) -> None:
         """Give a twin the next slot; the workspace comes after all."""
@@ -239,10 +238,10 @@ class Builder:
             return self._bind_operator(_launch_kernel, (kernel, n_programs, arguments))
         plain = {name: int(value) if type(value) is Number else value for name, value in arguments.items()}
         compiled = kernel.warmup(grid=(int(n_programs),), **plain)
+        if self.sizes is not None and getattr(compiled.metadata, "tensordesc_meta", None):
+            raise UnplannableError("descriptors of a cache that grows")
         parameters = kernel.signature.parameters
         values = [arguments.get(name, parameters[name].default) for name in kernel.arg_names]
-        if self.sizes is not None:
-            return Step(bind_growing(compiled, n_programs, values, self.address_of), None)
         return Step(bind(compiled, n_programs, values, self.address_of), None)
 
     def _bind_rope(self, xs: tuple[Tensor, ...], outs: tuple[Tensor, ...], call: RopeCall) -> Step:
