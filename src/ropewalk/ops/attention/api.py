@@ -13,7 +13,7 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, from_bhtd, tensors_of
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -24,7 +24,7 @@ from ropewalk.ops.attention.tables import (
     resolve_scheme,
     with_rows,
 )
-from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager
@@ -261,17 +261,15 @@ def attention(
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, gate, sinks)
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
-            if gate is not None:
-                check_gate(gate, q, v, layout)
             if isinstance(planned, plans.PlannedCall):
-                result = autograd.run_planned(planned, given)
+                result, gates = autograd.run_planned(planned, given), planned.gates
             else:
-                result = _outside_autocast(q, planned.run, given)
+                result, gates = _outside_autocast(q, planned.run, given), False
             if result is not None:
-                return result if gate is None else _apply_gate(result, gate)
+                return result if gate is None or gates else _apply_gate(result, gate)
     elif gate is not None and _is_autocast(q):
         gate = _lower(gate)
     keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)
@@ -304,6 +302,8 @@ def attention(
     if norm is not None:
         call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
     backend = choose(call, impl)
+    if gate is not None and _takes_gate(backend, call, gate):
+        call = call._replace(gate=as_bhtd(gate, layout))
     if dropout_p > 0:
         call = call._replace(seed=make_seed(call.q))
     if key is not None:
@@ -315,7 +315,7 @@ def attention(
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
-    if gate is not None:
+    if gate is not None and call.gate is None:
         out = apply_gate(out, gate)
     if return_max_logits:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
@@ -327,6 +327,12 @@ def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     from ropewalk.ops import dtensor
 
     return dtensor.attend(attention, q, k, v, keywords)
+
+
+def _takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:
+    """Say whether a backend's kernels gate the output: where the gate alone needs a gradient, they would need none."""
+    needs_grad = torch.is_grad_enabled() and gate.requires_grad
+    return backend.name in KERNELS and (call.needs_backward or not needs_grad)
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:

@@ -27,7 +27,7 @@ def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor 
 def differentiable_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """The tensors of a call that may need a gradient, in the order of `Gradients`."""
     given = None if call.far is None else call.far.given
-    return (call.q, call.k, call.v, call.score_mod_params, call.sinks, *(given or (None, None, None)))
+    return (call.q, call.k, call.v, call.score_mod_params, call.sinks, *(given or (None, None, None)), call.gate)
 
 
 def without_inputs(call: AttentionCall, saved: Saved) -> AttentionCall:
@@ -56,7 +56,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
         call = plans.call_of(tensors, ctx.numbers)
-        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(*ctx.needs_input_grad[3:5])
+        needed = ctx.needs_input_grad
+        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(*needed[3:5], gate=needed[8])
         reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -71,7 +72,7 @@ def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> A
     if found is None:
         return None
     if planned.needs_backward:
-        results: Any = _record(*given[:3], given[-1], planned, found)
+        results: Any = _record(*given[:3], *given[-2:], planned, found)
         return results
     return planned.returned(planned.plan.plan.run(*found, planned.results))
 
@@ -85,6 +86,7 @@ class _Planned(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        gate: Tensor | None,
         sinks: Tensor | None,
         planned: plans.PlannedCall,
         found: tuple[list[Tensor], list[int]],
@@ -109,9 +111,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     reads_v = grad_out is not None  # as in `_Attend`
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-1])
-    wants_sinks = ctx.needs_input_grad[3]
-    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(False, wants_sinks))
-    return grads.q, grads.k, grads.v if reads_v else None, grads.sinks if wants_sinks else None, None, None
+    wants_gate, wants_sinks = ctx.needs_input_grad[3:5]
+    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(False, wants_sinks, wants_gate))
+    grad_v, grad_sinks = grads.v if reads_v else None, grads.sinks if wants_sinks else None
+    return grads.q, grads.k, grad_v, grads.gate if wants_gate else None, grad_sinks, None, None
 
 
 _differentiate_again = once_differentiable(_differentiate)

@@ -314,7 +314,7 @@ def _plan_launcher(
 CALLS = Cache()
 # The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
 # the scheme's.
-_SEED = _TENSORS.index(LEAVES.index("seed"))
+_SEED, _GATE = (_TENSORS.index(LEAVES.index(name)) for name in ("seed", "gate"))
 
 
 class PlannedCall:
@@ -328,6 +328,7 @@ class PlannedCall:
         self.constant_addresses = [x.data_ptr() for x in self.constants]
         self.numbers, self.is_given = pick_numbers(flatten(call)), [x is not None for x in tensors]
         self.needs_backward, self.drops = call.needs_backward, call.dropout_p > 0
+        self.gates = call.gate is not None
         self.results = [_lay_out(plan.plan.results[0], layout), *plan.plan.results[1:]]
         self.n_inputs = len(self.given) + self.drops + len(self.constants)
         if self.needs_backward:
@@ -365,6 +366,8 @@ class PlannedCall:
         for index, slot in enumerate((*self.plan.features[:2], 2)):
             if slot == index:
                 every[index] = as_bhtd(every[index], layout)  # type: ignore[arg-type]
+        if self.gates:
+            every[_GATE] = as_bhtd(every[_GATE], layout)  # type: ignore[arg-type]
         others = iter(tensors[n_inputs + 1 :])
         far = [None if slot is None else next(others) for slot in self.plan.features[2:]]
         far = [
@@ -390,8 +393,10 @@ class PlannedCall:
             )
             found = None
             if made is not None:
-                first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]
-                found = made, [*first, *made.plan.results[3:]]
+                results = list(made.plan.results)
+                for index in (*range(3), *([-1] if wanted.gate else ())):
+                    results[index] = _lay_out(results[index], self.layout)
+                found = made, results
             _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
@@ -402,12 +407,14 @@ class PlannedCall:
         backend = backward_of(self.plan.backend, call, wanted)
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
         grad_q, grad_k, grad_v = (from_bhtd(x, self.layout) for x in gradients[:3])
-        return gradients._replace(q=grad_q, k=grad_k, v=grad_v)
+        grad_gate = None if gradients.gate is None else from_bhtd(gradients.gate, self.layout)
+        return gradients._replace(q=grad_q, k=grad_k, v=grad_v, gate=grad_gate)
 
 
 def _lay_out(result: Any, layout: str) -> Any:
-    """Return a result (B, H, T, D) in a layout."""
+    """Return a result (B, H, T, D), or (B, H, T), in a layout."""
     order = {"bthd": (0, 2, 1, 3), "bhtd": (0, 1, 2, 3), "thd": (2, 1, 3)}[layout]
+    order = order[: len(order) - 4 + len(result.shape)]
     shape, strides = (tuple(numbers[index] for index in order) for numbers in result[1:])
     return result._replace(shape=shape, strides=strides)
 
@@ -429,8 +436,8 @@ def find_call(
             return None, None
         grads = None
         if torch.is_grad_enabled():
-            sinks = others[-1]
-            grads = (q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad)
+            last = (x is not None and x.requires_grad for x in others[-2:])  # the gate and sinks
+            grads = (q.requires_grad, k.requires_grad, v.requires_grad, *last)
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
@@ -475,6 +482,11 @@ def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[T
     CALLS.find(key, lambda: _plan_call(call, backend, given, layout))
 
 
+def _but_gate(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return a call's tensors without its gate, which may act after the call."""
+    return (*tensors[:_GATE], *tensors[_GATE + 1 :])
+
+
 def _plan_call(
     call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str
 ) -> PlannedCall | LibraryCall | None:
@@ -487,7 +499,7 @@ def _plan_call(
         or addresses_of(_existing(of_call)) is None
         or (call.scheme is not None and identity_of(call.scheme) is None)
         or (has_rows and any(x is not None for x in placed))  # the rows of tables depend on values on the device
-        or any((x is None) != (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+        or [x is None for x in _but_gate(given)] != [x is None for x in _but_gate(of_call[:_SEED])]
         or call.q.data_ptr() != given[0].data_ptr()  # type: ignore[union-attr]
         or (call.sinks is not None and call.sinks.dtype != torch.float32)
     ):
