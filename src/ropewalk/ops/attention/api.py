@@ -193,9 +193,10 @@ def attention(
             the weights are trained. `Rope` rotates in the same launch, and is the one map of features that takes a norm
             after it. With keys_rotated or block_table there is none: k was normed when it was cached. Pass q normed.
         gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
-            Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). The output is rounded to
-            its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
-            Differentiable; the output as it was before the gate is kept for the backward.
+            Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). Our kernels multiply
+            their float32 output and round once, and keep the gated output alone for the backward. After others, the
+            output is rounded to its dtype, multiplied in float32 or more and rounded again; both are kept. The
+            log-sum-exp does not depend on it. Differentiable.
         return_lse: return the log-sum-exp too; it is differentiable.
         return_max_logits: return each head's largest score too, as it is after the scale and before softcap, score mod
             and sinks, over all pairs that attend; −inf for a head without any. It is not differentiable. QK-clip of

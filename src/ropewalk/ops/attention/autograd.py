@@ -57,7 +57,7 @@ class _Attend(torch.autograd.Function):
         out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
         call = plans.call_of(tensors, ctx.numbers)
         needed = ctx.needs_input_grad
-        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(*needed[3:5], gate=needed[8])
+        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(needed[3], needed[4], needed[8])
         reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
         if grad_out is None:
             grad_out = torch.zeros_like(out)

@@ -31,9 +31,9 @@ _LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RE
 # are empty unless they are wanted.
 _LIBRARY.define(
     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? q_past, Tensor? q_future, "
-    f"Tensor? k_far, bool wants_params, bool wants_sinks, bool wants_gate, str impl, {SCHEMA}) -> (Tensor grad_q, Tensor grad_k, "
-    "Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, Tensor grad_sinks, "
-    "Tensor grad_gate)"
+    f"Tensor? k_far, bool wants_params, bool wants_sinks, bool wants_gate, str impl, {SCHEMA}) -> (Tensor grad_q, "
+    "Tensor grad_k, Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, "
+    "Tensor grad_sinks, Tensor grad_gate)"
 )
 _PARAMS, _SINKS, _GATE = (LEAVES.index(name) for name in ("score_mod_params", "sinks", "gate"))
 _GIVEN = LEAVES.index("far_given_q_past")  # the first of three

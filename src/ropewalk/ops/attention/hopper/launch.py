@@ -240,7 +240,8 @@ def backward(
     grad_sinks = None
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR), grad_gate)
+    grads = Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
+    return grads._replace(gate=grad_gate)
 
 
 def _launch_kernel(

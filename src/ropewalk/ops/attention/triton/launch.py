@@ -49,7 +49,9 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     if not save and call.row_logits is None and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
         if call.gate is not None and out.numel():
-            out = gate_kernel.forward(out, call.gate, on)[0]
+            (gated,) = gate_kernel.forward(out, call.gate, on)
+            assert gated is not None
+            out = gated
         return out, Saved(call.q, call.k, lse)
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
@@ -126,7 +128,8 @@ def backward(
             grad_sinks = grad_sinks + grad_lse.sum((0, 2))
         far = (None if x is None or not given else torch.zeros_like(x) for x in saved[3:])
         grad_gate = torch.zeros_like(call.gate) if wanted.gate and call.gate is not None else None
-        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far, grad_gate)
+        grads = Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far)
+        return grads._replace(gate=grad_gate)
     score_mod = load_score_mod(call)
     features = cut_features(head_dim, v.shape[3])
     rotates = rotates_in_registers(call, head_dim, features)
@@ -222,7 +225,8 @@ def backward(
         on.operate(_sum_param_grads, grad_params, param_grads, batch, heads, packed is not None)
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    return Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR), grad_gate)
+    grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
+    return grads._replace(gate=grad_gate)
 
 
 def _tables_of_q(call: AttentionCall, rotates: bool, separate_far_grads: bool) -> dict[str, Any]:
