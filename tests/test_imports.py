@@ -36,7 +36,7 @@ LAYERS = {
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
     "ops.attention.triton.table_rows",
-    "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api",
+    "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.attention.gate.kernel ops.rope.api",
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),

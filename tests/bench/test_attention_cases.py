@@ -15,10 +15,10 @@ from ropewalk.bench.attention.cases import (
     direction_of,
     make_attention_inputs,
 )
-from ropewalk.bench.attention.settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.rope.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
-from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.api import attention
 
 CASE = AttentionCase("small", 3, 16, 4, 2, 8, far_window=5)
 PACKED = replace(CASE, batch=200, form="packed", shortest=2, causal=True)
@@ -188,12 +188,13 @@ def test_a_caches_query_stands_at_the_last_key(device: torch.device) -> None:
 
 
 def test_settings_are_what_attention_takes(device: torch.device) -> None:
-    assert {*SCHEMES, *LEARNED, *VARIANTS, "none", "rope", "rerope"} == set(SETTINGS)
+    assert {*SCHEMES, *LEARNED, *VARIANTS, *LAYERS, "none", "rope", "rerope"} == set(SETTINGS)
     inputs = make_attention_inputs(CASE, device)
     for setting in SETTINGS.values():
         keywords, parameters = setting.make(CASE, device)
-        make_call(inputs.q, inputs.k, inputs.v, **keywords)
+        assert attention(inputs.q, inputs.k, inputs.v, **keywords, impl="reference").shape == inputs.grad.shape
         assert bool(parameters) == setting.learned
-        assert all(x.is_leaf and x.requires_grad and x.shape[-1] == 4 for x in parameters)
+        assert all(x.is_leaf and x.requires_grad for x in parameters)
+        assert all(x.shape[-1] == (8 if setting.of_layer else 4) for x in parameters)
     with pytest.raises(ValueError, match="window is None"):
         SETTINGS["rerope"].make(replace(CASE, far_window=None), device)

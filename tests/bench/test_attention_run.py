@@ -1,5 +1,6 @@
 """Attention's benchmark from end to end, on cases of a few tokens."""
 
+import functools
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,8 @@ import ropewalk
 from ropewalk.bench.attention import candidates as attention_candidates
 from ropewalk.bench.attention import run as attention
 from ropewalk.bench.attention import two_scores as attention_two_scores
-from ropewalk.bench.attention.cases import CASES, MODES, REROPE, AttentionCase, make_attention_inputs
+from ropewalk.bench.attention.cases import CASES, LAYER, MODES, REROPE, AttentionCase, make_attention_inputs
+from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, AttentionPeer
 from ropewalk.bench.attention.rows import AttentionRow
 from ropewalk.bench.core import roofline
@@ -25,9 +27,11 @@ from ropewalk.bench.core.runner import BenchResult, OursError
 from ropewalk.bench.report.load import read_bench_record
 from ropewalk.cli import app
 
+OF_OTHERS = ("decode", *LAYER, *REROPE)
 CASE = AttentionCase(
-    "small", 2, 19, 4, 2, 16, causal=True, modes=tuple(mode for mode in MODES if mode not in ("decode", *REROPE))
+    "small", 2, 19, 4, 2, 16, causal=True, modes=tuple(mode for mode in MODES if mode not in OF_OTHERS)
 )
+LAYERED = AttentionCase("layered", 2, 40, 4, 2, 16, causal=True, modes=LAYER)
 FAR = AttentionCase("far", 1, 136, 4, 2, 64, causal=True, modes=(*REROPE, "memory"), far_window=40)
 PACKED = AttentionCase(
     "packed", 4, 21, 4, 2, 16, causal=True, modes=("train",), form="packed", shortest=3, yardstick="small"
@@ -162,6 +166,61 @@ def test_rerope_is_held_against_other_ways_to_it(tmp_path: Path, device: torch.d
     assert [row.label for row in memory] == expected
     assert all(row.peak_bytes is not None for row in memory)
     assert "rerope-train, ReRoPE, attention and both their backwards" in text
+
+
+def test_layers_are_held_against_the_bare_kernels_and_against_pytorch(tmp_path: Path, device: torch.device) -> None:
+    peers = "cudnn,sdpa_flash" if device.type == "cuda" else "sdpa_flash"
+    result, text = run(tmp_path, device, cases=(LAYERED,), peers=peers)
+    rows = result.record.of(AttentionRow)
+    parts = ["norm-gate", "gate", "norm", "half-rope", "max logits"]
+    expected = ["auto + norm-gate", *(f"reference + {part}" for part in parts)]
+    whole = ["cudnn + compiled norm, rope, gate", "cudnn + eager norm, rope, gate"]
+    for mode in LAYER:
+        of_mode = [row for row in rows if row.mode == mode and row.status == "ok"]
+        ours = [row.label for row in of_mode if row.kind == "ours"]
+        assert ours == expected
+        assert "sdpa_flash + compiled norm, rope, gate" in [row.label for row in of_mode]
+        for row in of_mode:
+            assert row.time is not None
+            assert row.error is not None
+            assert row.tflops == pytest.approx(LAYERED.flops(mode) / row.time.p50 / 1e6)
+            assert row.ratios is not None
+            assert "reference + half-rope" in {*row.ratios, row.label}
+    if device.type == "cuda":
+        assert set(whole) <= {row.label for row in rows if row.status == "ok"}
+    assert "layer-train, the same" in text
+
+
+@pytest.mark.parametrize("part", ["gate", "norm", "rope"])
+def test_a_wrong_layer_is_not_timed(device: torch.device, part: str) -> None:
+    """The gate's and the weights' gradients are checked as the output is."""
+    inputs = make_attention_inputs(LAYERED, device)
+    found = attention_candidates.candidates_of(LAYERED, inputs, ("reference",), [])["layer-train"]
+    whole = next(x for x in found if x.label == "reference + norm-gate")
+    gate = AttentionGate(LAYERED, inputs)
+    check = functools.partial(gate.check, setting="norm-gate", backward=True, parameters=whole.parameters)
+    attend = whole.from_inputs(whole.build())
+    assert check(attend).complaint is None
+    _, *weights = whole.parameters
+
+    class Spoil(torch.autograd.Function):
+        """Changes nothing but a gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, out: Tensor, x: Tensor) -> Tensor:
+            ctx.like = x
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0], torch.ones_like(ctx.like)
+
+    if part == "rope":
+        assert check(lambda q, k, v: attend(q.roll(1, 1), k, v)).complaint is not None
+        return
+    spoiled = whole.parameters[0] if part == "gate" else weights[0]
+    complaint = check(lambda q, k, v: Spoil.apply(attend(q, k, v), spoiled)).complaint
+    assert complaint == "the error of a parameter's gradient is past the budget"
 
 
 @pytest.mark.parametrize("mode", REROPE)

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.attention_calls import draw
+from helpers.attention_launches import launches_of
 from helpers.compile import compile_launch
 from helpers.modes import HAS_KERNELS, INTERPRETED, KERNEL_DTYPES, needs_kernels
-from helpers.targets import TARGETS, resources, spilled_bytes
+from helpers.targets import SHARED_MEMORY, TARGETS, resources, spilled_bytes
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ReRope, Rope, attention, explain_choice
 from ropewalk.ops.attention import plans
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.call import flatten
 from ropewalk.ops.attention.gate import operation
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -300,7 +303,7 @@ def test_compile(device, autocast, per_feature):
 
 @needs_kernels
 def test_compile_around_the_kernels(device):
-    """The operator's output is gated by the formula, which the compiler fuses."""
+    """The operator gates its output, both ways, as eager calls do."""
     q, k, v = (x.requires_grad_() for x in draw(device))
     gate = torch.randn(B, T, H, D, device=device, requires_grad=True)
     function = functools.partial(attention, position=Rope(), causal=True, impl="triton")
@@ -327,7 +330,7 @@ def test_transforms(device):
 @needs_kernels
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_planned_calls_are_gated(device, monkeypatch, layout):
-    """Calls with and without a gate, and with ever other gates, have one plan."""
+    """A plan gates its output. Calls without a gate, and with gates of other strides, have plans of their own."""
     monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
     plans.FORWARDS.clear()
     plans.CALLS.clear()
@@ -335,17 +338,29 @@ def test_planned_calls_are_gated(device, monkeypatch, layout):
     gates = [draw_gate(device, torch.float32, (*rows_of(layout), D), strides) for strides in STRIDES]
     gates.append(draw_gate(device, torch.float32, rows_of(layout)))
     outs = [attention(q, k, v, gate=gate, layout=layout, impl="triton") for gate in (None, None, *gates)]
-    assert sum(isinstance(x, plans.PlannedCall) for x in plans.CALLS.found.values()) == 1
-    for gate, gated in zip(gates, outs[2:], strict=True):
+    assert [x.gates for x in plans.CALLS.found.values()] == [False]
+    again = [attention(q, k, v, gate=gate, layout=layout, impl="triton") for gate in (*gates, *gates)]
+    assert [x.gates for x in plans.CALLS.found.values()] == [False, *[True] * len(gates)]
+    for gate, gated in zip(3 * gates, outs[2:] + again, strict=True):
         torch.testing.assert_close(gated.double(), define(outs[0], gate), rtol=2e-6, atol=1e-6)
     with pytest.raises(ValueError, match="gate has shape"):
         attention(q, k, v, gate=gates[0][:1], layout=layout, impl="triton")
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, gates[1])]
-    for _ in range(3):
-        out = attention(*leaves[:3], gate=leaves[3], layout=layout, impl="triton")
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    plain = attention(*leaves[:3], layout=layout, impl="reference") * torch.sigmoid(leaves[3])
-    torch.testing.assert_close(grads, torch.autograd.grad(plain, leaves, torch.ones_like(out)), rtol=1e-4, atol=1e-5)
+    for gate in (gates[1], gates[-1]):  # a feature, and a head
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+        sigma = torch.sigmoid(leaves[3] if gate.ndim == 4 else leaves[3][..., None])
+        plain = attention(*leaves[:3], layout=layout, impl="reference") * sigma
+        ones = torch.ones_like(plain)
+        truth = torch.autograd.grad(plain, leaves, ones)
+        for _ in range(3):
+            out = attention(*leaves[:3], gate=leaves[3], layout=layout, impl="triton")
+            grads = torch.autograd.grad(out, leaves, ones)
+            torch.testing.assert_close(grads, truth, rtol=1e-4, atol=1e-5)
+        leaves[3].requires_grad_(False)  # and where the gate is fixed
+        for _ in range(3):
+            out = attention(*leaves[:3], gate=leaves[3], layout=layout, impl="triton")
+            torch.testing.assert_close(torch.autograd.grad(out, leaves[:3], ones), truth[:3], rtol=1e-4, atol=1e-5)
+    kinds = [x.gates for x in plans.CALLS.found.values() if x is not None]  # None: the reference's
+    assert kinds == [False, *[True] * (len(gates) + 4)]
 
 
 @pytest.mark.parametrize(
@@ -378,6 +393,33 @@ def test_empty(device):
     assert torch.autograd.grad(out.sum(), gate)[0].shape == gate.shape
     q, k, v = draw(device, keys=0)
     assert (attention(q, k, v, gate=torch.ones(B, T, H, device=device)) == 0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("per_feature", [True, False])
+def test_operator(device, per_feature):
+    """Its schema, fake and autograd formula, with a gate beside q."""
+    both = torch.randn(B, H, T, 2 * D, device=device)
+    gate = both[..., D:] if per_feature else both[..., D].contiguous()
+    q, k, v = draw(device, queries=T, keys=T, layout="bhtd")
+    call = make_call(q.requires_grad_(), k, v, causal=True, layout="bhtd")
+    leaves = flatten(call._replace(gate=gate.detach().requires_grad_()))
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, (*leaves, True, "triton"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.both_modes
+def test_shut_gates_keep_their_gradients(device, impl):
+    """Nothing is divided by σ, which may be 0."""
+    q, k, v = (x.requires_grad_() for x in draw(device))
+    values = torch.tensor([-math.inf, -80.0, 0.0, 80.0, math.inf], device=device)
+    gate = values[torch.arange(B * T * H * D, device=device) % 5].view(B, T, H, D).requires_grad_()
+    out = attention(q, k, v, causal=True, gate=gate, impl=impl)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, gate))
+    assert all(x.isfinite().all() for x in grads)
+    plain = attention(q.detach(), k.detach(), v.detach(), causal=True, impl="reference").double()
+    sigma = torch.sigmoid(gate.detach().double())
+    torch.testing.assert_close(grads[3].double(), plain * sigma * (1 - sigma), rtol=1e-4, atol=1e-38)
 
 
 # === machine code ===
@@ -428,3 +470,46 @@ def test_its_own_launches_are_planned(device, monkeypatch, wanted):
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
     assert [len(cache.found) for cache in caches] == [1, 1]
     assert all(plan is not None for cache in caches for plan in cache.found.values())
+
+
+GATED = {"feature": (256, 1), "head": (1, None)}  # strides of a token, and of a feature
+
+
+def gate_of(strides, head_dim):
+    from ropewalk.ops.attention.triton.arguments import Gate
+
+    stride_token, stride_feature = GATED[strides]
+    return Gate(torch.empty(1, dtype=torch.bfloat16), 2048, 512, stride_token, stride_feature, head_dim)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("strides", GATED)
+@pytest.mark.parametrize(("head_dim", "name"), [(128, "rope-causal"), (64, "rope-causal"), (128, "packed")])
+def test_triton_compiles_with_few_more_spills(monkeypatch, tmp_path, head_dim, name, strides):
+    launches, _ = launches_of(monkeypatch, "sm_90", head_dim, head_dim, torch.bfloat16, name)
+    for kernel, arguments, keywords in launches[:2]:
+        given = keywords | {"gate": gate_of(strides, head_dim)}
+        if "do_ungated" in kernel.arg_names:
+            given |= {"grad_gate": given["gate"], "do_ungated": keywords["dq"]}
+        compiled = compile_launch(kernel, arguments, given, TARGETS["sm_90"])
+        assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+        assert spilled_bytes(resources(compiled, tmp_path), "sm_90") <= 128  # of dQ at D 64; 64 elsewhere
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("strides", GATED)
+@pytest.mark.parametrize(("head_dim", "name"), [(128, "rope-causal"), (64, "rope-causal"), (128, "packed-causal")])
+def test_gluon_compiles_with_few_more_spills(monkeypatch, tmp_path, head_dim, name, strides):
+    hopper = pytest.importorskip("helpers.compile_hopper")
+    from ropewalk.ops.attention.triton.launch_common import row_target
+
+    gate = gate_of(strides, head_dim)
+    launch, _ = hopper.forward_launch_of(monkeypatch, head_dim, torch.bfloat16, name)
+    report = hopper.ptxas_report(hopper.compile_gluon(launch, gate=gate), tmp_path)
+    assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
+    assert hopper.spilled_bytes(report) <= hopper.allowed_spills("forward", launch, name) + 64
+    (preprocess, arguments, keywords), *_ = hopper.backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    do = keywords["do"] if keywords["packed"] is None else row_target(keywords["do"].base)._replace(stride_batch=None)
+    given = keywords | {"gate": gate, "grad_gate": gate, "do_ungated": do}
+    compiled = compile_launch(preprocess, arguments, given, TARGETS["sm_90"])
+    assert spilled_bytes(resources(compiled, tmp_path), "sm_90") == 0

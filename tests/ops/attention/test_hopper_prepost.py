@@ -78,19 +78,26 @@ def arguments_of(batch, shape):
 
 
 @pytest.mark.parametrize(("with_lse", "workspaces"), [(False, 1), (True, 3)], ids=["out", "out-and-lse"])
-def test_rows(device, batch, shape, with_lse, workspaces):
+@pytest.mark.parametrize("gated", [None, "feature", "head"])
+def test_rows(device, batch, shape, with_lse, workspaces, gated):
     from ropewalk.ops.attention.hopper.prepost import bwd_preprocess_kernel
-    from ropewalk.ops.attention.triton.launch_common import tiled
+    from ropewalk.ops.attention.triton.launch_common import gate_args, store_target, tiled
 
-    size, _, rows, n_rows, n_tiles = batch
+    size, packed, rows, n_rows, n_tiles = batch
     TILE, D = shape
     out, grad_out = (torch.randn(size, TOKENS, H, D, device=device).half().transpose(1, 2) for _ in range(2))
     lse, grad_lse = (torch.randn(size, H, TOKENS, device=device) for _ in range(2))
     lse[:, 1, ::7] = -math.inf
     grad_lse[:, 1, ::7] = math.nan  # of rows that attend nothing
-    with unchanged((out, grad_out, lse, grad_lse)), poisoned_memory():
+    gate = None
+    if gated is not None:
+        gate = torch.randn(size, TOKENS, H, 2 * D, device=device).half().transpose(1, 2)[..., D:]
+        gate = gate if gated == "feature" else gate[..., 0]
+    given = [x for x in (out, grad_out, lse, grad_lse, gate) if x is not None]
+    with unchanged(given), poisoned_memory():
         delta = torch.empty_like(lse)
         sums = torch.empty(workspaces * size * H, n_rows * D, device=device)
+        do_ungated, grad_gate = (None, None) if gate is None else (torch.empty_like(grad_out), torch.empty_like(gate))
         bwd_preprocess_kernel[(n_tiles * H,)](
             out=tiled(out, TILE, D),
             do=tiled(grad_out, TILE, D),
@@ -98,6 +105,9 @@ def test_rows(device, batch, shape, with_lse, workspaces):
             grad_lse_ptr=grad_lse if with_lse else None,
             delta_ptr=delta,
             dq_accum_ptr=sums,
+            gate=gate_args(gate, D),
+            grad_gate=gate_args(grad_gate, D),
+            do_ungated=None if do_ungated is None else store_target(do_ungated, TILE, D, packed),
             **arguments_of(batch, shape),
             WORKSPACES=workspaces,
         )
@@ -108,6 +118,22 @@ def test_rows(device, batch, shape, with_lse, workspaces):
         truth, plain = truth - taken.double(), plain - taken
     assert_close_to_truth(delta, truth, plain)
     assert (sums[:, place(rows[:, None], torch.arange(D, device=device), D)] == 0).all()
+    if gate is not None:
+        for mine, exact, plain in zip(
+            (do_ungated, grad_gate),
+            differentiate_gate(out.double(), grad_out.double(), gate.double()),
+            differentiate_gate(out.float(), grad_out.float(), gate.float()),
+            strict=True,
+        ):
+            assert_close_to_truth(mine, exact, plain.half())
+
+
+def differentiate_gate(gated, grad, gate):
+    """The gradients of the output before the gate, and of the gate, of the gated output."""
+    sigma = torch.sigmoid(gate)
+    if gate.ndim == 3:
+        return grad * sigma[..., None], (grad * gated).sum(3) * (1 - sigma)
+    return grad * sigma, grad * gated * (1 - sigma)
 
 
 @pytest.mark.parametrize("far", [0, 1, 2], ids=["near", "past", "past-and-future"])

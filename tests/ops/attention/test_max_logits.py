@@ -350,7 +350,4 @@ def test_gluon_compiles_with_few_more_spills(monkeypatch, tmp_path, head_dim, na
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     report = hopper.ptxas_report(compiled, tmp_path)
     assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
-    # The maximum takes a register for each row, where ALiBi's at D 128 has none left: Triton 3.7's binary spills 196.
-    more = 256 if (name, head_dim) == ("alibi-causal", 128) else 64
-    allowed = hopper.allowed_spills("forward", launch, name) + more
-    assert hopper.spilled_bytes(report) <= allowed
+    assert hopper.spilled_bytes(report) <= hopper.allowed_spills("forward", launch, name) + 64

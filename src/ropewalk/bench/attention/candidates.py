@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention.cases import REROPE, AttentionCase, AttentionInputs
+from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs
 from ropewalk.bench.attention.gate import Attend
+from ropewalk.bench.attention.layer import Layer, make_layer
 from ropewalk.bench.attention.peers import AttentionPeer, Rotate, compile_rope
 from ropewalk.bench.attention.rows import label
-from ropewalk.bench.attention.settings import LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.attention.libraries.flash import flash_version
@@ -24,6 +25,8 @@ from ropewalk.ops.rope.api import apply_rope
 AUTO = "auto"  # impl=None
 OUTSIDE = "apply_rope"  # our rotation, then attention without positions
 COMPILED = "compiled rope"  # PyTorch's, for the peers
+COMPILED_LAYER, EAGER_LAYER = "compiled norm, rope, gate", "eager norm, rope, gate"  # likewise
+MAX_LOGITS = "max logits"
 PAGE_SIZES = (64, 16)  # of paged caches
 TWO_CALLS = "two calls"  # ReRoPE by attention to near keys and to far ones, merged
 READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
@@ -108,7 +111,9 @@ def candidates_of(
     rerope: list[Candidate] = []
     if not set(case.modes).isdisjoint(REROPE):
         rerope = [*_two_scores(case, inputs, impls), *peers_with_rerope]
+    layers = [] if set(case.modes).isdisjoint(LAYER) else _layers(case, inputs, impls, peers)
     return {
+        **dict.fromkeys(LAYER, layers),
         "fwd": [*kernels, *peers_alone],
         "bwd": [*kernels, *peers_alone],
         "train": [*in_kernel, *outside, *kernels, *peers_with_rope],
@@ -181,6 +186,65 @@ def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
         one = next(candidate for candidate in one_call if candidate.impl == impl)
         otherwise.append(replace(one, position=READY_PAIRS, build=of_pairs, pairs=make_pairs(case, inputs)))
     return [*one_call, *with_rope, *otherwise]
+
+
+def _layers(
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
+) -> list[Candidate]:
+    """Make the candidates of layers: ours bare, with parts and whole; and PyTorch's around peers."""
+    layer = make_layer(case, inputs)
+    parameters = {"norm": layer.weights, "gate": (layer.gate,), "norm-gate": (layer.gate, *layer.weights)}
+    found = []
+    for impl in (AUTO, *impls):
+        for setting in ("norm-gate",) if impl == AUTO else reversed(LAYERS):
+            own = parameters.get(setting, ())
+            keywords = SETTINGS[setting].keywords_of(case, *own)
+            found.append(_of_layer(case, inputs, impl, setting, keywords, own, layer.beside_gate))
+        if impl != AUTO:
+            more = {**SETTINGS["half-rope"].keywords_of(case), "return_max_logits": True}
+            one = _of_layer(case, inputs, impl, "half-rope", more, (), layer.beside_gate)
+            found.append(replace(one, position=MAX_LOGITS))
+    for peer in peers:
+        if peer.rerope:
+            continue
+        ways = [(COMPILED_LAYER, True), *([(EAGER_LAYER, False)] if peer.name == "cudnn" else [])]
+        for name, compiled in ways:
+            build = functools.partial(_build_layer, layer, functools.partial(peer.build, case, inputs), compiled)
+            choose, every = _peer_choice(peer, case), parameters["norm-gate"]
+            found.append(
+                Candidate(
+                    *(case, inputs, peer.name, name, "norm-gate", "peer", choose, functools.cache(build)),
+                    parameters=every,
+                    pairs=layer.beside_gate,
+                )
+            )
+    return found
+
+
+def _of_layer(
+    case: AttentionCase,
+    inputs: AttentionInputs,
+    impl: str,
+    setting: str,
+    own: dict[str, Any],
+    parameters: tuple[Tensor, ...],
+    beside_gate: Before,
+) -> Candidate:
+    keywords = {**own, **_form_keywords(case, inputs), "impl": None if impl == AUTO else impl}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = attention(q, k, v, **keywords)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    choose = _our_choice(inputs, _as_they_are, keywords)
+    return Candidate(
+        case, inputs, impl, setting, setting, "ours", choose, lambda: attend, parameters, pairs=beside_gate
+    )
+
+
+def _build_layer(layer: Layer, build: Callable[[], Attend], compiled: bool) -> Attend:
+    return layer.around(build(), compiled)
 
 
 def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:

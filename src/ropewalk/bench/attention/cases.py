@@ -23,12 +23,15 @@ MODES = {
     "learned-bwd": "position schemes with and without learned parameters, backward",
     "rerope-fwd": "ReRoPE, forward",
     "rerope-train": "ReRoPE, attention and both their backwards",
+    "layer-fwd": "what today's layers have around attention: QK-norm, RoPE of half the features, output gate; forward",
+    "layer-train": "the same, with all their backwards",
     "decode": "one query for each row of a cache of rotated keys, RoPE of the query included",
     "memory": "bytes held at the peak of RoPE, attention and both their backwards",
 }
 _DIRECTIONS = {"decode": "fwd", "memory": "train"}  # of the modes whose names do not end with it
 _KERNELS = ("fwd", "bwd", "train")
 REROPE = ("rerope-fwd", "rerope-train")
+LAYER = ("layer-fwd", "layer-train")
 _FORMS = ("dense", "packed", "cache")
 BASE = 10000.0
 
@@ -75,6 +78,8 @@ class AttentionCase:
         plain = self.form == "dense" and self.causal and not self.padded
         if self.window is not None and (not plain or not 1 <= self.window < self.tokens or window is not None):
             raise ValueError(f"{self.name}: a window is of dense causal cases, from 1 to below {self.tokens} tokens")
+        if not set(self.modes).isdisjoint(LAYER) and (not plain or self.window is not None or window is not None):
+            raise ValueError(f"{self.name}: layers are measured of dense causal cases without a window")
         if not set(self.modes).isdisjoint(REROPE) and (window is None or not plain):
             raise ValueError(f"{self.name}: ReRoPE is measured of dense causal cases that have a far_window")
 
@@ -223,6 +228,8 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("llama3-70b", 1, 8192, 64, 8, 128, causal=True, modes=("train",)),
     # Five of every six layers have the window, and the sixth has none.
     AttentionCase("gemma3-27b", 1, 8192, 32, 16, 128, causal=True, modes=("train",), window=1024),
+    # Qwen3-Next's heads and half of its features: 64 of 256 turn there.
+    AttentionCase("qwen3-next-d128", 2, 8192, 24, 4, 128, causal=True, modes=LAYER),
     AttentionCase("decode-1", 1, 8192, 32, 8, 128, causal=True, modes=("decode",), form="cache", shortest=8192),
     AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, causal=True, modes=()),  # yardsticks alone
     AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, causal=True, modes=()),

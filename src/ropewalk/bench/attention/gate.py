@@ -21,7 +21,7 @@ from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention.settings import SETTINGS, Setting
 from ropewalk.bench.core.gate import Verdict, max_error
 from ropewalk.bench.rope.gate import rotate_plainly
-from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.api import attention, make_call
 from ropewalk.ops.attention.reference import attend
 from ropewalk.testing import error_budget
 
@@ -148,7 +148,10 @@ class AttentionGate:
             at.cut(index, x, case.group).to(dtype).detach().requires_grad_()
             for index, x in ((1, inputs.q), (2, inputs.k), (3, inputs.v))
         ]
-        drawn = [x[..., at.heads(case.group)].to(q.device) for x in setting.draw(case.q_heads)]
+        if setting.of_layer:
+            drawn = [x.to(q.device, dtype) for x in setting.draw(case)]
+        else:
+            drawn = [x[..., at.heads(case.group)].to(q.device) for x in setting.draw(case)]
         parameters = [x.requires_grad_(setting.learned) for x in drawn]
         keywords = setting.keywords_of(case, *parameters)
         if case.form == "cache":  # the query is at the last key, and keys are rotated already
@@ -157,11 +160,15 @@ class AttentionGate:
             keywords, causal, lengths = {}, False, None
         else:
             lengths = None if inputs.key_lengths is None else inputs.key_lengths[at.rows]
-        call = make_call(q, k, v, causal=causal, key_lengths=lengths, window=case.window, **keywords)
-        if call.dropout_p:
-            torch.manual_seed(0)
-            call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=q.device))  # as `attention` draws it
-        out = attend(call)[0].transpose(1, 2)
+        keywords |= {"causal": causal, "key_lengths": lengths, "window": case.window}
+        if setting.of_layer:
+            out = attention(q, k, v, impl="reference", **keywords)
+        else:
+            call = make_call(q, k, v, **keywords)
+            if call.dropout_p:
+                torch.manual_seed(0)
+                call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=q.device))  # as `attention` draws it
+            out = attend(call)[0].transpose(1, 2)
         wanted = [*leaves, *parameters] if setting.learned else leaves
         grads = torch.autograd.grad(out, wanted, at.cut(0, inputs.grad, case.group).to(dtype))
         return [out.detach(), *grads[:3], *(x[None] for x in grads[3:])]

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ropewalk.bench.attention.candidates import AUTO, COMPILED, OUTSIDE, PAGE_SIZES, TWO_CALLS
+from ropewalk.bench.attention.candidates import (
+    AUTO,
+    COMPILED,
+    COMPILED_LAYER,
+    MAX_LOGITS,
+    OUTSIDE,
+    PAGE_SIZES,
+    TWO_CALLS,
+)
 from ropewalk.bench.attention.rows import AttentionRow, attention_groups, label
 from ropewalk.bench.attention.settings import SCHEMES
 from ropewalk.bench.core.load import BenchRecord
@@ -35,6 +43,8 @@ _DECODING = "decode-8k-d128"  # its share of a copy's bandwidth; one row alone c
 _YARDSTICKS = {_PACKED: 0.95, "mla-8k-d192": 0.9}
 # argument -> at most so many times the time without
 _VARIANTS = {"dropout": 1.15, "softcap": 1.10, "sinks": 1.10}
+# of a layer -> at most so many times the time of the bare kernels
+_LAYERS = {"norm-gate": 1.05, "gate": 1.02, MAX_LOGITS: 1.03}
 _REROPE_SOURCE = "rerope-8k-d64"
 # case and mode -> ReRoPE takes at most so many times the time of RoPE in the same kernels
 _REROPE_COST = {
@@ -89,6 +99,8 @@ def _of_group(row: AttentionRow, rows: dict[str, AttentionRow]) -> Iterator[tupl
         yield from _of_yardstick(case, mode, rows)
     if mode.startswith("rerope"):
         yield from _of_rerope(case, mode, rows)
+    if mode.startswith("layer"):
+        yield from _of_layer(mode, rows)
     if mode.startswith("schemes"):
         for name in SCHEMES:
             cost = _times_as_fast(rows, _KERNEL, label(_KERNEL, name))
@@ -126,6 +138,17 @@ def _of_training(case: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str
     if case == _BERT and all(name in compared for name in _BERT_PEERS):
         best = max(_BERT_PEERS, key=lambda name: compared[name])
         yield f"train: {auto}, times as fast as the better of cuDNN and FlexAttention", 1 / compared[best], 1.15, True
+
+
+def _of_layer(mode: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:
+    for impl in dict.fromkeys(row.impl for row in rows.values() if row.kind == "ours" and row.impl != AUTO):
+        for name, bound in _LAYERS.items():
+            cost = _times_as_fast(rows, label(impl, "half-rope"), label(impl, name))
+            if cost is not None:
+                yield f"{mode}: {label(impl, name)} over the bare kernels", cost, bound, False
+    faster = _times_as_fast(rows, label(AUTO, "norm-gate"), label("flash_attn_4", COMPILED_LAYER))
+    if faster is not None:
+        yield f"{mode}: {AUTO}, times as fast as compiled PyTorch around flash-attn 4", faster, 1.25, True
 
 
 def _of_rerope(case: str, mode: str, rows: dict[str, AttentionRow]) -> Iterator[tuple[str, float, float, bool]]:

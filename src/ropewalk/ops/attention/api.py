@@ -13,7 +13,7 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, from_bhtd, tensors_of
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -24,7 +24,7 @@ from ropewalk.ops.attention.tables import (
     resolve_scheme,
     with_rows,
 )
-from ropewalk.ops.attention.validate import NO_POSITION, Arguments, check_gate, validate
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager
@@ -193,9 +193,10 @@ def attention(
             the weights are trained. `Rope` rotates in the same launch, and is the one map of features that takes a norm
             after it. With keys_rotated or block_table there is none: k was normed when it was cached. Pass q normed.
         gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
-            Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). The output is rounded to
-            its dtype, multiplied in float32 or more and rounded again. The log-sum-exp does not depend on it.
-            Differentiable; the output as it was before the gate is kept for the backward.
+            Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). Our kernels multiply
+            their float32 output and round once, and keep the gated output alone for the backward. After others, the
+            output is rounded to its dtype, multiplied in float32 or more and rounded again; both are kept. The
+            log-sum-exp does not depend on it. Differentiable.
         return_lse: return the log-sum-exp too; it is differentiable.
         return_max_logits: return each head's largest score too, as it is after the scale and before softcap, score mod
             and sinks, over all pairs that attend; −inf for a head without any. It is not differentiable. QK-clip of
@@ -261,7 +262,7 @@ def attention(
             q, k, v = (_lower(x) for x in (q, k, v))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, gate, sinks)
         norm_key, normed = plans.find_norm(given, position, norm, flags)
         found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
         if found is not None:
@@ -271,19 +272,17 @@ def attention(
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given = (q, k, v, *masks, *bounds, positions_q, positions_k, sinks)
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, gate, sinks)
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
-            if gate is not None:
-                check_gate(gate, q, v, layout)
             if isinstance(planned, plans.MadeCall):
-                result = _outside_autocast(q, autograd.run_made, planned, given, position)
+                result, gates = _outside_autocast(q, autograd.run_made, planned, given, position), planned.gates
             elif isinstance(planned, plans.PlannedCall):
-                result = autograd.run_planned(planned, given)
+                result, gates = autograd.run_planned(planned, given), planned.gates
             else:
-                result = _outside_autocast(q, planned.run, given)
+                result, gates = _outside_autocast(q, planned.run, given), False
             if result is not None:
-                return result if gate is None else _apply_gate(result, gate)
+                return result if gate is None or gates else _apply_gate(result, gate)
     elif gate is not None and _is_autocast(q):
         gate = _lower(gate)
     keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)
@@ -318,6 +317,8 @@ def attention(
             plans.note_norm(norm_key, call, norm, given, _norm_impl(impl), layout)
         call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
     backend = choose(call, impl)
+    if gate is not None and _takes_gate(backend, call, gate):
+        call = call._replace(gate=as_bhtd(gate, layout))
     if dropout_p > 0:
         call = call._replace(seed=make_seed(call.q))
     if key is not None:
@@ -329,7 +330,7 @@ def attention(
     out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
-    if gate is not None:
+    if gate is not None and call.gate is None:
         out = apply_gate(out, gate)
     if return_max_logits:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
@@ -341,6 +342,12 @@ def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     from ropewalk.ops import dtensor
 
     return dtensor.attend(attention, q, k, v, keywords)
+
+
+def _takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:
+    """Say whether a backend's kernels gate the output: where the gate alone needs a gradient, they would need none."""
+    needs_grad = torch.is_grad_enabled() and gate.requires_grad
+    return backend.name in KERNELS and (call.needs_backward or not needs_grad)
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:

@@ -28,7 +28,7 @@ def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor 
 def differentiable_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """The tensors of a call that may need a gradient, in the order of `Gradients`."""
     given = None if call.far is None else call.far.given
-    return (call.q, call.k, call.v, call.score_mod_params, call.sinks, *(given or (None, None, None)))
+    return (call.q, call.k, call.v, call.score_mod_params, call.sinks, *(given or (None, None, None)), call.gate)
 
 
 def without_inputs(call: AttentionCall, saved: Saved) -> AttentionCall:
@@ -57,7 +57,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
         call = plans.call_of(tensors, ctx.numbers)
-        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(*ctx.needs_input_grad[3:5])
+        needed = ctx.needs_input_grad
+        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(needed[3], needed[4], needed[8])
         reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -72,9 +73,20 @@ def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> A
     if found is None:
         return None
     if planned.needs_backward:
-        results: Any = _record(*given[:3], given[-1], planned, found)
+        results: Any = _record(*given[:3], *given[-2:], None, planned, found)
         return results
     return planned.returned(planned.plan.plan.run(*found, planned.results))
+
+
+def run_made(made: plans.MadeCall, given: Sequence[Tensor | None], position: PositionScheme) -> Any:
+    """Return what `attention` does, by a plan for which tensors are made now; None where one is misaligned."""
+    found = made.make_inputs(given, position)
+    if found is None:
+        return None
+    inputs, addresses, params, sinks = found
+    if made.needs_backward:
+        return _record(*given[:3], given[-2], sinks, params, made, (inputs, addresses))
+    return made.returned(made.plan.plan.run(inputs, addresses, made.results))
 
 
 class _Planned(torch.autograd.Function):
@@ -86,7 +98,9 @@ class _Planned(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        gate: Tensor | None,
         sinks: Tensor | None,
+        params: Tensor | None,
         planned: plans.PlannedCall,
         found: tuple[list[Tensor], list[int]],
     ) -> Any:
@@ -110,53 +124,15 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     reads_v = grad_out is not None  # as in `_Attend`
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-1])
-    planned: plans.PlannedCall = ctx.planned
-    grad_q, grad_k, grad_v, grad_sinks = planned.differentiate(saved, grad_out, grad_lse, ctx.needs_input_grad[3])
-    return grad_q, grad_k, grad_v if reads_v else None, grad_sinks, None, None
+    wants_gate, wants_sinks, wants_params = ctx.needs_input_grad[3:6]
+    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks, wants_gate))
+    return (
+        *(grads.q, grads.k, grads.v if reads_v else None),
+        grads.gate if wants_gate else None,
+        grads.sinks if wants_sinks else None,
+        grads.score_mod_params if wants_params else None,
+        *(None, None),
+    )
 
 
 _differentiate_again = once_differentiable(_differentiate)
-
-
-def run_made(made: plans.MadeCall, given: Sequence[Tensor | None], position: PositionScheme) -> Any:
-    """Return what `attention` does, by a plan for which tensors are made now; None where one is misaligned."""
-    found = made.make_inputs(given, position)
-    if found is None:
-        return None
-    inputs, addresses, params, sinks = found
-    if not made.needs_backward:
-        return made.returned(made.plan.plan.run(inputs, addresses, made.results))
-    if params is None:
-        return _record(*given[:3], sinks, made, (inputs, addresses))
-    return _record_learned(*given[:3], sinks, params, made, (inputs, addresses))
-
-
-class _PlannedLearned(torch.autograd.Function):
-    """A planned call whose scheme learns parameters; differentiable once."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, params: Tensor, planned: Any, found: Any) -> Any:
-        return _Planned.forward(ctx, q, k, v, sinks, planned, found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        differentiate = _differentiate_learned_again if torch.is_grad_enabled() else _differentiate_learned
-        gradients: tuple[Tensor | None, ...] = differentiate(ctx, *grads)
-        return gradients
-
-
-_record_learned: Callable[..., Any] = super(torch.autograd.Function, _PlannedLearned).apply
-
-
-def _differentiate_learned(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-    saved = ctx.saved_tensors
-    reads_v = grad_out is not None  # as in `_Attend`
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[-1])
-    wants_sinks, wants_params = ctx.needs_input_grad[3:5]
-    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks))
-    grad_v, grad_params = grads.v if reads_v else None, grads.score_mod_params if wants_params else None
-    return grads.q, grads.k, grad_v, grads.sinks if wants_sinks else None, grad_params, None, None
-
-
-_differentiate_learned_again = once_differentiable(_differentiate_learned)

@@ -46,6 +46,7 @@ class Wanted(NamedTuple):
 
     score_mod_params: bool = False
     sinks: bool = False
+    gate: bool = False
 
 
 class Gradients(NamedTuple):
@@ -59,6 +60,7 @@ class Gradients(NamedTuple):
     q_past: Tensor | None = None  # of the features of far pairs, where the call gave them
     q_future: Tensor | None = None
     k_far: Tensor | None = None
+    gate: Tensor | None = None  # like the gate
 
 
 class UnplannableError(Exception):
@@ -153,7 +155,10 @@ class KernelBackend(Backend, Protocol):
         """Say why its backward does not run where its forward did; None if it does."""
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
-        """Return the output, (B, H, Tq, Dv), and what a backward needs; without `save` its lse alone is defined."""
+        """Return the output, (B, H, Tq, Dv), gated if the call has a gate, and what a backward needs.
+
+        Without `save` the lse alone is defined of that.
+        """
 
     def backward(
         self,
@@ -165,4 +170,4 @@ class KernelBackend(Backend, Protocol):
         wanted: Wanted,
         on: Steps = AT_ONCE,
     ) -> Gradients:
-        """Return the gradients; grad_lse (B, H, Tq) is that of the natural log-sum-exp."""
+        """Return the gradients; out and grad_out are of the gated output, grad_lse (B, H, Tq) of the natural lse."""

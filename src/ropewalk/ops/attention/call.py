@@ -85,6 +85,7 @@ class AttentionCall(NamedTuple):
     positions_k: Tensor | None  # (B or 1, Tk)
     scale: float
     softcap: float | None
+    gate: Tensor | None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
     sinks: Tensor | None  # (H,)
     dropout_p: float
     seed: Tensor | None  # (1,), int64: of dropout
@@ -121,7 +122,7 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    return (call.q, call.k, call.v, *masks, *indices, call.sinks, call.seed, call.score_mod_params, *given)
+    return (call.q, call.k, call.v, *masks, *indices, call.gate, call.sinks, call.seed, call.score_mod_params, *given)
 
 
 def rope_tables(call: AttentionCall) -> list[Tensor]:
@@ -173,7 +174,7 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
     tables, far = call.tables, call.far
     leaves = (
         *call[:3],
-        *call[4:25],
+        *call[4:26],
         *(tables.q or _NO_TABLE),
         *(tables.k or _NO_TABLE),
         *tables[2:],
@@ -189,10 +190,10 @@ _NO_FAR_LEAVES = (None,) * 10
 
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    q, k, v, *plain = leaves[:24]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[24:33]
+    q, k, v, *plain = leaves[:25]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[25:34]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[33:43]
+    window, *features = leaves[34:44]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -201,7 +202,7 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[43])
+    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[44])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:

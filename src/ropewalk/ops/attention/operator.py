@@ -31,10 +31,11 @@ _LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RE
 # are empty unless they are wanted.
 _LIBRARY.define(
     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? q_past, Tensor? q_future, "
-    f"Tensor? k_far, bool wants_params, bool wants_sinks, str impl, {SCHEMA}) -> (Tensor grad_q, Tensor grad_k, "
-    "Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, Tensor grad_sinks)"
+    f"Tensor? k_far, bool wants_params, bool wants_sinks, bool wants_gate, str impl, {SCHEMA}) -> (Tensor grad_q, "
+    "Tensor grad_k, Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, "
+    "Tensor grad_sinks, Tensor grad_gate)"
 )
-_PARAMS, _SINKS = LEAVES.index("score_mod_params"), LEAVES.index("sinks")
+_PARAMS, _SINKS, _GATE = (LEAVES.index(name) for name in ("score_mod_params", "sinks", "gate"))
 _GIVEN = LEAVES.index("far_given_q_past")  # the first of three
 
 
@@ -140,11 +141,11 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     needed = ctx.needs_input_grad
     grads = torch.ops.ropewalk.attend_backward(
         *(grad_out, grad_lse, out, lse, q_past, q_future, k_far),
-        *(needed[_PARAMS], needed[_SINKS], ctx.impl, *leaves),
+        *(needed[_PARAMS], needed[_SINKS], needed[_GATE], ctx.impl, *leaves),
     )
     of_leaves: list[Tensor | None] = [None] * len(LEAVES)
     of_leaves[:3] = grads[0], grads[1], grads[2] if reads_v else None  # as `autograd` does
-    indices = (_GIVEN, _GIVEN + 1, _GIVEN + 2, _PARAMS, _SINKS)
+    indices = (_GIVEN, _GIVEN + 1, _GIVEN + 2, _PARAMS, _SINKS, _GATE)
     for index, grad in zip(indices, grads[3:], strict=True):
         of_leaves[index] = grad if needed[index] else None
     return *of_leaves, None, None
@@ -160,11 +161,12 @@ def _attend_backward(
     k_far: Tensor | None,
     wants_params: bool,
     wants_sinks: bool,
+    wants_gate: bool,
     impl: str,
     *leaves: Any,
 ) -> tuple[Tensor, ...]:
     call = unflatten(leaves)
-    wanted = Wanted(wants_params, wants_sinks)
+    wanted = Wanted(wants_params, wants_sinks, wants_gate)
     with torch.no_grad():
         if grad_lse is not None:
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
@@ -177,9 +179,10 @@ def _attend_backward(
 
         return (
             *(of(x, grad) for x, grad in zip((call.q, call.k, call.v), grads[:3], strict=True)),
-            *(of(x, grad) for x, grad in zip((q_past, q_future, k_far), grads[5:], strict=True)),
+            *(of(x, grad) for x, grad in zip((q_past, q_future, k_far), grads[5:8], strict=True)),
             grads.score_mod_params if wants_params and grads.score_mod_params is not None else lse.new_empty(0),
             grads.sinks if wants_sinks and grads.sinks is not None else lse.new_empty(0),
+            of(call.gate, grads.gate),
         )
 
 
@@ -193,6 +196,7 @@ def _attend_backward_fake(
     k_far: Tensor | None,
     wants_params: bool,
     wants_sinks: bool,
+    wants_gate: bool,
     impl: str,
     *leaves: Any,
 ) -> tuple[Tensor, ...]:
@@ -201,7 +205,8 @@ def _attend_backward_fake(
     far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (q_past, q_future, k_far))
     learned = (call.score_mod_params if wants_params else None), (call.sinks if wants_sinks else None)
     rest = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
-    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), *far, *rest
+    grad_gate = torch.empty_like(call.gate) if wants_gate and call.gate is not None else lse.new_empty(0)
+    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v), *far, *rest, grad_gate
 
 
 def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:

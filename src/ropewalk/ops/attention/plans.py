@@ -334,8 +334,8 @@ def _plan_launcher(
 CALLS = Cache()
 # The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
 # the scheme's.
-_SINKS = Gradients._fields.index("sinks")
-_SEED = _TENSORS.index(LEAVES.index("seed"))
+_SEED, _GATE = (_TENSORS.index(LEAVES.index(name)) for name in ("seed", "gate"))
+_GATE_GRADIENT = Gradients._fields.index("gate")
 
 
 class PlannedCall:
@@ -349,6 +349,7 @@ class PlannedCall:
         self.constant_addresses = [x.data_ptr() for x in self.constants]
         self.numbers, self.is_given = pick_numbers(flatten(call)), [x is not None for x in tensors]
         self.needs_backward, self.drops = call.needs_backward, call.dropout_p > 0
+        self.gates = call.gate is not None
         self.results = [_lay_out(plan.plan.results[0], layout), *plan.plan.results[1:]]
         self.n_inputs = len(self.given) + self.drops + len(self.constants)
         if self.needs_backward:
@@ -386,6 +387,8 @@ class PlannedCall:
         for index, slot in enumerate((*self.plan.features[:2], 2)):
             if slot == index:
                 every[index] = as_bhtd(every[index], layout)  # type: ignore[arg-type]
+        if self.gates:
+            every[_GATE] = as_bhtd(every[_GATE], layout)  # type: ignore[arg-type]
         others = iter(tensors[n_inputs + 1 :])
         far = [None if slot is None else next(others) for slot in self.plan.features[2:]]
         far = [
@@ -396,44 +399,47 @@ class PlannedCall:
         return call, as_bhtd(out, layout), Saved(call.q, call.k, tensors[n_inputs], *far)
 
     def differentiate(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k and v, in the caller's layout, and those of the sinks."""
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients, those of q, k, v and the gate in the caller's layout."""
         grad_out = _dense(grad_out)
         if grad_lse is not None:
             grad_lse = (grad_lse[None] if self.layout == "thd" else grad_lse).contiguous()
-        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wants_sinks)
+        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted)
         found = self.backwards.get(key, _UNKNOWN)
         inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
         if found is _UNKNOWN:
-            found = self._plan_backward(saved, grad_out, grad_lse, wants_sinks)
+            found = self._plan_backward(saved, grad_out, grad_lse, wanted)
             _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
-            backward_plan, results, sinks = found
-            made = backward_plan.run_at(inputs, addresses, results)
-            return made[0], made[1], made[2], None if sinks is None else made[sinks]
+            backward_plan, results = found
+            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
+            return gradients
         call, out, rest = self.describe(saved)
-        wanted = Wanted(False, wants_sinks)
         backend = backward_of(self.plan.backend, call, wanted)
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
         grad_q, grad_k, grad_v = (from_bhtd(x, self.layout) for x in gradients[:3])
-        return grad_q, grad_k, grad_v, gradients.sinks
+        grad_gate = None if gradients.gate is None else from_bhtd(gradients.gate, self.layout)
+        return gradients._replace(q=grad_q, k=grad_k, v=grad_v, gate=grad_gate)
 
     def _plan_backward(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
-    ) -> tuple[BackwardPlan, list[Tensor], int | None] | None:
-        """Return the plan of a backward, its results in the caller's layout, and the index of the sinks' gradient."""
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> tuple[BackwardPlan, list[Tensor]] | None:
+        """Return the plan of a backward, and its results in the caller's layout."""
         grad_out = as_bhtd(grad_out, self.layout)
-        made = find_backward(self.plan, grad_out, grad_lse, Wanted(False, wants_sinks), lambda: self.describe(saved))
+        made = find_backward(self.plan, grad_out, grad_lse, wanted, lambda: self.describe(saved))
         if made is None:
             return None
-        first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]  # those of q, k and v
-        return made, [*first, *made.plan.results[3:]], made.gradients[_SINKS] if wants_sinks else None
+        results = list(made.plan.results)
+        for index in (*made.gradients[:3], made.gradients[_GATE_GRADIENT]):
+            if index is not None:
+                results[index] = _lay_out(results[index], self.layout)
+        return made, results
 
 
 def _lay_out(result: Tensor, layout: str) -> Tensor:
-    """Return a result (B, H, T, D), which has no memory, in a layout."""
+    """Return a result (B, H, T, D) or (B, H, T), which has no memory, in a layout."""
     like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
     laid_out = from_bhtd(like, layout)
     laid_out.untyped_storage().resize_(0)
@@ -489,10 +495,10 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
         strides = mask.stride()
         is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
         of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
-    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, positions_q, positions_k, sinks = others
-    if not (bounds_q is bounds_k is block_table is positions_q is positions_k is None):
+    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, *positions, gate, sinks = others
+    if not (bounds_q is bounds_k is block_table is positions[0] is positions[1] is None):
         return None
-    bounds = (key_lengths, key_starts, query_starts, sinks)
+    bounds = (key_lengths, key_starts, query_starts, gate, sinks)
     window, k_strides, v_strides = flags[1], k.stride(), v.stride()
     # Those that are not in the key are multiples of 16 bytes.
     if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
@@ -651,8 +657,8 @@ def find_call(
             return None, None
         grads = None
         if torch.is_grad_enabled():
-            sinks = others[-1]
-            grads = (q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad)
+            last = (x is not None and x.requires_grad for x in others[-2:])  # the gate and sinks
+            grads = (q.requires_grad, k.requires_grad, v.requires_grad, *last)
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
@@ -883,7 +889,7 @@ def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor 
         longest = 1 << (call.k.shape[2] - 1).bit_length()
         plan = _plan(ForwardPlan, call, KERNELS[backend.name], False, longest)
         return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
-    if backend is REFERENCE or tables.q is not None or any(x is not None for x in given[3:]):
+    if backend is REFERENCE or tables.q is not None or any(x is not None for x in _but_gate(given)[3:]):
         return FIXED
     return LibraryCall(call, LIBRARIES[backend.name], layout)
 
@@ -897,11 +903,16 @@ def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: boo
     return (
         is_plain_eager(*given)
         and addresses_of(_existing(of_call)) is not None
-        and all((x is None) == (mine is None) for x, mine in zip(given, of_call[:_SEED], strict=True))
+        and [x is None for x in _but_gate(given)] == [x is None for x in _but_gate(of_call[:_SEED])]
         and call.q.data_ptr() == given[0].data_ptr()  # type: ignore[union-attr]
         and (reads or call.scheme is None or identity_of(call.scheme) is not None)
         and (reads or call.sinks is None or call.sinks.dtype == torch.float32)
     )
+
+
+def _but_gate(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return a call's tensors without its gate, which may act after the call."""
+    return (*tensors[:_GATE], *tensors[_GATE + 1 :])
 
 
 def _plan_call(
@@ -915,7 +926,7 @@ def _plan_call(
     # Rows of tables may depend on values on the device.
     if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
-    is_library = backend is not REFERENCE and all(x is None for x in given[3:])
+    is_library = backend is not REFERENCE and all(x is None for x in _but_gate(given)[3:])
     return LibraryCall(call, LIBRARIES[backend.name], layout) if is_library else None
 
 

@@ -53,7 +53,8 @@ class Arguments(NamedTuple):
 def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
     """Validate the arguments of `attention` and build the call, its scheme not yet resolved.
 
-    Dropout needs a seed beside: `call._replace(seed=...)`. The gate is no part of the call: it acts on the output.
+    Dropout needs a seed beside: `call._replace(seed=...)`. The gate is checked alone: a backend's kernels take it by
+    `call._replace(gate=...)`, and after others it acts on the output.
     """
     layout, position, block_table = given.layout, given.position, given.block_table
     if layout not in LAYOUTS:
@@ -131,6 +132,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         positions_k,
         scale,
         softcap,
+        None,
         given.sinks,
         dropout_p,
         None,

@@ -33,7 +33,7 @@ from ropewalk.ops.attention.triton.masking import (
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.softmax import logit_factor
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
 
 class Rings(NamedTuple):
@@ -49,6 +49,13 @@ class RowResults(NamedTuple):
 
     lse: Any
     logits: Any  # or None
+
+
+class RowInputs(NamedTuple):
+    """Inputs of rows, beside their features."""
+
+    gate: Any  # Gate
+    sinks: Any  # pointer to (H,); or None
 
 
 class Options(NamedTuple):
@@ -361,7 +368,7 @@ def _compute_warps(
     scheduler,
     rings,
     out_tiles,
-    sinks_ptr,
+    row_inputs,
     problem,
     flags,
     score_flags,
@@ -388,9 +395,9 @@ def _compute_warps(
         row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
         row_logit = row_max
         row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))
-        if sinks_ptr is not None:
+        if row_inputs.sinks is not None:
             row_max = gl.zeros([WG_ROWS], gl.float32, row_layout)
-            row_max += gl.load(sinks_ptr + tile.head) * (1.4426950408889634 / exp2_scale)
+            row_max += gl.load(row_inputs.sinks + tile.head) * (1.4426950408889634 / exp2_scale)
             row_sum += 0.25  # of four threads
 
         # === mainloop
@@ -409,6 +416,11 @@ def _compute_warps(
         if score_flags.MAX_LOGITS:
             row_logit *= logit_factor(problem.scores, score_flags.MOD, score_flags.SOFTCAP)
             gl.store(row_results.logits + lse_row + q_idx, row_logit, q_idx < seqlens.n_queries)
+        if row_inputs.gate.ptr is not None:
+            row = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, o_layout))
+            feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
+            exists = row < seqlens.n_queries
+            acc_o *= load_sigmoid(row_inputs.gate, tile.batch, tile.head, tile.q_offset + row, exists, feature)
         await_stores(0)
         out_tile.store(acc_o.to(out_tile.dtype))
         if flags.PACKED:
@@ -435,6 +447,7 @@ def forward_kernel(
     counter_ptr,  # zero, and zero afterwards: work items taken
     packed,  # Packed | None
     bounds,  # Bounds
+    gate,  # Gate
     sinks_ptr,  # (H,); or None
     scores,  # Scores
     window,
@@ -496,7 +509,7 @@ def forward_kernel(
                     scheduler,
                     Rings(q_ring, k_ring, v_ring),
                     out_tiles,
-                    sinks_ptr,
+                    RowInputs(gate, sinks_ptr),
                     Problem(
                         packed,
                         bounds,

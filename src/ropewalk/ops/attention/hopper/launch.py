@@ -30,6 +30,8 @@ from ropewalk.ops.attention.triton.launch_common import (
     bounds_args,
     counter_of,
     far_window_arg,
+    gate_args,
+    gate_grads,
     gives_far_features,
     gradient_of_sinks,
     inverse_rotate_all,
@@ -126,6 +128,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         scores=scores_args(call, score_mod),
+        gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **window_args(call),
         far_window=far_window_arg(call),
@@ -192,6 +195,7 @@ def backward(
         "BLOCK_M": block_m,
         "BLOCK_D": block_d,
     }
+    do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
     on.launch(
         bwd_preprocess_kernel,
         n_tiles * heads,
@@ -200,9 +204,14 @@ def backward(
         lse_ptr=lse,
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
+        gate=gate_args(call.gate, v.shape[3]),
+        grad_gate=gate_args(grad_gate, v.shape[3]),
+        do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, block_d, packed),
         **of_rows,
         WORKSPACES=workspaces,
     )
+    if do_ungated is not None:
+        grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
     _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
     table, width = rope_table_args(tables.q if rotates else None)
@@ -231,7 +240,8 @@ def backward(
     grad_sinks = None
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    return Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
+    grads = Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
+    return grads._replace(gate=grad_gate)
 
 
 def _launch_kernel(

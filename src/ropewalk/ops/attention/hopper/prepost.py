@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, inverse_rotate, load_tile, store_tile, wide
+from ropewalk.ops.attention.triton.tiles import (
+    DO_NOT_SPECIALIZE,
+    differentiate_gate,
+    inverse_rotate,
+    load_tile,
+    store_tile,
+    wide,
+)
 
 
 @triton.jit
@@ -42,12 +49,15 @@ def _from_thread_order(elements, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements"))
 def bwd_preprocess_kernel(
-    out,  # descriptors of (B, H, Tq, Dv)
+    out,  # descriptors of (B, H, Tq, Dv); gated if there is a gate
     do,
     lse_ptr,  # (B, H, Tq), dense
     grad_lse_ptr,  # likewise; or None
     delta_ptr,  # likewise; written here
     dq_accum_ptr,  # the workspaces; zeroed here
+    gate,  # Gate
+    grad_gate,  # likewise, of the gradient; written here
+    do_ungated,  # descriptor, RowTarget or None: the gradient of the output before the gate; written here
     packed,  # Packed | None
     bounds,  # Bounds
     n_heads,
@@ -59,7 +69,7 @@ def bwd_preprocess_kernel(
     BLOCK_D: tl.constexpr,
     WORKSPACES: tl.constexpr,
 ):
-    """Zero the workspaces, and compute delta = rowsum(dO · O) - grad_lse of each query."""
+    """Zero the workspaces, compute delta = rowsum(dO · O) - grad_lse of each query, and differentiate the gate."""
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
     row_offsets = wide(batch * n_heads + head) * n_queries
     q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
@@ -69,6 +79,24 @@ def bwd_preprocess_kernel(
     out_tile = load_tile(out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
     do_tile = load_tile(do, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if gate.ptr is not None:
+        exists = m < seqlens.n_queries
+        do_tile = differentiate_gate(
+            out_tile, do_tile, gate, grad_gate, batch, head, q_offset + m, exists, tl.arange(0, BLOCK_D)
+        )
+        store_tile(
+            do_ungated,
+            do_tile,
+            batch,
+            head,
+            q_offset,
+            m_start,
+            seqlens.n_queries,
+            0,
+            BLOCK_M,
+            BLOCK_D,
+            packed is not None,
+        )
     if grad_lse_ptr is not None:
         attends = tl.load(lse_ptr + row_offsets, m < seqlens.n_queries, other=0.0) > float("-inf")
         delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < seqlens.n_queries), other=0.0)

@@ -81,11 +81,16 @@ def online_softmax(
     CHANGES: gl.constexpr = score_flags.SOFTCAP or score_flags.MOD is not None
     if score_flags.MAX_LOGITS and CHANGES:
         logit = s * scores.scale  # which may be below 0
-        if flags.PARTIAL_TILES:  # noqa: SIM102
-            if masked:
+        largest = row_logit
+        if flags.PARTIAL_TILES:
+            if masked:  # a maximum in each branch: a masked tile that both end with would take registers of its own
                 attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
-                logit = gl.where(attends, logit, float("-inf"))
-        row_logit = gl.maximum(row_logit, gl.max(logit, 1))
+                largest = gl.max(gl.where(attends, logit, float("-inf")), 1)
+            else:
+                largest = gl.max(logit, 1)
+        else:
+            largest = gl.max(logit, 1)
+        row_logit = gl.maximum(row_logit, largest)
     if score_flags.SOFTCAP:
         s = tanh(s * scores.scale, score_flags.FAST_TANH)
         if score_flags.MOD is not None:

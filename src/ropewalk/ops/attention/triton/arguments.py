@@ -168,6 +168,17 @@ class RowTarget(NamedTuple):
     head_dim: Any
 
 
+class Gate(NamedTuple):
+    """The output gate (B, H, Tq, Dv), or its gradient; (B, H, Tq) has one number for a row."""
+
+    ptr: Any  # None: there is no gate, and no stride
+    stride_batch: Any
+    stride_head: Any
+    stride_token: Any
+    stride_feature: Any  # None: one number for a row
+    head_dim: Any  # Dv
+
+
 class Blocks(NamedTuple):
     """Constants of the tiles: their sizes, and the precision of their products."""
 

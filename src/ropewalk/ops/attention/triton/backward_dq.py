@@ -42,6 +42,7 @@ from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, t
 from ropewalk.ops.attention.triton.tiles import (
     DO_NOT_SPECIALIZE,
     accumulate_chunks,
+    differentiate_gate,
     dot_chunks,
     inverse_rotate,
     load_chunks,
@@ -233,7 +234,7 @@ def backward_dq_kernel(
     q_far_past,  # fields of `Far`
     q_far_future,
     k_far,
-    out,  # (B, H, Tq, Dv)
+    out,  # (B, H, Tq, Dv), gated if there is a gate
     do,
     dq,  # descriptor of (B, H, Tq, D), or RowTarget
     dq_far_past,  # likewise, if far gradients are separate; None: they are added to dq, by the tables
@@ -241,6 +242,9 @@ def backward_dq_kernel(
     lse_ptr,  # (B, H, Tq), dense
     grad_lse_ptr,  # likewise; or None
     delta_ptr,  # likewise; written here
+    gate,  # Gate
+    grad_gate,  # likewise, of the gradient; written here
+    do_ungated,  # like dq, (B, H, Tq, Dv), or None: the gradient of the output before the gate; written here
     param_grad_ptr,  # (programs, N_PARAMS), float32: a program's part of the parameters' gradient; or None
     table,  # RopeTable | None, of the queries
     table_far_past,  # of the queries as far keys read them
@@ -293,6 +297,19 @@ def backward_dq_kernel(
     lse = tl.where(attends, lse, 0.0)
     out_tile = load_tile(out, batch, head, q_offset + tile.start, BLOCK_M, BLOCK_DV)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if gate.ptr is not None:
+        do_tile = differentiate_gate(
+            out_tile,
+            do_tile,
+            gate,
+            grad_gate,
+            batch,
+            head,
+            q_offset + q_index,
+            q_index < n_queries,
+            tl.arange(0, BLOCK_DV),
+        )
+        store_tile(do_ungated, do_tile, batch, head, q_offset, tile.start, n_queries, 0, BLOCK_M, BLOCK_DV, PACKED)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row_offsets, attends & (q_index < n_queries), other=0.0)
     tl.store(delta_ptr + row_offsets, delta, q_index < n_queries)

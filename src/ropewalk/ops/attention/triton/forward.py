@@ -40,6 +40,7 @@ from ropewalk.ops.attention.triton.tiles import (
     load_chunks,
     load_int_positions,
     load_positions,
+    load_sigmoid,
     load_tile,
     mask_of_head,
     params_of_head,
@@ -200,6 +201,7 @@ def forward_kernel(
     bounds,  # Bounds
     positions_q,  # Positions | None
     positions_k,
+    gate,  # Gate
     sinks_ptr,  # (H,); or None
     dropout,  # Dropout | None
     scores,  # Scores
@@ -285,6 +287,9 @@ def forward_kernel(
     attends = row_sum != 0  # NaN is to be seen
     row_sum = tl.where(attends, row_sum, 1.0)
     acc_o = tl.where(attends[:, None], acc_o * (rescale / row_sum)[:, None], 0.0)
+    if gate.ptr is not None:
+        exists = q_index < seqlens.n_queries
+        acc_o *= load_sigmoid(gate, batch, head, q_offset + q_index, exists, tl.arange(0, BLOCK_DV))
     store_tile(out, acc_o, batch, head, q_offset, tile.start, seqlens.n_queries, 0, BLOCK_M, BLOCK_DV, PACKED)
     lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse_ptr + q_offset + q_index, lse, q_index < seqlens.n_queries)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
@@ -25,6 +26,8 @@ from ropewalk.ops.attention.triton.launch_common import (
     aligned,
     begin_forward,
     call_args,
+    gate_args,
+    gate_grads,
     gives_far_features,
     gradient_of_sinks,
     inverse_rotate_all,
@@ -45,6 +48,10 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     """Attend. Without `save`, the saved q and k are undefined."""
     if not save and call.row_logits is None and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
+        if call.gate is not None and out.numel():
+            (gated,) = gate_kernel.forward(out, call.gate, on)
+            assert gated is not None
+            out = gated
         return out, Saved(call.q, call.k, lse)
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
@@ -63,6 +70,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         lse_ptr=lse,
         row_logits_ptr=call.row_logits,
         packed=packed,
+        gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **call_args(call, score_mod),
         n_heads=heads,
@@ -119,7 +127,9 @@ def backward(
         if grad_sinks is not None and grad_lse is not None:
             grad_sinks = grad_sinks + grad_lse.sum((0, 2))
         far = (None if x is None or not given else torch.zeros_like(x) for x in saved[3:])
-        return Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far)
+        grad_gate = torch.zeros_like(call.gate) if wanted.gate and call.gate is not None else None
+        grads = Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far)
+        return grads._replace(gate=grad_gate)
     score_mod = load_score_mod(call)
     features = cut_features(head_dim, v.shape[3])
     rotates = rotates_in_registers(call, head_dim, features)
@@ -150,6 +160,7 @@ def backward(
         None if x is None else store_target(x, tiles.block_m, features.block_d, packed)
         for x in (grad_q, *far_grads[:2])
     )
+    do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
     on.launch(
         backward_dq_kernel,
         n_tiles * heads,
@@ -162,6 +173,9 @@ def backward(
         lse_ptr=lse,
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
+        gate=gate_args(call.gate, v.shape[3]),
+        grad_gate=gate_args(grad_gate, v.shape[3]),
+        do_ungated=None if do_ungated is None else store_target(do_ungated, tiles.block_m, features.block_dv, packed),
         param_grad_ptr=param_grads,
         **_tables_of_q(call, rotates, separate_far_grads),
         packed=packed,
@@ -174,6 +188,8 @@ def backward(
         **tiles.options,
     )
 
+    if do_ungated is not None:
+        grad_out = do_ungated
     tiles = choose_tiles("backward_dkdv", features, q.dtype, score_mod, call)
     packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n, on)
     dk, dk_far = (
@@ -209,7 +225,8 @@ def backward(
         on.operate(_sum_param_grads, grad_params, param_grads, batch, heads, packed is not None)
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    return Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
+    grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
+    return grads._replace(gate=grad_gate)
 
 
 def _tables_of_q(call: AttentionCall, rotates: bool, separate_far_grads: bool) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import call as record
-from ropewalk.ops.attention.backend import Saved, Steps
+from ropewalk.ops.attention.backend import Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, map_features, rotate
 from ropewalk.ops.attention.triton.arguments import (
     Bounds,
     Dropout,
+    Gate,
     Mask,
     Packed,
     Positions,
@@ -38,6 +39,7 @@ from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
 NO_MASK = Mask(None, None, None, None, None)
+NO_GATE = Gate(None, None, None, None, None, None)
 
 
 NO_FAR = (None, None, None)
@@ -75,6 +77,21 @@ def mask_args(call: AttentionCall) -> Mask:
         return NO_MASK
     batch, head, query, key = broadcast_strides(mask, 4)
     return Mask(mask.view(torch.uint8), batch, head, key, None if is_of_keys(mask) else query)
+
+
+def gate_args(gate: Tensor | None, v_head_dim: int) -> Gate:
+    """Return a gate (B, H, Tq, Dv) or (B, H, Tq), or its gradient, with its strides."""
+    if gate is None:
+        return NO_GATE
+    batch, head, token, *feature = gate.stride()
+    return Gate(gate, batch if gate.shape[0] > 1 else 0, head, token, feature[0] if feature else None, v_head_dim)
+
+
+def gate_grads(call: AttentionCall, grad_out: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for the gradients of the output before the gate, and of the gate; None without, or not wanted."""
+    if call.gate is None:
+        return None, None
+    return empty_aligned(grad_out), torch.empty_like(call.gate) if wanted.gate else None
 
 
 def bounds_args(call: AttentionCall) -> Bounds:

@@ -257,3 +257,47 @@ def relative_positions(
         streamed_pos = load_positions(streamed, batch, offset, start, default, origin, BLOCK)
         held_pos = held
     return held_pos, streamed_pos
+
+
+@triton.jit
+def gate_pointers(gate, batch, head, row, feature):
+    """Return pointers to rows of a gate, [rows, features]; [rows, 1] where a row has one number."""
+    offsets = wide(batch) * gate.stride_batch + wide(head) * gate.stride_head + wide(row) * gate.stride_token
+    offsets = offsets[:, None]
+    if gate.stride_feature is not None:
+        offsets = offsets + wide(feature)[None, :] * gate.stride_feature
+    return gate.ptr + offsets
+
+
+@triton.jit
+def gate_mask(gate, exists, feature):
+    """Return which elements of `gate_pointers` there are."""
+    mask = exists[:, None]
+    if gate.stride_feature is not None:
+        mask = mask & (feature < gate.head_dim)[None, :]
+    return mask
+
+
+@triton.jit
+def load_sigmoid(gate, batch, head, row, exists, feature):
+    """Load σ of a gate's rows, [rows, features] or [rows, 1], float32; one half where there is none."""
+    pointers = gate_pointers(gate, batch, head, row, feature)
+    x = tl.load(pointers, gate_mask(gate, exists, feature), other=0.0).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def differentiate_gate(out, do, gate, grad_gate, batch, head, row, exists, feature):
+    """Return dO · σ(g), of tiles of the gated output and its gradient, and store the gate's gradient if it is wanted.
+
+    The output O before the gate is not read: dg = dO · O · σ · (1 − σ), and O · σ is the gated one.
+    """
+    sigma = load_sigmoid(gate, batch, head, row, exists, feature)
+    if grad_gate.ptr is not None:
+        dg = do.to(tl.float32) * out.to(tl.float32)
+        if gate.stride_feature is None:
+            dg = tl.sum(dg, 1)[:, None]
+        dg *= 1.0 - sigma
+        pointers = gate_pointers(grad_gate, batch, head, row, feature)
+        tl.store(pointers, dg.to(grad_gate.ptr.dtype.element_ty), gate_mask(grad_gate, exists, feature))
+    return (do.to(tl.float32) * sigma).to(do.dtype)
