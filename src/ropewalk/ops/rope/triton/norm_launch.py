@@ -374,11 +374,11 @@ def _backward_dense(
 class _BackwardLaunch:
     """The launches of the gradients of q, or of q and k, and of their weights."""
 
-    def __init__(self, geometry: Geometry, x: Tensor) -> None:
+    def __init__(self, geometry: Geometry, x: Tensor, programs_per_sm: int = PROGRAMS_PER_SM) -> None:
         spec, n_blocks, n_groups = geometry.spec, geometry.n_blocks, geometry.n_groups
         n_slots = n_blocks
         if spec.needs_dw:
-            n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * PROGRAMS_PER_SM // max(1, n_groups)))
+            n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * programs_per_sm // max(1, n_groups)))
         self._kernel = self._sum = None
         if n_blocks * n_groups:
             grid = n_slots * n_groups, 1
