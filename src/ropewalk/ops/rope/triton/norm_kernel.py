@@ -62,6 +62,8 @@ class NormSpecialisation:
     n_axes: int = 0  # of positions of kind AXES
     axes_dtype: str = "i32"
     pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
+    bias_dtype: str | None = None  # of the biases of q and k; None without them
+    needs_db: bool = False  # of the backward
     stages: int = 1
     prefetch: int = 0
     pin: int = 0
@@ -111,13 +113,20 @@ class Tile(NamedTuple):
     sin: Any
 
 
+class Pair(NamedTuple):
+    """The numbers of the first and the second features of pairs."""
+
+    a: Any
+    b: Any
+
+
 class Norm(NamedTuple):
     """The norm and the gradients to compute, all constexpr."""
 
     EPS: Any
     AFTER: Any
     ACROSS: Any
-    NEEDS_DX: Any
+    NEEDS_DX: Any  # or the biases' gradients, which are sums of it
     NEEDS_DW: Any
 
 
@@ -287,6 +296,8 @@ def norm_kernel(
     k_out_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
     cos_ptr,
     sin_ptr,
     axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
@@ -331,6 +342,7 @@ def norm_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     AFTER: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -373,6 +385,13 @@ def norm_kernel(
 
     a = a.to(COMPUTE_DTYPE)
     b = b.to(COMPUTE_DTYPE)
+    if HAS_BIAS:
+        bias_a, bias_b = _load_weights(
+            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
+        a += bias_a.to(COMPUTE_DTYPE)
+        b += bias_b.to(COMPUTE_DTYPE)
     if AFTER and HALF > 0:
         a, b = _rotate(a, b, cos, sin)
     rstd = _rstd(a, b, _width(group, D, HQ, HK, ACROSS), EPS, ACROSS)
@@ -421,10 +440,10 @@ def _inverse_rotate(a, b, cos, sin):
 
 
 @triton.jit
-def _differentiate(tile, weight_a, weight_b, mask, width, row, norm, COMPUTE_DTYPE: tl.constexpr):
+def _differentiate(tile, weight, bias, mask, width, row, norm, COMPUTE_DTYPE: tl.constexpr):
     """Return the gradients of a tile's features, and its part of the weights' gradients, summed over tokens."""
-    a = tile.a.to(COMPUTE_DTYPE)
-    b = tile.b.to(COMPUTE_DTYPE)
+    a = tile.a.to(COMPUTE_DTYPE) + bias.a
+    b = tile.b.to(COMPUTE_DTYPE) + bias.b
     grad_a = tile.grad_a.to(COMPUTE_DTYPE)
     grad_b = tile.grad_b.to(COMPUTE_DTYPE)
     if row.HALF > 0:
@@ -442,8 +461,8 @@ def _differentiate(tile, weight_a, weight_b, mask, width, row, norm, COMPUTE_DTY
         part_a = tl.sum(grad_a * a, axis=0, keep_dims=True)
         part_b = tl.sum(grad_b * b, axis=0, keep_dims=True)
     if norm.NEEDS_DX:
-        grad_a = grad_a * weight_a
-        grad_b = grad_b * weight_b
+        grad_a = grad_a * weight.a
+        grad_b = grad_b * weight.b
         mean = _sum_rows(a * grad_a + b * grad_b, norm.ACROSS) / width
         a = rstd * (grad_a - a * mean)
         b = rstd * (grad_b - b * mean)
@@ -462,7 +481,10 @@ def norm_backward_kernel(
     dk_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
     dw_partial_ptr,
+    db_partial_ptr,
     cos_ptr,
     sin_ptr,
     axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
@@ -515,11 +537,13 @@ def norm_backward_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     AFTER: tl.constexpr,
     ACROSS: tl.constexpr,
     NEEDS_DX: tl.constexpr,
     NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     TABLE_STRIDE_UNIT: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
@@ -552,37 +576,101 @@ def norm_backward_kernel(
     )  # fmt: skip
     weight_a = 1.0
     weight_b = 1.0
-    if HAS_WEIGHT and NEEDS_DX:
-        weight_a, weight_b = _load_weights(q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), HQ, HK, PER_HEAD, 1, BLOCK_HEADS)
+    if HAS_WEIGHT and (NEEDS_DX or NEEDS_DB):
+        weight_a, weight_b = _load_weights(
+            q_weight_ptr,
+            k_weight_ptr,
+            group,
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ,
+            HK,
+            PER_HEAD,
+            1,
+            BLOCK_HEADS,
+        )
         weight_a = weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET
         weight_b = weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET
+    bias_a = 0.0
+    bias_b = 0.0
+    if HAS_BIAS:
+        bias_a, bias_b = _load_weights(
+            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, True, 1, BLOCK_HEADS,
+        )  # fmt: skip
+        bias_a = bias_a.to(COMPUTE_DTYPE)
+        bias_b = bias_b.to(COMPUTE_DTYPE)
+    if NEEDS_DB:
+        db_a = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        db_b = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
     if NEEDS_DW:
         dw_a = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
         dw_b = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
     width = _width(group, D, HQ, HK, ACROSS)
 
     if PREFETCH:
-        a, b, grad_a, grad_b, cos, sin = _load_tile(slot, group, blocks, Sources(q, k, q_grad, k_grad, lookup, Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT), Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)), Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS), COMPUTE_DTYPE)
+        a, b, grad_a, grad_b, cos, sin = _load_tile(
+            slot,
+            group,
+            blocks,
+            Sources(
+                q,
+                k,
+                q_grad,
+                k_grad,
+                lookup,
+                Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
+                Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
+            ),
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
+            COMPUTE_DTYPE,
+        )
         for block in range(slot, n_blocks, n_slots):
             ahead = tl.minimum(block + n_slots, n_blocks - 1)
             next_a, next_b, next_grad_a, next_grad_b, next_cos, next_sin = _load_tile(
-                ahead, group, blocks, Sources(q, k, q_grad, k_grad, lookup, Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT), Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)), Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS), COMPUTE_DTYPE
+                ahead,
+                group,
+                blocks,
+                Sources(
+                    q,
+                    k,
+                    q_grad,
+                    k_grad,
+                    lookup,
+                    Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
+                    Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
+                ),
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+                TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
+                COMPUTE_DTYPE,
             )
             if PIN:
                 tl.debug_barrier()
             batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
             head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
             dx_a, dx_b, part_a, part_b = _differentiate(
-                Tile(a, b, grad_a, grad_b, cos, sin), weight_a, weight_b, head_mask, width, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), Norm(EPS, AFTER, ACROSS, NEEDS_DX, NEEDS_DW), COMPUTE_DTYPE
+                Tile(a, b, grad_a, grad_b, cos, sin),
+                Pair(weight_a, weight_b),
+                Pair(bias_a, bias_b),
+                head_mask,
+                width,
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+                Norm(EPS, AFTER, ACROSS, NEEDS_DX or NEEDS_DB, NEEDS_DW),
+                COMPUTE_DTYPE,
             )
             if NEEDS_DW:
                 dw_a += part_a
                 dw_b += part_b
+            if NEEDS_DB:
+                db_a += tl.sum(dx_a, axis=0, keep_dims=True)
+                db_b += tl.sum(dx_b, axis=0, keep_dims=True)
             if NEEDS_DX:
                 dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
                 dx_a = dx_a.to(dq_ptr.dtype.element_ty)
                 dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-                _store_row(dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+                _store_row(
+                    dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
+                )
             a = next_a
             b = next_b
             grad_a = next_grad_a
@@ -591,22 +679,50 @@ def norm_backward_kernel(
             sin = next_sin
     else:
         for block in tl.range(slot, n_blocks, n_slots, num_stages=STAGES):
-            a, b, grad_a, grad_b, cos, sin = _load_tile(block, group, blocks, Sources(q, k, q_grad, k_grad, lookup, Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT), Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)), Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS), COMPUTE_DTYPE)
+            a, b, grad_a, grad_b, cos, sin = _load_tile(
+                block,
+                group,
+                blocks,
+                Sources(
+                    q,
+                    k,
+                    q_grad,
+                    k_grad,
+                    lookup,
+                    Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
+                    Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
+                ),
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+                TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
+                COMPUTE_DTYPE,
+            )
             if PIN:
                 tl.debug_barrier()
             batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
             head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
             dx_a, dx_b, part_a, part_b = _differentiate(
-                Tile(a, b, grad_a, grad_b, cos, sin), weight_a, weight_b, head_mask, width, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), Norm(EPS, AFTER, ACROSS, NEEDS_DX, NEEDS_DW), COMPUTE_DTYPE
+                Tile(a, b, grad_a, grad_b, cos, sin),
+                Pair(weight_a, weight_b),
+                Pair(bias_a, bias_b),
+                head_mask,
+                width,
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+                Norm(EPS, AFTER, ACROSS, NEEDS_DX or NEEDS_DB, NEEDS_DW),
+                COMPUTE_DTYPE,
             )
             if NEEDS_DW:
                 dw_a += part_a
                 dw_b += part_b
+            if NEEDS_DB:
+                db_a += tl.sum(dx_a, axis=0, keep_dims=True)
+                db_b += tl.sum(dx_b, axis=0, keep_dims=True)
             if NEEDS_DX:
                 dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
                 dx_a = dx_a.to(dq_ptr.dtype.element_ty)
                 dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-                _store_row(dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+                _store_row(
+                    dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
+                )
 
     if NEEDS_DW:
         # (groups, slots, heads of a group or 1, D)
@@ -622,6 +738,17 @@ def norm_backward_kernel(
             dw_a,
             dw_b,
             mask,
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+        )
+
+    if NEEDS_DB:
+        # (groups, slots, heads of a group, D)
+        partial_head = ((group * n_slots + slot) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[None, :, None]
+        _store_row(
+            db_partial_ptr + partial_head * D,
+            db_a,
+            db_b,
+            tl.full((1, BLOCK_HEADS, 1), 1, tl.int1),
             Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
         )
 
@@ -692,11 +819,13 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "EPS": spec.eps,
         "WEIGHT_OFFSET": spec.weight_offset,
         "HAS_WEIGHT": spec.weight_dtype is not None,
+        "HAS_BIAS": spec.bias_dtype is not None,
         "PER_HEAD": spec.per_head,
         "AFTER": spec.after,
         "ACROSS": spec.across_heads,
         "NEEDS_DX": spec.needs_dx,
         "NEEDS_DW": spec.needs_dw,
+        "NEEDS_DB": spec.needs_db,
         "STRIDE_UNIT": spec.stride_unit,
         "TABLE_STRIDE_UNIT": spec.table_stride_unit,
         "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
@@ -716,7 +845,9 @@ def kernel_source(kernel: Any, spec: NormSpecialisation) -> ASTSource:
     """Return the source that Triton compiles for `spec`; it needs no GPU."""
     dtypes = {
         "weight": spec.weight_dtype or spec.dtype,
+        "bias": spec.bias_dtype or spec.dtype,
         "dw_partial": "fp64" if spec.dtype == "fp64" else "fp32",
+        "db_partial": "fp64" if spec.dtype == "fp64" else "fp32",
         "dw": spec.weight_dtype or spec.dtype,
         "cos": spec.table_dtype,
         "sin": spec.table_dtype,
@@ -746,4 +877,8 @@ def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) ->
     """Compile a kernel for `target`, by default the current GPU."""
     target = target or triton.runtime.driver.active.get_current_target()
     num_warps = SUM_WARPS if kernel is weight_sum_kernel else max(1, spec.threads // target.warp_size)
-    return triton.compile(kernel_source(kernel, spec), target=target, options={"num_warps": num_warps, **({"maxnreg": spec.maxnreg} if spec.maxnreg else {})})
+    return triton.compile(
+        kernel_source(kernel, spec),
+        target=target,
+        options={"num_warps": num_warps, **({"maxnreg": spec.maxnreg} if spec.maxnreg else {})},
+    )
