@@ -89,11 +89,16 @@ def split_parameters(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence
     return parameters[:n], parameters[n:]
 
 
-def check_norm(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> None:
+def check_norm(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    call: NormCall,
+    biases: Sequence[Tensor | None] = (None, None),
+) -> None:
     """Raise unless the norm and the biases fit q and k, whose own checks are made."""
     check_flags(call)
     layout = call.rope.flags.layout
-    for name, x, weight, bias in zip("qk", xs, *split_parameters(parameters), strict=False):
+    for name, x, weight, bias in zip("qk", xs, weights, biases, strict=False):
         n_heads, head_dim = x.shape[layout.index("h")], x.shape[-1]
         _check_weight(f"norm.{name}_weight", weight, x, n_heads, head_dim, call.flags)
         _check_bias(f"{name}_bias", bias, x, n_heads, head_dim)

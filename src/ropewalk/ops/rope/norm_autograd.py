@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.rope import backends, norm_reference
 from ropewalk.ops.rope.call import RopeCall
-from ropewalk.ops.rope.norm import NormCall, check_norm
+from ropewalk.ops.rope.norm import NormCall, check_norm, split_parameters
 from ropewalk.ops.rope.validate import (
     check_arguments,
     check_axes,
@@ -39,7 +39,8 @@ def check(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormC
         check_offset(rope.offset, q, rope.cos, rope.positions, rope.cu_seqlens, rope.flags.layout)
     else:
         check_tensors(q, k, rope.flags.layout)
-    check_norm(xs, parameters, call)
+    weights, biases = split_parameters(parameters)
+    check_norm(xs, weights, call, biases)
 
 
 def rotates(call: NormCall) -> bool:
