@@ -320,3 +320,25 @@ def test_wide_heads_and_all_heads_in_one_program(device, dtype):
 def test_flags_default_to_those_of_a_norm():
     norm = QKNorm()
     assert NormFlags() == (norm.eps, norm.offset, norm.after, norm.across_heads)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device):
+    """The last tokens, whose offsets pass 2³¹, are normed as in a call of their own, and so are their gradients."""
+    tokens, heads, d, last = 2**20 + 5, 8, 256, 5
+    q = torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16, device=device)
+    grad = torch.zeros_like(q)
+    for x in (q, grad):
+        x[:, -last:] = random_tensor(1, last, heads, d, dtype=torch.bfloat16, device=device)
+    cos, sin = random_tables(tokens, 8, device=device)
+    weight = random_tensor(d, device=device).requires_grad_()
+    norm = QKNorm(weight)
+    small, small_grad = q[:, -last:].clone().requires_grad_(), grad[:, -last:]
+    expected = apply_rope(small, None, cos[-last:], sin[-last:], norm=norm, impl="triton")
+    expected_grads = torch.autograd.grad(expected, (small, weight), small_grad)
+    out = apply_rope(q.requires_grad_(), None, cos, sin, norm=norm, impl="triton")
+    assert torch.equal(out[:, -last:], expected)
+    dq, dw = torch.autograd.grad(out, (q, weight), grad)
+    assert torch.equal(dq[:, -last:], expected_grads[0])
+    assert not dq[:, :-last].any()
+    torch.testing.assert_close(dw, expected_grads[1])
