@@ -64,10 +64,7 @@ class NormSpecialisation:
     pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
     bias_dtype: str | None = None  # of the biases of q and k; None without them
     needs_db: bool = False  # of the backward
-    stages: int = 1
-    prefetch: int = 0
-    pin: int = 0
-    maxnreg: int = 0
+    registers: int = 0  # that a thread may have; 0: as many as the compiler takes
 
 
 class Row(NamedTuple):
@@ -79,67 +76,6 @@ class Row(NamedTuple):
     INTERLEAVED: Any
     PAIR_BLOCK: Any  # features of a block that is half-split by itself; 0: all that are rotated
     BLOCK_PAIRS: Any  # of a tile, a power of two
-
-
-class Blocks(NamedTuple):
-    """The blocks of tokens: of a batch row, the division by that number, and a row's tokens."""
-
-    row_blocks: Any
-    row_multiplier: Any
-    row_shift: Any
-    n_tokens: Any
-
-
-class Sources(NamedTuple):
-    """All that the backward reads."""
-
-    q: Any
-    k: Any
-    q_grad: Any
-    k_grad: Any
-    lookup: Any
-    cos: Any
-    sin: Any
-
-
-class Tile(NamedTuple):
-    """A tile of features, of their results' gradients, and of the tables."""
-
-    a: Any
-    b: Any
-    grad_a: Any
-    grad_b: Any
-    cos: Any
-    sin: Any
-
-
-class Pair(NamedTuple):
-    """The numbers of the first and the second features of pairs."""
-
-    a: Any
-    b: Any
-
-
-class Norm(NamedTuple):
-    """The norm and the gradients to compute, all constexpr."""
-
-    EPS: Any
-    AFTER: Any
-    ACROSS: Any
-    NEEDS_DX: Any  # or the biases' gradients, which are sums of it
-    NEEDS_DW: Any
-
-
-class TileShape(NamedTuple):
-    """The shape of a tile, and of what it is loaded from, all constexpr."""
-
-    HQ: Any
-    HK: Any
-    STRIDE_UNIT: Any
-    POSITIONS: Any
-    N_AXES: Any
-    BLOCK_TOKENS: Any
-    BLOCK_HEADS: Any
 
 
 @triton.jit
@@ -265,6 +201,11 @@ def _sum_rows(x, ACROSS: tl.constexpr):
 @triton.jit
 def _rotate(a, b, cos, sin):
     return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def _inverse_rotate(a, b, cos, sin):
+    return a * cos + b * sin, b * cos - a * sin
 
 
 @triton.jit
@@ -412,66 +353,6 @@ def norm_kernel(
 
 
 @triton.jit
-def _load_tile(block, group, blocks, sources, row, shape, COMPUTE_DTYPE: tl.constexpr):
-    """Load the heads of a block's tokens, their results' gradients, and the tables' rows."""
-    batch, token, token_mask = _token_tile(
-        block, blocks.row_blocks, blocks.row_multiplier, blocks.row_shift, blocks.n_tokens, shape.BLOCK_TOKENS
-    )
-    head_mask = _rows_mask(group, token_mask, shape.HQ, shape.HK, shape.BLOCK_HEADS)
-    x_ptrs = _head_pointers(group, batch, token, sources.q, sources.k, shape.HQ, shape.STRIDE_UNIT, shape.BLOCK_HEADS)
-    a, b = _load_row(x_ptrs, head_mask, row)
-    grad_ptrs = _head_pointers(
-        group, batch, token, sources.q_grad, sources.k_grad, shape.HQ, shape.STRIDE_UNIT, shape.BLOCK_HEADS
-    )
-    grad_a, grad_b = _load_row(grad_ptrs, head_mask, row)
-    cos = a
-    sin = a
-    if row.HALF > 0:
-        cos, sin = _load_tables(
-            token, batch, token_mask, sources.lookup, sources.cos, sources.sin, row, shape.POSITIONS, shape.N_AXES,
-            COMPUTE_DTYPE, shape.BLOCK_HEADS,
-        )  # fmt: skip
-    return a, b, grad_a, grad_b, cos, sin
-
-
-@triton.jit
-def _inverse_rotate(a, b, cos, sin):
-    return a * cos + b * sin, b * cos - a * sin
-
-
-@triton.jit
-def _differentiate(tile, weight, bias, mask, width, row, norm, COMPUTE_DTYPE: tl.constexpr):
-    """Return the gradients of a tile's features, and its part of the weights' gradients, summed over tokens."""
-    a = tile.a.to(COMPUTE_DTYPE) + bias.a
-    b = tile.b.to(COMPUTE_DTYPE) + bias.b
-    grad_a = tile.grad_a.to(COMPUTE_DTYPE)
-    grad_b = tile.grad_b.to(COMPUTE_DTYPE)
-    if row.HALF > 0:
-        if norm.AFTER:
-            a, b = _rotate(a, b, tile.cos, tile.sin)
-        else:
-            grad_a, grad_b = _inverse_rotate(grad_a, grad_b, tile.cos, tile.sin)
-    # Rows past the last one are 0, of which eps = 0 makes NaN.
-    rstd = tl.where(mask, _rstd(a, b, width, norm.EPS, norm.ACROSS), 0.0)
-    a = a * rstd
-    b = b * rstd
-    part_a = a
-    part_b = b
-    if norm.NEEDS_DW:
-        part_a = tl.sum(grad_a * a, axis=0, keep_dims=True)
-        part_b = tl.sum(grad_b * b, axis=0, keep_dims=True)
-    if norm.NEEDS_DX:
-        grad_a = grad_a * weight.a
-        grad_b = grad_b * weight.b
-        mean = _sum_rows(a * grad_a + b * grad_b, norm.ACROSS) / width
-        a = rstd * (grad_a - a * mean)
-        b = rstd * (grad_b - b * mean)
-        if norm.AFTER and row.HALF > 0:
-            a, b = _inverse_rotate(a, b, tile.cos, tile.sin)
-    return a, b, part_a, part_b
-
-
-@triton.jit
 def norm_backward_kernel(
     q_ptr,
     k_ptr,
@@ -550,9 +431,6 @@ def norm_backward_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     N_AXES: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PIN: tl.constexpr,
 ):
     """Compute dq, dk, and each program's part of the weights' gradients.
 
@@ -569,153 +447,76 @@ def norm_backward_kernel(
     k_grad = Heads(k_grad_ptr, k_grad_stride_batch, k_grad_stride_token, k_grad_stride_head)
     dq = Heads(dq_ptr, dq_stride_batch, dq_stride_token, dq_stride_head)
     dk = Heads(dk_ptr, dk_stride_batch, dk_stride_token, dk_stride_head)
-    blocks = Blocks(row_blocks, row_multiplier, row_shift, n_tokens)
-    lookup = Lookup(
-        positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
-        cu_seqlens_ptr, n_sequences, search_steps, offset, n_rows,
-    )  # fmt: skip
-    weight_a = 1.0
-    weight_b = 1.0
     if HAS_WEIGHT and (NEEDS_DX or NEEDS_DB):
         weight_a, weight_b = _load_weights(
-            q_weight_ptr,
-            k_weight_ptr,
-            group,
-            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ,
-            HK,
-            PER_HEAD,
-            1,
-            BLOCK_HEADS,
-        )
-        weight_a = weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET
-        weight_b = weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET
-    bias_a = 0.0
-    bias_b = 0.0
+            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
     if HAS_BIAS:
         bias_a, bias_b = _load_weights(
             q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ, HK, True, 1, BLOCK_HEADS,
+            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
         )  # fmt: skip
-        bias_a = bias_a.to(COMPUTE_DTYPE)
-        bias_b = bias_b.to(COMPUTE_DTYPE)
-    if NEEDS_DB:
-        db_a = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
-        db_b = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
     if NEEDS_DW:
-        dw_a = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
-        dw_b = tl.zeros((1, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        dw_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        dw_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+    if NEEDS_DB:
+        db_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        db_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
     width = _width(group, D, HQ, HK, ACROSS)
 
-    if PREFETCH:
-        a, b, grad_a, grad_b, cos, sin = _load_tile(
-            slot,
-            group,
-            blocks,
-            Sources(
-                q,
-                k,
-                q_grad,
-                k_grad,
-                lookup,
-                Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
-                Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
-            ),
-            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
-            COMPUTE_DTYPE,
+    for block in range(slot, n_blocks, n_slots):
+        batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
+        head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
+        x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
+        a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+        grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
+        grad_a, grad_b = _load_row(
+            grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
         )
-        for block in range(slot, n_blocks, n_slots):
-            ahead = tl.minimum(block + n_slots, n_blocks - 1)
-            next_a, next_b, next_grad_a, next_grad_b, next_cos, next_sin = _load_tile(
-                ahead,
-                group,
-                blocks,
-                Sources(
-                    q,
-                    k,
-                    q_grad,
-                    k_grad,
-                    lookup,
-                    Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
-                    Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
-                ),
-                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-                TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
-                COMPUTE_DTYPE,
-            )
-            if PIN:
-                tl.debug_barrier()
-            batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
-            head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
-            dx_a, dx_b, part_a, part_b = _differentiate(
-                Tile(a, b, grad_a, grad_b, cos, sin),
-                Pair(weight_a, weight_b),
-                Pair(bias_a, bias_b),
-                head_mask,
-                width,
-                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-                Norm(EPS, AFTER, ACROSS, NEEDS_DX or NEEDS_DB, NEEDS_DW),
-                COMPUTE_DTYPE,
-            )
-            if NEEDS_DW:
-                dw_a += part_a
-                dw_b += part_b
+        if HALF > 0:
+            lookup = Lookup(
+                positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
+                cu_seqlens_ptr, n_sequences, search_steps, offset, n_rows,
+            )  # fmt: skip
+            cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
+            sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
+            cos, sin = _load_tables(
+                token, batch, token_mask, lookup, cos_table, sin_table,
+                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), POSITIONS, N_AXES,
+                COMPUTE_DTYPE, BLOCK_HEADS,
+            )  # fmt: skip
+        a = a.to(COMPUTE_DTYPE)
+        b = b.to(COMPUTE_DTYPE)
+        if HAS_BIAS:
+            a += bias_a.to(COMPUTE_DTYPE)
+            b += bias_b.to(COMPUTE_DTYPE)
+        grad_a = grad_a.to(COMPUTE_DTYPE)
+        grad_b = grad_b.to(COMPUTE_DTYPE)
+        if HALF > 0:
+            if AFTER:
+                a, b = _rotate(a, b, cos, sin)
+            else:
+                grad_a, grad_b = _inverse_rotate(grad_a, grad_b, cos, sin)
+        # Rows past the last one are 0 or a bias; of 0, eps = 0 makes NaN.
+        rstd = tl.where(head_mask, _rstd(a, b, width, EPS, ACROSS), 0.0)
+        a = a * rstd
+        b = b * rstd
+        if NEEDS_DW:
+            dw_a += grad_a * a
+            dw_b += grad_b * b
+        if NEEDS_DX or NEEDS_DB:
+            if HAS_WEIGHT:
+                grad_a = grad_a * (weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+                grad_b = grad_b * (weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
+            mean = _sum_rows(a * grad_a + b * grad_b, ACROSS) / width
+            dx_a = rstd * (grad_a - a * mean)
+            dx_b = rstd * (grad_b - b * mean)
+            if AFTER and HALF > 0:
+                dx_a, dx_b = _inverse_rotate(dx_a, dx_b, cos, sin)
             if NEEDS_DB:
-                db_a += tl.sum(dx_a, axis=0, keep_dims=True)
-                db_b += tl.sum(dx_b, axis=0, keep_dims=True)
-            if NEEDS_DX:
-                dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
-                dx_a = dx_a.to(dq_ptr.dtype.element_ty)
-                dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-                _store_row(
-                    dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
-                )
-            a = next_a
-            b = next_b
-            grad_a = next_grad_a
-            grad_b = next_grad_b
-            cos = next_cos
-            sin = next_sin
-    else:
-        for block in tl.range(slot, n_blocks, n_slots, num_stages=STAGES):
-            a, b, grad_a, grad_b, cos, sin = _load_tile(
-                block,
-                group,
-                blocks,
-                Sources(
-                    q,
-                    k,
-                    q_grad,
-                    k_grad,
-                    lookup,
-                    Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT),
-                    Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT),
-                ),
-                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-                TileShape(HQ, HK, STRIDE_UNIT, POSITIONS, N_AXES, BLOCK_TOKENS, BLOCK_HEADS),
-                COMPUTE_DTYPE,
-            )
-            if PIN:
-                tl.debug_barrier()
-            batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
-            head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
-            dx_a, dx_b, part_a, part_b = _differentiate(
-                Tile(a, b, grad_a, grad_b, cos, sin),
-                Pair(weight_a, weight_b),
-                Pair(bias_a, bias_b),
-                head_mask,
-                width,
-                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-                Norm(EPS, AFTER, ACROSS, NEEDS_DX or NEEDS_DB, NEEDS_DW),
-                COMPUTE_DTYPE,
-            )
-            if NEEDS_DW:
-                dw_a += part_a
-                dw_b += part_b
-            if NEEDS_DB:
-                db_a += tl.sum(dx_a, axis=0, keep_dims=True)
-                db_b += tl.sum(dx_b, axis=0, keep_dims=True)
+                db_a += dx_a
+                db_b += dx_b
             if NEEDS_DX:
                 dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
                 dx_a = dx_a.to(dq_ptr.dtype.element_ty)
@@ -726,6 +527,8 @@ def norm_backward_kernel(
 
     if NEEDS_DW:
         # (groups, slots, heads of a group or 1, D)
+        dw_a = tl.sum(dw_a, axis=0, keep_dims=True)
+        dw_b = tl.sum(dw_b, axis=0, keep_dims=True)
         PARTIAL_HEADS: tl.constexpr = BLOCK_HEADS if PER_HEAD else 1
         if not PER_HEAD:
             dw_a = tl.sum(dw_a, axis=1, keep_dims=True)
@@ -743,6 +546,8 @@ def norm_backward_kernel(
 
     if NEEDS_DB:
         # (groups, slots, heads of a group, D)
+        db_a = tl.sum(db_a, axis=0, keep_dims=True)
+        db_b = tl.sum(db_b, axis=0, keep_dims=True)
         partial_head = ((group * n_slots + slot) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[None, :, None]
         _store_row(
             db_partial_ptr + partial_head * D,
@@ -834,9 +639,6 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "BLOCK_ROWS": SUM_BLOCK_ROWS,
         "BLOCK_D": SUM_BLOCK_D,
         "N_AXES": spec.n_axes,
-        "STAGES": spec.stages,
-        "PREFETCH": spec.prefetch,
-        "PIN": spec.pin,
     }
     return {name: constants[name] for name in kernel.arg_names if name in constants}
 
@@ -877,8 +679,7 @@ def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) ->
     """Compile a kernel for `target`, by default the current GPU."""
     target = target or triton.runtime.driver.active.get_current_target()
     num_warps = SUM_WARPS if kernel is weight_sum_kernel else max(1, spec.threads // target.warp_size)
-    return triton.compile(
-        kernel_source(kernel, spec),
-        target=target,
-        options={"num_warps": num_warps, **({"maxnreg": spec.maxnreg} if spec.maxnreg else {})},
-    )
+    options = {"num_warps": num_warps}
+    if kernel is norm_backward_kernel and spec.registers and target.backend == "cuda":
+        options["maxnreg"] = spec.registers
+    return triton.compile(kernel_source(kernel, spec), target=target, options=options)

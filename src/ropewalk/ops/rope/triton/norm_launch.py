@@ -40,13 +40,16 @@ from ropewalk.ops.rope.triton.norm_kernel import (
 )
 from ropewalk.ops.rope.validate import as_bthd
 
-# Programs of the backward with sums of weights' gradients, for each multiprocessor: all of them run at a time.
-PROGRAMS_PER_SM = 8
+# A thread of the backward may have as many. With fewer, ptxas loads x only after it has used dy (note 054).
+BACKWARD_REGISTERS = 128
+_SM_REGISTERS = 65536
+_FEW_TOKENS = 256  # latency limits calls of so many, bandwidth those of more
 
 
 def choose_tiles(
+    batch: int,
     tokens: int,
-    n_heads: int,
+    n_heads: Sequence[int],
     pairs: int,
     itemsize: int,
     *,
@@ -54,21 +57,27 @@ def choose_tiles(
     heads_are_near: bool,
     backward: bool,
 ) -> Tiles:
-    """Return tiles of 64 accesses of 16 bytes to each half of its rows, with which an H200 was fastest (note 054).
+    """Return tiles of 64 accesses of 16 bytes to each half of its rows, with which a GPU was fastest (note 054).
 
-    n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
-    than a head's tokens do.
+    n_heads is of q and of k; heads_are_near says that a token's heads lie nearer to each
+    other in memory than a head's tokens do.
     """
     per_row = max(1, pairs * itemsize // _WIDEST_ACCESS)
+    most_heads = triton.next_power_of_2(max(n_heads))
     if across_heads:
-        block_heads = triton.next_power_of_2(n_heads)
-        return Tiles(1, block_heads, min(1024, max(32, block_heads * per_row)))
-    threads = max(per_row, 32 if heads_are_near and not backward else 64)
+        return Tiles(1, most_heads, min(1024, max(32, most_heads * per_row)))
     rows = max(1, 64 // per_row)
-    block_heads = min(rows, triton.next_power_of_2(n_heads))
+    block_heads = min(rows, most_heads)
+    common = math.gcd(*n_heads)
+    if backward and (whole := common & -common) >= 4:  # groups of so many heads leave no row of a tile without one
+        block_heads = min(block_heads, whole)
     if not heads_are_near:
         block_heads = min(block_heads, 4)
     block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
+    if batch * tokens <= _FEW_TOKENS and not backward:
+        # One row of each head: narrower accesses, by more threads, take less time.
+        return Tiles(1, block_heads, max(32, 2 * block_heads * per_row))
+    threads = max(per_row, 32 if heads_are_near and not backward else 64)
     return Tiles(block_tokens, block_heads, min(threads, max(32, block_tokens * block_heads * per_row)))
 
 
@@ -184,8 +193,9 @@ def describe(
 
     if tiles is None:
         tiles = choose_tiles(
+            batch,
             tokens,
-            max(n_q_heads, n_k_heads),
+            (n_q_heads, n_k_heads),
             pairs,
             q.element_size(),
             across_heads=call.flags.across_heads,
@@ -228,6 +238,7 @@ def describe(
         n_axes=0 if axes is None or positions is None else positions.shape[0],
         axes_dtype="i32" if axes is None else _LETTERS[axes.dtype],
         pair_block=block_of_pairs(rope.pair_block, half),
+        registers=BACKWARD_REGISTERS if any(needs) and not call.flags.across_heads else 0,
     )
     row_blocks = math.ceil(tokens / tiles.block_tokens)
     n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
@@ -391,11 +402,11 @@ def _backward_dense(
 class _BackwardLaunch:
     """The launches of the gradients of q, or of q and k, and of their weights and biases."""
 
-    def __init__(self, geometry: Geometry, x: Tensor, programs_per_sm: int = PROGRAMS_PER_SM) -> None:
+    def __init__(self, geometry: Geometry, x: Tensor) -> None:
         spec, n_blocks, n_groups = geometry.spec, geometry.n_blocks, geometry.n_groups
-        n_slots = n_blocks
-        if spec.needs_dw or spec.needs_db:
-            n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * programs_per_sm // max(1, n_groups)))
+        # All programs run at a time: one more would run alone, after them.
+        programs_per_sm = max(1, _SM_REGISTERS // (BACKWARD_REGISTERS * spec.threads))
+        n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * programs_per_sm // max(1, n_groups)))
         self._kernel = None
         if n_blocks * n_groups:
             grid = n_slots * n_groups, 1
