@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -92,6 +93,25 @@ def test_the_backward_accesses_16_bytes_at_a_time(case, tmp_path):
     found = accesses(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
     assert_loads_are_wide(found, case)
     assert ("ST", 128) in found
+
+
+def loads_before_arithmetic(kernel, tmp_path):
+    """Whether a step loads all that it needs before it multiplies any of it: else it waits for memory twice."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    found = re.findall(r"\b(LDG|FFMA)\b", cuobjdump(cubin, "-sass"))
+    return found.index("FFMA") == found.count("LDG")
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-next", "bert", "heads", "decode"])
+def test_the_backward_loads_before_it_multiplies(case, tmp_path):
+    assert loads_before_arithmetic(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
+
+
+def test_a_late_load_is_found(tmp_path):
+    spec = replace(specialise_norm("norm_backward_kernel"), registers=0)
+    kernel = compile_kernel(KERNELS["norm_backward_kernel"], spec, TARGETS["sm_90"])
+    assert not loads_before_arithmetic(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "interleaved", "qwen3-next", "bert"])
