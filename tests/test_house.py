@@ -28,7 +28,9 @@ TESTS = [
 
 MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 120
 # Their arguments are the public contract; a command's are the options that its help lists.
-MANY_ARGUMENTS = re.compile(r"ops/attention/(api\.py:\d+ attention|operator\.py:\d+ \w+)\b|/cli/")
+MANY_ARGUMENTS = re.compile(
+    r"ops/(attention/(api\.py:\d+ attention|operator\.py:\d+ \w+)|rope/api\.py:\d+ apply_rope)\b|/cli/"
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

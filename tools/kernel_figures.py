@@ -170,6 +170,7 @@ def plan(row: Row, target: str) -> Plan:
     if row.kernel in NORM_KERNELS:
         norm_spec = specialise_norm(row.kernel, **row.arguments)
         tile = f"{norm_spec.block_tokens} × {norm_spec.block_heads}, {norm_spec.threads} threads"
+        tile += f", ≤ {norm_spec.registers} r" if norm_spec.registers else ""
         return partial(norm_kernel.compile_kernel, NORM_KERNELS[row.kernel], norm_spec, TARGETS[target]), tile
     if row.kernel == "weight_sum_kernel":
         sum_spec = specialise_norm("norm_backward_kernel", **row.arguments)
@@ -325,7 +326,7 @@ _TILE_LEGEND = (
     "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
 )
 _TILE_LEGENDS = {
-    "rotation-triton": "A tile is so many tokens × heads; of the sum, programs × features.",
+    "rotation-triton": "A tile is so many tokens × heads; of the sum, programs × features. r: registers of a thread.",
     "attention-merge": "A tile is 32 rows.",
 }
 

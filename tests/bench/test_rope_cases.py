@@ -5,7 +5,7 @@ import torch
 
 from ropewalk import apply_rope
 from ropewalk.bench.core.gate import max_error
-from ropewalk.bench.rope.cases import CASES, DIRECTIONS, Case, make_inputs
+from ropewalk.bench.rope.cases import CASES, DIRECTIONS, NORM_CASES, Case, make_inputs
 from ropewalk.bench.rope.gate import Gate
 
 SMALL = [
@@ -20,8 +20,9 @@ SMALL = [
 
 
 def test_the_cases_are_distinct_and_consistent() -> None:
-    assert len({(case.name, case.variant) for case in CASES}) == len(CASES)
-    for case in CASES:
+    cases = CASES + NORM_CASES
+    assert len({(case.name, case.variant) for case in cases}) == len(cases)
+    for case in cases:
         assert set(case.directions) <= set(DIRECTIONS)
         assert case.torch_dtype.is_floating_point
         assert not case.sequences or sum(case.sequences) == case.tokens
@@ -50,6 +51,28 @@ def test_models_have_their_configurations_heads(name: str, shape: tuple[float, .
 def test_bytes_moved_count_each_element_read_and_written() -> None:
     case = next(case for case in CASES if case.name == "llama3-8b")
     assert case.bytes_moved == 2 * 2 * (2 * 8192 * (32 + 8) * 128)
+
+
+def test_the_backward_of_a_norm_moves_three_tensors() -> None:
+    case = next(case for case in NORM_CASES if case.name == "norm-qwen3-8b")
+    assert case.bytes_of("fwd") == case.bytes_moved
+    assert case.bytes_of("bwd") == case.bytes_moved * 3 // 2
+
+
+def test_q_and_k_of_a_norm_lie_in_a_projection(device: torch.device) -> None:
+    fused, gated = (
+        make_inputs(Case("norm", 2, 5, 3, 1, 8, "float32", norm_offset=0.0, source=source), device)
+        for source in ("fused", "gated")
+    )
+    assert fused.q.stride() == fused.k.stride() == (5 * 5 * 8, 5 * 8, 8, 1)
+    assert gated.q.stride(2) == 2 * 8
+    assert [weight.shape for weight in fused.weights] == [(8,), (8,)]
+
+
+def test_every_pair_turns_by_the_position_of_its_axis(device: torch.device) -> None:
+    inputs = make_inputs(Case("axes", 2, 40, 3, 1, 8, "float32", positions="axes"), device)
+    assert inputs.pair_positions().shape == (2, 40, 4)
+    assert inputs.pair_positions()[1, 33].tolist() == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

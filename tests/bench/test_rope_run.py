@@ -16,8 +16,9 @@ from ropewalk import apply_rope
 from ropewalk.bench.core.runner import BenchResult, OursError
 from ropewalk.bench.report.load import read_bench_record
 from ropewalk.bench.rope import run as rope
-from ropewalk.bench.rope.cases import Case, Inputs
-from ropewalk.bench.rope.gate import Rotation
+from ropewalk.bench.rope.cases import NORM_CASES, Case, Inputs, make_inputs
+from ropewalk.bench.rope.gate import Gate, Rotation
+from ropewalk.bench.rope.norm_peers import NORM_PEERS
 from ropewalk.bench.rope.peers import PEERS, Peer
 from ropewalk.bench.rope.rows import RopeRow
 from ropewalk.bench.rope.summary import best_peer
@@ -250,3 +251,34 @@ def test_an_existing_record_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists already"):
         run(tmp_path, torch.device("cpu"))
     assert (tmp_path / "record.jsonl").read_text() == "precious"
+
+
+SMALL_NORMS = [
+    replace(case, batch=min(case.batch, 2), tokens=min(case.tokens, 5), q_heads=3, k_heads=1) for case in NORM_CASES
+]
+
+
+def test_norms_and_axes_are_measured_beside_eager_pytorch(tmp_path: Path, device: torch.device) -> None:
+    result, _ = run(tmp_path, device, cases=SMALL_NORMS, known_peers=NORM_PEERS, peers="eager")
+    rows = read_bench_record(result.path).of(RopeRow)
+    for impl in ("reference", "eager"):
+        for row in rows_of(rows, impl):
+            expected = "ok" if impl == "reference" or row.case.norm_offset is not None else "unsupported"
+            assert row.status == expected, row
+    assert {row.case for row in rows} == set(SMALL_NORMS)
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_wrong_gradient_is_found_also_of_a_weight(device: torch.device, which: int) -> None:
+    case = SMALL_NORMS[0]
+    inputs = make_inputs(case, device)
+    gate = Gate(case, inputs, "bwd")
+    right = NORM_PEERS["eager"].build(case, inputs, True)
+
+    class Wrong(Rotation):
+        def prepare_backward(self, q: Tensor, k: Tensor, inplace: bool) -> Any:
+            backward = super().prepare_backward(q, k, inplace)
+            return lambda *grads: [2 * x if i == which else x for i, x in enumerate(backward(*grads))]
+
+    assert gate.check(right).complaint is None
+    assert gate.check(Wrong(right.rotate, weights=right.weights)).complaint is not None

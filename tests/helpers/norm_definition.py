@@ -27,6 +27,7 @@ class Case:
     head_dim: int = 16
     rotary_dim: int = 16
     with_k: bool = True
+    biases: bool = False  # of q (H, D), of k (K·D,)
 
 
 AXES_POSITIONS = [
@@ -57,6 +58,12 @@ CASES = {
     "offsets": Case(call={"offsets": [5, 90]}),
     "tokens": Case(call={"positions": [[3, 3, 1, 0, 127, 60, 2], [9, 8, 7, 6, 5, 4, 3]]}),
     "q-alone": Case(with_k=False),
+    "biases": Case(biases=True, norm={"offset": 1.0}),
+    "biases-bhtd": Case(
+        "heads", {"after": True}, {"layout": "bhtd", "rotary_offset": 3}, head_dim=15, rotary_dim=8, biases=True
+    ),
+    "biases-across": Case("across", {"across_heads": True}, {"interleaved": True}, heads=(3, 2), biases=True),
+    "bias-alone": Case(None, with_k=False, call={"layout": "thd", "cu_seqlens": [0, 2, 2, 7]}, biases=True),
     "axes": Case(call={"positions": AXES_POSITIONS, "axes": [0, 0, 1, 2, 1, 2, 2, 0]}),
     "axes-after": Case("across", {"across_heads": True, "after": True}, {**ONE_ROW, "rotary_offset": 3}, rotary_dim=8),
     "axes-interleaved": Case("heads", call={**ONE_ROW, "rotary_offset": 3, "interleaved": True}, rotary_dim=8),
@@ -76,9 +83,21 @@ CASES = {
 B, T, ROWS = 2, 7, 128
 
 
-def norm_definition(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, norm: QKNorm, **call: Any) -> Tensor:
+BIASES = ("q_bias", "k_bias")
+
+
+def norm_definition(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    norm: QKNorm,
+    *,
+    bias: Tensor | None = None,
+    **call: Any,
+) -> Tensor:
     """Normalise and rotate one tensor, by the equations of the norm's docstring."""
-    rotated = {**call}
+    rotated = {name: value for name, value in call.items() if name not in BIASES}
     layout = call.get("layout", "bthd")
 
     def normed(x: Tensor) -> Tensor:
@@ -94,6 +113,9 @@ def norm_definition(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, 
         return n * factors
 
     x = x.cpu().double()
+    if bias is not None:
+        bias = bias.cpu().double().reshape(-1, x.shape[-1])
+        x = x + (bias[:, None] if layout == "bhtd" else bias)
     return normed(definition(x, cos, sin, **rotated)) if norm.after else definition(normed(x), cos, sin, **rotated)
 
 
@@ -117,6 +139,9 @@ def draw(
         None if case.weights is None else random_tensor(*shapes[case.weights](h), dtype=weight_dtype, device=device)
         for h in heads
     ]
+    if case.biases:
+        for name, _, shape in zip(BIASES, heads, ((heads[0], d), (heads[-1] * d,)), strict=False):
+            call[name] = random_tensor(*shape, dtype=weight_dtype, device=device)
     return xs, weights, random_tables(ROWS, case.rotary_dim // 2, device=device), call
 
 
@@ -143,7 +168,9 @@ def check(
     """Compare the results and all gradients of a call with float64, the inputs untouched and memory poisoned."""
     xs = [x.detach().requires_grad_() for x in xs]
     weights = [None if weight is None else weight.detach().requires_grad_() for weight in weights]
-    learned = [weight for weight in weights if weight is not None]
+    call = {name: x.detach().requires_grad_() if name in BIASES else x for name, x in call.items()}
+    biases = [call.get(name) for name, _ in zip(BIASES, xs, strict=False)]
+    learned = [x for x in (*weights, *biases) if x is not None]
     with poisoned_memory(), unchanged([*xs, *learned, *tables]):
         outs = run(case, xs, weights, tables, call, impl)
         cotangents = [random_tensor(*x.shape, dtype=x.dtype, device=x.device) for x in outs]
@@ -151,12 +178,16 @@ def check(
     for x, out in zip(xs, outs, strict=True):
         assert out.stride() == torch.empty_like(x).stride()
     exact_xs = [x.detach().cpu().double().requires_grad_() for x in xs]
-    exact_weights = [None if w is None else w.detach().cpu().double().requires_grad_() for w in weights]
+    exact_weights, exact_biases = (
+        [None if x is None else x.detach().cpu().double().requires_grad_() for x in of_heads]
+        for of_heads in (weights, biases)
+    )
     norm = make_norm(case, exact_weights)
     truths = [
-        norm_definition(x, weight, *tables, norm, **call) for x, weight in zip(exact_xs, exact_weights, strict=True)
+        norm_definition(x, weight, *tables, norm, bias=bias, **call)
+        for x, weight, bias in zip(exact_xs, exact_weights, exact_biases, strict=True)
     ]
-    exact_learned = [weight for weight in exact_weights if weight is not None]
+    exact_learned = [x for x in (*exact_weights, *exact_biases) if x is not None]
     exact_cotangents = [cotangent.cpu().double() for cotangent in cotangents]
     truths += torch.autograd.grad(truths, [*exact_xs, *exact_learned], exact_cotangents)
     assert [x.dtype for x in actual] == [x.dtype for x in (*xs, *xs, *learned)]

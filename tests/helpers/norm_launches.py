@@ -30,6 +30,7 @@ def specialise_norm(
     layout: str = "bthd",
     alignment: int = 16,
     n_axes: int = 0,
+    bias: bool = False,
     norm: dict[str, Any] | None = None,
     **flags: Any,
 ) -> NormSpecialisation:
@@ -54,5 +55,6 @@ def specialise_norm(
     call = NormCall(RopeCall(cos, cos, positions, None, 0, flags, axes), NormFlags(**(norm or {})))
     is_backward = kernel == "norm_backward_kernel"
     roles = [xs, dense, dense] if is_backward else [xs, dense]
-    needs = {"needs_dx": is_backward, "needs_dw": is_backward and weight is not None}
-    return replace(describe(roles, weights, call, **needs).spec, pointer_alignment=alignment)
+    biases = empty(heads[0], head_dim) if bias else None
+    needs = is_backward, is_backward and weight is not None, is_backward and bias
+    return replace(describe(roles, weights, call, bias=biases, needs=needs).spec, pointer_alignment=alignment)

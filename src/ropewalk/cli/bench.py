@@ -61,22 +61,31 @@ def rope(
     dtype: Dtype = None,
     rounds: Annotated[int, typer.Option(min=3, help="How often each call is timed, at most.")] = 100,
     sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
+    only: Annotated[
+        str, typer.Option(help="norm: other cases, of the norm beside the rotation and of positions on three axes.")
+    ] = "",
     list_cases: List = False,
 ) -> None:
     """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
 
     Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
     """
-    from ropewalk.bench.rope.cases import CASES, SWEEP
+    from ropewalk.bench.rope.cases import CASES, NORM_CASES, SWEEP
 
-    cases = SWEEP if sweep else CASES
+    if only not in ("", "norm") or (only and sweep):
+        raise typer.BadParameter(f"--only is {only!r}, but must be 'norm', without --sweep")
+    cases = NORM_CASES if only else SWEEP if sweep else CASES
     if list_cases:
         _list_rotations(cases)
         return
     _check_resume(resume, output)
     from ropewalk.bench.rope.run import run_rope_bench
 
-    own = {"modes": split_names(mode), "rounds": rounds, "cases": cases}
+    own: dict[str, Any] = {"modes": split_names(mode), "rounds": rounds, "cases": cases}
+    if only:
+        from ropewalk.bench.rope.norm_peers import NORM_PEERS
+
+        own["known_peers"] = NORM_PEERS
     _run(run_rope_bench, case, impl, peers, output, resume, device, dtype, **own)
 
 

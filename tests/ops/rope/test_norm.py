@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.modes import KERNEL_DTYPES, ON_GPU, needs_kernels
-from helpers.norm_definition import CASES, Case, check, draw, make_norm, norm_definition, run
+from helpers.norm_definition import BIASES, CASES, Case, check, draw, make_norm, norm_definition, run
 from helpers.rope_definition import is_interpreted, random_tables, random_tensor, skip_bfloat16_in_interpreter
 
 from ropewalk import QKNorm, apply_rope
@@ -179,6 +179,41 @@ def test_expanded_gradients(norm_impl, device):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("wanted", [(4,), (5,), (0, 5), (2, 4)])
+def test_only_the_biases_that_require_grad_get_one(norm_impl, device, wanted):
+    xs, weights, tables, call = draw(CASES["biases"], device, torch.float32)
+    tensors = [x.detach() for x in (*xs, *weights, call.pop("q_bias"), call.pop("k_bias"))]
+    cotangents = [random_tensor(*x.shape, device=device) for x in xs]
+
+    def gradients(wanted):
+        leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+        biases = dict(zip(BIASES, leaves[4:], strict=True))
+        outs = run(CASES["biases"], leaves[:2], leaves[2:4], tables, {**call, **biases}, norm_impl)
+        given = [(out, grad) for out, grad in zip(outs, cotangents, strict=True) if out.requires_grad]
+        return torch.autograd.grad([out for out, _ in given], [leaves[i] for i in wanted], [grad for _, grad in given])
+
+    expected = gradients(range(6))
+    for i, grad in zip(wanted, gradients(wanted), strict=True):
+        assert torch.equal(grad, expected[i])
+
+
+def test_a_bias_is_the_projections(norm_impl, device):
+    """Added before the norm, and its gradient is dq summed over batch and tokens."""
+    xs, weights, tables, call = draw(CASES["biases"], device, torch.float64, torch.float64)
+    biases = [call.pop(name).requires_grad_() for name in BIASES]
+    leaves = [x.detach().requires_grad_() for x in xs]
+    norm = make_norm(CASES["biases"], weights)
+    inside = apply_rope(*leaves, *tables, norm=norm, impl=norm_impl, q_bias=biases[0], k_bias=biases[1], **call)
+    outside = apply_rope(
+        *(x + bias.view(-1, 16) for x, bias in zip(leaves, biases, strict=True)), *tables, norm=norm, **call
+    )
+    for a, b in zip(inside, outside, strict=True):
+        torch.testing.assert_close(a, b)
+    found = torch.autograd.grad(sum(x.square().sum() + x.sum() for x in inside), [*leaves, *biases])
+    for dx, db in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(db.view(-1, 16), dx.sum((0, 1)))
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (2, 3), (1, 2)])
 def test_only_what_requires_grad_gets_one(norm_impl, device, wanted):
     xs, weights, tables, call = draw(CASES["qwen3"], device, torch.float32)
@@ -227,7 +262,9 @@ def test_gradients_have_the_same_bits_each_time(norm_impl, device):
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo2-after", "cohere-weights", "packed", "axes-packed", "blocks-rest"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "olmo2-after", "cohere-weights", "packed", "axes-packed", "blocks-rest", "biases"]
+)
 def test_gradcheck_and_gradgradcheck(norm_impl, device, name):
     case = CASES[name]
     if "axes" not in case.call:
@@ -283,3 +320,25 @@ def test_wide_heads_and_all_heads_in_one_program(device, dtype):
 def test_flags_default_to_those_of_a_norm():
     norm = QKNorm()
     assert NormFlags() == (norm.eps, norm.offset, norm.after, norm.across_heads)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device):
+    """The last tokens, whose offsets pass 2³¹, are normed as in a call of their own, and so are their gradients."""
+    tokens, heads, d, last = 2**20 + 5, 8, 256, 5
+    q = torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16, device=device)
+    grad = torch.zeros_like(q)
+    for x in (q, grad):
+        x[:, -last:] = random_tensor(1, last, heads, d, dtype=torch.bfloat16, device=device)
+    cos, sin = random_tables(tokens, 8, device=device)
+    weight = random_tensor(d, device=device).requires_grad_()
+    norm = QKNorm(weight)
+    small, small_grad = q[:, -last:].clone().requires_grad_(), grad[:, -last:]
+    expected = apply_rope(small, None, cos[-last:], sin[-last:], norm=norm, impl="triton")
+    expected_grads = torch.autograd.grad(expected, (small, weight), small_grad)
+    out = apply_rope(q.requires_grad_(), None, cos, sin, norm=norm, impl="triton")
+    assert torch.equal(out[:, -last:], expected)
+    dq, dw = torch.autograd.grad(out, (q, weight), grad)
+    assert torch.equal(dq[:, -last:], expected_grads[0])
+    assert not dq[:, :-last].any()
+    torch.testing.assert_close(dw, expected_grads[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -35,6 +36,9 @@ CASES = {
     "blocks": {"pair_block": 16},
     "blocks-axes": {"n_axes": 2, "pair_block": 64},
     "blocks-offset": {"head_dim": 256, "rotary_dim": 64, "rotary_offset": 64, "pair_block": 32},
+    "biases": {"bias": True, "weight_dtype": "fp32"},
+    "biases-next": {"bias": True, "head_dim": 256, "rotary_dim": 64, "heads": (24, 4), "norm": {"offset": 1.0}},
+    "biases-across": {**ACROSS, "bias": True},
     "decode": {"batch": 1, "tokens": 1},
     "fp32": {"dtype": "fp32", "weight_dtype": "fp32"},
     "fp64": {"dtype": "fp64", "weight_dtype": "fp64"},
@@ -42,7 +46,7 @@ CASES = {
 }
 # On sm_90 all of them, on the others every third.
 COMPILED = [(target, case) for target in TARGETS for case in (list(CASES) if target == "sm_90" else list(CASES)[::3])]
-WIDE = [name for name in CASES if name not in ("fp32", "fp64")]
+WIDE = [name for name in CASES if name not in ("fp32", "fp64", "decode")]  # one token has narrower rows
 
 
 @lru_cache(maxsize=64)
@@ -89,6 +93,25 @@ def test_the_backward_accesses_16_bytes_at_a_time(case, tmp_path):
     found = accesses(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
     assert_loads_are_wide(found, case)
     assert ("ST", 128) in found
+
+
+def loads_before_arithmetic(kernel, tmp_path):
+    """Whether a step loads all that it needs before it multiplies any of it: else it waits for memory twice."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    found = re.findall(r"\b(LDG|FFMA)\b", cuobjdump(cubin, "-sass"))
+    return found.index("FFMA") == found.count("LDG")
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-next", "bert", "heads", "decode"])
+def test_the_backward_loads_before_it_multiplies(case, tmp_path):
+    assert loads_before_arithmetic(compiled("sm_90", "norm_backward_kernel", case), tmp_path)
+
+
+def test_a_late_load_is_found(tmp_path):
+    spec = replace(specialise_norm("norm_backward_kernel"), registers=0)
+    kernel = compile_kernel(KERNELS["norm_backward_kernel"], spec, TARGETS["sm_90"])
+    assert not loads_before_arithmetic(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "interleaved", "qwen3-next", "bert"])

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.modes import on_gpu
-from helpers.norm_definition import CASES, draw, make_norm, run
+from helpers.norm_definition import BIASES, CASES, draw, make_norm, run
 from helpers.rope_definition import random_tables, random_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import QKNorm, apply_rope
 
-NAMES = ["gemma3", "olmo2-after", "cohere-weights", "packed", "q-alone", "no-weight", "axes-after", "blocks-axes"]
+NAMES = ["biases", "olmo2-after", "cohere-weights", "packed", "bias-alone", "no-weight", "axes-after", "blocks-axes"]
 
 
 def operator_arguments(name, device):
     case = CASES[name]
     xs, weights, (cos, sin), call = draw(case, device, torch.float32)
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in (*xs, *weights)]
-    q, k, q_weight, k_weight = leaves if len(xs) == 2 else (leaves[0], None, leaves[1], None)
+    biases = [call.get(name) for name, _ in zip(BIASES, xs, strict=False)]
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in (*xs, *weights, *biases)]
+    tensors = leaves if len(xs) == 2 else [x for of_q in leaves for x in (of_q, None)]
     norm = make_norm(case, [])
     others = (
         call.get("layout", "bthd"),
@@ -33,7 +34,7 @@ def operator_arguments(name, device):
         norm.across_heads,
     )
     indices = (call.get("positions"), call.get("cu_seqlens"), call.get("axes"))
-    return q, k, q_weight, k_weight, cos, sin, *indices, 0, *others
+    return *tensors, cos, sin, *indices, 0, *others
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,13 +42,16 @@ def test_opcheck(device, name):
     torch.library.opcheck(torch.ops.ropewalk.norm_rope.default, operator_arguments(name, device))
 
 
-@pytest.mark.parametrize("needed", [(True, True, True, True), (False, False, True, True), (True, False, False, True)])
+@pytest.mark.parametrize(
+    "needed",
+    [(True,) * 6, (False, False, True, True, False, False), (True, False, False, True, False, True)],
+)
 def test_opcheck_of_the_backward(device, needed):
-    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments("gemma3", device)]
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments("biases", device)]
     grads = [random_tensor(*x.shape, device=device) for x in arguments[:2]]
     checks = ("test_schema", "test_faketensor")
     operator = torch.ops.ropewalk.norm_rope_backward.default
-    torch.library.opcheck(operator, (*grads, *arguments[:4], needed, *arguments[4:]), test_utils=checks)
+    torch.library.opcheck(operator, (*grads, *arguments[:6], needed, *arguments[6:]), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,15 +186,18 @@ def test_forward_and_backward_in_a_cuda_graph(device, name):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "q-alone", "axes-packed", "blocks"])
+@pytest.mark.parametrize("name", ["gemma3", "q-alone", "axes-packed", "blocks", "biases"])
 def test_gradgradcheck_of_the_operator(device, name):
     arguments = operator_arguments(name, device)
-    leaves = [x.detach()[:1, :2] if x.ndim == 4 else x.detach() for x in arguments[:4] if x is not None]
+    given = [i for i, x in enumerate(arguments[:6]) if x is not None]
+    leaves = [arguments[i].detach()[:1, :2] if arguments[i].ndim == 4 else arguments[i].detach() for i in given]
     leaves = [x.double().clone().requires_grad_() for x in leaves]
 
     def function(*tensors):
-        four = tensors if len(tensors) == 4 else (tensors[0], None, tensors[1], None)
-        return tuple(torch.ops.ropewalk.norm_rope(*four, *arguments[4:]))
+        six = [None] * 6
+        for i, x in zip(given, tensors, strict=True):
+            six[i] = x
+        return tuple(torch.ops.ropewalk.norm_rope(*six, *arguments[6:]))
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)

@@ -21,6 +21,23 @@ def call(norm, *, k=True, **keywords):
 
 ONES = torch.ones(D)
 REFUSED = {
+    "a bias of another shape": (
+        QKNorm(),
+        {"q_bias": ONES},
+        ValueError,
+        r"q_bias has shape \(16,\), but must be \(heads, D\) or \(heads \* D,\), \(4, 16\) or \(64,\)",
+    ),
+    "k's bias": (QKNorm(), {"k_bias": torch.ones(HQ, D)}, ValueError, r"k_bias has shape \(4, 16\)"),
+    "a bias of ints": (QKNorm(), {"k_bias": torch.ones(HK, D).int()}, TypeError, "k_bias has dtype torch.int32"),
+    "a bias that is a list": (QKNorm(), {"q_bias": [0.0]}, TypeError, "q_bias is list, but must be a tensor or None"),
+    "a bias elsewhere": (
+        QKNorm(),
+        {"q_bias": torch.ones(HQ, D, device="meta")},
+        ValueError,
+        "q_bias.device is meta, but must be q.device, cpu",
+    ),
+    "q_bias without a norm": (None, {"q_bias": torch.ones(HQ, D)}, ValueError, "q_bias was given without norm"),
+    "k_bias without a norm": (None, {"k_bias": torch.ones(HK, D)}, ValueError, "k_bias was given without norm"),
     "no norm": (1e-6, {}, TypeError, "norm is float, but must be a ropewalk.QKNorm"),
     "list": (QKNorm([1.0] * D), {}, TypeError, "norm.q_weight is list, but must be a tensor or None"),
     "ints": (QKNorm(None, ONES.int()), {}, TypeError, "norm.k_weight has dtype torch.int32"),

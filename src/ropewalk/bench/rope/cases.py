@@ -31,11 +31,14 @@ class Case:
     base: float = 10000.0
     rotary_dim: int | None = None  # None: the whole head
     layout: str = "bthd"
-    positions: str = "index"  # "index", "offsets": (B,), or "tokens": one for each token
+    # "index", "offsets": (B,), "tokens": one for each token, "ordered": the same in order, or "axes": three for each
+    positions: str = "index"
     sequences: tuple[int, ...] = ()  # the lengths of the packed sequences, for layout "thd" without positions
     interleaved: bool = False
     inplace: bool = False
     directions: tuple[str, ...] = ("fwd", "bwd")
+    norm_offset: float | None = None  # added to the weights of a norm; None: no norm
+    source: str = "dense"  # "fused": q and k are slices of one projection; "gated": a head of q lies beside its gate
 
     @property
     def variant(self) -> str:
@@ -63,6 +66,10 @@ class Case:
     def bytes_moved(self) -> int:
         """Every element of q and k read once and written once."""
         return 2 * self.elements * self.torch_dtype.itemsize
+
+    def bytes_of(self, direction: str) -> int:
+        """Return the bytes that a direction moves: the backward of a norm reads q and k too."""
+        return self.bytes_moved * 3 // 2 if direction == "bwd" and self.norm_offset is not None else self.bytes_moved
 
     @property
     def longest(self) -> int:
@@ -125,6 +132,22 @@ SWEEP: tuple[Case, ...] = tuple(
     for tokens in (2**exponent for exponent in range(18))
 )
 
+_FUSED = replace(_LLAMA3_8B, norm_offset=0.0, source="fused")
+_AXES = replace(_LLAMA3_8B, name="axes-1", positions="ordered", directions=("fwd",))
+
+# The norm of q and k beside the rotation, and positions on several axes: `--only norm`.
+NORM_CASES: tuple[Case, ...] = (
+    replace(_FUSED, name="norm-qwen3-8b", base=1e6),
+    Case("norm-qwen3-next", 2, 8192, 24, 4, 256, base=1e7, rotary_dim=64, norm_offset=1.0, source="gated"),
+    Case("norm-bert-base", 32, 512, 12, 12, 64, norm_offset=0.0, source="fused"),
+    replace(_FUSED, name="norm-1", batch=1, tokens=1, directions=("decode",)),
+    replace(_FUSED, name="norm-64", batch=1, tokens=64, directions=("fwd",)),
+    _AXES,
+    replace(_AXES, name="axes-3", positions="axes"),
+    replace(_AXES, interleaved=True),
+    replace(_AXES, name="axes-3", positions="axes", interleaved=True),
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -137,24 +160,45 @@ class Inputs:
     inv_freq: Tensor  # (R/2,), float64
     positions: Tensor | None  # or offsets, as `apply_rope` takes them
     cu_seqlens: Tensor | None  # int32
-    token_positions: Tensor  # (B, T), or (total,): the position of every token, int64
+    token_positions: Tensor  # (B, T), or (total,): the position of every token, int64; with axes of the first axis
+    axes: Tensor | None = None  # (R/2,), where positions are (3, B, T)
+    weights: tuple[Tensor, ...] = ()  # of the norm of q and of k, (D,) each
+
+    def pair_positions(self) -> Tensor:
+        """Return the position of every token's pairs, (B, T, R/2 or 1), or (total, R/2 or 1)."""
+        if self.axes is None or self.positions is None:
+            return self.token_positions[..., None]
+        return self.positions[self.axes].movedim(0, -1)
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Draw q and k, and lay out tables and positions; positions that a case gives are random and out of order."""
     generator = torch.Generator(device).manual_seed(seed)
-    q, k = (
-        torch.randn(case.shape(heads), generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
-        for heads in (case.q_heads, case.k_heads)
-    )
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+
+    if case.source == "fused":
+        heads = case.q_heads, case.k_heads, case.k_heads
+        q, k, _ = draw(*case.shape(sum(heads))).split(heads, dim=case.layout.index("h"))
+    else:
+        q, k = (draw(*case.shape(heads)) for heads in (case.q_heads, case.k_heads))
+        if case.source == "gated":
+            q = torch.stack((q, q), dim=-2).flatten(-2)[..., : case.head_dim]
     inv_freq, _ = inverse_frequencies("default", case.width, case.base)
     token_shape = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
     index = torch.arange(case.tokens, device=device).expand(token_shape)
-    rows = case.longest if case.positions == "index" else max(case.tokens, _TABLE_ROWS)
+    by_index = case.positions in ("index", "ordered", "axes")
+    rows = case.longest if by_index else max(case.tokens, _TABLE_ROWS)
     positions = cu_seqlens = None
     token_positions = index
     if case.positions == "tokens":
         positions = token_positions = torch.randint(rows, token_shape, generator=generator, device=device)
+    elif case.positions == "ordered":
+        positions = index.contiguous()
+    elif case.positions == "axes":  # frames of patches: time, height and width
+        positions = torch.stack((index // 1024, index // 32 % 32, index % 32))
+        token_positions = positions[0]
     elif case.positions == "offsets":
         last = rows - case.tokens + 1
         positions = torch.randint(last, (case.batch,), generator=generator, device=device)
@@ -164,4 +208,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         cu_seqlens = ends.to(device, torch.int32)
         token_positions = torch.cat([torch.arange(length, device=device) for length in case.sequences])
     cos, sin = rope_table(rows, inv_freq, device=device)
-    return Inputs(q, k, cos, sin, inv_freq.to(device), positions, cu_seqlens, token_positions)
+    axes = torch.arange(case.width // 2, device=device) % 3 if case.positions == "axes" else None
+    weights = () if case.norm_offset is None else tuple(draw(case.head_dim) * 0.1 + 1 - case.norm_offset for _ in "qk")
+    return Inputs(
+        q, k, cos, sin, inv_freq.to(device), positions, cu_seqlens, token_positions, axes=axes, weights=weights
+    )

@@ -20,6 +20,7 @@ _COLOURS = {
     "triton": "#1f5fbf",
     "reference": "#9dbde8",
     "compiled": "#e07b39",
+    "eager": "#f2b78b",
     "huggingface": "#c9a400",
     "liger_kernel": "#3a9d5d",
     "quack": "#8e5ab5",

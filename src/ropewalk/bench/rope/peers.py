@@ -36,13 +36,13 @@ def _first(*reasons: tuple[bool, str]) -> str | None:
     return next((text for holds, text in reasons if holds), None)
 
 
-def _to_bthd(case: Case) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the views between the case's layout and (B, T, H, D)."""
+def _to_bthd(case: Case) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return the views from the case's layout to (B, T, H, D) and back; none where it is that layout."""
     if case.layout == "bhtd":
-        return {"to_native": lambda x: x.transpose(1, 2), "from_native": lambda x: x.transpose(1, 2)}
+        return (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))
     if case.layout == "thd":
-        return {"to_native": lambda x: x.unsqueeze(0), "from_native": lambda x: x.squeeze(0)}
-    return {}
+        return (lambda x: x.unsqueeze(0), lambda x: x.squeeze(0))
+    return ()
 
 
 def _token_tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def _build_per_tensor(apply: Callable[..., Tensor], no_offset: int | None, case:
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return apply(q, cos, sin, **options), apply(k, cos, sin, **options)
 
-    return Rotation(rotate) if case.layout == "thd" else Rotation(rotate, **_to_bthd(case))
+    return Rotation(rotate) if case.layout == "thd" else Rotation(rotate, *_to_bthd(case))
 
 
 def _build_quack(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
@@ -323,7 +323,7 @@ def _build_transformer_engine(case: Case, inputs: Inputs, differentiable: bool) 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return apply_rotary_pos_emb(q, angles, **options), apply_rotary_pos_emb(k, angles, **options)
 
-    return Rotation(rotate) if case.layout == "thd" else Rotation(rotate, **_to_bthd(case))
+    return Rotation(rotate) if case.layout == "thd" else Rotation(rotate, *_to_bthd(case))
 
 
 PEERS: dict[str, Peer] = {

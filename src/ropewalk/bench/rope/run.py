@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from ropewalk.bench.core.runner import Benchmark, BenchResult, Job, Measured, Pl
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.core.timing import COPY, Call, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.bench.rope.cases import CASES, DIRECTIONS, Case, Inputs, make_inputs
-from ropewalk.bench.rope.gate import Gate, Rotation
-from ropewalk.bench.rope.peers import PEERS
+from ropewalk.bench.rope.gate import NORM_EPS, Gate, Rotation
+from ropewalk.bench.rope.peers import PEERS, Peer
 from ropewalk.bench.rope.rows import RopeRow, rope_row
 from ropewalk.bench.rope.summary import print_rope_summary
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.ops.rope.backends import IMPLEMENTATIONS, why_not
+from ropewalk.ops.rope.backends import IMPLEMENTATIONS, NORM_IMPLEMENTATIONS, why_not
+from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
 MULTIPLY = "mul_"  # of one token's head by one, in place: what PyTorch's own simplest call costs the host
@@ -65,6 +66,7 @@ def run_rope_bench(
     rounds: int = 100,
     seed: int = 0,
     cases: Sequence[Case] = CASES,
+    known_peers: Mapping[str, Peer] = PEERS,
     console: Console | None = None,
 ) -> BenchResult:
     """Measure rotations, write a record and a figure beside it, and print a summary.
@@ -81,6 +83,7 @@ def run_rope_bench(
         rounds: how often each call is timed, at most.
         seed: of the random inputs.
         cases: what can be chosen from.
+        known_peers: the same of peers.
         console: where to print.
 
     Raises:
@@ -98,6 +101,7 @@ def run_rope_bench(
         rounds=rounds,
         seed=seed,
         cases=cases,
+        known_peers=known_peers,
         device=target,
         console=console,
     )
@@ -116,13 +120,14 @@ def plan_rotations(
     cases: Sequence[Case],
     device: torch.device,
     console: Console,
+    known_peers: Mapping[str, Peer] = PEERS,
 ) -> Plan:
     """Plan the measurements, of arguments as `run_rope_bench` takes them."""
     check_names("mode", modes, DIRECTIONS)
     chosen = choose_cases(
         choose_dtype(cases, dtype), case_names, device, lambda case: case.elements > CPU_ELEMENTS, console
     )
-    found, versions = choose_peers(PEERS, peers, device)
+    found, versions = choose_peers(known_peers, peers, device)
     candidates = _our_candidates(impls, device)
     candidates += [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in found]
     options = _Options(candidates, rounds, seed, device, console)
@@ -155,13 +160,23 @@ def _our_candidates(impls: Sequence[str], device: torch.device) -> list[Candidat
         if reason is not None:
             raise ValueError(f"impl {impl!r} cannot be measured: {reason}")
     chosen = impls or [impl for impl in IMPLEMENTATIONS if why_not(impl, device) is None]
-    ours = [Candidate(impl, "ours", lambda case, direction: None, functools.partial(_build, impl)) for impl in chosen]
+    ours = [
+        Candidate(impl, "ours", functools.partial(_why_not, impl), functools.partial(_build, impl)) for impl in chosen
+    ]
     if "native" in chosen:
         ours.append(Candidate("rotary_embedding", "ours", _rotary_embedding_why_not, _build_rotary_embedding))
     return ours
 
 
+def _why_not(impl: str, case: Case, direction: str) -> str | None:
+    """Say why an implementation does not support a case: norms and axes have the same ones."""
+    is_special = case.norm_offset is not None or case.positions == "axes"
+    return "no norm, and no axes" if is_special and impl not in NORM_IMPLEMENTATIONS else None
+
+
 def _rotary_embedding_why_not(case: Case, direction: str) -> str | None:
+    if case.norm_offset is not None or case.positions == "axes":
+        return "no norm, and no axes"
     if direction == "bwd":
         return "no backward"
     if not case.inplace:
@@ -186,6 +201,10 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
     positions, offsets = (None, inputs.positions) if case.positions == "offsets" else (inputs.positions, None)
     layout, interleaved, inplace = case.layout, case.interleaved, case.inplace
+    weights = tuple(weight.detach().clone().requires_grad_(differentiable) for weight in inputs.weights)
+    norm = None
+    if case.norm_offset is not None:
+        norm = QKNorm(weights[0], weights[1], eps=NORM_EPS, offset=case.norm_offset)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         rotated: tuple[Tensor, Tensor] = apply_rope(
@@ -199,11 +218,13 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
             layout=layout,
             interleaved=interleaved,
             inplace=inplace,
+            axes=inputs.axes,
+            norm=norm,
             impl=impl,
         )
         return rotated
 
-    return Rotation(rotate)
+    return Rotation(rotate, weights=weights)
 
 
 def _measure_case(case: Case, options: _Options, directions: Sequence[str], rates: Rates) -> Iterator[Measured]:
@@ -265,7 +286,8 @@ def _time_unit(
     """Time everything that is right, and a copy of the same bytes, against each other."""
     device, rounds = options.device, options.rounds
     on_gpu = device.type == "cuda"
-    source = torch.randn(case.elements, device=device).to(case.torch_dtype)
+    moved = case.bytes_of(direction)
+    source = torch.randn(moved // (2 * case.torch_dtype.itemsize), device=device).to(case.torch_dtype)
     copied = torch.empty_like(source)
     calls: dict[str, Call] = {COPY: lambda: copied.copy_(source)}
     if direction == "decode":
@@ -296,7 +318,7 @@ def _time_unit(
                 error=verdicts[name].error if name in verdicts else None,
                 error_budget=verdicts[name].budget if name in verdicts else None,
                 time=times[name],
-                gb_per_s=None if name == MULTIPLY else case.bytes_moved / times[name].p50 / 1e3,
+                gb_per_s=None if name == MULTIPLY else moved / times[name].p50 / 1e3,
                 copy_ratio=None if name == MULTIPLY else times[COPY].p50 / times[name].p50,
                 graph=graphs.get(name),
                 graph_reason=failures.get(name),

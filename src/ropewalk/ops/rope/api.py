@@ -29,6 +29,8 @@ _KEYWORDS = (
     "rotary_offset",
     "inplace",
     "norm",
+    "q_bias",
+    "k_bias",
     "impl",
 )
 # What transformers, flash-attn, vLLM and others call them.
@@ -68,6 +70,8 @@ def apply_rope(
     rotary_offset: int = 0,
     inplace: bool = False,
     norm: QKNorm | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
     impl: str | None = None,
     **unknown: NoReturn,
 ) -> Any:
@@ -118,6 +122,9 @@ def apply_rope(
             raise.
         norm: normalise q and k in the same launch: see `QKNorm`. Its weights are trained. `inverse` and `inplace` must
             be False then. "triton" and "reference" run it.
+        q_bias: (Hq, D) or (Hq * D,), the bias of q's projection, added before the norm in the same launch. Its
+            gradient comes out of the backward's launch, so that no other pass reads dQ. `norm` must be given too.
+        k_bias: the same of k. It is not read where k is None.
         impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
             support the call raises.
 
@@ -151,6 +158,10 @@ def apply_rope(
     if type(q) is not Tensor and is_dtensor(q):
         from ropewalk.ops import dtensor
 
+        for name, bias in (("q_bias", q_bias), ("k_bias", k_bias)):
+            if bias is not None:
+                raise ValueError(f"{name} was given, but must be None for DTensors: let the projection add it")
+
         keywords: dict[str, Any] = {
             "positions": positions,
             "offsets": offsets,
@@ -171,8 +182,14 @@ def apply_rope(
     )
     call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags, axes))
     if norm is not None:
-        normed = norm_and_rotate(xs, norm, call)
+        normed = norm_and_rotate(xs, norm, call, (q_bias, k_bias))
         return normed[0] if k is None else normed
+    if q_bias is not None or k_bias is not None:
+        name = "k_bias" if q_bias is None else "q_bias"
+        raise ValueError(
+            f"{name} was given without norm, but must be None there: the rotation alone adds no bias, so that its "
+            f"backward needs no q and k; let the projection add it"
+        )
     is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens, axes) and not is_transformed()
     if q is None or cos is None or sin is None:
         is_plain = False  # the checks of `rotate_traced` raise
@@ -180,15 +197,21 @@ def apply_rope(
     return rotated[0] if k is None else rotated
 
 
-def norm_and_rotate(xs: tuple[Tensor, ...], norm: QKNorm, call: RopeCall) -> tuple[Tensor, ...]:
+def norm_and_rotate(
+    xs: tuple[Tensor, ...],
+    norm: QKNorm,
+    call: RopeCall,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, ...]:
     """Normalise and rotate `xs`, (q,) or (q, k), as `apply_rope` with a norm."""
     weights, flags = split_norm(norm, len(xs))
     cos, sin, positions, cu_seqlens, _, _, axes = call
-    is_plain = is_plain_eager(*xs, *weights, cos, sin, positions, cu_seqlens, axes) and not is_transformed()
+    parameters = (*weights, *biases[: len(xs)])
+    is_plain = is_plain_eager(*xs, *parameters, cos, sin, positions, cu_seqlens, axes) and not is_transformed()
     if xs[0] is None or cos is None or sin is None:
         is_plain = False  # the checks of `norm_and_rotate_traced` raise
     run = norm_autograd.norm_and_rotate if is_plain else norm_and_rotate_traced
-    return run(xs, weights, NormCall(call, flags))
+    return run(xs, parameters, NormCall(call, flags))
 
 
 def normalize(xs: tuple[Tensor, ...], norm: QKNorm, layout: str, impl: str | None = None) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class NormFlags(NamedTuple):
 
 
 class NormCall(NamedTuple):
-    """The arguments of a call with a norm, but q, k and their weights. Tables without columns rotate nothing."""
+    """The arguments of a call with a norm, but q, k, weights and biases. Tables without columns rotate nothing."""
 
     rope: RopeCall
     flags: NormFlags
@@ -83,12 +83,25 @@ def split_norm(norm: QKNorm, n_tensors: int) -> tuple[tuple[Tensor | None, ...],
     return (norm.q_weight, norm.k_weight)[:n_tensors], NormFlags(norm.eps, norm.offset, norm.after, norm.across_heads)
 
 
-def check_norm(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> None:
-    """Raise unless the norm fits q and k, whose own checks are made."""
+def split_parameters(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the weights and the biases, of q, or of q and k, or what belongs to them."""
+    n = len(parameters) // 2
+    return parameters[:n], parameters[n:]
+
+
+def check_norm(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    call: NormCall,
+    biases: Sequence[Tensor | None] = (None, None),
+) -> None:
+    """Raise unless the norm and the biases fit q and k, whose own checks are made."""
     check_flags(call)
     layout = call.rope.flags.layout
-    for name, x, weight in zip("qk", xs, weights, strict=False):
-        _check_weight(f"norm.{name}_weight", weight, x, x.shape[layout.index("h")], x.shape[-1], call.flags)
+    for name, x, weight, bias in zip("qk", xs, weights, biases, strict=False):
+        n_heads, head_dim = x.shape[layout.index("h")], x.shape[-1]
+        _check_weight(f"norm.{name}_weight", weight, x, n_heads, head_dim, call.flags)
+        _check_bias(f"{name}_bias", bias, x, n_heads, head_dim)
 
 
 def check_flags(call: NormCall) -> None:
@@ -116,13 +129,7 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor, n_heads: int, hea
         if flags.offset != 0:
             raise ValueError(f"norm.offset is {flags.offset}, but must be 0.0 where {name} is None")
         return
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name} is {type(weight).__name__}, but must be a tensor or None")
-    check_dense(name, weight)
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {weight.dtype}, but must be float16, bfloat16, float32 or float64")
-    if weight.device != x.device:
-        raise ValueError(f"{name}.device is {weight.device}, but must be q.device, {x.device}")
+    _check_parameter(name, weight, x)
     shape = tuple(weight.shape)
     if flags.across_heads:
         if shape != (n_heads * head_dim,):
@@ -133,6 +140,28 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor, n_heads: int, hea
         raise ValueError(
             f"{name} has shape {shape}, but must be (D,) or (heads, D), ({head_dim},) or ({n_heads}, {head_dim})"
         )
+
+
+def _check_bias(name: str, bias: Tensor | None, x: Tensor, n_heads: int, head_dim: int) -> None:
+    if bias is None:
+        return
+    _check_parameter(name, bias, x)
+    shape = tuple(bias.shape)
+    if shape not in ((n_heads, head_dim), (n_heads * head_dim,)):
+        raise ValueError(
+            f"{name} has shape {shape}, but must be (heads, D) or (heads * D,), ({n_heads}, {head_dim}) or "
+            f"({n_heads * head_dim},)"
+        )
+
+
+def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"{name} is {type(parameter).__name__}, but must be a tensor or None")
+    check_dense(name, parameter)
+    if parameter.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {parameter.dtype}, but must be float16, bfloat16, float32 or float64")
+    if parameter.device != x.device:
+        raise ValueError(f"{name}.device is {parameter.device}, but must be q.device, {x.device}")
 
 
 def is_per_head(weight: Tensor, flags: NormFlags) -> bool:

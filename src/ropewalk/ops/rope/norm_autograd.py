@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.rope import backends, norm_reference
 from ropewalk.ops.rope.call import RopeCall
-from ropewalk.ops.rope.norm import NormCall, check_norm
+from ropewalk.ops.rope.norm import NormCall, check_norm, split_parameters
 from ropewalk.ops.rope.validate import (
     check_arguments,
     check_axes,
@@ -30,7 +30,7 @@ _PLANS: dict[Any, Callable[..., Any]] = {}
 _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
 
 
-def check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> None:
+def check(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> None:
     """Raise unless a call's arguments fit together, by their metadata alone."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     rope = call.rope
@@ -39,7 +39,8 @@ def check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
         check_offset(rope.offset, q, rope.cos, rope.positions, rope.cu_seqlens, rope.flags.layout)
     else:
         check_tensors(q, k, rope.flags.layout)
-    check_norm(xs, weights, call)
+    weights, biases = split_parameters(parameters)
+    check_norm(xs, weights, call, biases)
 
 
 def rotates(call: NormCall) -> bool:
@@ -64,73 +65,73 @@ def _remember(key: Any, plan: Callable[..., Any]) -> Callable[..., Any]:
     return plan
 
 
-def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Check a call, and return the normed and rotated `xs` in new tensors."""
     rope = call.rope
     axes = rope.axes
     of_axes = None if axes is None else _metadata((axes,))  # most calls have none
-    key = (len(xs), _metadata((*xs, *weights, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags)
+    key = (len(xs), _metadata((*xs, *parameters, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
-        check(xs, weights, call)
+        check(xs, parameters, call)
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
-        plan = _remember(key, backend.prepare_forward(xs, weights, call))
+        plan = _remember(key, backend.prepare_forward(xs, parameters, call))
     if rope.cu_seqlens is not None:
         check_values(rope.cu_seqlens, xs[0].shape[0])
     if axes is not None:
         assert rope.positions is not None
         check_axes(axes, rope.positions.shape[0])
-    outs: tuple[Tensor, ...] = plan(xs, weights, call)
+    outs: tuple[Tensor, ...] = plan(xs, parameters, call)
     return outs
 
 
 def backward(
     grads: Sequence[Tensor | None],
     xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
     call: NormCall,
 ) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *weights) that are needed, of a call that `forward` has checked."""
-    n = len(xs)
-    slots = [i for i in range(n) if grads[i] is not None and (needed[i] or needed[n + i])]
-    results: list[Tensor | None] = [None] * (2 * n)
+    """Return the gradients of (*xs, *parameters) that are needed, of a call that `forward` has checked."""
+    n = len(xs)  # needed, and the results, are of xs, weights and biases
+    slots = [i for i in range(n) if grads[i] is not None and any(needed[i::n])]
+    results: list[Tensor | None] = [None] * (3 * n)
     if not slots:
         return results
     given = [grad.resolve_neg() for i in slots if (grad := grads[i]) is not None]
-    xs, weights = [xs[i] for i in slots], [weights[i] for i in slots]
-    wanted = (*[needed[i] for i in slots], *[needed[n + i] for i in slots])
+    xs, parameters = [xs[i] for i in slots], [parameters[j + i] for j in (0, n) for i in slots]
+    wanted = tuple([needed[j + i] for j in (0, n, 2 * n) for i in slots])
     rope = call.rope
     of_axes = None if rope.axes is None else _metadata((rope.axes,))
-    key = (wanted, _metadata((*given, *xs, *weights, *rope[:4])), of_axes, rope.flags, call.flags)
+    key = (wanted, _metadata((*given, *xs, *parameters, *rope[:4])), of_axes, rope.flags, call.flags)
     plan = _PLANS.get(key)
     if plan is None:
         backend = backends.choose_norm(rope.flags.impl, xs[0].device)
-        plan = _remember(key, backend.prepare_backward(given, xs, weights, wanted, call))
-    found = plan(given, xs, weights, call)
-    for i, slot in enumerate(slots):
-        results[slot], results[n + slot] = found[i], found[len(slots) + i]
+        plan = _remember(key, backend.prepare_backward(given, xs, parameters, wanted, call))
+    found = plan(given, xs, parameters, call)
+    for i, grad in enumerate(found):
+        results[i // len(slots) * n + slots[i % len(slots)]] = grad
     return results
 
 
-def norm_and_rotate(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+def norm_and_rotate(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Normalise and rotate `xs`, (q,) or (q, k), record it for autograd, and return the results."""
     check_fixed(call.rope.cos, call.rope.sin)
-    tensors = (*xs, *weights)
+    tensors = (*xs, *parameters)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _record(call, *[None if x is None else _unwrap_if_dead(x) for x in tensors])
-    return forward(xs, weights, call)
+    return forward(xs, parameters, call)
 
 
 class _NormRotate(torch.autograd.Function):
-    """Normalise and rotate; `tensors` are (*xs, *weights)."""
+    """Normalise and rotate; `tensors` are (*xs, *parameters)."""
 
     @staticmethod
     def forward(ctx: Any, call: NormCall, *tensors: Any) -> tuple[Tensor, ...]:
-        n = len(tensors) // 2
+        n = len(tensors) // 3
         outs = forward(tensors[:n], tensors[n:], call)
         needed = ctx.needs_input_grad[1:]
-        if constant := [out for i, out in enumerate(outs) if not (needed[i] or needed[n + i])]:
+        if constant := [out for i, out in enumerate(outs) if not any(needed[i::n])]:
             ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *call.rope[:4], call.rope.axes)
@@ -140,7 +141,7 @@ class _NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, cos, sin, positions, cu_seqlens, axes = ctx.saved_tensors
-        n = len(tensors) // 2
+        n = len(tensors) // 3
         offset, rope_flags, flags = ctx.rest
         rope = RopeCall(cos, sin, positions, cu_seqlens, offset, rope_flags, axes)
         arguments = grads, tensors[:n], tensors[n:], ctx.needs_input_grad[1:], NormCall(rope, flags)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.norm import NormCall, is_per_head
+from ropewalk.ops.rope.norm import NormCall, is_per_head, split_parameters
 from ropewalk.ops.rope.reference import broadcast_rows, join_pairs, rotate_pairs, split_pairs, split_tables
 
 
-def norm_rope(x: Tensor, weight: Tensor | None, call: NormCall) -> Tensor:
+def norm_rope(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: NormCall) -> Tensor:
     """Normalise and rotate one tensor out of place by differentiable, composable PyTorch operations."""
-    y = x.to(_compute_dtype(x))
+    y = _biased(x, bias, call)
     if call.flags.after:
         y = _rotate(y, call)
     y = y * _rstd(y, call)
@@ -29,17 +29,17 @@ def norm_rope(x: Tensor, weight: Tensor | None, call: NormCall) -> Tensor:
 def norm_rope_backward(
     grads: Sequence[Tensor | None],
     xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
     call: NormCall,
 ) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *weights) that are needed; they are differentiable too."""
+    """Return the gradients of (*xs, *parameters) that are needed; they are differentiable too."""
     n = len(xs)
-    results: list[Tensor | None] = [None] * (2 * n)
-    for i, (grad, x, weight) in enumerate(zip(grads, xs, weights, strict=True)):
+    results: list[Tensor | None] = [None] * (3 * n)
+    for i, (grad, x, weight, bias) in enumerate(zip(grads, xs, *split_parameters(parameters), strict=True)):
         if grad is None:
             continue
-        g, y = grad.to(_compute_dtype(x)), x.to(_compute_dtype(x))
+        g, y = grad.to(_compute_dtype(x)), _biased(x, bias, call)
         if call.flags.after:
             y = _rotate(y, call)
         else:
@@ -47,35 +47,39 @@ def norm_rope_backward(
         rstd = _rstd(y, call)
         y = y * rstd
         if needed[n + i] and weight is not None:
-            dims = [d for d in range(y.ndim - 1) if not (is_per_head(weight, call.flags) and d == _head_axis(call))]
-            results[n + i] = (g * y).sum(dims).reshape(weight.shape).to(weight.dtype)
-        if needed[i]:
+            results[n + i] = _sum(g * y, weight, call, per_head=is_per_head(weight, call.flags))
+        if needed[i] or needed[2 * n + i]:
             if weight is not None:
                 g = g * _factors(weight, y, call)
             dx = rstd * (g - y * (y * g).mean(_axes(call), keepdim=True))
-            results[i] = (_rotate(dx, call, inverse=True) if call.flags.after else dx).to(x.dtype)
+            dx = _rotate(dx, call, inverse=True) if call.flags.after else dx
+            if needed[i]:
+                results[i] = dx.to(x.dtype)
+            if needed[2 * n + i] and bias is not None:
+                results[2 * n + i] = _sum(dx, bias, call, per_head=True)
     return results
 
 
-def forward(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Normalise and rotate outside of autograd."""
     with torch.no_grad():
-        return tuple(_strided_like(norm_rope(x, weight, call), x) for x, weight in zip(xs, weights, strict=True))
+        parts = zip(xs, *split_parameters(parameters), strict=True)
+        return tuple(_strided_like(norm_rope(x, weight, bias, call), x) for x, weight, bias in parts)
 
 
 def backward(
     grads: Sequence[Tensor | None],
     xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
     call: NormCall,
 ) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *weights) that are needed, outside of autograd."""
+    """Return the gradients of (*xs, *parameters) that are needed, outside of autograd."""
     with torch.no_grad():
-        found = norm_rope_backward(grads, xs, weights, needed, call)
+        found = norm_rope_backward(grads, xs, parameters, needed, call)
         return [
             None if grad is None or x is None else _strided_like(grad, x)
-            for grad, x in zip(found, (*xs, *weights), strict=True)
+            for grad, x in zip(found, (*xs, *parameters), strict=True)
         ]
 
 
@@ -85,14 +89,32 @@ def prepare_forward(*_: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def prepare_backward(
-    grads: Any, xs: Any, weights: Any, needed: Sequence[bool], call: NormCall
+    grads: Any, xs: Any, parameters: Any, needed: Sequence[bool], call: NormCall
 ) -> Callable[..., list[Tensor | None]]:
-    """Return the function of (grads, xs, weights, call) for calls that need the same gradients."""
-    return lambda grads, xs, weights, call: backward(grads, xs, weights, needed, call)
+    """Return the function of (grads, xs, parameters, call) for calls that need the same gradients."""
+    return lambda grads, xs, parameters, call: backward(grads, xs, parameters, needed, call)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _biased(x: Tensor, bias: Tensor | None, call: NormCall) -> Tensor:
+    """Return x and its bias, of the arithmetic's dtype."""
+    y = x.to(_compute_dtype(x))
+    return y if bias is None else y + _by_head(bias.to(y.dtype), y, call)
+
+
+def _sum(x: Tensor, parameter: Tensor, call: NormCall, *, per_head: bool) -> Tensor:
+    """Return the gradient of a weight or a bias: the sum over batch and tokens, and over heads that share it."""
+    dims = [d for d in range(x.ndim - 1) if not (per_head and d == _head_axis(call))]
+    return x.sum(dims).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _by_head(parameter: Tensor, x: Tensor, call: NormCall) -> Tensor:
+    """Return a number for each head's features, which broadcasts against x."""
+    parameter = parameter.reshape(-1, x.shape[-1])  # (H, D)
+    return parameter.unsqueeze(1) if call.rope.flags.layout == "bhtd" else parameter
 
 
 def _head_axis(call: NormCall) -> int:
@@ -112,10 +134,7 @@ def _rstd(x: Tensor, call: NormCall) -> Tensor:
 def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:
     """Return the weights and their offset, which broadcast against x."""
     factors = weight.to(x.dtype) + call.flags.offset
-    if is_per_head(weight, call.flags):
-        factors = factors.reshape(-1, x.shape[-1])  # (H, D)
-        factors = factors.unsqueeze(1) if call.rope.flags.layout == "bhtd" else factors
-    return factors
+    return _by_head(factors, x, call) if is_per_head(weight, call.flags) else factors
 
 
 def _rotate(x: Tensor, call: NormCall, *, inverse: bool = False) -> Tensor:

@@ -62,6 +62,9 @@ class NormSpecialisation:
     n_axes: int = 0  # of positions of kind AXES
     axes_dtype: str = "i32"
     pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
+    bias_dtype: str | None = None  # of the biases of q and k; None without them
+    needs_db: bool = False  # of the backward
+    registers: int = 0  # that a thread may have; 0: as many as the compiler takes
 
 
 class Row(NamedTuple):
@@ -147,6 +150,15 @@ def _store_row(ptrs, a, b, mask, row):
 
 
 @triton.jit
+def _rows_mask(group, token_mask, HQ: tl.constexpr, HK: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Mask the rows of a tile that exist; where every group is whole, its tokens' mask alone, known when compiling."""
+    mask = token_mask
+    if HQ % BLOCK_HEADS != 0 or HK % BLOCK_HEADS != 0:
+        mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    return mask
+
+
+@triton.jit
 def _load_weights(
     q_weight_ptr, k_weight_ptr, group, row, HQ: tl.constexpr, HK: tl.constexpr, PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
@@ -192,6 +204,11 @@ def _rotate(a, b, cos, sin):
 
 
 @triton.jit
+def _inverse_rotate(a, b, cos, sin):
+    return a * cos + b * sin, b * cos - a * sin
+
+
+@triton.jit
 def _width(group, D: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, ACROSS: tl.constexpr):
     """Return the number of features of one statistic."""
     return tl.where(group == 0, HQ * D, HK * D) if ACROSS else D
@@ -220,6 +237,8 @@ def norm_kernel(
     k_out_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
     cos_ptr,
     sin_ptr,
     axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
@@ -264,6 +283,7 @@ def norm_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     AFTER: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -283,7 +303,7 @@ def norm_kernel(
     # Load the tile first: looking up the tables' rows takes longer.
     q = Heads(q_ptr, q_stride_batch, q_stride_token, q_stride_head)
     k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
-    head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+    head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
     x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
     a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
     if HAS_WEIGHT:
@@ -306,6 +326,13 @@ def norm_kernel(
 
     a = a.to(COMPUTE_DTYPE)
     b = b.to(COMPUTE_DTYPE)
+    if HAS_BIAS:
+        bias_a, bias_b = _load_weights(
+            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
+        a += bias_a.to(COMPUTE_DTYPE)
+        b += bias_b.to(COMPUTE_DTYPE)
     if AFTER and HALF > 0:
         a, b = _rotate(a, b, cos, sin)
     rstd = _rstd(a, b, _width(group, D, HQ, HK, ACROSS), EPS, ACROSS)
@@ -335,7 +362,10 @@ def norm_backward_kernel(
     dk_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
     dw_partial_ptr,
+    db_partial_ptr,
     cos_ptr,
     sin_ptr,
     axes_ptr,  # None, hence no argument of the binary, but for AXES: so is the axes' stride
@@ -388,11 +418,13 @@ def norm_backward_kernel(
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     AFTER: tl.constexpr,
     ACROSS: tl.constexpr,
     NEEDS_DX: tl.constexpr,
     NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     TABLE_STRIDE_UNIT: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
@@ -415,19 +447,27 @@ def norm_backward_kernel(
     k_grad = Heads(k_grad_ptr, k_grad_stride_batch, k_grad_stride_token, k_grad_stride_head)
     dq = Heads(dq_ptr, dq_stride_batch, dq_stride_token, dq_stride_head)
     dk = Heads(dk_ptr, dk_stride_batch, dk_stride_token, dk_stride_head)
-    if HAS_WEIGHT and NEEDS_DX:
+    if HAS_WEIGHT and (NEEDS_DX or NEEDS_DB):
         weight_a, weight_b = _load_weights(
             q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
             HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
         )  # fmt: skip
+    if HAS_BIAS:
+        bias_a, bias_b = _load_weights(
+            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
+        )  # fmt: skip
     if NEEDS_DW:
         dw_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
         dw_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+    if NEEDS_DB:
+        db_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
+        db_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
     width = _width(group, D, HQ, HK, ACROSS)
 
     for block in range(slot, n_blocks, n_slots):
         batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
-        head_mask = token_mask & _head_mask(group, HQ, HK, BLOCK_HEADS)
+        head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
         x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
         a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
         grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
@@ -448,21 +488,24 @@ def norm_backward_kernel(
             )  # fmt: skip
         a = a.to(COMPUTE_DTYPE)
         b = b.to(COMPUTE_DTYPE)
+        if HAS_BIAS:
+            a += bias_a.to(COMPUTE_DTYPE)
+            b += bias_b.to(COMPUTE_DTYPE)
         grad_a = grad_a.to(COMPUTE_DTYPE)
         grad_b = grad_b.to(COMPUTE_DTYPE)
         if HALF > 0:
             if AFTER:
                 a, b = _rotate(a, b, cos, sin)
             else:
-                grad_a, grad_b = _rotate(grad_a, grad_b, cos, -sin)
-        # Rows past the last one are 0, of which eps = 0 makes NaN.
+                grad_a, grad_b = _inverse_rotate(grad_a, grad_b, cos, sin)
+        # Rows past the last one are 0 or a bias; of 0, eps = 0 makes NaN.
         rstd = tl.where(head_mask, _rstd(a, b, width, EPS, ACROSS), 0.0)
         a = a * rstd
         b = b * rstd
         if NEEDS_DW:
             dw_a += grad_a * a
             dw_b += grad_b * b
-        if NEEDS_DX:
+        if NEEDS_DX or NEEDS_DB:
             if HAS_WEIGHT:
                 grad_a = grad_a * (weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
                 grad_b = grad_b * (weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
@@ -470,19 +513,23 @@ def norm_backward_kernel(
             dx_a = rstd * (grad_a - a * mean)
             dx_b = rstd * (grad_b - b * mean)
             if AFTER and HALF > 0:
-                dx_a, dx_b = _rotate(dx_a, dx_b, cos, -sin)
-            dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
-            dx_a = dx_a.to(dq_ptr.dtype.element_ty)
-            dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-            _store_row(
-                dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
-            )
+                dx_a, dx_b = _inverse_rotate(dx_a, dx_b, cos, sin)
+            if NEEDS_DB:
+                db_a += dx_a
+                db_b += dx_b
+            if NEEDS_DX:
+                dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
+                dx_a = dx_a.to(dq_ptr.dtype.element_ty)
+                dx_b = dx_b.to(dq_ptr.dtype.element_ty)
+                _store_row(
+                    dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
+                )
 
     if NEEDS_DW:
         # (groups, slots, heads of a group or 1, D)
-        PARTIAL_HEADS: tl.constexpr = BLOCK_HEADS if PER_HEAD else 1
         dw_a = tl.sum(dw_a, axis=0, keep_dims=True)
         dw_b = tl.sum(dw_b, axis=0, keep_dims=True)
+        PARTIAL_HEADS: tl.constexpr = BLOCK_HEADS if PER_HEAD else 1
         if not PER_HEAD:
             dw_a = tl.sum(dw_a, axis=1, keep_dims=True)
             dw_b = tl.sum(dw_b, axis=1, keep_dims=True)
@@ -494,6 +541,19 @@ def norm_backward_kernel(
             dw_a,
             dw_b,
             mask,
+            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
+        )
+
+    if NEEDS_DB:
+        # (groups, slots, heads of a group, D)
+        db_a = tl.sum(db_a, axis=0, keep_dims=True)
+        db_b = tl.sum(db_b, axis=0, keep_dims=True)
+        partial_head = ((group * n_slots + slot) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[None, :, None]
+        _store_row(
+            db_partial_ptr + partial_head * D,
+            db_a,
+            db_b,
+            tl.full((1, BLOCK_HEADS, 1), 1, tl.int1),
             Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
         )
 
@@ -540,7 +600,7 @@ def weight_sum_kernel(
 
 _COMPUTE_DTYPES = {"fp64": tl.float64}
 _UNSIGNED_ARGUMENTS = {"row_multiplier"}
-SUM_BLOCK_ROWS, SUM_BLOCK_D, SUM_WARPS = 128, 8, 4  # 32 bytes of a row: many programs read the few partial sums
+SUM_BLOCK_ROWS, SUM_BLOCK_D, SUM_WARPS = 1024, 8, 8  # 32 bytes of a row: many programs read the few partial sums
 
 
 def row_pairs(head_dim: int, half: int, rotary_offset: int, interleaved: bool) -> int:
@@ -564,11 +624,13 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "EPS": spec.eps,
         "WEIGHT_OFFSET": spec.weight_offset,
         "HAS_WEIGHT": spec.weight_dtype is not None,
+        "HAS_BIAS": spec.bias_dtype is not None,
         "PER_HEAD": spec.per_head,
         "AFTER": spec.after,
         "ACROSS": spec.across_heads,
         "NEEDS_DX": spec.needs_dx,
         "NEEDS_DW": spec.needs_dw,
+        "NEEDS_DB": spec.needs_db,
         "STRIDE_UNIT": spec.stride_unit,
         "TABLE_STRIDE_UNIT": spec.table_stride_unit,
         "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
@@ -585,7 +647,9 @@ def kernel_source(kernel: Any, spec: NormSpecialisation) -> ASTSource:
     """Return the source that Triton compiles for `spec`; it needs no GPU."""
     dtypes = {
         "weight": spec.weight_dtype or spec.dtype,
+        "bias": spec.bias_dtype or spec.dtype,
         "dw_partial": "fp64" if spec.dtype == "fp64" else "fp32",
+        "db_partial": "fp64" if spec.dtype == "fp64" else "fp32",
         "dw": spec.weight_dtype or spec.dtype,
         "cos": spec.table_dtype,
         "sin": spec.table_dtype,
@@ -615,4 +679,7 @@ def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) ->
     """Compile a kernel for `target`, by default the current GPU."""
     target = target or triton.runtime.driver.active.get_current_target()
     num_warps = SUM_WARPS if kernel is weight_sum_kernel else max(1, spec.threads // target.warp_size)
-    return triton.compile(kernel_source(kernel, spec), target=target, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps}
+    if kernel is norm_backward_kernel and spec.registers and target.backend == "cuda":
+        options["maxnreg"] = spec.registers
+    return triton.compile(kernel_source(kernel, spec), target=target, options=options)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.rope.norm import NormCall, is_per_head
+from ropewalk.ops.rope.norm import NormCall, is_per_head, split_parameters
 from ropewalk.ops.rope.triton.launch import (
     _LETTERS,
     _WIDEST_ACCESS,
@@ -40,13 +40,16 @@ from ropewalk.ops.rope.triton.norm_kernel import (
 )
 from ropewalk.ops.rope.validate import as_bthd
 
-# Programs of the backward with sums of weights' gradients, for each multiprocessor: all of them run at a time.
-PROGRAMS_PER_SM = 8
+# A thread of the backward may have as many. With fewer, ptxas loads x only after it has used dy (note 054).
+BACKWARD_REGISTERS = 128
+_SM_REGISTERS = 65536
+_FEW_TOKENS = 256  # latency limits calls of so many, bandwidth those of more
 
 
 def choose_tiles(
+    batch: int,
     tokens: int,
-    n_heads: int,
+    n_heads: Sequence[int],
     pairs: int,
     itemsize: int,
     *,
@@ -54,21 +57,27 @@ def choose_tiles(
     heads_are_near: bool,
     backward: bool,
 ) -> Tiles:
-    """Return tiles of 64 accesses of 16 bytes to each half of its rows, with which an H200 was fastest (note 054).
+    """Return tiles of 64 accesses of 16 bytes to each half of its rows, with which a GPU was fastest (note 054).
 
-    n_heads is the larger of q's and k's; heads_are_near says that a token's heads lie nearer to each other in memory
-    than a head's tokens do.
+    n_heads is of q and of k; heads_are_near says that a token's heads lie nearer to each
+    other in memory than a head's tokens do.
     """
     per_row = max(1, pairs * itemsize // _WIDEST_ACCESS)
+    most_heads = triton.next_power_of_2(max(n_heads))
     if across_heads:
-        block_heads = triton.next_power_of_2(n_heads)
-        return Tiles(1, block_heads, min(1024, max(32, block_heads * per_row)))
-    threads = max(per_row, 32 if heads_are_near and not backward else 64)
+        return Tiles(1, most_heads, min(1024, max(32, most_heads * per_row)))
     rows = max(1, 64 // per_row)
-    block_heads = min(rows, triton.next_power_of_2(n_heads))
+    block_heads = min(rows, most_heads)
+    common = math.gcd(*n_heads)
+    if backward and (whole := common & -common) >= 4:  # groups of so many heads leave no row of a tile without one
+        block_heads = min(block_heads, whole)
     if not heads_are_near:
         block_heads = min(block_heads, 4)
     block_tokens = min(max(1, rows // block_heads), triton.next_power_of_2(max(1, tokens)))
+    if batch * tokens <= _FEW_TOKENS and not backward:
+        # One row of each head: narrower accesses, by more threads, take less time.
+        return Tiles(1, block_heads, max(32, 2 * block_heads * per_row))
+    threads = max(per_row, 32 if heads_are_near and not backward else 64)
     return Tiles(block_tokens, block_heads, min(threads, max(32, block_tokens * block_heads * per_row)))
 
 
@@ -152,11 +161,14 @@ def describe(
     weight: Tensor | None,
     call: NormCall,
     *,
-    needs_dx: bool = False,
-    needs_dw: bool = False,
+    bias: Tensor | None = None,
+    needs: Sequence[bool] = (False, False, False),
     tiles: Tiles | None = None,
 ) -> Geometry:
-    """Describe a launch: `roles` are q, or q and k; then their results, or results' gradients and gradients."""
+    """Describe a launch: `roles` are q, or q and k; then their results, or results' gradients and gradients.
+
+    `needs` are the gradients to compute: of features, weights and biases.
+    """
     xs = roles[0]
     q = xs[0]
     cos, sin, positions, cu_seqlens, _, rope, axes = call.rope
@@ -181,13 +193,14 @@ def describe(
 
     if tiles is None:
         tiles = choose_tiles(
+            batch,
             tokens,
-            max(n_q_heads, n_k_heads),
+            (n_q_heads, n_k_heads),
             pairs,
             q.element_size(),
             across_heads=call.flags.across_heads,
             heads_are_near=tokens <= 1 or n_q_heads <= 1 or strides[2] <= strides[1],
-            backward=needs_dx or needs_dw,
+            backward=any(needs),
         )
     all_strides = (
         *(stride // stride_unit for stride in strides),
@@ -211,8 +224,10 @@ def describe(
         per_head=weight is not None and is_per_head(weight, call.flags),
         after=call.flags.after,
         across_heads=call.flags.across_heads,
-        needs_dx=needs_dx,
-        needs_dw=needs_dw,
+        needs_dx=needs[0],
+        needs_dw=needs[1],
+        needs_db=needs[2],
+        bias_dtype=None if bias is None else _LETTERS[bias.dtype],
         pointer_alignment=_WIDEST_ACCESS,
         stride_unit=stride_unit,
         table_stride_unit=table_stride_unit,
@@ -223,6 +238,7 @@ def describe(
         n_axes=0 if axes is None or positions is None else positions.shape[0],
         axes_dtype="i32" if axes is None else _LETTERS[axes.dtype],
         pair_block=block_of_pairs(rope.pair_block, half),
+        registers=BACKWARD_REGISTERS if any(needs) and not call.flags.across_heads else 0,
     )
     row_blocks = math.ceil(tokens / tiles.block_tokens)
     n_groups = math.ceil(n_q_heads / tiles.block_heads) + math.ceil(n_k_heads / tiles.block_heads)
@@ -269,49 +285,59 @@ def _dense_call(call: NormCall) -> NormCall:
     return call._replace(rope=rope._replace(**tensors))
 
 
-def _are_read_by_kernels(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> bool:
+def _are_read_by_kernels(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> bool:
     """Say whether the kernels can read tensors without copies of them."""
     rope = call.rope
     indices = [x for x in (rope.cu_seqlens, rope.axes) if x is not None]
     return all(map(_is_dense, (*xs, rope.cos, rope.sin, *indices))) and all(
-        weight is None or weight.is_contiguous() for weight in weights
+        x is None or x.is_contiguous() for x in parameters
     )
 
 
 def prepare_forward(
-    xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+    xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return the function of the same arguments, for tensors with the same metadata, that normalises and rotates.
 
-    q and k share a launch if their weights have one dtype and one number of dimensions.
+    q and k share a launch if their weights and biases have one dtype and one number of dimensions.
     """
     outs = [torch.empty_like(x, device="meta") for x in xs]
-    if not _are_read_by_kernels((*xs, *outs), weights, call):
+    if not _are_read_by_kernels((*xs, *outs), parameters, call):
         return _forward_dense
     launches = []
-    for slots in _group([_kind(weight) for weight in weights]):
+    weights, biases = split_parameters(parameters)
+    for slots in _group([(_kind(weight), _kind(bias)) for weight, bias in zip(weights, biases, strict=True)]):
         roles = [[tensors[i] for i in slots] for tensors in (xs, outs)]
-        geometry = describe(roles, weights[slots[0]], call)
+        geometry = describe(roles, weights[slots[0]], call, bias=biases[slots[0]])
         if (n_programs := geometry.n_blocks * geometry.n_groups) and xs[0].shape[-1]:
             launch = _make_launch(norm_kernel, geometry.spec, (n_programs, 1), xs[0], *geometry.constants)
             launches.append((slots, launch))
 
-    def run(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+    def run(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
         outs = tuple([torch.empty_like(x) for x in xs])
+        weights, biases = split_parameters(parameters)
         cos, sin, positions, cu_seqlens, offset, _, axes = call.rope
         for slots, launch in launches:
-            tensors = (*_pair(xs, slots), *_pair(outs, slots), *_pair(weights, slots), cos, sin, axes)
+            tensors = (
+                *_pair(xs, slots),
+                *_pair(outs, slots),
+                *_pair(weights, slots),
+                *_pair(biases, slots),
+                cos,
+                sin,
+                axes,
+            )
             launch(tensors, (positions, cu_seqlens), offset)
         return outs
 
     return run
 
 
-def _forward_dense(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+def _forward_dense(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Normalise and rotate dense copies, for tensors that the kernels cannot read."""
     arguments = (
         [x.contiguous() for x in xs],
-        [None if weight is None else weight.contiguous() for weight in weights],
+        [None if x is None else x.contiguous() for x in parameters],
         _dense_call(call),
     )
     outs = tuple(torch.empty_like(x) for x in xs)
@@ -323,35 +349,37 @@ def _forward_dense(xs: Sequence[Tensor], weights: Sequence[Tensor | None], call:
 def prepare_backward(
     grads: Sequence[Tensor],
     xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
     call: NormCall,
 ) -> Callable[..., list[Tensor | None]]:
-    """Return the function of (grads, xs, weights, call) that gives the gradients of (*xs, *weights) that are needed.
+    """Return the function of (grads, xs, parameters, call) that gives the needed gradients of (*xs, *parameters).
 
     `grads` are those of the results, all given. q and k share a launch as in the forward, if both need the same.
     """
     dxs = [torch.empty_like(x, device="meta") for x in xs]
-    if not _are_read_by_kernels((*grads, *xs, *dxs), weights, call):
+    if not _are_read_by_kernels((*grads, *xs, *dxs), parameters, call):
         return lambda *arguments: _backward_dense(*arguments, needed=needed)
     n = len(xs)
-    kinds = [(_kind(weight), needed[i], needed[n + i]) for i, weight in enumerate(weights)]
+    weights, biases = split_parameters(parameters)
+    kinds = [(_kind(weights[i]), _kind(biases[i]), needed[i], needed[n + i], needed[2 * n + i]) for i in range(n)]
     launches = []
     for slots in _group(kinds):
         roles = [[tensors[i] for i in slots] for tensors in (xs, grads, dxs)]
-        needs_dx, needs_dw = needed[slots[0]], needed[n + slots[0]]
-        if (needs_dx or needs_dw) and xs[0].shape[-1]:
-            geometry = describe(roles, weights[slots[0]], call, needs_dx=needs_dx, needs_dw=needs_dw)
+        first = slots[0]
+        needs = needed[first::n]
+        if any(needs) and xs[0].shape[-1]:
+            geometry = describe(roles, weights[first], call, bias=biases[first], needs=needs)
             launches.append((slots, _BackwardLaunch(geometry, xs[0])))
 
     def run(
-        grads: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor | None], call: NormCall
+        grads: Sequence[Tensor], xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall
     ) -> list[Tensor | None]:
-        dxs = [torch.empty_like(x) if needed[i] else None for i, x in enumerate(xs)]
-        dws = [None if w is None or not needed[n + i] else torch.empty_like(w) for i, w in enumerate(weights)]
+        found = [None if x is None or not needed[i] else torch.empty_like(x) for i, x in enumerate((*xs, *parameters))]
+        roles = (xs, grads, found[:n], *split_parameters(parameters), *split_parameters(found[n:]))
         for slots, launch in launches:
-            launch([_pair(tensors, slots) for tensors in (xs, grads, dxs, weights, dws)], call)
-        return [*dxs, *dws]
+            launch([_pair(tensors, slots) for tensors in roles], call)
+        return found
 
     return run
 
@@ -359,46 +387,58 @@ def prepare_backward(
 def _backward_dense(
     grads: Sequence[Tensor],
     xs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
     call: NormCall,
     *,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Compute gradients from dense copies, for tensors that the kernels cannot read."""
     grads, xs = [x.contiguous() for x in grads], [x.contiguous() for x in xs]
-    weights = [None if weight is None else weight.contiguous() for weight in weights]
+    parameters = [None if x is None else x.contiguous() for x in parameters]
     call = _dense_call(call)
-    return prepare_backward(grads, xs, weights, needed, call)(grads, xs, weights, call)
+    return prepare_backward(grads, xs, parameters, needed, call)(grads, xs, parameters, call)
 
 
 class _BackwardLaunch:
-    """The launches of the gradients of q, or of q and k, and of their weights."""
+    """The launches of the gradients of q, or of q and k, and of their weights and biases."""
 
     def __init__(self, geometry: Geometry, x: Tensor) -> None:
         spec, n_blocks, n_groups = geometry.spec, geometry.n_blocks, geometry.n_groups
-        n_slots = n_blocks
-        if spec.needs_dw:
-            n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * PROGRAMS_PER_SM // max(1, n_groups)))
-        self._kernel = self._sum = None
+        # All programs run at a time: one more would run alone, after them.
+        programs_per_sm = max(1, _SM_REGISTERS // (BACKWARD_REGISTERS * spec.threads))
+        n_slots = min(n_blocks, max(1, gpu.num_sms(x.device) * programs_per_sm // max(1, n_groups)))
+        self._kernel = None
         if n_blocks * n_groups:
             grid = n_slots * n_groups, 1
             self._kernel = _make_launch(norm_backward_kernel, spec, grid, x, n_blocks, n_slots, *geometry.constants)
-        if spec.needs_dw:
-            rows = n_slots * n_groups * (spec.block_heads if spec.per_head else 1)
-            self._partial_shape = rows, spec.head_dim
-            n_units = spec.n_q_heads + spec.n_k_heads if spec.per_head else 1 + (spec.n_k_heads > 0)
-            grid = math.ceil(spec.head_dim / SUM_BLOCK_D), n_units
-            self._sum = _make_launch(weight_sum_kernel, spec, grid, x, n_slots)
+        self._sum_weights = _Sum(spec, n_slots, n_groups, x) if spec.needs_dw else None
+        # Each head has a bias of its own.
+        of_bias = replace(spec, weight_dtype=spec.bias_dtype, per_head=True)
+        self._sum_biases = _Sum(of_bias, n_slots, n_groups, x) if spec.needs_db else None
 
     def __call__(self, pairs: Sequence[tuple[Any, Any]], call: NormCall) -> None:
-        xs, grads, dxs, weights, dws = pairs
+        xs, grads, dxs, weights, biases, dws, dbs = pairs
         cos, sin, positions, cu_seqlens, offset, _, axes = call.rope
-        partial = None
-        if self._sum is not None:
-            dtype = torch.promote_types(xs[0].dtype, torch.float32)
-            partial = torch.empty(self._partial_shape, dtype=dtype, device=xs[0].device)
+        sums = self._sum_weights, self._sum_biases
+        partials = [None if of_sum is None else of_sum.empty_partial(xs[0]) for of_sum in sums]
         if self._kernel is not None:
-            tensors = (*xs, *grads, *dxs, *weights, partial, cos, sin, axes)
+            tensors = (*xs, *grads, *dxs, *weights, *biases, *partials, cos, sin, axes)
             self._kernel(tensors, (positions, cu_seqlens), offset)
-        if self._sum is not None:
-            self._sum((partial, *dws), ())
+        for of_sum, partial, results in zip(sums, partials, (dws, dbs), strict=True):
+            if of_sum is not None:
+                of_sum.launch((partial, *results), ())
+
+
+class _Sum:
+    """The launch that sums the programs' parts of the gradients of weights, or of biases."""
+
+    def __init__(self, spec: NormSpecialisation, n_slots: int, n_groups: int, x: Tensor) -> None:
+        rows = n_slots * n_groups * (spec.block_heads if spec.per_head else 1)
+        self._partial_shape = rows, spec.head_dim
+        n_units = spec.n_q_heads + spec.n_k_heads if spec.per_head else 1 + (spec.n_k_heads > 0)
+        grid = math.ceil(spec.head_dim / SUM_BLOCK_D), n_units
+        self.launch = _make_launch(weight_sum_kernel, spec, grid, x, n_slots)
+
+    def empty_partial(self, x: Tensor) -> Tensor:
+        """Make room for the parts."""
+        return torch.empty(self._partial_shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
