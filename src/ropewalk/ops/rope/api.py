@@ -13,7 +13,7 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
-from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
+from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
 _KEYWORDS = (
@@ -171,6 +171,8 @@ def apply_rope(
     )
     call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags, axes))
     if norm is not None:
+        if isinstance(cos, Tensor) and are_per_head(cos, token_positions):
+            raise ValueError("norm was given with tables per head, but must be None there: normalise q and k before")
         normed = norm_and_rotate(xs, norm, call)
         return normed[0] if k is None else normed
     is_plain = is_plain_eager(q, k, cos, sin, token_positions, cu_seqlens, axes) and not is_transformed()
