@@ -306,11 +306,15 @@ def _check_heads(q: Tensor, k: Tensor | None, cos: Tensor, positions: Tensor | N
     """Raise unless q and k have as many heads as the tables."""
     n_heads = q.shape[layout.index("h")]
     if cos.shape[-2] != n_heads:
-        rule = "(B or 1, T, H, R/2)" if positions is None else "(n, H, R/2)"
-        hint = "" if positions is None else "; tables per token, (B, T, R/2), take no positions"
-        raise ValueError(
-            f"cos has shape {tuple(cos.shape)}, but per head it must be {rule} with H = {n_heads}, the heads of q{hint}"
-        )
+        shape, rule = tuple(cos.shape), "(B or 1, T, H, R/2)" if cos.ndim == 4 else "(n, H, R/2)"
+        batch, tokens = as_bthd(q, layout).shape[:2]
+        if cos.ndim == 3 and shape[0] in (1, batch) and shape[1] == tokens:
+            name = "offsets" if _are_offsets(positions, layout, None) else "positions"
+            raise ValueError(
+                f"{name} must be None where cos and sin are per token (they have shape {shape}); per head they must be "
+                f"{rule} with H = {n_heads}, the heads of q"
+            )
+        raise ValueError(f"cos has shape {shape}, but per head it must be {rule} with H = {n_heads}, the heads of q")
     if k is not None and k.shape[layout.index("h")] != n_heads:
         raise ValueError(
             f"k has {k.shape[layout.index('h')]} heads, but must have {n_heads}, as many as q, where cos and sin are "
@@ -350,8 +354,7 @@ def _check_positions(
     tokens: int,
     layout: str,
 ) -> None:
-    are_offsets = layout != "thd" and axes is None and isinstance(positions, Tensor) and positions.ndim == 1
-    name_given = "offsets" if are_offsets else "positions"
+    name_given = "offsets" if _are_offsets(positions, layout, axes) else "positions"
     for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens), ("axes", axes)):
         if index is None:
             continue
@@ -394,6 +397,10 @@ def _check_positions(
             raise ValueError(f"offsets has shape {shape}, but must be (B,), ({batch},)")
     elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != tokens:
         raise ValueError(f"positions has shape {shape}, but must be (1, T) or (B, T) with B = {batch}, T = {tokens}")
+
+
+def _are_offsets(positions: object, layout: str, axes: Tensor | None) -> bool:
+    return layout != "thd" and axes is None and isinstance(positions, Tensor) and positions.ndim == 1
 
 
 def _check_several_axes(
