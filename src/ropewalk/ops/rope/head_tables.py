@@ -131,6 +131,6 @@ def prepare_gradients(
             dxs, dcos, dsin = differentiate(grads, xs, call, needs_dx)
         if dxs is not None:
             dxs = [torch.empty_like(x).copy_(dx) for x, dx in zip(xs, dxs, strict=True)]
-        return dxs, dcos, dsin
+        return dxs, dcos.contiguous(), dsin.contiguous()
 
     return run
