@@ -25,7 +25,7 @@ CALLS = {
     "axes-outside": {"positions": [[[0, 1, 2, 3, -1, 5]], [[3, 128, 1, 0, 2, 2]]], "axes": [0, 1] * 4},
     "packed-axes": {"layout": "thd", "positions": [[0, 1, 2, 3, 4, 5], [9, 9, 8, 1, 0, 3]], "axes": [1, 0] * 4},
     "per-token": {"rows": (B, T)},
-    "heads": {"rows": (ROWS, HQ), "k_heads": HQ, "positions": [[3, 3, 1, 0, 127, 60], [9, 8, 128, 2, -1, 0]]},
+    "heads-outside": {"rows": (ROWS, HQ), "k_heads": HQ, "positions": [[3, 3, 1, 0, 127, 60], [9, 8, 128, 2, -1, 0]]},
     "heads-per-token": {"layout": "bhtd", "rows": (B, T, HQ), "k_heads": HQ, "interleaved": True, "inverse": True},
     "heads-one-row": {"layout": "thd", "rows": (1, T, HQ), "k_heads": HQ, "rotary_dim": 12, "rotary_offset": 3},
     "blocks": {"pair_block": 8, "inverse": True},

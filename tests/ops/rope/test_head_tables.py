@@ -41,10 +41,18 @@ def tables(kind, layout, device, rotary_dim=8, dtype=torch.float32, tokens=T):
     return (cos, sin), keywords
 
 
+def skip_most(impl, device, layout, kind, pairs):
+    """In the interpreter, where a launch takes long, half-split pairs meet each layout and kind, others a third."""
+    number = LAYOUTS.index(layout) + KINDS.index(kind) + len(str(pairs))
+    if is_interpreted(impl, device) and pairs and number % 3:
+        pytest.skip("a launch takes long in the interpreter")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "rotary_offset", "pairs"), WIDTHS)
 def test_each_head_turns_by_its_own_rows(heads_impl, device, layout, kind, head_dim, rotary_dim, rotary_offset, pairs):
+    skip_most(heads_impl, device, layout, kind, pairs)
     (cos, sin), keywords = tables(kind, layout, device, rotary_dim)
     call = {"layout": layout, "rotary_offset": rotary_offset, "impl": heads_impl, **pairs, **keywords}
     check_rotation(*make(layout, device, head_dim), cos, sin, **call)
@@ -104,6 +112,7 @@ def exact_gradients(inputs, cotangents, call):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "rotary_offset", "pairs"), WIDTHS)
 def test_gradients_of_tables(heads_impl, device, layout, kind, head_dim, rotary_dim, rotary_offset, pairs):
+    skip_most(heads_impl, device, layout, kind, pairs)
     (cos, sin), keywords = tables(kind, layout, device, rotary_dim)
     inputs = [x.requires_grad_() for x in (*make(layout, device, head_dim), cos, sin)]
     call = {"layout": layout, "rotary_offset": rotary_offset, "inverse": kind == "one row", **pairs, **keywords}
@@ -234,6 +243,8 @@ def test_learned_tables_by_operators(heads_impl, device, name, mode):
     def function(q, k, cos, sin):
         return apply_rope(q * 1, k * 1, cos * 1, sin * 1, impl=heads_impl, **call)
 
+    if mode == "inductor" and name != "heads-per-token":
+        pytest.skip("one of them is enough, as inductor takes long")
     if mode == "opcheck":
         flags = [call.get("layout", "bthd"), call.get("interleaved", False), call.get("inverse", False)]
         flags += [call.get("rotary_dim"), call.get("rotary_offset", 0), heads_impl, call.get("pair_block")]
@@ -250,7 +261,9 @@ def test_learned_tables_by_operators(heads_impl, device, name, mode):
     counter = CompileCounterWithBackend("aot_eager" if mode == "compiled" else mode)
     faster = torch.compile(function, backend=counter, fullgraph=True)
     cotangents = [random_tensor(*x.shape, device=device) for x in (q, k)]
-    results = [(*outs, *torch.autograd.grad(outs, inputs, cotangents)) for outs in (f(*inputs) for f in (faster, function))]
+    results = [
+        (*outs, *torch.autograd.grad(outs, inputs, cotangents)) for outs in (f(*inputs) for f in (faster, function))
+    ]
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, equal_nan=True)
     assert counter.frame_count == 1

@@ -223,7 +223,8 @@ def prepare_gradients(
     `grads` are those of the rotated `xs`, all given.
     """
     dxs = [torch.empty_like(x, device="meta") for x in xs]
-    if not all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in (*grads, *xs, *dxs, call.cos, call.sin)):
+    tensors = (*grads, *xs, *dxs, call.cos, call.sin)
+    if not all(x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0 for x in tensors):
         return lambda *arguments: _dense_gradients(*arguments, needs_dx=needs_dx)
     x = xs[0]
     rows = table_rows(x, call, _units(x, call))
@@ -254,6 +255,9 @@ def _dense_gradients(
     grads: Sequence[Tensor], xs: Sequence[Tensor], call: RopeCall, *, needs_dx: bool
 ) -> tuple[list[Tensor] | None, Tensor, Tensor]:
     """Compute gradients from dense copies, for tensors that the kernel cannot read."""
-    grads, xs = [x.contiguous() for x in grads], [x.contiguous() for x in xs]
+    dense = [x.contiguous() for x in grads], [x.contiguous() for x in xs]
     call = call._replace(cos=call.cos.contiguous(), sin=call.sin.contiguous())
-    return prepare_gradients(grads, xs, call, needs_dx)(grads, xs, call)
+    dxs, dcos, dsin = prepare_gradients(*dense, call, needs_dx)(*dense, call)
+    if dxs is not None:
+        dxs = [torch.empty_like(x).copy_(dx) for x, dx in zip(xs, dxs, strict=True)]
+    return dxs, dcos, dsin
