@@ -1,8 +1,8 @@
 """The rotation as PyTorch operators, for torch.compile, tracing, tensor subclasses and dispatch modes.
 
 They are `torch.ops.ropewalk.rope`, `torch.ops.ropewalk.rope_` (in place) and, for tables that are learned,
-`torch.ops.ropewalk.rope_gradients`, which returns the gradients of xs, if they are needed, of cos and of sin. Plain eager calls bypass them: the
-dispatcher takes more host time than the launch.
+`torch.ops.ropewalk.rope_gradients`, which returns the gradients of xs, if they are needed, of cos and of sin. Plain
+eager calls bypass them: the dispatcher takes more host time than the launch.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def token_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Look up each token's cos and sin, (B or 1, T, R/2), and whether its position lies in the table, (B or 1, T).
 
-    With axes, the position of each of its pairs. Tables per head give (B or 1, T, H, R/2). The last is None where every position lies in the table by
-    construction. Rows outside it are undefined.
+    With axes, the position of each of its pairs. Tables per head give (B or 1, T, H, R/2). The last is None where every
+    position lies in the table by construction. Rows outside it are undefined.
     """
     if cos.ndim == 4 or (cos.ndim == 3 and positions is None):
         return cos, sin, None
