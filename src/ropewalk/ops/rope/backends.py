@@ -58,6 +58,10 @@ class _Triton:
         return gpu.why_no_triton(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+        if are_per_head(call.cos, call.positions):
+            from ropewalk.ops.rope.triton import head_launch
+
+            return head_launch.prepare(xs, call)
         from ropewalk.ops.rope.triton import launch
 
         return launch.prepare(xs, call)

@@ -200,13 +200,31 @@ def describe(
     return launch_class(kernel, spec, n_programs, q.device.index, constants)
 
 
+def _is_dense(x: Tensor) -> bool:
+    """Say whether the last dimension is dense in memory."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
+@torch.no_grad()
+def _rotate_clones(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
+    """Rotate dense copies, for tensors that the kernel cannot read."""
+    clones = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+    flags = call.flags._replace(inplace=True)
+    dense = call._replace(cos=call.cos.contiguous(), sin=call.sin.contiguous(), flags=flags)
+    prepare(clones, dense)(clones, clones, dense)
+    for out, clone in zip(outs, clones, strict=True):
+        out.copy_(clone)
+
+
 def _pair(xs: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
     return xs[0], xs[1] if len(xs) == 2 else None
 
 
 def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) -> Rotate:
-    """Make the rotation of tensors like these, dense along their features, whose call is checked."""
+    """Make the rotation of tensors like these, whose call is checked."""
     outs = xs if call.flags.inplace else [torch.empty_like(x, device="meta") for x in xs]
+    if not all(map(_is_dense, (*xs, *outs, call.cos, call.sin))):
+        return _rotate_clones
     launch = describe((xs, outs), call, tiles=tiles)
 
     def run(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
@@ -223,8 +241,7 @@ def prepare_gradients(
     `grads` are those of the rotated `xs`, all given.
     """
     dxs = [torch.empty_like(x, device="meta") for x in xs]
-    tensors = (*grads, *xs, *dxs, call.cos, call.sin)
-    if not all(x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0 for x in tensors):
+    if not all(map(_is_dense, (*grads, *xs, *dxs, call.cos, call.sin))):
         return lambda *arguments: _dense_gradients(*arguments, needs_dx=needs_dx)
     x = xs[0]
     rows = table_rows(x, call, _units(x, call))

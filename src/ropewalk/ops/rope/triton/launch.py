@@ -25,7 +25,7 @@ from ropewalk.ops.rope.triton.kernel import (
     kernel_constants,
     rotate_kernel,
 )
-from ropewalk.ops.rope.validate import are_per_head, as_bthd
+from ropewalk.ops.rope.validate import as_bthd
 
 _LETTERS = {
     torch.bfloat16: "bf16",
@@ -175,10 +175,6 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     dense = (*xs, *outs, cos, sin, cu_seqlens, axes)
     if any(x is not None and x.stride(-1) != 1 and x.shape[-1] > 1 for x in dense):
         return _rotate_clones
-    if are_per_head(cos, positions):
-        from ropewalk.ops.rope.triton import head_launch
-
-        return head_launch.prepare(xs, call)
     batch, tokens, n_q_heads, head_dim = as_bthd(q, layout).shape
     n_k_heads = as_bthd(k, layout).shape[2] if k is not None else 0
     half = cos.shape[-1]
