@@ -1,12 +1,15 @@
 """`RotaryEmbedding.from_hf_config` for models with several position axes, against transformers' own modules."""
 
 import importlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ropewalk import QKNorm, RotaryEmbedding, mrope_axes
+from ropewalk.modules.families import REFUSED
 
 pytest.importorskip("transformers")
 HEADS, KEY_HEADS, TOKENS = 4, 2, 7
@@ -105,6 +108,30 @@ def text_config(config_class, kind, others):
     )
 
 
+OWN_LAYERS = [
+    ("cohere_compass", "CohereCompassTextConfig", "CohereCompassRotaryEmbedding", 3),
+    ("neomme", "NeoMMEConfig", "NeoMMERotaryEmbedding", 2),
+]
+# What has several axes, or coordinates, in the code of a model.
+SEVERAL_AXES = re.compile(
+    rb"recomposition_frequencies|mrope_section|compute_axial_rope_parameters|patches_center_coordinates|vision_apply_rot"
+    rb"|def compute_embeddings\(inv_freq|window_freqs|LightGluePositionalEncoder|class VJEPA2RopeAttention"
+)
+
+
+def test_every_family_with_several_axes_is_read_or_refused():
+    """Go through the code of transformers' models: a family that comes must be found here, or lose no axis."""
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    if transformers.__version__ >= "5.25":
+        pytest.skip("the list is of transformers 5.24")
+    models = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if SEVERAL_AXES.search(path.read_bytes())}
+    read = {case[0] for case in (*TEXTS, *TOWERS, *OWN_LAYERS)} | {"llama4"}
+    refused = {"hunyuan_vl", *REFUSED}
+    assert found - read == refused & found
+    assert len(found) > 40
+
+
 def several(n_axes, *shape):
     """Positions that differ from axis to axis, and from token to token."""
     generator = torch.Generator().manual_seed(0)
@@ -196,13 +223,7 @@ LAYERS = ["full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize("layer_type", LAYERS)
-@pytest.mark.parametrize(
-    ("module", "config", "rotary", "n_axes"),
-    [
-        ("cohere_compass", "CohereCompassTextConfig", "CohereCompassRotaryEmbedding", 3),
-        ("neomme", "NeoMMEConfig", "NeoMMERotaryEmbedding", 2),
-    ],
-)
+@pytest.mark.parametrize(("module", "config", "rotary", "n_axes"), OWN_LAYERS, ids=[case[1] for case in OWN_LAYERS])
 def test_layers_have_axes_of_their_own(module, config, rotary, n_axes, layer_type):
     modeling, config_class, rotary_class = parts_of(module, config, rotary)
     sections = dict(zip(LAYERS, ([6, 5, 5], [8, 4, 4]), strict=True))
