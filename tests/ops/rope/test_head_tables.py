@@ -42,9 +42,9 @@ def tables(kind, layout, device, rotary_dim=8, dtype=torch.float32, tokens=T):
 
 
 def skip_most(impl, device, layout, kind, pairs):
-    """In the interpreter, where a launch takes long, half-split pairs meet each layout and kind, others a third."""
+    """In the interpreter, where a launch takes long, leave a third of the cases, or a sixth: each layout and kind."""
     number = LAYOUTS.index(layout) + KINDS.index(kind) + len(str(pairs))
-    if is_interpreted(impl, device) and pairs and number % 3:
+    if is_interpreted(impl, device) and number % (6 if pairs else 3):
         pytest.skip("a launch takes long in the interpreter")
 
 
@@ -243,7 +243,7 @@ def test_learned_tables_by_operators(heads_impl, device, name, mode):
     def function(q, k, cos, sin):
         return apply_rope(q * 1, k * 1, cos * 1, sin * 1, impl=heads_impl, **call)
 
-    if mode == "inductor" and name != "heads-per-token":
+    if mode == "inductor" and (name != "heads-per-token" or is_interpreted(heads_impl, device)):
         pytest.skip("one of them is enough, as inductor takes long")
     if mode == "opcheck":
         flags = [call.get("layout", "bthd"), call.get("interleaved", False), call.get("inverse", False)]
@@ -278,7 +278,7 @@ def test_lengths_do_not_recompile(heads_impl, device):
         return apply_rope(q * 1, k * 1, cos, sin, positions=positions, impl=heads_impl)
 
     faster = torch.compile(function, backend=counter, fullgraph=True)
-    for tokens in (5, 9, 16, 33):
+    for tokens in (5, 9, 16):
         xs = [x.requires_grad_() for x in inputs(tokens=tokens, device=device, k_heads=HQ)]
         positions = torch.randint(ROWS, (1, tokens), device=device)
         results = []
