@@ -124,6 +124,7 @@ ROWS: dict[str, list[Row]] = {
                 "half-split, D 64, float32": {"dtype": "fp32"},
             }.items()
         ),
+        Row("row_sum_kernel", "12 heads, D 64"),
         *(
             Row(kernel, name, arguments)
             for kernel in NORM_KERNELS
@@ -182,6 +183,11 @@ def plan(row: Row, target: str) -> Plan:
         head_spec = specialise_heads(row.kernel, **row.arguments)
         tile = f"{head_spec.block_rows} rows, {head_spec.threads} threads"
         return partial(head_kernel.compile_kernel, HEAD_KERNELS[row.kernel], head_spec, TARGETS[target]), tile
+    if row.kernel == "row_sum_kernel":
+        head_spec = specialise_heads("head_gradients_kernel", **row.arguments)
+        sizes = f"{head_kernel.SUM_BLOCK_TOKENS} × {head_kernel.SUM_BLOCK_COLUMNS}"
+        tile = f"{sizes}, {32 * head_kernel.SUM_WARPS} threads"
+        return partial(head_kernel.compile_kernel, head_kernel.row_sum_kernel, head_spec, TARGETS[target]), tile
     if row.kernel in NORM_KERNELS:
         norm_spec = specialise_norm(row.kernel, **row.arguments)
         tile = f"{norm_spec.block_tokens} × {norm_spec.block_heads}, {norm_spec.threads} threads"
@@ -340,7 +346,8 @@ _TILE_LEGEND = (
     "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
 )
 _TILE_LEGENDS = {
-    "rotation-triton": "A tile is so many tokens × heads; of tables per head, rows; of the sum, programs × features.",
+    "rotation-triton": "A tile is so many tokens × heads; of tables per head, rows; of their sum, tokens × columns; of the weights' sum, "
+    "programs × features.",
     "attention-merge": "A tile is 32 rows.",
 }
 

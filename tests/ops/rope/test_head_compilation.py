@@ -9,7 +9,7 @@ import pytest
 from helpers.head_launches import HEAD_KERNELS, specialise_heads
 from helpers.targets import SHARED_MEMORY, TARGETS, cuobjdump, resources, spilled_bytes
 
-from ropewalk.ops.rope.triton.head_kernel import compile_kernel
+from ropewalk.ops.rope.triton.head_kernel import compile_kernel, row_sum_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -75,6 +75,17 @@ def test_narrow_accesses_are_found(kernel, tmp_path):
     spec = specialise_heads(kernel, alignment=2)
     found = accesses(compile_kernel(HEAD_KERNELS[kernel], spec, TARGETS["sm_90"]), tmp_path)
     assert ("ST", 128) not in found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", ["vision", "d128", "fp64"])
+def test_the_sum_of_rows_compiles(target, case, tmp_path):
+    spec = specialise_heads("head_gradients_kernel", **CASES[case])
+    kernel = compile_kernel(row_sum_kernel, spec, TARGETS[target])
+    assert spilled_bytes(resources(kernel, tmp_path), target) == 0
+    if target == "sm_90":
+        assert ("LD", 128) in (found := accesses(kernel, tmp_path))
+        assert {width for kind, width in found if kind == "ST"} == {128}
 
 
 def test_the_cases_meet_every_choice():

@@ -50,6 +50,15 @@ def table_rows(x: Tensor, call: RopeCall, most_units: int) -> TableRows:
     return TableRows((n_units, tokens, n_heads, cos.shape[-1]), dtype, batch_rows)
 
 
+def token_positions(tokens: int, call: RopeCall) -> Tensor:
+    """Return each token's position, (B or 1, T) or (total,), of a call with positions or offsets."""
+    positions = call.positions
+    assert positions is not None
+    if call.flags.layout == "thd" or positions.ndim == 2:
+        return positions
+    return positions[:, None] + torch.arange(tokens, device=positions.device)
+
+
 def add_to_rows(grads: Tensor, table: Tensor, call: RopeCall) -> Tensor:
     """Return the gradient of a table from that of each token, (B or fewer, T, H, R/2): the same bits every time."""
     positions, layout = call.positions, call.flags.layout
@@ -59,9 +68,7 @@ def add_to_rows(grads: Tensor, table: Tensor, call: RopeCall) -> Tensor:
         return grads.to(table.dtype)
     if share_rows(table, positions, layout):
         grads = grads.sum(0, keepdim=True) if grads.shape[0] > 1 else grads
-    position = positions.long()
-    if layout != "thd" and positions.ndim == 1:
-        position = position[:, None] + torch.arange(grads.shape[1], device=grads.device)
+    position = token_positions(grads.shape[1], call).long()
     n_rows = table.shape[0]
     # The last row takes tokens whose positions are outside the table.
     row = torch.where((position >= 0) & (position < n_rows), position, n_rows).flatten()

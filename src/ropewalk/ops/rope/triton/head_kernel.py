@@ -363,6 +363,46 @@ def head_gradients_kernel(
     tl.store(dsin_ptr + row * HALF + pair, dsin * direction, pair_mask)
 
 
+@triton.jit
+def row_sum_kernel(
+    dcos_ptr,  # (units, T, H, R/2), dense: T tokens in any order
+    dsin_ptr,
+    cos_sum_ptr,  # (rows, H, R/2), dense
+    sin_sum_ptr,
+    order_ptr,  # (T,): the tokens, sorted by their rows
+    bounds_ptr,  # (rows + 1,): where the tokens of each row begin
+    n_units,
+    n_tokens,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Sum the gradients of the tokens of one row of the tables, in one order, for a block of columns."""
+    N_COLUMNS: tl.constexpr = H * HALF
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    unit_stride = _wide(n_tokens) * N_COLUMNS
+    first = tl.load(bounds_ptr + row).to(tl.int32)
+    last = tl.load(bounds_ptr + row + 1).to(tl.int32)
+    cos_sum = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), dcos_ptr.dtype.element_ty)
+    sin_sum = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), dcos_ptr.dtype.element_ty)
+    for start in range(first, last, BLOCK_TOKENS):
+        index = start + tl.arange(0, BLOCK_TOKENS)[:, None]
+        token = tl.load(order_ptr + index, index < last, other=0)
+        mask = (index < last) & (column < N_COLUMNS)
+        offset = token * N_COLUMNS + column
+        for _ in range(n_units):
+            cos_sum += tl.load(dcos_ptr + offset, mask, other=0.0)
+            sin_sum += tl.load(dsin_ptr + offset, mask, other=0.0)
+            offset += unit_stride
+    offset = _wide(row) * N_COLUMNS + column
+    mask = column < N_COLUMNS
+    tl.store(cos_sum_ptr + offset, tl.sum(cos_sum, axis=0, keep_dims=True), mask)
+    tl.store(sin_sum_ptr + offset, tl.sum(sin_sum, axis=0, keep_dims=True), mask)
+
+
+SUM_BLOCK_TOKENS, SUM_BLOCK_COLUMNS, SUM_WARPS = 4, 256, 2
 _COMPUTE_DTYPES = {"fp64": tl.float64}
 _UNSIGNED_ARGUMENTS = {"unit_multiplier", "chunk_multiplier"}
 
@@ -387,6 +427,8 @@ def kernel_constants(kernel: Any, spec: HeadSpecialisation) -> dict[str, Any]:
         "BLOCK_ROWS": spec.block_rows,
         "BLOCK_HALF": triton.next_power_of_2(spec.half),
         "BLOCK_D": triton.next_power_of_2(spec.head_dim),
+        "BLOCK_TOKENS": SUM_BLOCK_TOKENS,
+        "BLOCK_COLUMNS": SUM_BLOCK_COLUMNS,
     }
     return {name: constants[name] for name in kernel.arg_names if name in constants}
 
@@ -395,6 +437,7 @@ def kernel_source(kernel: Any, spec: HeadSpecialisation) -> ASTSource:
     """Return the source that Triton compiles for `spec`; it needs no GPU."""
     dtypes = {"cos": spec.table_dtype, "sin": spec.table_dtype, "positions": spec.index_dtype}
     dtypes |= dict.fromkeys(("dcos", "dsin"), spec.grad_dtype)
+    dtypes |= {"cos_sum": spec.table_dtype, "sin_sum": spec.table_dtype, "order": "i64", "bounds": "i64"}
     constants = kernel_constants(kernel, spec)
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -403,7 +446,7 @@ def kernel_source(kernel: Any, spec: HeadSpecialisation) -> ASTSource:
         elif name.endswith("_ptr"):
             stem = name.removesuffix("_ptr")
             signature[name] = "*" + dtypes.get(stem, spec.dtype)
-            if stem != "positions":
+            if stem not in ("positions", "order", "bounds"):
                 attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
         else:
             is_unsigned = name in _UNSIGNED_ARGUMENTS
@@ -414,5 +457,5 @@ def kernel_source(kernel: Any, spec: HeadSpecialisation) -> ASTSource:
 def compile_kernel(kernel: Any, spec: HeadSpecialisation, target: Any = None) -> Any:
     """Compile a kernel for `target`, by default the current GPU."""
     target = target or triton.runtime.driver.active.get_current_target()
-    num_warps = max(1, spec.threads // target.warp_size)
+    num_warps = SUM_WARPS if kernel is row_sum_kernel else max(1, spec.threads // target.warp_size)
     return triton.compile(kernel_source(kernel, spec), target=target, options={"num_warps": num_warps})

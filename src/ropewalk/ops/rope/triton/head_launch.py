@@ -18,19 +18,21 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.rope.call import RopeCall, Rotate
-from ropewalk.ops.rope.head_tables import TableRows, add_to_rows, table_rows
+from ropewalk.ops.rope.head_tables import TableRows, add_to_rows, share_rows, table_rows, token_positions
 from ropewalk.ops.rope.triton import launch as shared
 from ropewalk.ops.rope.triton.head_kernel import (
+    SUM_BLOCK_COLUMNS,
     HeadSpecialisation,
     compile_kernel,
     head_gradients_kernel,
     kernel_constants,
     rotate_heads_kernel,
+    row_sum_kernel,
 )
 from ropewalk.ops.rope.validate import as_bthd
 
 _CHUNK_BYTES = 2**22  # of tables, which batch rows that share them read one after another
-_PROGRAMS_PER_SM = 16  # of the gradients: fewer sum fewer batch rows each
+_PROGRAMS_PER_SM = 8  # of the gradients: fewer sum fewer batch rows each
 
 
 class Tiles(NamedTuple):
@@ -53,14 +55,14 @@ def choose_tiles(half: int, head_dim: int, itemsize: int, *, backward: bool) -> 
 
 @cache
 def _binary(kernel: Any, spec: HeadSpecialisation, device: int) -> Callable[..., None]:
-    """Compile a kernel for `device`; call the result with the number of programs, the stream and its arguments."""
+    """Compile a kernel for `device`; call the result with the grid, the stream and its arguments."""
     with torch.cuda.device(device):
         compiled = compile_kernel(kernel, spec)
         run = compiled.run  # loads the binary onto the device
     function, metadata = compiled.function, compiled.packed_metadata
 
-    def launch(n_programs: int, stream: int, *arguments: Any) -> None:
-        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+    def launch(n_programs: int, n_blocks: int, stream: int, *arguments: Any) -> None:
+        run(n_programs, n_blocks, 1, stream, function, metadata, None, None, None, *arguments)
 
     return launch
 
@@ -71,7 +73,7 @@ class _Launch:
 
     kernel: Any
     spec: HeadSpecialisation
-    n_programs: int
+    grid: tuple[int, int]
     device: int
     constants: tuple[Any, ...]  # the numbers that stay the same from call to call, in the kernel's order
 
@@ -79,9 +81,9 @@ class _Launch:
         self.constants += tuple(kernel_constants(self.kernel, self.spec).values())
         self._by_alignment: dict[int, Callable[..., None]] = {}
 
-    def __call__(self, tensors: Sequence[Tensor | None], positions: Tensor | None, inverse: bool) -> None:
-        """Launch on the current stream."""
-        if self.n_programs == 0:
+    def __call__(self, tensors: Sequence[Tensor | None], indices: Sequence[Tensor | None], *numbers: int) -> None:
+        """Launch on the current stream: tensors, then what rows are looked up by, then numbers."""
+        if 0 in self.grid:
             return
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         union = 16
@@ -92,26 +94,25 @@ class _Launch:
         if launch is None:
             spec = replace(self.spec, pointer_alignment=alignment)
             launch = self._by_alignment[alignment] = _binary(self.kernel, spec, self.device)
-        arguments = (*pointers, 0 if positions is None else positions.data_ptr(), -1 if inverse else 1)
+        arguments = (*pointers, *[0 if x is None else x.data_ptr() for x in indices], *numbers)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
-            launch(self.n_programs, stream, *arguments, *self.constants)
+            launch(*self.grid, stream, *arguments, *self.constants)
         else:
             with torch.cuda.device(self.device):
-                launch(self.n_programs, stream, *arguments, *self.constants)
+                launch(*self.grid, stream, *arguments, *self.constants)
 
 
 class _InterpretedLaunch(_Launch):
     """The same by Triton's interpreter, on CPU tensors."""
 
-    def __call__(self, tensors: Sequence[Tensor | None], positions: Tensor | None, inverse: bool) -> None:
+    def __call__(self, tensors: Sequence[Tensor | None], indices: Sequence[Tensor | None], *numbers: int) -> None:
         """Launch in the interpreter."""
-        if self.n_programs == 0:
+        if 0 in self.grid:
             return
         q = tensors[0]
-        values = [q if x is None else x for x in tensors]
-        arguments = (*values, q if positions is None else positions, -1 if inverse else 1, *self.constants)
-        self.kernel[(self.n_programs,)](**dict(zip(self.kernel.arg_names, arguments, strict=True)))
+        arguments = (*[q if x is None else x for x in (*tensors, *indices)], *numbers, *self.constants)
+        self.kernel[self.grid](**dict(zip(self.kernel.arg_names, arguments, strict=True)))
 
 
 def describe(
@@ -194,10 +195,16 @@ def describe(
         cos.shape[-3],  # tables per token have T, and positions 0 … T − 1
         *all_strides,
     )
-    launch_class = _InterpretedLaunch if gpu.is_interpreted() else _Launch
     kernel = rotate_heads_kernel if rows is None else head_gradients_kernel
     n_programs = 0 if is_empty else n_chunks * n_units * chunk_blocks
-    return launch_class(kernel, spec, n_programs, q.device.index, constants)
+    return _make_launch(kernel, spec, (n_programs, 1), q, constants)
+
+
+def _make_launch(
+    kernel: Any, spec: HeadSpecialisation, grid: tuple[int, int], x: Tensor, constants: tuple[Any, ...]
+) -> _Launch:
+    launch_class = _InterpretedLaunch if gpu.is_interpreted() else _Launch
+    return launch_class(kernel, spec, grid, x.device.index, constants)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -228,7 +235,8 @@ def prepare(xs: Sequence[Tensor], call: RopeCall, tiles: Tiles | None = None) ->
     launch = describe((xs, outs), call, tiles=tiles)
 
     def run(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
-        launch((*_pair(xs), *_pair(outs), call.cos, call.sin), call.positions, call.flags.inverse)
+        tensors = (*_pair(xs), *_pair(outs), call.cos, call.sin)
+        launch(tensors, (call.positions,), -1 if call.flags.inverse else 1)
 
     return run
 
@@ -246,6 +254,7 @@ def prepare_gradients(
     x = xs[0]
     rows = table_rows(x, call, _units(x, call))
     launch = describe((xs, grads, dxs if needs_dx else xs), call, rows=rows, needs_dx=needs_dx, tiles=tiles)
+    sum_rows = None if call.positions is None else _prepare_sums(rows, launch.spec, call)
 
     def run(
         grads: Sequence[Tensor], xs: Sequence[Tensor], call: RopeCall
@@ -253,8 +262,33 @@ def prepare_gradients(
         cos, sin = call.cos, call.sin
         dxs = [torch.empty_like(x) for x in xs] if needs_dx else None
         dcos, dsin = (torch.empty(rows.shape, dtype=rows.dtype, device=cos.device) for _ in range(2))
-        launch((*_pair(xs), *_pair(grads), *_pair(dxs or xs), cos, sin, dcos, dsin), call.positions, call.flags.inverse)
+        tensors = (*_pair(xs), *_pair(grads), *_pair(dxs or xs), cos, sin, dcos, dsin)
+        launch(tensors, (call.positions,), -1 if call.flags.inverse else 1)
+        if sum_rows is not None:
+            return dxs, *sum_rows(dcos, dsin, call)
         return dxs, add_to_rows(dcos, cos, call), add_to_rows(dsin, sin, call)
+
+    return run
+
+
+def _prepare_sums(
+    rows: TableRows, spec: HeadSpecialisation, call: RopeCall
+) -> Callable[[Tensor, Tensor, RopeCall], tuple[Tensor, Tensor]]:
+    """Make the function that sums the gradients of tokens, (units, T, H, R/2) each, by their rows of the tables."""
+    n_units, tokens, n_heads, half = rows.shape
+    if not share_rows(call.cos, call.positions, call.flags.layout):
+        n_units, tokens = 1, n_units * tokens
+    shape = call.cos.shape
+    grid = shape[0], math.ceil(n_heads * half / SUM_BLOCK_COLUMNS)
+    launch = _make_launch(row_sum_kernel, spec, grid, call.cos, (n_units, tokens))
+
+    def run(dcos: Tensor, dsin: Tensor, call: RopeCall) -> tuple[Tensor, Tensor]:
+        position = token_positions(rows.shape[1], call)
+        found, order = position.flatten().sort(stable=True)
+        bounds = torch.searchsorted(found, torch.arange(shape[0] + 1, dtype=found.dtype, device=found.device))
+        sums = [torch.empty(shape, dtype=call.cos.dtype, device=found.device) for _ in range(2)]
+        launch((dcos, dsin, *sums), (order, bounds))
+        return sums[0], sums[1]
 
     return run
 
