@@ -346,8 +346,10 @@ _TILE_LEGEND = (
     "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
 )
 _TILE_LEGENDS = {
-    "rotation-triton": "A tile is so many tokens × heads; of tables per head, rows; of their sum, tokens × columns; of the weights' sum, "
-    "programs × features.",
+    "rotation-triton": (
+        "A tile is so many tokens × heads; of tables per head, rows, and of their sum, tokens × columns; of the weights' "
+        "sum, programs × features."
+    ),
     "attention-merge": "A tile is 32 rows.",
 }
 
