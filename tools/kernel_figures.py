@@ -347,8 +347,8 @@ _TILE_LEGEND = (
 )
 _TILE_LEGENDS = {
     "rotation-triton": (
-        "A tile is so many tokens × heads; of tables per head, rows, and of their sum, tokens × columns; of the weights' "
-        "sum, programs × features."
+        "A tile is so many tokens × heads; of tables per head, rows, and of their sum, tokens × columns; of the "
+        "weights' sum, programs × features."
     ),
     "attention-merge": "A tile is 32 rows.",
 }
