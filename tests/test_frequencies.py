@@ -420,5 +420,10 @@ def test_axial_repeats_or_deals_the_default():
     dealt, factor = inverse_frequencies("axial", 16, 100.0, dealt=True)
     assert torch.equal(dealt, torch.cat((of_all[0::2], of_all[1::2])))
     assert factor == 1.0
+    alternating = inverse_frequencies("axial", 16, 100.0, alternating=True)[0]
+    assert torch.equal(alternating, of_one_axis.repeat_interleave(2))
+    assert torch.equal(inverse_frequencies("axial", 24, 100.0, n_axes=3)[0], of_one_axis.repeat(3))
+    with pytest.raises(ValueError, match="dealt and alternating are both True"):
+        inverse_frequencies("axial", 16, 100.0, dealt=True, alternating=True)
     with pytest.raises(ValueError, match="rotary_dim is 16, but for 'axial' it must be a multiple of 6"):
         inverse_frequencies("axial", 16, 100.0, n_axes=3)

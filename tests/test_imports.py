@@ -28,7 +28,7 @@ LAYERS = {
     "schemes": "",
     "ops.dtensor": "ops.rope.norm schemes",
     "ops.rope": "ops.rope.* ops.dtensor",
-    "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm",
+    "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
     "ops.attention": "ops.dtensor schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation",

@@ -33,6 +33,7 @@ if str(TESTS) not in sys.path:
 
 from helpers import attention_launches, compile_hopper, decode_launches  # noqa: E402
 from helpers.compile import Recorder, compile_launch  # noqa: E402
+from helpers.head_launches import HEAD_KERNELS, specialise_heads  # noqa: E402
 from helpers.norm_launches import KERNELS as NORM_KERNELS  # noqa: E402
 from helpers.norm_launches import specialise_norm  # noqa: E402
 from helpers.rope_launches import specialise  # noqa: E402
@@ -42,7 +43,7 @@ from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
-from ropewalk.ops.rope.triton import norm_kernel  # noqa: E402
+from ropewalk.ops.rope.triton import head_kernel, norm_kernel  # noqa: E402
 from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -115,6 +116,17 @@ ROWS: dict[str, list[Row]] = {
         Row("rotate_kernel", "interleaved, decode", {**DECODE, "interleaved": True}),
         *(
             Row(kernel, name, arguments)
+            for kernel in HEAD_KERNELS
+            for name, arguments in {
+                "half-split, D 64": {},
+                "interleaved, D 128": {"head_dim": 128, "interleaved": True},
+                "half-split, 64 of 128 features": {"head_dim": 128, "rotary_dim": 64},
+                "half-split, D 64, float32": {"dtype": "fp32"},
+            }.items()
+        ),
+        Row("row_sum_kernel", "12 heads, D 64"),
+        *(
+            Row(kernel, name, arguments)
             for kernel in NORM_KERNELS
             for name, arguments in {
                 "half-split": {},
@@ -167,6 +179,15 @@ def plan(row: Row, target: str) -> Plan:
         spec = specialise(**row.arguments)
         tile = f"{spec.block_tokens} × {spec.block_heads}, {spec.threads} threads"
         return partial(compile_kernel, spec, TARGETS[target]), tile
+    if row.kernel in HEAD_KERNELS:
+        head_spec = specialise_heads(row.kernel, **row.arguments)
+        tile = f"{head_spec.block_rows} rows, {head_spec.threads} threads"
+        return partial(head_kernel.compile_kernel, HEAD_KERNELS[row.kernel], head_spec, TARGETS[target]), tile
+    if row.kernel == "row_sum_kernel":
+        head_spec = specialise_heads("head_gradients_kernel", **row.arguments)
+        sizes = f"{head_kernel.SUM_BLOCK_TOKENS} × {head_kernel.SUM_BLOCK_COLUMNS}"
+        tile = f"{sizes}, {32 * head_kernel.SUM_WARPS} threads"
+        return partial(head_kernel.compile_kernel, head_kernel.row_sum_kernel, head_spec, TARGETS[target]), tile
     if row.kernel in NORM_KERNELS:
         norm_spec = specialise_norm(row.kernel, **row.arguments)
         tile = f"{norm_spec.block_tokens} × {norm_spec.block_heads}, {norm_spec.threads} threads"
@@ -326,7 +347,10 @@ _TILE_LEGEND = (
     "A tile is so many queries × keys, in so many warps (w) and stages of loads (s), with at most r registers."
 )
 _TILE_LEGENDS = {
-    "rotation-triton": "A tile is so many tokens × heads; of the sum, programs × features. r: registers of a thread.",
+    "rotation-triton": (
+        "A tile is so many tokens × heads; of tables per head, rows, and of their sum, tokens × columns; of the "
+        "weights' sum, programs × features. r: registers of a thread."
+    ),
     "attention-merge": "A tile is 32 rows.",
 }
 

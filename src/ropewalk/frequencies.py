@@ -203,16 +203,23 @@ def half_truncated(rotary_dim: int, base: float) -> tuple[Tensor, float]:
     return torch.cat((rotating, torch.zeros_like(rotating))), 1.0
 
 
-def axial(rotary_dim: int, base: float, *, n_axes: int = 2, dealt: bool = False) -> tuple[Tensor, float]:
+def axial(
+    rotary_dim: int, base: float, *, n_axes: int = 2, dealt: bool = False, alternating: bool = False
+) -> tuple[Tensor, float]:
     """Compute the default of R/n_axes features once for each position axis, as vision towers do for rows and columns.
 
-    `dealt` gives the default of all R features to the axes in turn, as Pixtral does.
+    `dealt` gives the default of all R features to the axes in turn, as Pixtral does. With `alternating`, neighbouring
+    pairs belong to different axes, as Kimi's do, rather than to one axis after another.
     Source: transformers' rope_type "axial"; Qwen2-VL (https://arxiv.org/abs/2409.12191), §2.1.
     """
     _check_dim_and_base(rotary_dim, base)
     _check_at_least("n_axes", n_axes, 1)
     if rotary_dim % (2 * n_axes):
         raise ValueError(f"rotary_dim is {rotary_dim!r}, but for 'axial' it must be a multiple of {2 * n_axes}")
+    if dealt and alternating:
+        raise ValueError("dealt and alternating are both True, but at most one of them may be")
+    if alternating:
+        return default(rotary_dim // n_axes, base)[0].repeat_interleave(n_axes), 1.0
     if dealt:
         return default(rotary_dim, base)[0].view(-1, n_axes).T.flatten(), 1.0
     return default(rotary_dim // n_axes, base)[0].repeat(n_axes), 1.0

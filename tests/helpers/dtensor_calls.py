@@ -170,6 +170,26 @@ def check_apply_rope(rank: int) -> None:
                 _close(x, y)
         alone = apply_rope(distribute_tensor(xs[0], mesh, [Shard(2)]), None, cos, sin, **keywords)
         _close(alone, apply_rope(xs[0], None, cos, sin, **keywords))
+    _check_tables_per_head(mesh)
+
+
+def _check_tables_per_head(mesh: Any) -> None:
+    """Learned tables get the sum of all ranks' gradients."""
+    xs = [_draw(B, T, H, D) for _ in range(2)]
+    positions = torch.arange(B * T).view(B, T) % 9
+    for shape, keywords in (((B, T, H), {}), ((1, T, H), {}), ((9, H), {"positions": positions})):
+        leaves = [x.clone().requires_grad_() for x in (*xs, _draw(*shape, D // 2), _draw(*shape, D // 2))]
+        whole = apply_rope(*leaves, **keywords)
+        grads = [_draw(*x.shape) for x in whole]
+        expected = torch.autograd.grad(whole, leaves, grads)
+        for placement in (Shard(0), Shard(2)):
+            sharded = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in xs]
+            shared = [x.detach().clone().requires_grad_() for x in leaves[2:]]
+            mine = apply_rope(*sharded, *shared, **keywords)
+            of_results = [distribute_tensor(x, mesh, [placement]) for x in grads]
+            found = torch.autograd.grad(mine, [*sharded, *shared], of_results)
+            for x, y in zip((*mine, *found), (*whole, *expected), strict=True):
+                _close(x, y)
 
 
 def check_parallelized_modules(rank: int) -> None:

@@ -25,6 +25,9 @@ CALLS = {
     "axes-outside": {"positions": [[[0, 1, 2, 3, -1, 5]], [[3, 128, 1, 0, 2, 2]]], "axes": [0, 1] * 4},
     "packed-axes": {"layout": "thd", "positions": [[0, 1, 2, 3, 4, 5], [9, 9, 8, 1, 0, 3]], "axes": [1, 0] * 4},
     "per-token": {"rows": (B, T)},
+    "heads-outside": {"rows": (ROWS, HQ), "k_heads": HQ, "positions": [[3, 3, 1, 0, 127, 60], [9, 8, 128, 2, -1, 0]]},
+    "heads-per-token": {"layout": "bhtd", "rows": (B, T, HQ), "k_heads": HQ, "interleaved": True, "inverse": True},
+    "heads-one-row": {"layout": "thd", "rows": (1, T, HQ), "k_heads": HQ, "rotary_dim": 12, "rotary_offset": 3},
     "blocks": {"pair_block": 8, "inverse": True},
     "blocks-partial": {"layout": "bhtd", "rotary_dim": 12, "rotary_offset": 3, "pair_block": 4},
     "blocks-axes": {
@@ -35,16 +38,16 @@ CALLS = {
 }
 
 
-def inputs(layout="bthd", tokens=T, device="cpu", dtype=torch.float32):
+def inputs(layout="bthd", tokens=T, device="cpu", dtype=torch.float32, k_heads=HK):
     """q and k."""
     shapes = {"bthd": lambda h: (B, tokens, h), "bhtd": lambda h: (B, h, tokens), "thd": lambda h: (tokens, h)}[layout]
-    return tuple(random_tensor(*shapes(heads), D, dtype=dtype, device=device) for heads in (HQ, HK))
+    return tuple(random_tensor(*shapes(heads), D, dtype=dtype, device=device) for heads in (HQ, k_heads))
 
 
 def arguments(name, device, dtype=torch.float32):
     """(q, k, cos, sin) and the keywords of a call."""
     call = dict(CALLS[name])
-    q, k = inputs(call.get("layout", "bthd"), device=device, dtype=dtype)
+    q, k = inputs(call.get("layout", "bthd"), device=device, dtype=dtype, k_heads=call.pop("k_heads", HK))
     tables = random_tables(*call.pop("rows", (ROWS,)), call.get("rotary_dim", D) // 2, device=device)
     for index in {"positions", "offsets", "cu_seqlens", "axes"} & {
         key for key, value in call.items() if isinstance(value, list)

@@ -69,11 +69,16 @@ def token_positions(
     return [[offset + t for t in range(tokens)] for _ in range(batch)]
 
 
-def table_rows(table: Tensor, positions: list[list[int]]) -> Tensor:
-    """Look up each token's row, (B, T, R/2) in float64; NaN for a position outside the table."""
-    table = table.detach().cpu().double()
-    if table.ndim == 3:
-        return table.expand(len(positions), -1, -1)
+def table_rows(table: Tensor, positions: list[list[int]], is_looked_up: bool = False) -> Tensor:
+    """Look up each token's row, (B, T, 1 or H, R/2) in float64; NaN for a position outside the table.
+
+    is_looked_up: a table of 3 dimensions has rows for positions, which are given, rather than for tokens.
+    """
+    table = table.cpu().double()
+    if table.ndim == 4:
+        return table.expand(len(positions), -1, -1, -1)
+    if table.ndim == 3 and not is_looked_up:
+        return table.expand(len(positions), -1, -1)[:, :, None]
     outside = torch.full(table.shape[1:], torch.nan, dtype=torch.float64)
 
     def look_up(p):
@@ -83,7 +88,7 @@ def table_rows(table: Tensor, positions: list[list[int]]) -> Tensor:
         return torch.stack([table[n, pair] for pair, n in enumerate(p)]) if inside else outside
 
     rows = [look_up(p) for row in positions for p in row]
-    return torch.stack(rows).view(len(positions), len(positions[0]), -1)
+    return torch.stack(rows).view(len(positions), len(positions[0]), -1, table.shape[-1])
 
 
 def _to_bthd(x: Tensor, layout: str) -> Tensor:
@@ -121,7 +126,8 @@ def definition(
     if x.numel() == 0:
         return x[0] if layout == "thd" else _to_bthd(x, layout)
     where = token_positions(x.shape[0], x.shape[1], positions, offsets, cu_seqlens, layout, axes)
-    cos, sin = (table_rows(table, where)[:, :, None] for table in (cos, sin))
+    is_looked_up = positions is not None or offsets is not None
+    cos, sin = (table_rows(table, where, is_looked_up) for table in (cos, sin))
     half = cos.shape[-1]
     before, turned, after = x.tensor_split((rotary_offset, rotary_offset + 2 * half), dim=-1)
     first, second = pair_features(half, interleaved, pair_block)
@@ -141,9 +147,10 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, **arguments: Any) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     layout, interleaved = arguments.get("layout", "bthd"), arguments.get("interleaved", False)
     x = _to_bthd(x.detach().cpu(), layout)
-    given = (arguments.get(name) for name in ("positions", "offsets", "cu_seqlens"))
+    given = [arguments.get(name) for name in ("positions", "offsets", "cu_seqlens")]
     where = token_positions(x.shape[0], x.shape[1], *given, layout, arguments.get("axes"))
-    cos, sin = (table_rows(table, where)[:, :, None].to(dtype) for table in (cos, sin))
+    is_looked_up = given[0] is not None or given[1] is not None
+    cos, sin = (table_rows(table.detach(), where, is_looked_up).to(dtype) for table in (cos, sin))
     sin = -sin if arguments.get("inverse", False) else sin
     start, half = arguments.get("rotary_offset", 0), cos.shape[-1]
     result = x.clone(memory_format=torch.contiguous_format)

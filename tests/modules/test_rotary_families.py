@@ -1,12 +1,15 @@
 """`RotaryEmbedding.from_hf_config` for models with several position axes, against transformers' own modules."""
 
 import importlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ropewalk import QKNorm, RotaryEmbedding, mrope_axes
+from ropewalk.modules.families import REFUSED
 
 pytest.importorskip("transformers")
 HEADS, KEY_HEADS, TOKENS = 4, 2, 7
@@ -34,6 +37,7 @@ TEXTS = [
     ("glm4v_moe", "Glm4vMoeTextConfig", "Glm4vMoeTextRotaryEmbedding", "blocks", {"partial_rotary_factor": 0.5}),
     ("glm_image", "GlmImageTextConfig", "GlmImageTextRotaryEmbedding", "blocks", {}),
     ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextConfig", "Ernie4_5_VLMoeTextRotaryEmbedding", "ernie", {}),
+    ("hy_v4_vl", "HYV4VLTextConfig", "HYV4VLRotaryEmbedding", "alternating", {"qk_rope_head_dim": HEAD_DIM}),
 ]
 TOWERS = [
     ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding", {"embed_dim": 128, "num_heads": 4}),
@@ -64,7 +68,13 @@ TOWERS = [
     ("pixtral", "PixtralVisionConfig", "PixtralVisionRotaryEmbedding", {}),
     ("sam3", "Sam3ViTConfig", "Sam3ViTRotaryEmbedding", {}),
     ("inkling2", "Inkling2VisionConfig", "Inkling2VisionRotaryEmbedding", {}),
+    ("kimi_k25", "Kimi_K25VisionConfig", "Kimi_K25VisionRotaryEmbedding", {}),
+    ("minimax_m3_vl", "MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionRotaryEmbedding", {}),
+    ("sam2_video", "Sam2VideoConfig", "Sam2VideoVisionRotaryEmbedding", {}),
+    ("sam3_tracker_video", "Sam3TrackerVideoConfig", "Sam3TrackerVideoVisionRotaryEmbedding", {}),
+    ("edgetam_video", "EdgeTamVideoConfig", "EdgeTamVideoVisionRotaryEmbedding", {}),
 ]
+PAIRWISE = ("sam3", "inkling2", "sam2_video", "sam3_tracker_video", "edgetam_video")
 
 
 def parts_of(module, *names):
@@ -96,6 +106,30 @@ def text_config(config_class, kind, others):
         rope_parameters=rope,
         **others,
     )
+
+
+OWN_LAYERS = [
+    ("cohere_compass", "CohereCompassTextConfig", "CohereCompassRotaryEmbedding", 3),
+    ("neomme", "NeoMMEConfig", "NeoMMERotaryEmbedding", 2),
+]
+# What has several axes, or coordinates, in the code of a model.
+SEVERAL_AXES = re.compile(
+    rb"recomposition_frequencies|mrope_section|compute_axial_rope_parameters|patches_center_coordinates|vision_apply_rot"
+    rb"|def compute_embeddings\(inv_freq|window_freqs|LightGluePositionalEncoder|class VJEPA2RopeAttention"
+)
+
+
+def test_every_family_with_several_axes_is_read_or_refused():
+    """Go through the code of transformers' models: a family that comes must be found here, or lose no axis."""
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    if transformers.__version__ >= "5.25":
+        pytest.skip("the list is of transformers 5.24")
+    models = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if SEVERAL_AXES.search(path.read_bytes())}
+    read = {case[0] for case in (*TEXTS, *TOWERS, *OWN_LAYERS)} | {"llama4"}
+    refused = {"hunyuan_vl", *REFUSED}
+    assert found - read == refused & found
+    assert len(found) > 40
 
 
 def several(n_axes, *shape):
@@ -134,13 +168,13 @@ def test_a_text_model_rotates_as_transformers(module, config, rotary, kind, othe
 def test_a_vision_tower_rotates_as_transformers(module, config, rotary, sizes):
     _, config_class, rotary_class = parts_of(module, config, rotary)
     config = config_class(**sizes)
-    positions = several(2, TOKENS)
+    positions = several(3 if module == "minimax_m3_vl" else 2, TOKENS)
     own = rotary_class(config)
     cos, sin = own(torch.zeros(1, TOKENS, 8), positions.T if module != "gemma4" else positions.T[None])
     dim = cos.shape[-1]
     cos, sin = cos.view(TOKENS, dim), sin.view(TOKENS, dim)
     q, k = (torch.randn(TOKENS, heads, dim) for heads in (HEADS, KEY_HEADS))
-    rotate = {"gemma4": rotate_blocks, "sam3": rotate_pairs, "inkling2": rotate_pairs}.get(module, rotate_whole)
+    rotate = rotate_pairs if module in PAIRWISE else rotate_blocks if module == "gemma4" else rotate_whole
     expected = [rotate(x, cos, sin) for x in (q, k)]
     ours = RotaryEmbedding.from_hf_config(config, layout="thd")
     assert ours.dim == dim
@@ -183,6 +217,58 @@ def test_llama_4s_tower_counts_coordinates_from_1():
     out = ours(q, positions=positions)
     assert_each_axis_counts(ours, q, positions)
     torch.testing.assert_close(out, expected, rtol=0, atol=ATOL)
+
+
+LAYERS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize("layer_type", LAYERS)
+@pytest.mark.parametrize(("module", "config", "rotary", "n_axes"), OWN_LAYERS, ids=[case[1] for case in OWN_LAYERS])
+def test_layers_have_axes_of_their_own(module, config, rotary, n_axes, layer_type):
+    modeling, config_class, rotary_class = parts_of(module, config, rotary)
+    sections = dict(zip(LAYERS, ([6, 5, 5], [8, 4, 4]), strict=True))
+    rope = {
+        layer: {"rope_type": "default", "rope_theta": theta, "mrope_section": sections[layer]}
+        for layer, theta in zip(LAYERS, (1e4, 1e3), strict=True)
+    }
+    if module == "neomme":
+        for parameters in rope.values():
+            del parameters["mrope_section"]
+    config = config_class(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=2,
+        layer_types=LAYERS,
+        rope_parameters=rope,
+    )
+    positions = several(n_axes, 2, TOKENS)
+    q, k = (torch.randn(2, heads, TOKENS, HEAD_DIM) for heads in (HEADS, KEY_HEADS))
+    cos, sin = rotary_class(config)(q, positions, layer_type)
+    expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    ours = RotaryEmbedding.from_hf_config(config, layer_type=layer_type, layout="bhtd")
+    for x, y in zip(ours(q, k, positions), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=ATOL)
+    assert_each_axis_counts(ours, q, positions)
+
+
+def test_hunyuans_axes_are_no_rotation():
+    """The two features of a pair turn by different axes, so that lengths change."""
+    _, config_class, rotary_class = parts_of("hunyuan_vl", "HunYuanVLTextConfig", "HunYuanVLRotaryEmbedding")
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4, 4]}
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
+    config = config_class(num_key_value_heads=KEY_HEADS, rope_parameters=rope, **sizes)
+    cos, _ = rotary_class(config)(torch.zeros(1), several(4, 2, TOKENS))
+    first, second = cos.chunk(2, dim=-1)
+    assert not torch.allclose(first, second)
+    with pytest.raises(ValueError, match="which is no rotation"):
+        RotaryEmbedding.from_hf_config(config)
+    text = torch.arange(TOKENS).expand(4, 2, -1)
+    cos, sin = rotary_class(config)(torch.zeros(1), text)
+    q = torch.randn(2, HEADS, TOKENS, HEAD_DIM)
+    ours = RotaryEmbedding.from_hf_config(config, mrope_section=None, layout="bhtd")
+    torch.testing.assert_close(ours(q), q * cos[:, None] + rotate_half(q) * sin[:, None], rtol=0, atol=ATOL)
 
 
 def multimodal():
@@ -257,10 +343,13 @@ def test_unknown_families_are_refused_by_name():
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("neomme", "alternates between rows and columns"),
-        ("cohere_compass_text", "sections for each type of layer"),
+        ("hunyuan_vl_text", "is no rotation; for text alone pass mrope_section=None"),
         ("dinov3_vit", "has coordinates for positions"),
+        ("eomt_dinov3", "has coordinates for positions"),
+        ("lightglue", "has coordinates for positions"),
         ("sapiens2", "has coordinates for positions"),
+        ("musicflamingo", "turns by times in seconds"),
+        ("efficientloftr", "other frequencies for each head"),
         ("vjepa2", "is no rotation"),
     ],
 )

@@ -21,12 +21,14 @@ class Family(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """The rotation of a vision tower by rows and columns: an axis for each half of the pairs."""
+    """The rotation of a vision tower: as many pairs for each of its axes, such as rows and columns."""
 
-    axes: tuple[int, int] = (0, 1)
+    axes: tuple[int, ...] = (0, 1)
     interleaved: bool = False
     dealt: bool = False  # its frequencies are dealt to the axes in turn
     in_blocks: bool = False  # pairs are half-split inside each axis' features
+    alternating: bool = False  # the axes have pairs in turn
+    scaling: str = "axial"
 
 
 def _height_width_then_time(sections: Sequence[int]) -> Tensor:
@@ -60,20 +62,22 @@ FAMILIES = {
     "glm4v_moe": Family(mrope_axes, (8, 12, 12)),
     "glm_image": Family(mrope_axes, (8, 12, 12)),
     "ernie4_5_vl_moe": Family(_height_width_then_time, (22, 22, 20), interleaved=True),
+    "cohere_compass": _QWEN3,
+    "hy_v4_vl": Family(_alternating, (12, 10, 10), interleaved=True),
 }
 
-# Several axes that no entry above describes; the reason, by model_type.
-ONE_AXIS_ALONE = {
-    "neomme": "alternates between rows and columns: pass axes=torch.arange(R // 2) % 2",
-    "cohere_compass": "has sections for each type of layer: pass axes=mrope_axes(sections, interleaved=True)",
-}
+_NO_ROTATION = "turns the two features of a pair by different angles, which is no rotation"
+# Several axes that are no rotation; the reason, by model_type. Text, whose axes are equal, is one.
+ONE_AXIS_ALONE = {"hunyuan_vl": f"{_NO_ROTATION}; for text alone pass mrope_section=None"}
 # Positions that are no integers, or no rotation; the reason, by model_type.
 REFUSED = {
     **dict.fromkeys(
-        ("dinov3_vit", "sapiens2"),
+        ("dinov3_vit", "sapiens2", "eomt_dinov3", "lightglue"),
         "has coordinates for positions: pass the tables of rope_table per token to apply_rope",
     ),
-    "vjepa2": "turns the two features of a pair by different angles, which is no rotation",
+    "musicflamingo": "turns by times in seconds: pass tables per token to apply_rope",
+    "efficientloftr": "has other frequencies for each head: pass tables per head to apply_rope",
+    "vjepa2": _NO_ROTATION,
 }
 
 # By the model_type of the vision config.
@@ -95,6 +99,11 @@ TOWERS = {
     "llama4_vision_model": Tower(interleaved=True),  # positions are its coordinates plus 1
     "pixtral": Tower(dealt=True),
     "gemma4_vision": Tower(in_blocks=True),
+    "kimi_k25_vision": Tower(axes=(1, 0), alternating=True),
+    "minimax_m3_vl_vision": Tower(axes=(0, 1, 2)),
+    # The attention to memories; their towers have no rotation, or sam3_vit_model's.
+    **dict.fromkeys(("sam2_video", "sam3_tracker_video", "edgetam_video"), Tower(interleaved=True)),
+    "neomme": Tower(alternating=True, scaling="default"),
 }
 
 
@@ -107,7 +116,10 @@ def read_family(config: Any, rope: dict[str, Any], scaling: str, one_axis: bool)
     sections = rope.pop("mrope_section", None)
     rope.pop("mrope_interleaved", None)  # transformers goes by the model alone
     if scaling == "axial" or model_type in TOWERS:
-        return {"tower": _find_tower(model_type), "scaling": "axial"}
+        tower = _find_tower(model_type)
+        if tower.scaling == "axial":
+            return {"tower": tower, "scaling": "axial"}
+        return {} if one_axis else {"tower": tower}
     name = model_type.removesuffix("_text")
     reason = REFUSED.get(name) or (None if one_axis else ONE_AXIS_ALONE.get(name))
     if reason is not None:
@@ -143,8 +155,15 @@ def _find_tower(model_type: str) -> Tower:
 
 
 def arrange_tower(tower: Tower, dim: int) -> dict[str, Any]:
-    """Return the keywords of `RotaryEmbedding` for R features of a vision tower."""
-    axes = torch.tensor(tower.axes, device="cpu").repeat_interleave(dim // 4)
-    dealt = {"dealt": True} if tower.dealt else {}
-    block = dim // 2 if tower.in_blocks else None
-    return {"axes": axes, "interleaved": tower.interleaved, "pair_block": block, **dealt}
+    """Return the keywords of `RotaryEmbedding` for a vision tower whose heads have `dim` features to rotate."""
+    n_axes = len(tower.axes)
+    if n_axes > 2:
+        dim -= dim % (2 * n_axes)  # the others pass through
+    order, pairs = torch.tensor(tower.axes, device="cpu"), dim // (2 * n_axes)
+    axes = order.repeat(pairs) if tower.alternating else order.repeat_interleave(pairs)
+    keywords = {"dim": dim, "axes": axes, "interleaved": tower.interleaved}
+    keywords["pair_block"] = dim // 2 if tower.in_blocks else None
+    if tower.scaling == "axial":
+        parameters = {"dealt": tower.dealt, "alternating": tower.alternating, "n_axes": n_axes if n_axes > 2 else None}
+        keywords |= {name: value for name, value in parameters.items() if value}
+    return keywords

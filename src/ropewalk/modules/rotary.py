@@ -422,11 +422,8 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         head_dim = getattr(config, "head_dim", None)
         if not head_dim:
             hidden_size, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-            if scaling == "axial":  # Qwen2-VL's tower has the width of its language model as hidden_size
-                hidden_size, heads = (
-                    getattr(config, name, None) or otherwise
-                    for name, otherwise in (("embed_dim", hidden_size), ("num_heads", heads))
-                )
+            if scaling == "axial":
+                hidden_size, heads = _size_of_tower(config, hidden_size, heads)
             if not hidden_size or not heads:
                 raise ValueError(
                     f"config ({type(config).__name__}) has no head_dim, and hidden_size and num_attention_heads are "
@@ -438,6 +435,16 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
     if tower is not None:
         family |= arrange_tower(tower, dim)
     return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length, **family}
+
+
+def _size_of_tower(config: Any, hidden_size: Any, heads: Any) -> tuple[Any, Any]:
+    """Return the width and the heads of a vision tower, whose names differ from model to model."""
+    names = ("memory_attention_hidden_size", "memory_attention_num_attention_heads", "memory_attention_downsample_rate")
+    width, number, rate = (getattr(config, name, None) for name in names)
+    if width and number and rate:  # SAM 2's attention to memories
+        return width // rate, number
+    # Qwen2-VL's tower has the width of its language model as hidden_size.
+    return getattr(config, "embed_dim", None) or hidden_size, getattr(config, "num_heads", None) or heads
 
 
 def _first_given(value: Any, config: Any, names: tuple[str, str], otherwise: float) -> Any:

@@ -203,9 +203,12 @@ def rotate(apply_rope: Callable[..., Any], q: Any, k: Any, keywords: dict[str, A
     if keywords["inplace"]:
         raise ValueError("inplace is True, but must be False for DTensors")
     local = dict(keywords)
+    is_looked_up = isinstance(keywords["positions"], Tensor) or keywords["offsets"] is not None
     for name in ("cos", "sin"):
         table = shards.shared(keywords[name])
-        local[name] = shards.of_rows(table) if table.ndim == 3 else table
+        if table.ndim == 4 or (table.ndim == 3 and is_looked_up):
+            table = shards.of_heads(table, table.ndim - 2)
+        local[name] = shards.of_rows(table) if table.ndim == 4 or (table.ndim == 3 and not is_looked_up) else table
     local["positions"] = _of_positions(shards, keywords["positions"])
     if isinstance(keywords["offsets"], Tensor):
         local["offsets"] = shards.of_rows(shards.shared(keywords["offsets"]))

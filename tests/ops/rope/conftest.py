@@ -1,7 +1,7 @@
 """Every test here that takes `impl` runs once for each implementation that supports the device under test.
 
 `norm_impl` is the same for calls with a norm, `axes_impl` for those with several axes, `blocks_impl` for those with a
-pair_block.
+pair_block, `heads_impl` for those with tables per head.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags
 
 WITH_AXES = RopeCall(torch.empty(0), torch.empty(0), None, None, 0, RopeFlags(), torch.empty(0))
 WITH_BLOCKS = WITH_AXES._replace(axes=None, flags=RopeFlags(pair_block=2))
+WITH_HEADS = WITH_AXES._replace(axes=None, cos=torch.empty(1, 1, 1, 1))
 CALLS: dict[str, dict[str, Any]] = {
     "impl": {},
     "norm_impl": {"has_norm": True},
     "axes_impl": {"call": WITH_AXES},
     "blocks_impl": {"call": WITH_BLOCKS},
+    "heads_impl": {"call": WITH_HEADS},
 }
 
 
@@ -35,9 +37,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _calls_by_implementations_that_take_them(request: pytest.FixtureRequest) -> None:
-    """Skip a call by name that has axes or a pair_block, where the implementation takes none."""
+    """Skip a call by name that has axes, a pair_block or tables per head, where the implementation takes none."""
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    for word, call in {"axes": WITH_AXES, "blocks": WITH_BLOCKS}.items():
+    for word, call in {"axes": WITH_AXES, "blocks": WITH_BLOCKS, "heads": WITH_HEADS}.items():
         if "impl" in params and word in str(params.get("name")):
             reason = why_not(params["impl"], torch.device("cuda" if ON_GPU else "cpu"), call)
             if reason is not None:

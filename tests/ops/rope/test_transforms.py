@@ -43,7 +43,7 @@ def test_lazily_negated_gradients_count_as_their_values(device, impl):
 
 
 TRANSFORMED = ["plain", "interleaved-inverse", "partial", "tokens", "packed", "axes", "packed-axes", "per-token"]
-TRANSFORMED += ["blocks", "blocks-partial", "blocks-axes"]
+TRANSFORMED += ["blocks", "blocks-partial", "blocks-axes", "heads-per-token", "heads-one-row"]
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out", "inplace"])

@@ -204,7 +204,52 @@ MISFITS = {
     "table-4d": (
         padded,
         {"cos": f(1, 1, T, 4), "sin": f(1, 1, T, 4)},
-        r"cos has shape \(1, 1, 6, 4\), but must be \(n, R/2\)",
+        r"cos has shape \(1, 1, 6, 4\), but per token it must be \(B or 1, T, H, R/2\)",
+    ),
+    "table-5d": (
+        padded,
+        {"cos": f(1, 1, 1, T, 4), "sin": f(1, 1, 1, T, 4)},
+        r"cos has shape \(1, 1, 1, 6, 4\), but must be \(n, R/2\), .* per head \(n, H, R/2\), or \(B, T, H, R/2\)",
+    ),
+    "heads-without-positions": (
+        padded,
+        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4)},
+        r"cos has shape \(10, 4, 4\), but per token .*tables per head, \(n, H, R/2\), take positions",
+    ),
+    "heads-by-int": (
+        padded,
+        {"cos": f(1, T, HQ, 4), "sin": f(1, T, HQ, 4), "k": None, "positions": 1},
+        "positions is 1, but must be None where cos and sin are per token .they have 4 dim",
+    ),
+    "heads-of-k": (
+        padded,
+        {"cos": f(ROWS, HK, 4), "sin": f(ROWS, HK, 4), "positions": indices(1, T)},
+        r"cos has shape \(10, 2, 4\), but per head it must be \(n, H, R/2\) with H = 4, the heads of q",
+    ),
+    "heads-per-token-other": (
+        padded,
+        {"cos": f(B, T, 3, 4), "sin": f(B, T, 3, 4)},
+        r"cos has shape \(2, 6, 3, 4\), but per head it must be \(B or 1, T, H, R/2\) with H = 4",
+    ),
+    "heads-fewer-of-k": (
+        padded,
+        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4), "positions": indices(1, T)},
+        "k has 2 heads, but must have 4, as many as q, where cos and sin are per head",
+    ),
+    "heads-and-positions": (
+        padded,
+        {"cos": f(B, T, HQ, 4), "sin": f(B, T, HQ, 4), "k": None, "positions": indices(B, T)},
+        "positions must be None where cos and sin are per token .they have 4 dim",
+    ),
+    "heads-and-axes": (
+        axial,
+        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4), "k": None},
+        "axes must be None where cos and sin are per",
+    ),
+    "heads-outside-of-rows": (
+        padded,
+        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4), "k": None, "positions": indices(1, T + 1)},
+        r"positions has shape \(1, 7\), but must be \(1, T\) or \(B, T\)",
     ),
     "sin-fewer-rows": (padded, {"sin": f(9, 4)}, r"sin.shape is \(9, 4\), but must be cos.shape, \(10, 4\)"),
     "sin-narrower": (padded, {"sin": f(ROWS, 3)}, r"sin.shape is \(10, 3\), but must be cos.shape"),

@@ -13,7 +13,7 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
-from ropewalk.ops.rope.validate import check_not_offsets, check_offsets
+from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
 _KEYWORDS = (
@@ -87,14 +87,19 @@ def apply_rope(
         q, k = rotate(q), rotate(k)
 
     q and k are rotated in one launch. The arithmetic is in float32 (float64 for float64 tensors) and is rounded once.
-    The gradient of q and k is the inverse rotation, itself differentiable; cos and sin are not differentiated.
+    The gradient of q and k is the inverse rotation, itself differentiable. cos and sin are differentiated where they
+    have rows for each head, and must not require grad where heads share them.
     float16, bfloat16, float32 and float64; head dims up to 512; any strides.
 
     Args:
         q: (B, T, Hq, D) for layout "bthd", (B, Hq, T, D) for "bhtd", (total, Hq, D) for "thd".
         k: the same with its own number of heads and its own strides, or None.
         cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None. Tables
-            per token are for positions that are no integers.
+            per token are for positions that are no integers. Tables per head, of as many heads as q and k both have:
+            (n, H, R/2) with a tensor of `positions` or `offsets`, or (B or 1, T, H, R/2), a row for each token and head
+            ("thd" counts as one batch row). These may require grad, for learned frequencies; `inplace` must be False
+            then. Their gradients are summed over q, k and the tokens of a row, to the same bits every time. They take
+            no `axes` and no `norm`. "triton" and "reference" run them.
         sin: like cos.
         positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
             int: the same plus this offset; (B, T) or (1, T): one for each token; (total,) for "thd": one for each
@@ -182,6 +187,8 @@ def apply_rope(
     )
     call = tuple.__new__(RopeCall, (cos, sin, token_positions, cu_seqlens, offset, flags, axes))
     if norm is not None:
+        if isinstance(cos, Tensor) and are_per_head(cos, token_positions):
+            raise ValueError("norm was given with tables per head, but must be None there: normalise q and k before")
         normed = norm_and_rotate(xs, norm, call, (q_bias, k_bias))
         return normed[0] if k is None else normed
     if q_bias is not None or k_bias is not None:

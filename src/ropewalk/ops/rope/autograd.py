@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.arguments import check_dense
-from ropewalk.ops.rope import backends
+from ropewalk.ops.rope import backends, head_tables
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
 from ropewalk.ops.rope.validate import (
     check_arguments,
     check_axes,
     check_disjoint,
-    check_fixed,
     check_inplace,
+    check_learned,
     check_offset,
     check_overwritable,
     check_values,
@@ -120,8 +120,11 @@ def _rotated(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
 
 def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
     """Rotate `xs`, (q,) or (q, k), record it for autograd, and return the rotated tensors."""
-    check_fixed(call[0], call[1])
     inplace = call.flags.inplace
+    if call[0].requires_grad or call[1].requires_grad:
+        check_learned(*call[:3], inplace)
+        if torch.is_grad_enabled():
+            return _record_learned(call, *call[:2], *[_unwrap_if_dead(x) for x in xs])
     if (xs[0].requires_grad or xs[-1].requires_grad) and torch.is_grad_enabled():
         if inplace:
             return _rotate_inplace_with_grad(xs, call)
@@ -171,6 +174,64 @@ class _Rotate(torch.autograd.Function):
 # runs under no transform.
 _record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Rotate).apply
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # of a transform that has ended
+
+
+class _RotateLearned(torch.autograd.Function):
+    """Rotate by tables per head that require grad."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RopeCall, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        outs = _rotated(xs, call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin, call.positions, call.cu_seqlens, *xs)
+        ctx.rest = call.offset, call.flags
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin, positions, cu_seqlens, *xs = ctx.saved_tensors
+        _, needs_dcos, needs_dsin, *needs_dx = ctx.needs_input_grad
+        offset, flags = ctx.rest
+        call = RopeCall(cos, sin, positions, cu_seqlens, offset, flags)
+        results: list[Tensor | None] = [None] * len(xs)
+        slots = [i for i, grad in enumerate(grads) if grad is not None]
+        if not slots:
+            return (None, None, None, *results)
+        given = [grad.resolve_neg() for grad in grads if grad is not None]
+        wants_dx = any(needs_dx[i] for i in slots)
+        run = head_tables.differentiate if torch.is_grad_enabled() else differentiate
+        dxs, dcos, dsin = run(given, [xs[i] for i in slots], call, wants_dx)
+        for i, dx in zip(slots, dxs or (), strict=False):
+            results[i] = dx if needs_dx[i] else None
+        return (None, dcos if needs_dcos else None, dsin if needs_dsin else None, *results)
+
+
+_record_learned: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _RotateLearned).apply
+_GRADIENT_PLANS: dict[Any, Callable[..., Any]] = {}
+
+
+def differentiate(
+    grads: Sequence[Tensor], xs: Sequence[Tensor], call: RopeCall, needs_dx: bool
+) -> tuple[list[Tensor] | None, Tensor, Tensor]:
+    """Return the gradients of `xs`, if they are needed, of cos and of sin, for a call that `rotate` has checked.
+
+    `grads` are those of the rotated `xs`, all given.
+    """
+    tensors = (*grads, *xs, *call[:4])
+    key = (
+        tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]),
+        len(xs),
+        needs_dx,
+        call.flags,
+    )
+    plan = _GRADIENT_PLANS.get(key)
+    if plan is None:
+        if len(_GRADIENT_PLANS) >= _MAX_PLANS:
+            _GRADIENT_PLANS.clear()
+        module = backends.choose_gradients(call.flags.impl, xs[0].device, call)
+        plan = _GRADIENT_PLANS[key] = module.prepare_gradients(grads, xs, call, needs_dx)
+    gradients: tuple[list[Tensor] | None, Tensor, Tensor] = plan(grads, xs, call)
+    return gradients
 
 
 class _Overwritten(torch.autograd.Function):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.rope import cpu, norm_reference, reference
+from ropewalk.ops.rope import cpu, head_tables, norm_reference, reference
 from ropewalk.ops.rope.call import RopeCall, Rotate
 from ropewalk.ops.rope.cuda import load as native
+from ropewalk.ops.rope.validate import are_per_head
 
 
 class Backend(Protocol):
@@ -39,6 +40,8 @@ class _Native:
             return "axes are not supported"
         if call is not None and call.flags.pair_block is not None:
             return "pair_block is not supported"
+        if call is not None and are_per_head(call.cos, call.positions):
+            return "tables per head are not supported"
         return native.why_not(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
@@ -55,6 +58,10 @@ class _Triton:
         return gpu.why_no_triton(device)
 
     def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+        if are_per_head(call.cos, call.positions):
+            from ropewalk.ops.rope.triton import head_launch
+
+            return head_launch.prepare(xs, call)
         from ropewalk.ops.rope.triton import launch
 
         return launch.prepare(xs, call)
@@ -106,6 +113,15 @@ def choose_norm(impl: str | None, device: torch.device) -> Any:
     from ropewalk.ops.rope.triton import norm_launch
 
     return norm_launch
+
+
+def choose_gradients(impl: str | None, device: torch.device, call: RopeCall) -> Any:
+    """Return the module of a call with tables to differentiate; its `prepare_gradients` makes functions of calls."""
+    if choose(impl, device, call) == "reference":
+        return head_tables
+    from ropewalk.ops.rope.triton import head_launch
+
+    return head_launch
 
 
 def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:

@@ -38,9 +38,11 @@ def rotate(xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None
     if flags.inverse:
         sin = -sin
     rotary = slice(flags.rotary_offset, flags.rotary_offset + 2 * cos.shape[-1])
+    is_per_head = cos.ndim == 4
     cos, sin = split_tables(cos, sin, flags.pair_block)
     forms = (torch.complex(cos, sin),) if flags.interleaved else (torch.cat((cos, cos), dim=-1), sin)
-    tables = tuple(table.unsqueeze(2) for table in forms)  # (B or 1, T, 1, R/2 or R), or (…, R/P, P) of blocks
+    # (B or 1, T, 1 or H, R/2 or R), or (…, R/P, P) of blocks.
+    tables = forms if is_per_head else tuple(table.unsqueeze(2) for table in forms)
     rotate_chunk = _rotate_interleaved if flags.interleaved else _rotate_half_split
     outside = None if inside is None or bool(inside.all()) else ~inside[..., None, None]
     for x, out in zip(xs, outs, strict=True):

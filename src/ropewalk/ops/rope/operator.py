@@ -1,7 +1,8 @@
 """The rotation as PyTorch operators, for torch.compile, tracing, tensor subclasses and dispatch modes.
 
-They are `torch.ops.ropewalk.rope` and `torch.ops.ropewalk.rope_` (in place). Plain eager calls bypass them: the
-dispatcher takes more host time than the launch.
+They are `torch.ops.ropewalk.rope`, `torch.ops.ropewalk.rope_` (in place) and, for tables that are learned,
+`torch.ops.ropewalk.rope_gradients`, which returns the gradients of xs, if they are needed, of cos and of sin. Plain
+eager calls bypass them: the dispatcher takes more host time than the launch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ropewalk.ops.rope import reference
-from ropewalk.ops.rope.autograd import rotate
+from ropewalk.ops.rope import head_tables, reference
+from ropewalk.ops.rope.autograd import differentiate, rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.validate import (
     check_arguments,
     check_axes,
     check_disjoint,
-    check_fixed,
     check_inplace,
+    check_learned,
     check_offset,
     check_overwritable,
     check_values,
@@ -35,6 +36,7 @@ _ARGUMENTS = (
 )
 _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
+_LIBRARY.define(f"rope_gradients(Tensor[] grads, Tensor[] xs, {_ARGUMENTS}, bool needs_dx) -> Tensor[]")
 _INVERSE = 7  # its index among the arguments after xs
 
 
@@ -45,8 +47,8 @@ def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
         _check(xs, call)
         if is_transformed():
             return _rotate_transformed(xs, call)
-    else:
-        check_fixed(call.cos, call.sin)
+    elif call.cos.requires_grad or call.sin.requires_grad:
+        check_learned(*call[:3], call.flags.inplace)
     *rest, inplace, impl, pair_block = call.flags
     arguments = (*call[:5], *rest, impl, pair_block, call.axes)
     if not inplace:
@@ -95,7 +97,8 @@ def _check(xs: Sequence[Tensor], call: RopeCall) -> None:
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     cos, sin, positions, cu_seqlens, offset, flags, axes = call
     check_arguments(q, k, *call[:4], axes, flags)
-    check_fixed(cos, sin)
+    if cos.requires_grad or sin.requires_grad:
+        check_learned(cos, sin, positions, flags.inplace)
     check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
     if cu_seqlens is not None and not is_hidden(cu_seqlens):
         check_values(cu_seqlens, q.shape[0])
@@ -143,20 +146,53 @@ def _rope_fake_(xs: list[Tensor], *arguments: Any) -> None:
     _check(xs, _make_call(arguments, inplace=True))
 
 
+def _rope_gradients(grads: list[Tensor], xs: list[Tensor], *arguments: Any) -> list[Tensor]:
+    *arguments, needs_dx = arguments  # type: ignore[assignment]
+    with torch.no_grad():
+        dxs, dcos, dsin = differentiate(grads, xs, _make_call(arguments, inplace=False), needs_dx)
+    return [*(dxs or ()), dcos, dsin]
+
+
+def _rope_gradients_fake(grads: list[Tensor], xs: list[Tensor], *arguments: Any) -> list[Tensor]:
+    cos, sin, *_, needs_dx = arguments
+    dtables = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in (cos, sin)]
+    return [*([torch.empty_like(x) for x in xs] if needs_dx else ()), *dtables]
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, positions, cu_seqlens, *ctx.rest, axes = inputs
-    ctx.save_for_backward(cos, sin, positions, cu_seqlens, axes)
+    xs, cos, sin, positions, cu_seqlens, *ctx.rest, axes = inputs
+    saved = xs if cos.requires_grad or sin.requires_grad else ()
+    ctx.save_for_backward(cos, sin, positions, cu_seqlens, axes, *saved)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    *tensors, axes = ctx.saved_tensors
+    *tensors, axes = ctx.saved_tensors[:5]
+    xs = ctx.saved_tensors[5:]
     arguments = [*tensors, *ctx.rest, axes]
+    if xs:
+        return _backward_of_tables(ctx, grads, xs, arguments)
     arguments[_INVERSE] = not arguments[_INVERSE]
     return torch.ops.ropewalk.rope(grads, *arguments), *[None] * len(arguments)
 
 
+def _backward_of_tables(
+    ctx: Any, grads: list[Tensor], xs: Sequence[Tensor], arguments: Sequence[Any]
+) -> tuple[Any, ...]:
+    needs_dxs, needs_dcos, needs_dsin, *_ = ctx.needs_input_grad
+    needs_dx = any(needs_dxs)
+    if torch.is_grad_enabled():  # create_graph=True: PyTorch's own operations have further derivatives
+        dxs, dcos, dsin = head_tables.differentiate(grads, xs, _make_call(arguments, inplace=False), needs_dx)
+    else:
+        *dxs, dcos, dsin = torch.ops.ropewalk.rope_gradients(grads, list(xs), *arguments, needs_dx)
+    results = list(dxs) if dxs else [None] * len(xs)
+    rest = [None] * (len(arguments) - 2)
+    return results, dcos if needs_dcos else None, dsin if needs_dsin else None, *rest
+
+
 _LIBRARY.impl("rope", _rope, "CompositeExplicitAutograd")
 _LIBRARY.impl("rope_", _rope_, "CompositeExplicitAutograd")
+_LIBRARY.impl("rope_gradients", _rope_gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("ropewalk::rope_gradients", _rope_gradients_fake, lib=_LIBRARY)
 torch.library.register_fake("ropewalk::rope", _rope_fake, lib=_LIBRARY)
 torch.library.register_fake("ropewalk::rope_", _rope_fake_, lib=_LIBRARY)
 torch.library.register_autograd("ropewalk::rope", _backward, setup_context=_save, lib=_LIBRARY)

@@ -78,10 +78,10 @@ def token_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Look up each token's cos and sin, (B or 1, T, R/2), and whether its position lies in the table, (B or 1, T).
 
-    With axes, the position of each of its pairs. The last is None where every position lies in the table by
-    construction. Rows outside it are undefined.
+    With axes, the position of each of its pairs. Tables per head give (B or 1, T, H, R/2). The last is None where every
+    position lies in the table by construction. Rows outside it are undefined.
     """
-    if cos.ndim == 3:
+    if cos.ndim == 4 or (cos.ndim == 3 and positions is None):
         return cos, sin, None
     if positions is None and cu_seqlens is None:
         rows = slice(offset, offset + tokens)
@@ -105,7 +105,7 @@ def token_rows(
     n_rows = cos.shape[0]
     inside = (position >= 0) & (position < n_rows)
     if n_rows == 0:
-        cos = sin = cos.new_zeros(1, cos.shape[1])
+        cos = sin = cos.new_zeros(1, *cos.shape[1:])
     row = torch.where(inside, position, 0)
     if axes is not None:
         pair = torch.arange(cos.shape[1], device=cos.device)
@@ -140,7 +140,11 @@ def broadcast_rows(
         cos, sin, inside = cos[0], sin[0], None if inside is None else inside[0]
     if inside is not None:
         inside = inside[..., None].unsqueeze(head_axis)
-    return cos.unsqueeze(head_axis), (-sin if inverse else sin).unsqueeze(head_axis), inside
+    if inverse:
+        sin = -sin
+    if cos.ndim == x.ndim:  # tables per head
+        return (cos.transpose(1, 2), sin.transpose(1, 2), inside) if layout == "bhtd" else (cos, sin, inside)
+    return cos.unsqueeze(head_axis), sin.unsqueeze(head_axis), inside
 
 
 def apply_rope(

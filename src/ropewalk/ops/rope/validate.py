@@ -36,7 +36,9 @@ def check_arguments(
     check_tensors(q, k, layout)
     head_dim = q.shape[-1]
     batch, tokens = as_bthd(q, layout).shape[:2]
-    _check_tables(q, cos, sin, batch, tokens, layout)
+    _check_tables(q, cos, sin, positions, batch, tokens, layout)
+    if are_per_head(cos, positions):
+        _check_heads(q, k, cos, positions, layout)
     _check_rotary(cos, head_dim, flags.rotary_dim, flags.rotary_offset)
     check_pair_block(flags.pair_block, 2 * cos.shape[-1], flags.interleaved)
     _check_positions(q, cos, positions, cu_seqlens, axes, batch, tokens, layout)
@@ -88,15 +90,34 @@ def check_not_offsets(positions: Tensor, layout: str) -> None:
         )
 
 
+def are_per_head(cos: Tensor, positions: Tensor | None) -> bool:
+    """Say whether tables have rows for each head: (n, H, R/2) by positions, or (B or 1, T, H, R/2)."""
+    return cos.ndim == 4 or (cos.ndim == 3 and positions is not None)
+
+
 def check_fixed(cos: Tensor, sin: Tensor) -> None:
     """Raise if a table requires grad."""
     if cos.requires_grad or sin.requires_grad:
-        raise ValueError("cos or sin requires grad, but neither is differentiated: pass cos.detach() and sin.detach()")
+        raise ValueError(
+            "cos or sin requires grad, but neither is differentiated where heads share them: pass cos.detach() and "
+            "sin.detach(), or tables with a row for each head, (n, H, R/2) or (B, T, H, R/2)"
+        )
+
+
+def check_learned(cos: Tensor, sin: Tensor, positions: Tensor | None, inplace: bool) -> None:
+    """Raise if a table that requires grad cannot be differentiated."""
+    if not are_per_head(cos, positions):
+        check_fixed(cos, sin)
+    if inplace and torch.is_grad_enabled():
+        raise ValueError(
+            "inplace is True, but must be False where cos or sin requires grad: their gradient needs q and k as they "
+            "were"
+        )
 
 
 def max_offset(q: Tensor, cos: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, layout: str) -> int:
     """Return the largest offset with which no position that the host can compute leaves the table."""
-    if cos.ndim == 3 or positions is not None:
+    if cos.ndim > 2 or positions is not None:
         return 0
     n_rows, tokens = cos.shape[0], q.shape[layout.index("t")]
     if cu_seqlens is not None:
@@ -112,9 +133,11 @@ def check_offset(
     limit = max_offset(q, cos, positions, cu_seqlens, layout)
     if 0 <= offset <= limit:
         return
-    if cos.ndim == 3:
+    if cos.ndim > 2:
+        hint = "" if cos.ndim == 4 else "; tables per head, (n, H, R/2), take positions as a tensor"
         raise ValueError(
-            f"positions is {offset}, but must be None where cos and sin are per token (they have 3 dimensions)"
+            f"positions is {offset}, but must be None where cos and sin are per token (they have {cos.ndim} "
+            f"dimensions){hint}"
         )
     tokens = q.shape[layout.index("t")]
     rule = f"the start must be at least 0 and at most {limit}" if limit >= 0 else f"they must have at least {tokens}"
@@ -251,7 +274,9 @@ def _check_same(name: str, value: object, other_name: str, other: object) -> Non
         raise ValueError(f"{name} is {value}, but must be {other_name}, {other}")
 
 
-def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, batch: int, tokens: int, layout: str) -> None:
+def _check_tables(
+    q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, batch: int, tokens: int, layout: str
+) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, Tensor):
             raise TypeError(f"{name} is {type(table).__name__}, but must be a tensor")
@@ -259,14 +284,41 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, batch: int, tokens: int, 
         if table.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {table.dtype}, but must be float16, bfloat16, float32 or float64")
         _check_same(f"{name}.device", table.device, "q.device", q.device)
-    if cos.ndim not in (2, 3):
-        raise ValueError(f"cos has shape {tuple(cos.shape)}, but must be (n, R/2), or (B, T, R/2) per token")
+    if cos.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)}, but must be (n, R/2), or (B, T, R/2) per token; per head (n, H, R/2), "
+            f"or (B, T, H, R/2)"
+        )
     _check_same("sin.shape", tuple(sin.shape), "cos.shape", tuple(cos.shape))
     _check_same("sin.dtype", sin.dtype, "cos.dtype", cos.dtype)
-    if cos.ndim == 3 and not (cos.shape[0] in (1, batch) and cos.shape[1] == tokens):
+    is_per_token = cos.ndim == 4 or (cos.ndim == 3 and positions is None)
+    if is_per_token and not (cos.shape[0] in (1, batch) and cos.shape[1] == tokens):
+        rule, hint = ("(B or 1, T, R/2)", "") if cos.ndim == 3 else ("(B or 1, T, H, R/2)", "")
+        if cos.ndim == 3 and cos.shape[1] == q.shape[layout.index("h")]:
+            hint = "; tables per head, (n, H, R/2), take positions, and cos[None] is a row for each token and head"
         raise ValueError(
-            f"cos has shape {tuple(cos.shape)}, but per token it must be (B or 1, T, R/2) with B = {batch} and "
-            f"T = {tokens}, as in q of shape {tuple(q.shape)} (layout {layout!r})"
+            f"cos has shape {tuple(cos.shape)}, but per token it must be {rule} with B = {batch} and "
+            f"T = {tokens}, as in q of shape {tuple(q.shape)} (layout {layout!r}){hint}"
+        )
+
+
+def _check_heads(q: Tensor, k: Tensor | None, cos: Tensor, positions: Tensor | None, layout: str) -> None:
+    """Raise unless q and k have as many heads as the tables."""
+    n_heads = q.shape[layout.index("h")]
+    if cos.shape[-2] != n_heads:
+        shape, rule = tuple(cos.shape), "(B or 1, T, H, R/2)" if cos.ndim == 4 else "(n, H, R/2)"
+        batch, tokens = as_bthd(q, layout).shape[:2]
+        if cos.ndim == 3 and shape[0] in (1, batch) and shape[1] == tokens:
+            name = "offsets" if _are_offsets(positions, layout, None) else "positions"
+            raise ValueError(
+                f"{name} must be None where cos and sin are per token (they have shape {shape}); per head they must be "
+                f"{rule} with H = {n_heads}, the heads of q"
+            )
+        raise ValueError(f"cos has shape {shape}, but per head it must be {rule} with H = {n_heads}, the heads of q")
+    if k is not None and k.shape[layout.index("h")] != n_heads:
+        raise ValueError(
+            f"k has {k.shape[layout.index('h')]} heads, but must have {n_heads}, as many as q, where cos and sin are "
+            f"per head: rotate k by a call with tables of its own heads"
         )
 
 
@@ -302,8 +354,7 @@ def _check_positions(
     tokens: int,
     layout: str,
 ) -> None:
-    are_offsets = layout != "thd" and axes is None and isinstance(positions, Tensor) and positions.ndim == 1
-    name_given = "offsets" if are_offsets else "positions"
+    name_given = "offsets" if _are_offsets(positions, layout, axes) else "positions"
     for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens), ("axes", axes)):
         if index is None:
             continue
@@ -318,11 +369,12 @@ def _check_positions(
             raise ValueError(f"cu_seqlens was given with layout {layout!r}, but must come with layout 'thd' alone")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be (number of sequences + 1,)")
-    if cos.ndim == 3:
-        if positions is not None:
-            raise ValueError(f"{name_given} must be None where cos and sin are per token (they have 3 dimensions)")
-        if axes is not None:
-            raise ValueError("axes must be None where cos and sin are per token (they have 3 dimensions)")
+    if cos.ndim > 2 and axes is not None:
+        kind = "per token" if cos.ndim == 3 else "per token and head"
+        raise ValueError(f"axes must be None where cos and sin are {kind} (they have {cos.ndim} dimensions)")
+    if cos.ndim == 4 and positions is not None:
+        raise ValueError(f"{name_given} must be None where cos and sin are per token (they have 4 dimensions)")
+    if cos.ndim > 2 and positions is None:
         return
     if axes is not None:
         _check_several_axes(cos, positions, axes, batch, tokens, layout)
@@ -345,6 +397,10 @@ def _check_positions(
             raise ValueError(f"offsets has shape {shape}, but must be (B,), ({batch},)")
     elif len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != tokens:
         raise ValueError(f"positions has shape {shape}, but must be (1, T) or (B, T) with B = {batch}, T = {tokens}")
+
+
+def _are_offsets(positions: object, layout: str, axes: Tensor | None) -> bool:
+    return layout != "thd" and axes is None and isinstance(positions, Tensor) and positions.ndim == 1
 
 
 def _check_several_axes(

@@ -269,7 +269,7 @@ def block_of_pairs(pair_block: int | None, half: int) -> int:
 def describe_positions(call: RopeCall) -> tuple[Positions, tuple[int, ...]]:
     """Return where a token's position comes from, and the strides of positions: (batch, token), and axis of several."""
     cos, _, positions, cu_seqlens, _, flags, axes = call
-    if positions is None or cos.ndim == 3:
+    if positions is None:
         return Positions.PACKED if cu_seqlens is not None and cos.ndim == 2 else Positions.INDEX, (0, 0)
     if axes is not None:
         axis, *rest = _strides(positions)
