@@ -23,9 +23,9 @@ from ropewalk.parallel import call as calls
 from ropewalk.parallel.agreement import agree, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain
+from ropewalk.parallel.gathered import attend_gathered, attend_halo
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.parallel.ring import attend_ring
-from ropewalk.parallel.runs import attend_gathered, attend_halo
 from ropewalk.parallel.shards import SumGradients
 from ropewalk.parallel.ulysses import attend_by_heads
 from ropewalk.schemes import PositionScheme

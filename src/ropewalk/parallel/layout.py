@@ -100,7 +100,7 @@ class SequenceLayout:
         self.bounds = None if cu_seqlens is None else _read_bounds(cu_seqlens, n_tokens)
         # On the device, so that no call copies them there.
         self.cu_seqlens = None if self.bounds is None else torch.tensor(self.bounds, device=self.device)
-        self.halos: dict[Any, Any] = {}  # by the reach of a window
+        self.tables: dict[Any, Any] = {}  # what calls derive from the layout, by what it depends on
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._pieces, piece = _deal(kind, n_tokens, self.size, self.bounds)
         self.n_local = piece * len(self._pieces[0])
@@ -153,6 +153,23 @@ class SequenceLayout:
             else:
                 runs.append(Run(place * self._piece, start, stop))
         return tuple(runs)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether a token of this rank is padding. Not for "striped"."""
+        return self.n_local != sum(run.stop - run.start for run in self.runs_of(self.rank))
+
+    def pairs_per_rank(self, causal: bool, left: int | None, right: int | None) -> float:
+        """Return about how many pairs of tokens a rank attends."""
+        bounds = (0, self.n_tokens) if self.bounds is None else self.bounds
+        pairs = 0.0
+        for begin, end in pairwise(bounds):
+            length = end - begin
+            of_query = length / 2 if causal else length
+            if left is not None and (causal or right is not None):
+                of_query = min(of_query, left + 1 + (0 if causal else right or 0))
+            pairs += length * of_query
+        return pairs / self.size
 
     def documents_in(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the bounds of the documents that have tokens from start to below stop. None is empty."""
