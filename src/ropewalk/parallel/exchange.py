@@ -16,17 +16,17 @@ class Part(NamedTuple):
     rank: int  # the other side: the shard's owner for a reader, the reader for an owner
     local: int  # the first one's row in the shard
     row: int  # its row among those that the reader reads
-    count: int
+    length: int
 
     @property
     def rows_of_shard(self) -> slice:
         """The tokens in their owner's shard."""
-        return slice(self.local, self.local + self.count)
+        return slice(self.local, self.local + self.length)
 
     @property
     def rows(self) -> slice:
         """The tokens among those that the reader reads."""
-        return slice(self.row, self.row + self.count)
+        return slice(self.row, self.row + self.length)
 
 
 class Exchange(NamedTuple):
@@ -68,15 +68,15 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
                 lent += [Part(reader, *part) for part in parts]
             if owner == mine:
                 end = 0
-                for local, _, count in sorted(parts):
+                for local, _, length in sorted(parts):
                     if local > end:
                         unread.append((reader, slice(end, local)))
-                    end = local + count
+                    end = local + length
                 if end < layout.n_local:
                     unread.append((reader, slice(end, layout.n_local)))
     ranges = _ranges(layout, mine, left, right)
     n_rows = ranges[-1][2] + ranges[-1][1] - ranges[-1][0] if ranges else 0
-    n_received = sum(part.count for part in read if part.rank != mine)
+    n_received = sum(part.length for part in read if part.rank != mine)
     return Exchange(tuple(ranges), n_rows, tuple(read), tuple(lent), tuple(unread), n_received)
 
 
@@ -98,10 +98,8 @@ def _ranges(layout: SequenceLayout, rank: int, left: int | None, right: int | No
     return ranges
 
 
-def _overlaps(
-    layout: SequenceLayout, ranges: list[tuple[int, int, int]], owner: int
-) -> list[tuple[int, int, int]]:
-    """Return (row in the owner's shard, row of the reader, count) for what ranges have of a shard."""
+def _overlaps(layout: SequenceLayout, ranges: list[tuple[int, int, int]], owner: int) -> list[tuple[int, int, int]]:
+    """Return (row in the owner's shard, row of the reader, length) for what ranges have of a shard."""
     found = []
     for low, high, row in ranges:
         for run in layout.runs_of(owner):

@@ -171,7 +171,8 @@ class _Groups:
 
     def by_group(self, x: Tensor) -> Tensor:
         """Return a view (G, T_local, B, heads, D) of (B, K, T_local, D)."""
-        return x.unflatten(1, (self.count, -1)).permute(1, 3, 0, 2, 4)
+        of_groups: Tensor = x.unflatten(1, (self.count, -1))
+        return of_groups.permute(1, 3, 0, 2, 4)
 
 
 class _Fetcher:
@@ -187,10 +188,11 @@ class _Fetcher:
             into = self.memory[index]
             self.coming.append(self.transport.fetch(index, into, self.exchange.read, self.exchange.lent))
 
-    def take(self, index: int) -> list[Tensor]:
+    def take(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a group's keys and values, (B, heads, rows, D). The next group is on its way then."""
         self.coming.pop(0)()
-        return [x.permute(1, 2, 0, 3) for x in self.groups.split(self.memory[index].data)]
+        k, v = self.groups.split(self.memory[index].data)
+        return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 def _shelve(transport: Transport, layout_tokens: int, groups: _Groups, k: Tensor, v: Tensor) -> None:
@@ -242,13 +244,13 @@ class _Overlapped(torch.autograd.Function):
         graphs: list[tuple[_Leaves, list[Result]]] = []
         for index in range(groups.count):
             heads = groups.of_q(index)
-            kv = fetcher.take(index)
+            of_k, of_v = fetcher.take(index)
             if index + 1 < groups.count:
                 memory.append(k.new_empty(shape))
                 fetcher.start(index + 1)
             with torch.set_grad_enabled(needs_grad):
                 of_group = groups.select(call, index)
-                source: Any = _Slices(of_group.q, *kv, exchange)
+                source: Any = _Slices(of_group.q, of_k, of_v, exchange)
                 source = _Leaves(source) if needs_grad else source
                 results = []
                 for result in attend_runs(of_group, source):
@@ -341,9 +343,7 @@ class _Overlapped(torch.autograd.Function):
         return None, None, None, None, grad_q, *grads_kv, grad_sinks, *of_parameters[:n_learned]
 
 
-def _sum_ranges(
-    ranges: list[slice], parts: list[Tensor | None], n_rows: int, like: Tensor, heads: int
-) -> Tensor:
+def _sum_ranges(ranges: list[slice], parts: list[Tensor | None], n_rows: int, like: Tensor, heads: int) -> Tensor:
     """Return the sum of gradients of ranges of rows, (n_rows, B · heads · D), by token."""
     by_token = [(rows, x.permute(2, 0, 1, 3)) for rows, x in zip(ranges, parts, strict=True) if x is not None]
     whole = [x for rows, x in by_token if rows == slice(0, n_rows)]

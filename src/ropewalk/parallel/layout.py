@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 KINDS = ("zigzag", "contiguous", "striped", "balanced")
-_RUN_TOKENS = 2048  # of a run that "balanced" deals, in a long sequence
+_RUN_TOKENS = 2048  # of the shortest runs that "balanced" deals, in a long sequence
 _FEWEST_RUNS = 4  # that "balanced" deals to a rank
+_IMBALANCE = 0.003  # of the rank with the most work; below it, more runs are not worth their launches
 
 
 class Run(NamedTuple):
@@ -224,7 +225,16 @@ def _deal(kind: str, n_tokens: int, size: int, bounds: tuple[int, ...] | None) -
     if kind != "balanced":
         return [[rank] for rank in range(size)], -(-n_tokens // size)
     assert bounds is not None
-    count = max(_FEWEST_RUNS, n_tokens // (size * _RUN_TOKENS))
+    count, most = _FEWEST_RUNS, n_tokens // (size * _RUN_TOKENS)
+    while True:
+        dealt, piece, imbalance = _deal_runs(n_tokens, size, bounds, count)
+        if imbalance < _IMBALANCE or 2 * count > most:
+            return dealt, piece
+        count *= 2
+
+
+def _deal_runs(n_tokens: int, size: int, bounds: tuple[int, ...], count: int) -> tuple[list[list[int]], int, float]:
+    """Deal so many runs to each rank, the largest first; return how much more than the mean one has to do, too."""
     piece = -(-n_tokens // (size * count))
     areas = [_area(bounds, number * piece, min((number + 1) * piece, n_tokens)) for number in range(size * count)]
     heap = [(0, rank) for rank in range(size)]
@@ -234,7 +244,9 @@ def _deal(kind: str, n_tokens: int, size: int, bounds: tuple[int, ...] | None) -
         dealt[rank].append(number)
         if len(dealt[rank]) < count:
             heapq.heappush(heap, (area + areas[number], rank))
-    return [sorted(numbers) for numbers in dealt], piece
+    totals = [sum(areas[number] for number in numbers) for numbers in dealt]
+    imbalance = max(totals) * size / max(1, sum(totals)) - 1
+    return [sorted(numbers) for numbers in dealt], piece, imbalance
 
 
 def _area(bounds: Sequence[int], start: int, stop: int) -> int:

@@ -80,9 +80,7 @@ def _rows(run: Run, start: int, stop: int) -> slice:
     return slice(run.local + start - run.start, run.local + stop - run.start)
 
 
-def _attend_range(
-    call: ShardedCall, source: Source, run: Run, start: int, stop: int, begin: int, end: int
-) -> Result:
+def _attend_range(call: ShardedCall, source: Source, run: Run, start: int, stop: int, begin: int, end: int) -> Result:
     """Attend from tokens start to below stop of a run to their keys, of those from begin to below end."""
     rows = _rows(run, start, stop)
     q = source.queries(rows)

@@ -43,9 +43,7 @@ class Transport(Protocol):
     def fetch(self, index: int, into: Tensor, read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Start to copy rows of all ranks' shelves at an index, (tokens, …), into a tensor."""
 
-    def give(
-        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]
-    ) -> Wait:
+    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Start to send rows of gradients to the inboxes of those who own the tokens, at an index."""
 
     def close(self) -> None:
