@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ropewalk.parallel.call import ShardedCall, learned_of
+from ropewalk.parallel.exchange import find_exchange
 
 METHODS = ("gather", "halo", "ulysses", "ring")
 # With more ranks and fewer tokens on each, Ulysses' transfers take less time than gather's: predicted, not measured.
@@ -44,6 +45,11 @@ class ContextParallelChoice:
 def why_not(call: ShardedCall, method: str) -> str | None:
     """Return why a method cannot run a call, beginning with an argument's name; None if it can."""
     layout = call.layout
+    if layout.between is not None and layout.within is not None:
+        if method == "ulysses":
+            return "method is that between nodes on a mesh of two dimensions, and 'ulysses' runs within one"
+        reason = _why_not_by_heads(call, layout.within.size)
+        return why_not(call._replace(layout=layout.between), method) if reason is None else reason
     if method in ("halo", "ring") and torch.compiler.is_compiling():
         return "method is not traced by torch.compile, which has no exchange that depends on the rank"
     if method != "ulysses" and call.dropout_p > 0:
@@ -53,13 +59,18 @@ def why_not(call: ShardedCall, method: str) -> str | None:
     if method == "halo" and (call.left is None or not (call.causal or call.right is not None)):
         return "window is None on a side, but must bound it"
     if method == "ulysses":
-        heads, key_heads, n = call.q.shape[1], call.k.shape[1], layout.size
-        if heads % n or (key_heads % n and n % key_heads):
-            return f"q has {heads} heads and k {key_heads}, but both must be multiples of {n} ranks, or k's a divisor"
+        return _why_not_by_heads(call, layout.size)
     if method == "ring" and not learned_of(call.scheme):
         params = call.scheme.score_mod_params(call.q.shape[1], call.q.device)
         if params is not None and params.requires_grad:
             return f"position is {type(call.scheme).__name__}, but must hold what it learns in fields of a dataclass"
+    return None
+
+
+def _why_not_by_heads(call: ShardedCall, n: int) -> str | None:
+    heads, key_heads = call.q.shape[1], call.k.shape[1]
+    if heads % n or (key_heads % n and n % key_heads):
+        return f"q has {heads} heads and k {key_heads}, but both must be multiples of {n} ranks, or k's a divisor"
     return None
 
 
@@ -90,6 +101,8 @@ def _fastest(call: ShardedCall) -> tuple[str, str]:
         return "ulysses", "dropout needs whole sequences" if call.dropout_p > 0 else "shards are short"
     if call.dropout_p > 0:
         raise NotImplementedError(f"dropout_p is {call.dropout_p}, but must be 0: {why_not(call, 'ulysses')}")
+    if layout.between is not None and not can("ring"):
+        raise NotImplementedError(f"layout has two dimensions, but {why_not(call, 'ring')}")
     if can("gather"):
         if not _fits(call) and can("ring"):
             return "ring", "gathered keys would take too much memory"
@@ -134,9 +147,10 @@ def _moved(call: ShardedCall, method: str) -> tuple[int, int, int]:
     if method == "gather":
         return shard * (n - 1), shard * (n - 1), shard * n
     if method == "halo":
-        runs = len(call.layout.runs_of(call.layout.rank))
-        reach = (call.left or 0) + (0 if call.causal else call.right or 0)
-        fetched = min(shard * (n - 1), runs * reach * shard // call.layout.n_local)
+        layout = call.layout.between or call.layout
+        fetched = (
+            find_exchange(layout, call.left, 0 if call.causal else call.right).n_received * shard // layout.n_local
+        )
         return fetched, fetched, fetched + shard
     if method == "ulysses":
         of_q = (call.q.numel() + call.q.numel() // call.q.shape[3] * call.v.shape[3]) * call.q.element_size()

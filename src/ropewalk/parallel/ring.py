@@ -266,7 +266,8 @@ def _differentiate(
         )
     of_learned: tuple[Tensor | None, ...] = (None,) * len(params)
     if wanted.score_mod_params:
-        assert of_scores is not None and grads.score_mod_params is not None
+        assert of_scores is not None
+        assert grads.score_mod_params is not None
         of_learned = torch.autograd.grad(of_scores, params, grads.score_mod_params, allow_unused=True)
     return grads.q, grads.k, grads.v, *of_learned
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ropewalk.parallel.layout import SequenceLayout
+from ropewalk.parallel.layout import SequenceLayout, Within
 
 
 def shard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
@@ -114,13 +114,13 @@ def gather(layout: SequenceLayout, *xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.movedim(0, 2) for x in wholes)
 
 
-def split_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """Exchange (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads."""
+def split_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
+    """Exchange (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads, or its node's."""
     exchanged: Tensor = _Exchange.apply(layout, x, True)
     return exchanged
 
 
-def join_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
+def join_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     """Undo `split_heads`; padding tokens are zeros."""
     exchanged: Tensor = _Exchange.apply(layout, x, False)
     return exchanged
@@ -138,7 +138,9 @@ def tie(out: Tensor, *inputs: Tensor) -> Tensor:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.14
 
 
-def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, layout: SequenceLayout) -> Tensor:
+def all_to_all(
+    x: Tensor, received: list[int] | None, sent: list[int] | None, layout: SequenceLayout | Within
+) -> Tensor:
     """Exchange rows of x: so many to each rank, so many from each; equal parts by default."""
     rows = x.shape[0] if received is None else sum(received)
     result = x.new_empty(rows, *x.shape[1:])
@@ -176,17 +178,21 @@ class _Gather(torch.autograd.Function):
         return None, *results
 
 
-def _to_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
+def _to_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     n = layout.size
     parts = x.unflatten(1, (n, x.shape[1] // n)).permute(1, 3, 0, 2, 4)  # (n, T_local, B, H/n, D)
     every = all_to_all(parts, None, None, layout).flatten(0, 1)
-    return every.index_select(0, layout.order).permute(1, 2, 0, 3)
+    if isinstance(layout, SequenceLayout):  # a node's tokens are in their order, padding among them
+        every = every.index_select(0, layout.order)
+    return every.permute(1, 2, 0, 3)
 
 
-def _to_tokens(layout: SequenceLayout, x: Tensor) -> Tensor:
+def _to_tokens(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     tokens = x.permute(2, 0, 1, 3)  # (T, B, H/n, D)
-    padded = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
-    parts = padded.index_select(0, layout.places).unflatten(0, (layout.size, layout.n_local))
+    if isinstance(layout, SequenceLayout):
+        padded = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
+        tokens = padded.index_select(0, layout.places)
+    parts = tokens.unflatten(0, (layout.size, -1))
     return all_to_all(parts, None, None, layout).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
@@ -194,7 +200,7 @@ class _Exchange(torch.autograd.Function):
     """Tokens for heads, or heads for tokens; each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout, x: Tensor, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, layout: SequenceLayout | Within, x: Tensor, to_heads: bool) -> Tensor:
         ctx.layout, ctx.to_heads = layout, to_heads
         return (_to_heads if to_heads else _to_tokens)(layout, x)
 
