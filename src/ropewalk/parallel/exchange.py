@@ -37,7 +37,7 @@ class Exchange(NamedTuple):
     read: tuple[Part, ...]  # its own tokens among them
     lent: tuple[Part, ...]  # to others
     unread: tuple[tuple[int, slice], ...]  # rows of this shard that a rank does not read
-    n_received: int  # of the rows that this rank reads, those of others
+    n_received: int  # the tokens that a rank reads of others, at most
 
     def row_of(self, token: int) -> int:
         """Return the row of a token that this rank reads."""
@@ -54,11 +54,15 @@ def find_exchange(layout: SequenceLayout, left: int | None, right: int | None) -
 
 def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchange:
     mine = layout.rank
+    n_received = 0
     read: list[Part] = []
     lent: list[Part] = []
     unread: list[tuple[int, slice]] = []
     for reader in range(layout.size):
         ranges = _ranges(layout, reader, left, right)
+        received = sum(high - low for low, high, _ in ranges)
+        received -= sum(length for _, _, length in _overlaps(layout, ranges, reader))
+        n_received = max(n_received, received)
         owners = range(layout.size) if reader == mine else (mine,)
         for owner in owners:
             parts = _overlaps(layout, ranges, owner)
@@ -76,7 +80,6 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
                     unread.append((reader, slice(end, layout.n_local)))
     ranges = _ranges(layout, mine, left, right)
     n_rows = ranges[-1][2] + ranges[-1][1] - ranges[-1][0] if ranges else 0
-    n_received = sum(part.length for part in read if part.rank != mine)
     return Exchange(tuple(ranges), n_rows, tuple(read), tuple(lent), tuple(unread), n_received)
 
 
