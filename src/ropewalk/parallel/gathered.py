@@ -72,14 +72,17 @@ def _is_watched(call: ShardedCall, learned: list[Tensor]) -> bool:
 
 
 def count_groups(call: ShardedCall) -> int:
-    """Return the number of groups of heads: as many as are worth their launches."""
+    """Return the number of groups of heads of a call."""
     layout = call.layout
     if layout.size == 1:
         return 1
     batch, heads, _, head_dim = call.q.shape
     pairs = layout.pairs_per_rank(call.causal, call.left, call.right)
-    operations = 2 * batch * heads * pairs * (head_dim + call.v.shape[3])
-    key_heads = call.k.shape[1]
+    return groups_of(call.k.shape[1], 2 * batch * heads * pairs * (head_dim + call.v.shape[3]))
+
+
+def groups_of(key_heads: int, operations: float) -> int:
+    """Return the number of groups of so many key heads: as many as are worth their launches."""
     most = min(_MOST_GROUPS, int(operations / operations_of_group) if operations_of_group else _MOST_GROUPS)
     return max(count for count in range(1, max(1, most) + 1) if key_heads % count == 0)
 
