@@ -126,7 +126,6 @@ class SymmetricMemory:
 
     def __init__(self, layout: SequenceLayout) -> None:
         self.group, self.rank, self.size, self.device = layout.group, layout.rank, layout.size, layout.device
-        self.stream = torch.cuda.Stream(self.device)
         self.turn = 0
         self.shelf_bytes = self.inbox_bytes = 0
         self.peers: list[Tensor] = []  # each rank's memory, as bytes
@@ -162,7 +161,7 @@ class SymmetricMemory:
 
     def open(self) -> None:
         """Wait for the other ranks, on the device."""
-        self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+        self._meet()
 
     def fetch(self, index: int, into: Tensor, read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Copy rows from the ranks' shelves, this one's too."""
@@ -180,38 +179,41 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Wait for the other ranks, on the device."""
+        self._meet()
+
+    def _meet(self) -> None:
+        """Let the current stream wait for those of the other ranks."""
         self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Wait:
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
+        """Start to copy, to the first of each pair."""
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source)
             event = self.stream.record_event()
-
-        def wait() -> None:
-            torch.cuda.current_stream().wait_event(event)
-
-        return wait
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
     def _reserve(self, shelf_bytes: int, inbox_bytes: int) -> None:
         """Allocate more memory, where it is needed: on all ranks, as their calls are alike."""
         if shelf_bytes <= self.shelf_bytes and inbox_bytes <= self.inbox_bytes:
             return
+        self.shelf_bytes, self.inbox_bytes = max(shelf_bytes, self.shelf_bytes), max(inbox_bytes, self.inbox_bytes)
+        self.views = {}
+        self.peers = self._allocate(2 * self.shelf_bytes + self.inbox_bytes)
+
+    def _allocate(self, n_bytes: int) -> list[Tensor]:
+        """Return the memory of each rank, as bytes."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        kept = self.views, self.peers  # until no rank reads them
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
-        self.shelf_bytes, self.inbox_bytes = max(shelf_bytes, self.shelf_bytes), max(inbox_bytes, self.inbox_bytes)
-        total = 2 * self.shelf_bytes + self.inbox_bytes
-        del kept
-        self.views, self.peers = {}, []
-        self.memory = symm_mem.empty(total, dtype=torch.uint8, device=self.device)
+        dist.barrier(self.group)  # nobody reads the memory before it
+        self.peers = []
+        self.memory = symm_mem.empty(n_bytes, dtype=torch.uint8, device=self.device)
         self.handle = symm_mem.rendezvous(self.memory, self.group)
-        self.peers = [
-            self.memory if rank == self.rank else self.handle.get_buffer(rank, (total,), torch.uint8, 0)
+        self.stream = torch.cuda.Stream(self.device)
+        return [
+            self.memory if rank == self.rank else self.handle.get_buffer(rank, (n_bytes,), torch.uint8, 0)
             for rank in range(self.size)
         ]
 
