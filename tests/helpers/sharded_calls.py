@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from helpers import interpreter
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention
 from ropewalk.parallel import SequenceLayout, context_parallel_attention, gathered, shard_sequence, transport
 from ropewalk.parallel.transport import SymmetricMemory
@@ -209,3 +210,34 @@ def compare(
             tensors = draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, DV), draw(B, T, H, DV)
             refused += _compare(name, case, tensors, (draw(B, T, H, DV), draw(B, H, T)), group, methods)
     assert len(refused) == n_refused, refused
+
+
+def compare_kernels(rank: int) -> None:
+    """Compare a ring and a gather by Triton's kernels with one process, in float32."""
+    interpreter.make_faster()
+    gathered.operations_of_group = gathered.kept_bytes = 0
+    generator = torch.Generator().manual_seed(1)
+    layout = SequenceLayout(dist.group.WORLD, T)
+    shapes = (1, T, H, D), (1, T, K, D), (1, T, K, D), (1, T, H, D), (1, H, T)
+    q, k, v, grad, grad_lse = (torch.randn(*shape, generator=generator) for shape in shapes)
+    for name, scheme in (("rope", Rope()), ("alibi", Alibi(_numbers(0.05, 0.9).detach().float().requires_grad_()))):
+        learned = [x for x in vars(scheme).values() if isinstance(x, Tensor)]
+        keywords: dict[str, Any] = {"position": scheme, "causal": True, "window": 30, "return_lse": True}
+        whole = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = attention(*whole, impl="reference", **keywords)
+        of_whole = torch.autograd.grad(expected, (*whole, *learned), (grad.double(), grad_lse.double()))
+        for method in ("gather", "ring"):
+            mine = [shard_sequence(x, layout).requires_grad_() for x in (q, k, v)]
+            result = context_parallel_attention(
+                *mine, layout=layout, method=method, impl="triton", sum_gradients=True, **keywords
+            )
+            of_mine = torch.autograd.grad(
+                result, (*mine, *learned), (shard_sequence(grad, layout), shard_sequence(grad_lse, layout, 2))
+            )
+            _close(result[0] * layout.valid[:, None, None], shard_sequence(expected[0], layout), name + method)
+            for x, y in zip(of_mine, of_whole, strict=True):
+                _close(x, shard_sequence(y, layout) if y.ndim == 4 else y, name + method)
+
+
+def _close(x: Tensor, y: Tensor, name: str) -> None:
+    assert (x.double() - y).abs().max() < 1e-5 * y.abs().max(), name
