@@ -1,4 +1,4 @@
-"""Which tokens a rank reads of each shard, and where they go: the same tables on every rank.
+"""Tables of the tokens that a rank reads of each shard, and of where they go, the same on every rank.
 
 Letters: T tokens, n ranks.
 """

@@ -1,4 +1,4 @@
-"""How shards travel: copies through symmetric memory where GPUs can read each other's, else messages.
+"""Transports of shards: copies through symmetric memory where GPUs can read each other's, else messages.
 
 An exchange has three steps, which all ranks take in the same order: `shelve` keys and values, `open`, and then `fetch`
 or `give` parts while attention runs. Copies go by copy engines, which leave the multiprocessors to attention.
