@@ -242,7 +242,7 @@ def _of_gather(sizes: _Sizes, n_received: int) -> Cost:
     """Keys and values by groups of heads, one group ahead; in the backward again, and their gradients."""
     n, shard = sizes.layout.size, sizes.bytes_of_k * sizes.key_heads
     received = shard * n_received // sizes.layout.n_local
-    groups = groups_of(sizes.key_heads, sizes.seconds * _RATE) if n > 1 else 1
+    groups = groups_of(sizes.key_heads, sizes.seconds * _RATE, received) if n > 1 else 1
     arrival = received / sizes.link / groups
     attention = sizes.seconds / groups
     forward = arrival + (groups - 1) * max(0.0, arrival - attention)

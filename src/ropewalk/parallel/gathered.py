@@ -21,10 +21,13 @@ from ropewalk.parallel.runs import Result, attend_runs, join
 from ropewalk.parallel.transport import Transport, Wait, transport_of
 from ropewalk.schemes.heads import OfHeads
 
-# A group of fewer operations than these, forward and on each rank, is not worth its launches.
+# A group of fewer operations than these, forward on each rank, is not worth its launches; 0: as many as there may be.
 operations_of_group = 4e11
+# Nor is one of fewer key heads: the backward is slower then. Nor are groups if keys and values arrive in a smaller part
+# of attention's time, by copies at so many bytes/s beside so many FLOP/s.
+_KEY_HEADS, _SHARE, _COPIES, _RATE = 8, 0.02, 350e9, 600e12
 _MOST_GROUPS = 4
-kept_bytes = 128 << 20  # gathered keys and values of at most so many bytes are kept for the backward
+kept_bytes = 256 << 20  # gathered keys and values of at most so many bytes are kept for the backward
 
 
 def attend_gathered(call: ShardedCall) -> tuple[Tensor, Tensor]:
@@ -44,7 +47,7 @@ def _attend(call: ShardedCall, exchange: Exchange) -> tuple[Tensor, Tensor]:
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks, *learned)
     )
-    groups = _Groups(call, count_groups(call))
+    groups = _Groups(call, count_groups(call, exchange))
     if not needs_grad or not _is_watched(call, learned):
         tensors = (call.q, call.k, call.v, call.sinks, *learned)
         result: tuple[Tensor, Tensor] = _Overlapped.apply(call, exchange, groups, needs_grad, *tensors)
@@ -71,19 +74,24 @@ def _is_watched(call: ShardedCall, learned: list[Tensor]) -> bool:
     return params is not None and params.requires_grad
 
 
-def count_groups(call: ShardedCall) -> int:
+def count_groups(call: ShardedCall, exchange: Exchange) -> int:
     """Return the number of groups of heads of a call."""
     layout = call.layout
     if layout.size == 1:
         return 1
     batch, heads, _, head_dim = call.q.shape
-    pairs = layout.pairs_per_rank(call.causal, call.left, call.right)
-    return groups_of(call.k.shape[1], 2 * batch * heads * pairs * (head_dim + call.v.shape[3]))
+    head_dims = head_dim + call.v.shape[3]
+    operations = 2 * batch * heads * layout.pairs_per_rank(call.causal, call.left, call.right) * head_dims
+    n_bytes = exchange.n_received * batch * call.k.shape[1] * head_dims * call.k.element_size()
+    return groups_of(call.k.shape[1], operations, n_bytes)
 
 
-def groups_of(key_heads: int, operations: float) -> int:
-    """Return the number of groups of so many key heads: as many as are worth their launches."""
-    most = min(_MOST_GROUPS, int(operations / operations_of_group) if operations_of_group else _MOST_GROUPS)
+def groups_of(key_heads: int, operations: float, n_bytes: float) -> int:
+    """Return the number of groups of so many key heads, where a rank has these operations and receives these bytes."""
+    most = _MOST_GROUPS
+    if operations_of_group:
+        worth = n_bytes / _COPIES / (_SHARE * max(1.0, operations) / _RATE)
+        most = int(min(most, key_heads // _KEY_HEADS, operations / operations_of_group, worth))
     return max(count for count in range(1, max(1, most) + 1) if key_heads % count == 0)
 
 
@@ -166,11 +174,14 @@ class _Groups:
         sinks = None if call.sinks is None else call.sinks[heads]
         return call._replace(q=call.q[:, heads], scheme=scheme, sinks=sinks)
 
-    def split(self, memory: Tensor) -> list[Tensor]:
-        """Return keys and values, (…, B, heads, D), in memory of tokens (…, numbers)."""
-        width = self.widths[0]
-        halves = memory[..., :width], memory[..., width:]
-        return [x.unflatten(-1, (self.batch, -1, dim)) for x, dim in zip(halves, self.dims, strict=True)]
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Return keys or values, (…, B, heads, dim), of tokens, (…, B · heads · dim)."""
+        split: Tensor = x.unflatten(-1, (self.batch, -1, dim))
+        return split
+
+    def empty(self, like: Tensor, rows: int) -> list[Tensor]:
+        """Return memory for a group's keys and values, (rows, numbers)."""
+        return [like.new_empty(rows, width) for width in self.widths]
 
     def by_group(self, x: Tensor) -> Tensor:
         """Return a view (G, T_local, B, heads, D) of (B, K, T_local, D)."""
@@ -181,7 +192,7 @@ class _Groups:
 class _Fetcher:
     """Fetches the keys and values of groups, in order, one group ahead of the one that is attended."""
 
-    def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, memory: list[Tensor]) -> None:
+    def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, memory: list[list[Tensor]]) -> None:
         self.transport, self.exchange, self.groups, self.memory = transport, exchange, groups, memory
         self.coming: list[Wait] = []
 
@@ -194,14 +205,20 @@ class _Fetcher:
     def take(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a group's keys and values, (B, heads, rows, D). The next group is on its way then."""
         self.coming.pop(0)()
-        k, v = self.groups.split(self.memory[index].data)
+        k, v = (self.groups.split(x.data, dim) for x, dim in zip(self.memory[index], self.groups.dims, strict=True))
         return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
-def _shelve(transport: Transport, layout_tokens: int, groups: _Groups, k: Tensor, v: Tensor) -> None:
-    shelf = transport.shelve((groups.count, layout_tokens, sum(groups.widths)), k.dtype)
-    for target, x in zip(groups.split(shelf), (k, v), strict=True):
-        target.copy_(groups.by_group(x))
+def _shelve(transport: Transport, n_local: int, groups: _Groups, k: Tensor, v: Tensor) -> None:
+    shelves = transport.shelve([(groups.count, n_local, width) for width in groups.widths], k.dtype)
+    for shelf, x, dim in zip(shelves, (k, v), groups.dims, strict=True):
+        groups.split(shelf, dim).copy_(groups.by_group(x))
+
+
+def _release(memory: list[Tensor]) -> None:
+    """Give memory back, which views of it keep otherwise."""
+    for x in memory:
+        x.untyped_storage().resize_(0)
 
 
 def _empty_like_tokens(q: Tensor, dim: int) -> Tensor:
@@ -234,11 +251,10 @@ class _Overlapped(torch.autograd.Function):
         transport = transport_of(layout)
         _shelve(transport, layout.n_local, groups, call.k, call.v)
         transport.open()
-        shape = exchange.n_rows, sum(groups.widths)
-        memory: list[Tensor] = [k.new_empty(shape)]
+        memory = [groups.empty(k, exchange.n_rows)]
         fetcher = _Fetcher(transport, exchange, groups, memory)
         fetcher.start(0)
-        is_kept = groups.count * memory[0].nbytes <= kept_bytes
+        is_kept = groups.count * sum(x.nbytes for x in memory[0]) <= kept_bytes
         out = _empty_like_tokens(q, v.shape[3])
         lse = torch.empty(q.shape[:3], dtype=shards.accumulator(q.dtype), device=q.device)
         if layout.has_padding:
@@ -249,7 +265,7 @@ class _Overlapped(torch.autograd.Function):
             heads = groups.of_q(index)
             of_k, of_v = fetcher.take(index)
             if index + 1 < groups.count:
-                memory.append(k.new_empty(shape))
+                memory.append(groups.empty(k, exchange.n_rows))
                 fetcher.start(index + 1)
             with torch.set_grad_enabled(needs_grad):
                 of_group = groups.select(call, index)
@@ -263,7 +279,7 @@ class _Overlapped(torch.autograd.Function):
             if needs_grad:
                 graphs.append((source, results))
             if not is_kept or not needs_grad:
-                memory[index].untyped_storage().resize_(0)
+                _release(memory[index])
         if needs_grad:
             ctx.save_for_backward(k, v)
             ctx.call, ctx.exchange, ctx.groups, ctx.graphs = call._replace(k=k[:0], v=v[:0]), exchange, groups, graphs
@@ -286,11 +302,11 @@ class _Overlapped(torch.autograd.Function):
         if not ctx.is_kept:
             _shelve(transport, layout.n_local, groups, k, v)
         transport.open()
-        n_bytes = exchange.n_rows * sum(groups.widths) * k.element_size()
 
         def start(index: int) -> None:
             if index < groups.count and not ctx.is_kept:
-                ctx.memory[index].untyped_storage().resize_(n_bytes)
+                for x in ctx.memory[index]:
+                    x.untyped_storage().resize_(x.nbytes)
                 fetcher.start(index)
 
         start(0)
@@ -326,7 +342,7 @@ class _Overlapped(torch.autograd.Function):
                 for number, x in enumerate((k, v))
             ]
             if not (ctx.is_kept and keeps_graph):
-                ctx.memory[index].untyped_storage().resize_(0)
+                _release(ctx.memory[index])
             if len(leaving) > 1:
                 leaving.pop(0)[0]()
             leaving.append((transport.give(index, of_kv, exchange.read, exchange.lent), of_kv))
@@ -336,14 +352,21 @@ class _Overlapped(torch.autograd.Function):
         grads_kv = []
         for inbox, x in zip(inboxes, (k, v), strict=True):
             grad = torch.empty_like(x)
-            parts = inbox.unflatten(-1, (groups.batch, groups.key_heads, -1))
-            torch.sum(parts, 0, out=groups.by_group(grad))
+            _sum_ranks(groups.split(inbox, x.shape[3]), groups.by_group(grad))
             grads_kv.append(grad)
         n_learned = len(ctx.leaves)
         if not keeps_graph:
             ctx.graphs = ctx.memory = None  # the node lives as long as the output
         grad_sinks = of_parameters[n_learned] if len(of_parameters) > n_learned else None
         return None, None, None, None, grad_q, *grads_kv, grad_sinks, *of_parameters[:n_learned]
+
+
+def _sum_ranks(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of all ranks' parts, (n, …), rounded once."""
+    if parts.shape[0] == 2:  # in float32 too, and faster
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        torch.sum(parts, 0, out=out)
 
 
 def _sum_ranges(ranges: list[slice], parts: list[Tensor | None], n_rows: int, like: Tensor, heads: int) -> Tensor:
@@ -371,7 +394,7 @@ class _Fetch(torch.autograd.Function):
         transport = transport_of(call.layout)
         _shelve(transport, call.layout.n_local, groups, k, v)
         transport.open()
-        fetcher = _Fetcher(transport, exchange, groups, [k.new_empty(exchange.n_rows, sum(groups.widths))])
+        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)])
         fetcher.start(0)
         ctx.layout, ctx.exchange, ctx.groups = call.layout, exchange, groups
         whole_k, whole_v = fetcher.take(0)

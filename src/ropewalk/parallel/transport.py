@@ -19,6 +19,7 @@ from torch import Tensor
 from ropewalk.parallel.exchange import Part
 from ropewalk.parallel.layout import SequenceLayout
 
+Shapes = list[tuple[int, ...]]
 Wait = Callable[[], None]  # let the current stream, or a CPU, wait until parts have arrived
 _TIMEOUT_MS = 600_000  # of ranks that wait for each other
 _ALIGNMENT = 256  # bytes
@@ -31,17 +32,17 @@ class Transport(Protocol):
 
     name: str
 
-    def shelve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return memory for what this rank lends; it is this exchange's until the next one but one."""
 
-    def inbox(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return memory for gradients that come, (n, …) each, by the rank that they come from."""
 
     def open(self) -> None:
         """Let others read what was shelved, and write into the inbox."""
 
-    def fetch(self, index: int, into: Tensor, read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Start to copy rows of all ranks' shelves at an index, (tokens, …), into a tensor."""
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Start to copy rows of all ranks' shelves at an index, (tokens, …), into tensors, one for each shape."""
 
     def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Start to send rows of gradients to the inboxes of those who own the tokens, at an index."""
@@ -59,15 +60,15 @@ class Messages:
         self.group, self.rank, self.device = layout.group, layout.rank, layout.device
         self.ranks = [dist.get_global_rank(layout.group, rank) for rank in range(layout.size)]
         self.size = layout.size
-        self.shelf: Tensor | None = None
+        self.shelves: list[Tensor] = []
         self.inboxes: list[Tensor] = []
 
-    def shelve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return new memory."""
-        self.shelf = torch.empty(shape, dtype=dtype, device=self.device)
-        return self.shelf
+        self.shelves = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        return self.shelves
 
-    def inbox(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return new memory."""
         self.inboxes = [torch.empty(self.size, *shape, dtype=dtype, device=self.device) for shape in shapes]
         return self.inboxes
@@ -75,16 +76,16 @@ class Messages:
     def open(self) -> None:
         """Do nothing: a message waits for its sender."""
 
-    def fetch(self, index: int, into: Tensor, read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Send and receive rows."""
-        assert self.shelf is not None
-        mine = self.shelf[index]
-        sent = [(mine[part.rows_of_shard], part.rank) for part in lent]
-        received = [(into[part.rows], part.rank) for part in read if part.rank != self.rank]
+        pairs = list(zip(into, [shelf[index] for shelf in self.shelves], strict=True))
+        sent = [(mine[part.rows_of_shard], part.rank) for part in lent for _, mine in pairs]
+        received = [(x[part.rows], part.rank) for part in read if part.rank != self.rank for x, _ in pairs]
         wait = self._exchange(sent, received)
         for part in read:
             if part.rank == self.rank:
-                into[part.rows].copy_(mine[part.rows_of_shard])
+                for x, mine in pairs:
+                    x[part.rows].copy_(mine[part.rows_of_shard])
         return wait
 
     def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
@@ -101,7 +102,7 @@ class Messages:
 
     def close(self) -> None:
         """Drop the memory: every message was waited for."""
-        self.shelf, self.inboxes = None, []
+        self.shelves, self.inboxes = [], []
 
     def _exchange(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> Wait:
         operations = [dist.P2POp(dist.isend, x, self.ranks[rank], self.group) for x, rank in sent]
@@ -129,51 +130,47 @@ class SymmetricMemory:
         self.turn = 0
         self.shelf_bytes = self.inbox_bytes = 0
         self.peers: list[Tensor] = []  # each rank's memory, as bytes
-        self.shelves: list[Tensor] = []
+        self.shelves: list[list[Tensor]] = []  # of each shape, by rank
         self.inboxes: list[list[Tensor]] = []
-        self.views: dict[Any, Any] = {}
+        self.views: dict[Any, list[list[Tensor]]] = {}
 
-    def shelve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return the shelf whose turn it is."""
-        n_bytes = _round_up(torch.Size(shape).numel() * dtype.itemsize)
-        self._reserve(n_bytes, self.inbox_bytes)
+        self._reserve(_n_bytes(shapes, dtype), self.inbox_bytes)
         self.turn = 1 - self.turn
-        key = (self.turn, shape, dtype)
-        if key not in self.views:
-            self.views[key] = self._view(self.turn * self.shelf_bytes, shape, dtype)
-        self.shelves = self.views[key]
-        return self.shelves[self.rank]
+        self.shelves = self._views(self.turn * self.shelf_bytes, shapes, dtype)
+        return [of_ranks[self.rank] for of_ranks in self.shelves]
 
-    def inbox(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return the inbox."""
         shapes = [(self.size, *shape) for shape in shapes]
-        sizes = [_round_up(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes]
-        self._reserve(self.shelf_bytes, sum(sizes))
-        key = (tuple(shapes), dtype)
-        if key not in self.views:
-            offset, views = 2 * self.shelf_bytes, []
-            for shape, size in zip(shapes, sizes, strict=True):
-                views.append(self._view(offset, shape, dtype))
-                offset += size
-            self.views[key] = views
-        self.inboxes = self.views[key]
+        self._reserve(self.shelf_bytes, _n_bytes(shapes, dtype))
+        self.inboxes = self._views(2 * self.shelf_bytes, shapes, dtype)
         return [of_ranks[self.rank] for of_ranks in self.inboxes]
 
     def open(self) -> None:
         """Wait for the other ranks, on the device."""
         self._meet()
 
-    def fetch(self, index: int, into: Tensor, read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Copy rows from the ranks' shelves, this one's too."""
-        return self._copy([(into[part.rows], self.shelves[part.rank][index, part.rows_of_shard]) for part in read])
-
-    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Copy rows to the ranks' inboxes, this one's too."""
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Copy rows from the ranks' shelves."""
+        pairs = list(zip(into, self.shelves, strict=True))
         return self._copy(
             [
-                (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
+                (part.rank, x[part.rows], shelves[part.rank][index, part.rows_of_shard])
                 for part in read
-                for x, inboxes in zip(grads, self.inboxes, strict=True)
+                for x, shelves in pairs
+            ]
+        )
+
+    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Copy rows to the ranks' inboxes."""
+        pairs = list(zip(grads, self.inboxes, strict=True))
+        return self._copy(
+            [
+                (part.rank, inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
+                for part in read
+                for x, inboxes in pairs
             ]
         )
 
@@ -185,13 +182,17 @@ class SymmetricMemory:
         """Let the current stream wait for those of the other ranks."""
         self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
 
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Wait:
-        """Start to copy, to the first of each pair."""
+    def _copy(self, copies: list[tuple[int, Tensor, Tensor]]) -> Wait:
+        """Start to copy (rank, target, source): beside the current stream, but for this rank's own rows."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for target, source in pairs:
-                target.copy_(source)
+            for rank, target, source in copies:
+                if rank != self.rank:
+                    target.copy_(source)
             event = self.stream.record_event()
+        for rank, target, source in copies:
+            if rank == self.rank:
+                target.copy_(source)
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def _reserve(self, shelf_bytes: int, inbox_bytes: int) -> None:
@@ -217,9 +218,21 @@ class SymmetricMemory:
             for rank in range(self.size)
         ]
 
-    def _view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return [peer[offset : offset + n_bytes].view(dtype).view(shape) for peer in self.peers]
+    def _views(self, offset: int, shapes: Shapes, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Return views of all ranks' memory from an offset on, one shape after another."""
+        key = (offset, *shapes, dtype)
+        if key not in self.views:
+            found: list[list[Tensor]] = []
+            for shape in shapes:
+                n_bytes = torch.Size(shape).numel() * dtype.itemsize
+                found.append([peer[offset : offset + n_bytes].view(dtype).view(shape) for peer in self.peers])
+                offset += _round_up(n_bytes)
+            self.views[key] = found
+        return self.views[key]
+
+
+def _n_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
+    return sum(_round_up(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
 
 
 def _round_up(n_bytes: int) -> int:
