@@ -160,8 +160,8 @@ class SharedFiles(SymmetricMemory):
     def _meet(self) -> None:
         dist.barrier(self.group)
 
-    def _copy(self, copies: list[tuple[int, Tensor, Tensor]]) -> Callable[[], None]:
-        for _, target, source in copies:
+    def _copy(self, copies: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        for target, source in copies:
             target.copy_(source)
         return lambda: None
 

@@ -34,8 +34,11 @@ class Exchange(NamedTuple):
 
     ranges: tuple[tuple[int, int, int], ...]  # tokens low to below high, from a row on
     n_rows: int  # that this rank reads
-    read: tuple[Part, ...]  # its own tokens among them
+    own: tuple[Part, ...]  # of this rank's shard
+    read: tuple[Part, ...]  # of others' shards
     lent: tuple[Part, ...]  # to others
+    lent_rows: tuple[slice, ...]  # the rows of this shard that any other rank reads
+    is_lent_once: bool  # no row to two ranks
     unread: tuple[tuple[int, slice], ...]  # rows of this shard that a rank does not read
     n_received: int  # the tokens that a rank reads of others, at most
 
@@ -80,7 +83,23 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
                     unread.append((reader, slice(end, layout.n_local)))
     ranges = _ranges(layout, mine, left, right)
     n_rows = ranges[-1][2] + ranges[-1][1] - ranges[-1][0] if ranges else 0
-    return Exchange(tuple(ranges), n_rows, tuple(read), tuple(lent), tuple(unread), n_received)
+    own = tuple(part for part in read if part.rank == mine)
+    others = tuple(part for part in read if part.rank != mine)
+    rows, is_lent_once = _merge(lent)
+    return Exchange(tuple(ranges), n_rows, own, others, tuple(lent), rows, is_lent_once, tuple(unread), n_received)
+
+
+def _merge(lent: list[Part]) -> tuple[tuple[slice, ...], bool]:
+    """Return the rows of parts of a shard, and whether no row is in two of them."""
+    merged: list[list[int]] = []
+    is_once = True
+    for start, stop in sorted((part.local, part.local + part.length) for part in lent):
+        if merged and start <= merged[-1][1]:
+            is_once = is_once and start == merged[-1][1]
+            merged[-1][1] = max(stop, merged[-1][1])
+        else:
+            merged.append([start, stop])
+    return tuple(slice(*bounds) for bounds in merged), is_once
 
 
 def _ranges(layout: SequenceLayout, rank: int, left: int | None, right: int | None) -> list[tuple[int, int, int]]:

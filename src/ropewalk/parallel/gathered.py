@@ -192,8 +192,16 @@ class _Groups:
 class _Fetcher:
     """Fetches the keys and values of groups, in order, one group ahead of the one that is attended."""
 
-    def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, memory: list[list[Tensor]]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        exchange: Exchange,
+        groups: _Groups,
+        memory: list[list[Tensor]],
+        own: tuple[Tensor, Tensor],
+    ) -> None:
         self.transport, self.exchange, self.groups, self.memory = transport, exchange, groups, memory
+        self.own = [groups.by_group(x) for x in own]
         self.coming: list[Wait] = []
 
     def start(self, index: int) -> None:
@@ -201,6 +209,9 @@ class _Fetcher:
         if index < self.groups.count:
             into = self.memory[index]
             self.coming.append(self.transport.fetch(index, into, self.exchange.read, self.exchange.lent))
+            for x, own, dim in zip(into, self.own, self.groups.dims, strict=True):
+                for part in self.exchange.own:
+                    self.groups.split(x, dim)[part.rows] = own[index, part.rows_of_shard]
 
     def take(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a group's keys and values, (B, heads, rows, D). The next group is on its way then."""
@@ -209,10 +220,12 @@ class _Fetcher:
         return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
-def _shelve(transport: Transport, n_local: int, groups: _Groups, k: Tensor, v: Tensor) -> None:
-    shelves = transport.shelve([(groups.count, n_local, width) for width in groups.widths], k.dtype)
+def _shelve(transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
+    """Lay out what others read."""
+    shelves = transport.shelve([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
     for shelf, x, dim in zip(shelves, (k, v), groups.dims, strict=True):
-        groups.split(shelf, dim).copy_(groups.by_group(x))
+        for rows in exchange.lent_rows:
+            groups.split(shelf, dim)[:, rows] = groups.by_group(x)[:, rows]
 
 
 def _release(memory: list[Tensor]) -> None:
@@ -249,10 +262,10 @@ class _Overlapped(torch.autograd.Function):
         call = call._replace(q=q.detach(), k=k.detach(), v=v.detach(), sinks=sinks)
         call = call._replace(scheme=with_learned(call.scheme, iter(leaves)))
         transport = transport_of(layout)
-        _shelve(transport, layout.n_local, groups, call.k, call.v)
+        _shelve(transport, exchange, groups, call.k, call.v)
         transport.open()
         memory = [groups.empty(k, exchange.n_rows)]
-        fetcher = _Fetcher(transport, exchange, groups, memory)
+        fetcher = _Fetcher(transport, exchange, groups, memory, (call.k, call.v))
         fetcher.start(0)
         is_kept = groups.count * sum(x.nbytes for x in memory[0]) <= kept_bytes
         out = _empty_like_tokens(q, v.shape[3])
@@ -294,13 +307,10 @@ class _Overlapped(torch.autograd.Function):
         call, exchange, groups = ctx.call, ctx.exchange, ctx.groups
         layout, transport = call.layout, transport_of(call.layout)
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        inboxes = transport.inbox([(groups.count, layout.n_local, width) for width in groups.widths], k.dtype)
-        for reader, rows in exchange.unread:
-            for inbox in inboxes:
-                inbox[reader, :, rows] = 0
-        fetcher = _Fetcher(transport, exchange, groups, ctx.memory)
+        home = _Home(transport, exchange, groups, k, v)
+        fetcher = _Fetcher(transport, exchange, groups, ctx.memory, (k, v))
         if not ctx.is_kept:
-            _shelve(transport, layout.n_local, groups, k, v)
+            _shelve(transport, exchange, groups, k, v)
         transport.open()
 
         def start(index: int) -> None:
@@ -313,7 +323,6 @@ class _Overlapped(torch.autograd.Function):
         parameters = ctx.leaves + ([call.sinks] if call.sinks is not None and call.sinks.requires_grad else [])
         grad_q = (torch.zeros_like if layout.has_padding else torch.empty_like)(call.q)
         of_parameters = [torch.zeros_like(x) for x in parameters]
-        leaving: list[tuple[Wait, list[Tensor]]] = []
         for index, (source, results) in enumerate(ctx.graphs):
             if not ctx.is_kept:
                 fetcher.take(index)
@@ -343,17 +352,8 @@ class _Overlapped(torch.autograd.Function):
             ]
             if not (ctx.is_kept and keeps_graph):
                 _release(ctx.memory[index])
-            if len(leaving) > 1:
-                leaving.pop(0)[0]()
-            leaving.append((transport.give(index, of_kv, exchange.read, exchange.lent), of_kv))
-        for wait, _ in leaving:
-            wait()
-        transport.close()
-        grads_kv = []
-        for inbox, x in zip(inboxes, (k, v), strict=True):
-            grad = torch.empty_like(x)
-            _sum_ranks(groups.split(inbox, x.shape[3]), groups.by_group(grad))
-            grads_kv.append(grad)
+            home.send(index, of_kv)
+        grads_kv = home.collect()
         n_learned = len(ctx.leaves)
         if not keeps_graph:
             ctx.graphs = ctx.memory = None  # the node lives as long as the output
@@ -361,12 +361,50 @@ class _Overlapped(torch.autograd.Function):
         return None, None, None, None, grad_q, *grads_kv, grad_sinks, *of_parameters[:n_learned]
 
 
-def _sum_ranks(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of all ranks' parts, (n, …), rounded once."""
-    if parts.shape[0] == 2:  # in float32 too, and faster
-        torch.add(parts[0], parts[1], out=out)
-    else:
-        torch.sum(parts, 0, out=out)
+class _Home:
+    """The gradients of this rank's keys and values, of which every rank that reads them sends a part.
+
+    Parts are summed in float32 and rounded once: two by an addition, more by a sum.
+    """
+
+    def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
+        self.transport, self.exchange, self.groups = transport, exchange, groups
+        self.inboxes = transport.inbox([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
+        self.rank = transport.rank
+        own = sum(part.length for part in exchange.own)
+        self.grads = [torch.empty_like(x) if own == x.shape[2] else torch.zeros_like(x) for x in (k, v)]
+        if not exchange.is_lent_once:
+            for reader, rows in exchange.unread:
+                for inbox in self.inboxes:
+                    inbox[reader, :, rows] = 0
+        self.leaving: list[tuple[Wait, list[Tensor]]] = []
+
+    def send(self, index: int, parts: list[Tensor]) -> None:
+        """Send a group's gradients, (rows, numbers), to those who own the tokens."""
+        if len(self.leaving) > 1:  # no more than two groups wait
+            self.leaving.pop(0)[0]()
+        self.leaving.append((self.transport.give(index, parts, self.exchange.read, self.exchange.lent), parts))
+        for part, inbox, grad, dim in zip(parts, self.inboxes, self.grads, self.groups.dims, strict=True):
+            for own in self.exchange.own:
+                if self.exchange.is_lent_once:
+                    target = self.groups.by_group(grad)[index, own.rows_of_shard]
+                    target.copy_(self.groups.split(part[own.rows], dim))
+                else:
+                    inbox[self.rank, index, own.rows_of_shard] = part[own.rows]
+
+    def collect(self) -> list[Tensor]:
+        """Return the sums, (B, K, T_local, D)."""
+        for wait, _ in self.leaving:
+            wait()
+        self.transport.close()
+        for inbox, grad, dim in zip(self.inboxes, self.grads, self.groups.dims, strict=True):
+            parts, total = self.groups.split(inbox, dim), self.groups.by_group(grad)
+            if not self.exchange.is_lent_once:
+                torch.sum(parts, 0, out=total)
+                continue
+            for part in self.exchange.lent:
+                total[:, part.rows_of_shard] += parts[part.rank, :, part.rows_of_shard]
+        return self.grads
 
 
 def _sum_ranges(ranges: list[slice], parts: list[Tensor | None], n_rows: int, like: Tensor, heads: int) -> Tensor:
@@ -392,10 +430,11 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, exchange: Exchange, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         groups = _Groups(call, 1)
         transport = transport_of(call.layout)
-        _shelve(transport, call.layout.n_local, groups, k, v)
+        _shelve(transport, exchange, groups, k, v)
         transport.open()
-        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)])
+        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)], (k, v))
         fetcher.start(0)
+        ctx.save_for_backward(k, v)
         ctx.layout, ctx.exchange, ctx.groups = call.layout, exchange, groups
         whole_k, whole_v = fetcher.take(0)
         return whole_k, whole_v
@@ -403,18 +442,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        groups, exchange, layout = ctx.groups, ctx.exchange, ctx.layout
-        transport = transport_of(layout)
-        inboxes = transport.inbox([(1, layout.n_local, width) for width in groups.widths], grads[0].dtype)
-        for reader, rows in exchange.unread:
-            for inbox in inboxes:
-                inbox[reader, :, rows] = 0
-        transport.open()
-        of_kv = [grad.permute(2, 0, 1, 3).contiguous().flatten(1) for grad in grads]
-        transport.give(0, of_kv, exchange.read, exchange.lent)()
-        transport.close()
-        results = []
-        for inbox, dim in zip(inboxes, groups.dims, strict=True):
-            total = inbox.sum(0)[0].unflatten(-1, (groups.batch, groups.key_heads, dim))
-            results.append(total.permute(1, 2, 0, 3))
-        return None, None, *results
+        home = _Home(transport_of(ctx.layout), ctx.exchange, ctx.groups, *ctx.saved_tensors)
+        home.transport.open()
+        home.send(0, [grad.permute(2, 0, 1, 3).contiguous().flatten(1) for grad in grads])
+        return None, None, *home.collect()

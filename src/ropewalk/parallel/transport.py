@@ -31,6 +31,7 @@ class Transport(Protocol):
     """A way for the tokens of shards."""
 
     name: str
+    rank: int
 
     def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return memory for what this rank lends; it is this exchange's until the next one but one."""
@@ -42,7 +43,7 @@ class Transport(Protocol):
         """Let others read what was shelved, and write into the inbox."""
 
     def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Start to copy rows of all ranks' shelves at an index, (tokens, …), into tensors, one for each shape."""
+        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into tensors, one for each shape."""
 
     def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Start to send rows of gradients to the inboxes of those who own the tokens, at an index."""
@@ -80,25 +81,15 @@ class Messages:
         """Send and receive rows."""
         pairs = list(zip(into, [shelf[index] for shelf in self.shelves], strict=True))
         sent = [(mine[part.rows_of_shard], part.rank) for part in lent for _, mine in pairs]
-        received = [(x[part.rows], part.rank) for part in read if part.rank != self.rank for x, _ in pairs]
-        wait = self._exchange(sent, received)
-        for part in read:
-            if part.rank == self.rank:
-                for x, mine in pairs:
-                    x[part.rows].copy_(mine[part.rows_of_shard])
-        return wait
+        received = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
+        return self._exchange(sent, received)
 
     def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
         """Send and receive rows."""
         pairs = list(zip(grads, self.inboxes, strict=True))
-        sent = [(x[part.rows], part.rank) for part in read if part.rank != self.rank for x, _ in pairs]
+        sent = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
         received = [(inbox[part.rank, index][part.rows_of_shard], part.rank) for part in lent for _, inbox in pairs]
-        wait = self._exchange(sent, received)
-        for part in read:
-            if part.rank == self.rank:
-                for x, inbox in pairs:
-                    inbox[self.rank, index][part.rows_of_shard].copy_(x[part.rows])
-        return wait
+        return self._exchange(sent, received)
 
     def close(self) -> None:
         """Drop the memory: every message was waited for."""
@@ -156,11 +147,7 @@ class SymmetricMemory:
         """Copy rows from the ranks' shelves."""
         pairs = list(zip(into, self.shelves, strict=True))
         return self._copy(
-            [
-                (part.rank, x[part.rows], shelves[part.rank][index, part.rows_of_shard])
-                for part in read
-                for x, shelves in pairs
-            ]
+            [(x[part.rows], shelves[part.rank][index, part.rows_of_shard]) for part in read for x, shelves in pairs]
         )
 
     def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
@@ -168,7 +155,7 @@ class SymmetricMemory:
         pairs = list(zip(grads, self.inboxes, strict=True))
         return self._copy(
             [
-                (part.rank, inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
+                (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
                 for part in read
                 for x, inboxes in pairs
             ]
@@ -182,17 +169,13 @@ class SymmetricMemory:
         """Let the current stream wait for those of the other ranks."""
         self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
 
-    def _copy(self, copies: list[tuple[int, Tensor, Tensor]]) -> Wait:
-        """Start to copy (rank, target, source): beside the current stream, but for this rank's own rows."""
+    def _copy(self, copies: list[tuple[Tensor, Tensor]]) -> Wait:
+        """Start to copy, to the first of each pair, beside the current stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for rank, target, source in copies:
-                if rank != self.rank:
-                    target.copy_(source)
-            event = self.stream.record_event()
-        for rank, target, source in copies:
-            if rank == self.rank:
+            for target, source in copies:
                 target.copy_(source)
+            event = self.stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def _reserve(self, shelf_bytes: int, inbox_bytes: int) -> None:
