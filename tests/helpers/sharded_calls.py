@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from helpers import interpreter
 from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention
-from ropewalk.parallel import SequenceLayout, context_parallel_attention, shard_sequence
+from ropewalk.parallel import SequenceLayout, context_parallel_attention, gathered, shard_sequence, transport
+from ropewalk.parallel.transport import SymmetricMemory
 
 B, T, H, K, D, DV = 2, 46, 8, 4, 16, 24  # 46 tokens divide into 2 shards, but not into 4 pieces, nor into 4 shards
 DOCUMENTS = (0, 3, 20, 20, 41)  # one is empty, and a tail belongs to none
@@ -113,7 +119,9 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.isinf(), 0)
 
 
-def _compare(name: str, case: Case, tensors: tuple[Tensor, ...], grads: tuple[Tensor, Tensor]) -> Iterator[str]:
+def _compare(
+    name: str, case: Case, tensors: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], group: Any, methods: Any
+) -> Iterator[str]:
     """Compare all layouts and methods with one process; yield what was refused."""
     bounds = torch.tensor(DOCUMENTS) if case.packed else None
     whole = _leaves(case, name, *tensors)
@@ -121,14 +129,14 @@ def _compare(name: str, case: Case, tensors: tuple[Tensor, ...], grads: tuple[Te
     grads_of_whole = torch.autograd.grad((out, _finite(lse)), whole.every(), grads)
     n_sharded = len(whole.every()) - len(whole.learned)
     for kind in _kinds(case):
-        layout = SequenceLayout(dist.group.WORLD, T, kind, bounds)
+        layout = SequenceLayout(group, T, kind, bounds)
         missing = ~layout.valid[:, None, None]
 
         def shard(x: Tensor, dim: int = 1, layout: SequenceLayout = layout) -> Tensor:
             return shard_sequence(x, layout, dim)
 
         expected = [shard(out), shard(lse, 2), *map(shard, grads_of_whole[:n_sharded]), *grads_of_whole[n_sharded:]]
-        for method in METHODS:
+        for method in methods:
             mine = _leaves(case, name, *(shard(x).masked_fill(missing, torch.nan) for x in tensors))
             keywords = {"layout": layout, "method": method, "sum_gradients": True, **mine.keywords}
             try:
@@ -146,8 +154,51 @@ def _compare(name: str, case: Case, tensors: tuple[Tensor, ...], grads: tuple[Te
                 torch.testing.assert_close(x, y, rtol=0, atol=RTOL * size, msg=lambda text, label=label: label + text)
 
 
-def compare(rank: int, names: tuple[str, ...], cases: tuple[Case, ...], n_refused: int) -> None:
-    """Compare sharded calls with one process, and count what was refused."""
+class SharedFiles(SymmetricMemory):
+    """Symmetric memory in files that all processes map: copies are done where they begin."""
+
+    def _meet(self) -> None:
+        dist.barrier(self.group)
+
+    def _copy(self, copies: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        for target, source in copies:
+            target.copy_(source)
+        return lambda: None
+
+    def _allocate(self, n_bytes: int) -> list[Tensor]:
+        dist.barrier(self.group)
+        folder = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(folder, 0)
+        paths = [f"{folder[0]}/{rank}" for rank in range(self.size)]
+        peers = [torch.from_file(path, shared=True, size=n_bytes, dtype=torch.uint8) for path in paths]
+        peers[self.rank].fill_(255)  # not a number in any dtype
+        dist.barrier(self.group)
+        if self.rank == 0:
+            shutil.rmtree(str(folder[0]))
+        return peers
+
+
+def compare(
+    rank: int,
+    names: tuple[str, ...],
+    cases: tuple[Case, ...],
+    n_refused: int,
+    setting: str = "",
+    methods: Any = METHODS,
+) -> None:
+    """Compare sharded calls with one process, and count what was refused.
+
+    setting: "groups" (of one key head each), "shared files" (the same, by symmetric memory), or "nodes" (two of them).
+    """
+    group: Any = dist.group.WORLD
+    if setting == "nodes":
+        group = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("between", "within"))
+    if setting in ("groups", "shared files"):
+        gathered.operations_of_group = gathered.kept_bytes = 0
+    if setting == "shared files":
+        transport.transport_of = gathered.transport_of = functools.cache(
+            lambda _: SharedFiles(SequenceLayout(group, T))
+        )
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -157,5 +208,36 @@ def compare(rank: int, names: tuple[str, ...], cases: tuple[Case, ...], n_refuse
     for name in names:
         for case in cases:
             tensors = draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, DV), draw(B, T, H, DV)
-            refused += _compare(name, case, tensors, (draw(B, T, H, DV), draw(B, H, T)))
+            refused += _compare(name, case, tensors, (draw(B, T, H, DV), draw(B, H, T)), group, methods)
     assert len(refused) == n_refused, refused
+
+
+def compare_kernels(rank: int) -> None:
+    """Compare a ring and a gather by Triton's kernels with one process, in float32."""
+    interpreter.make_faster()
+    gathered.operations_of_group = gathered.kept_bytes = 0
+    generator = torch.Generator().manual_seed(1)
+    layout = SequenceLayout(dist.group.WORLD, T)
+    shapes = (1, T, H, D), (1, T, K, D), (1, T, K, D), (1, T, H, D), (1, H, T)
+    q, k, v, grad, grad_lse = (torch.randn(*shape, generator=generator) for shape in shapes)
+    for name, scheme in (("rope", Rope()), ("alibi", Alibi(_numbers(0.05, 0.9).detach().float().requires_grad_()))):
+        learned = [x for x in vars(scheme).values() if isinstance(x, Tensor)]
+        keywords: dict[str, Any] = {"position": scheme, "causal": True, "window": 30, "return_lse": True}
+        whole = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = attention(*whole, impl="reference", **keywords)
+        of_whole = torch.autograd.grad(expected, (*whole, *learned), (grad.double(), grad_lse.double()))
+        for method in ("gather", "ring"):
+            mine = [shard_sequence(x, layout).requires_grad_() for x in (q, k, v)]
+            result = context_parallel_attention(
+                *mine, layout=layout, method=method, impl="triton", sum_gradients=True, **keywords
+            )
+            of_mine = torch.autograd.grad(
+                result, (*mine, *learned), (shard_sequence(grad, layout), shard_sequence(grad_lse, layout, 2))
+            )
+            _close(result[0] * layout.valid[:, None, None], shard_sequence(expected[0], layout), name + method)
+            for x, y in zip(of_mine, of_whole, strict=True):
+                _close(x, shard_sequence(y, layout) if y.ndim == 4 else y, name + method)
+
+
+def _close(x: Tensor, y: Tensor, name: str) -> None:
+    assert (x.double() - y).abs().max() < 1e-5 * y.abs().max(), name

@@ -33,6 +33,26 @@ def test_three_ranks_have_heads_that_do_not_divide() -> None:
     compare(3, ("t5",), CASES[:2], heads_divide=False)
 
 
+@pytest.mark.parametrize("setting", ["groups", "shared files"])
+def test_keys_are_gathered_by_groups_of_heads(setting: str) -> None:
+    names, cases = ("alibi, learned",), (CASES[0], CASES[3], CASES[6])
+    # Striped shards are refused, and calls without a window by halo.
+    refused = len(names) * ((3 + 1) + (1 + 1) + (1 + 1))
+    processes.run(2, sharded_calls.compare, names, cases, refused, setting, ("gather", "halo"))
+
+
+def test_nodes_exchange_heads_within_and_keys_between() -> None:
+    names, cases = ("alibi, learned",), (CASES[0], CASES[4], CASES[6])
+    refused = len(names) * ((1 + 3) + (1 + 3) + (1 + 1))
+    processes.run(4, sharded_calls.compare, names, cases, refused, "nodes", ("gather", "halo", "ring", None))
+
+
+def test_kernels_differentiate_by_the_merged_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    processes.run(2, sharded_calls.compare_kernels)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_attend_as_one_by_every_scheme(size: int) -> None:

@@ -23,11 +23,11 @@ from ropewalk.parallel import call as calls
 from ropewalk.parallel.agreement import agree, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain
+from ropewalk.parallel.gathered import attend_gathered, attend_halo
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.parallel.ring import attend_ring
-from ropewalk.parallel.runs import attend_gathered, attend_halo
 from ropewalk.parallel.shards import SumGradients
-from ropewalk.parallel.ulysses import attend_by_heads
+from ropewalk.parallel.ulysses import attend_by_heads, attend_within
 from ropewalk.schemes import PositionScheme
 
 _RUN = {"gather": attend_gathered, "halo": attend_halo, "ulysses": attend_by_heads, "ring": attend_ring}
@@ -141,7 +141,8 @@ def _attend(
     if sum_gradients:
         call, norm = _sum_gradients(call, norm)
     q, k, v, scheme = prepare_features(call, norm)
-    out, lse = _RUN[method](call._replace(q=q, k=k, v=v, scheme=scheme))
+    call = call._replace(q=q, k=k, v=v, scheme=scheme)
+    out, lse = _RUN[method](call) if layout.between is None else attend_within(call, _RUN[method])
     out = from_bhtd(out, given.layout)
     if gate is not None:
         missing = ~layout.valid.view(-1, *(1,) * (gate.ndim - 1 - _TOKENS[given.layout]))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ropewalk.ops.attention import api
 from ropewalk.ops.attention.backends import choose
-from ropewalk.ops.attention.call import from_bhtd
+from ropewalk.ops.attention.call import AttentionCall, from_bhtd
 from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.tables import goes_with_rotation, map_features, norm_call
+from ropewalk.ops.attention.tables import goes_with_rotation, identity_of, map_features, norm_call
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.parallel.layout import SequenceLayout
@@ -96,7 +96,7 @@ class ScoresAlone(PositionScheme):
 
 def prepare_features(call: ShardedCall, norm: QKNorm | None) -> tuple[Tensor, Tensor, Tensor, PositionScheme]:
     """Norm and map the features of a shard; return q, k, v and the scheme of what is left to do."""
-    q, k, v, scheme, layout, positions = call.q, call.k, call.v, call.scheme, call.layout, call.positions
+    q, k, v, scheme, layout = call.q, call.k, call.v, call.scheme, call.layout
     if layout.n_local * layout.size != layout.n_tokens:  # padding may hold anything: no gradient of a norm may see it
         missing = ~layout.valid[:, None]
         q, k, v = (x.masked_fill(missing, 1) for x in (q, k, v))
@@ -107,7 +107,7 @@ def prepare_features(call: ShardedCall, norm: QKNorm | None) -> tuple[Tensor, Te
             norm = None
         if norm is None and not _maps_features(scheme):
             return q, k, v, scheme
-        made = api.make_call(q, k, v, position=scheme, positions_q=positions, positions_k=positions, layout="bhtd")
+        made = _call_that_maps(call._replace(q=q, k=k, v=v))
         if norm is not None:
             made = norm_call(made, norm, norm_impl)
             is_mapped = type(made.scheme) is not type(scheme)
@@ -119,6 +119,26 @@ def prepare_features(call: ShardedCall, norm: QKNorm | None) -> tuple[Tensor, Te
     if not is_mapped:
         return q, k, v, scheme
     return q, k, v, ScoresAlone(scheme) if scheme.has_score_mod() else NoPosition()
+
+
+def _call_that_maps(call: ShardedCall) -> AttentionCall:
+    """Return a call whose tables map the features of a shard; tables by the layout's positions are kept."""
+    q, k, v, layout, positions = call.q, call.k, call.v, call.layout, call.positions
+    key: Any = None
+    is_plain = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
+    if is_plain and not torch._C._len_torch_dispatch_stack() and positions.data_ptr() == layout.positions.data_ptr():
+        identity = identity_of(call.scheme)
+        key = None if identity is None else ("maps", identity, q.shape, k.shape, v.shape, q.dtype)
+    made: AttentionCall | None = None if key is None else layout.tables.get(key)
+    if made is None:
+        made = api.make_call(q, k, v, position=call.scheme, positions_q=positions, positions_k=positions, layout="bhtd")
+        is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if key is not None and made.q is q and not is_captured:
+            if q.is_cuda:
+                torch.cuda.current_stream().synchronize()  # the next reader may be on another stream
+            layout.tables[key] = made._replace(q=q[:0].detach(), k=k[:0].detach(), v=v[:0].detach())
+        return made
+    return made._replace(q=q, k=k, v=v)
 
 
 def _maps_features(scheme: PositionScheme) -> bool:

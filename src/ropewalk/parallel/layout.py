@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 KINDS = ("zigzag", "contiguous", "striped", "balanced")
-_RUN_TOKENS = 2048  # of a run that "balanced" deals, in a long sequence
+_RUN_TOKENS = 2048  # of the shortest runs that "balanced" deals, in a long sequence
 _FEWEST_RUNS = 4  # that "balanced" deals to a rank
+_IMBALANCE = 0.003  # of the rank with the most work; below it, more runs are not worth their launches
 
 
 class Run(NamedTuple):
@@ -34,6 +35,14 @@ class Run(NamedTuple):
         return slice(self.local, self.local + self.stop - self.start)
 
 
+class Within(NamedTuple):
+    """The ranks of a node, which share its tokens in their order, and exchange them for heads."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
 class SequenceLayout:
     """Deal the tokens of a sequence to the ranks of a group, each with its position.
 
@@ -47,7 +56,9 @@ class SequenceLayout:
     Other lengths are padded at the end, so that each rank has as many tokens.
 
     Args:
-        mesh_or_group: a DeviceMesh of one dimension, or a ProcessGroup.
+        mesh_or_group: a DeviceMesh of one dimension, or a ProcessGroup. Of a DeviceMesh of two named dimensions the
+            first goes between nodes, and the second within one: tokens are dealt to nodes, and each node's shard is cut
+            to its ranks.
         n_tokens: T, the length of the whole sequence.
         kind: "zigzag", which gives each rank as much work in causal attention; "contiguous"; "striped"; or "balanced",
             for packed documents: runs of tokens, dealt so that each rank attends about as many pairs.
@@ -64,8 +75,8 @@ class SequenceLayout:
 
     Raises:
         TypeError: a group, a number or a tensor of another type than said here.
-        ValueError: a mesh of several dimensions, n_tokens below 1, an unknown kind, "balanced" without cu_seqlens,
-            cu_seqlens of other values.
+        ValueError: a mesh of more than two dimensions, or of two without names, n_tokens below 1, an unknown kind,
+            "balanced" without cu_seqlens, cu_seqlens of other values.
 
     Source: zigzag is ring-flash-attention's and Llama 3's (https://arxiv.org/abs/2407.21783), §3.3.2; striped is
     https://arxiv.org/abs/2311.09431.
@@ -87,7 +98,7 @@ class SequenceLayout:
         kind: str = "zigzag",
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        self.group, self.device = _read_group(mesh_or_group)
+        group, device, between, within = _read_group(mesh_or_group)
         if isinstance(n_tokens, bool) or not isinstance(n_tokens, int):
             raise TypeError(f"n_tokens is {n_tokens!r}, but must be an int")
         if n_tokens < 1:
@@ -96,25 +107,47 @@ class SequenceLayout:
             raise ValueError(f"kind is {kind!r}, but must be one of {', '.join(map(repr, KINDS))}")
         if kind == "balanced" and cu_seqlens is None:
             raise ValueError("cu_seqlens is None, but kind 'balanced' needs it: it balances documents")
-        self.n_tokens, self.kind = n_tokens, kind
-        self.bounds = None if cu_seqlens is None else _read_bounds(cu_seqlens, n_tokens)
+        bounds = None if cu_seqlens is None else _read_bounds(cu_seqlens, n_tokens)
+        self.between: SequenceLayout | None = None  # the shards of nodes, on a mesh of two dimensions
+        self.within = within
+        if between is not None and within is not None:
+            self.between = SequenceLayout.__new__(SequenceLayout)
+            self.between.between = self.between.within = None
+            self.between._deal(between, device, n_tokens, kind, bounds, within.size)
+        self._deal(group, device, n_tokens, kind, bounds, 1)
+
+    def _deal(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        n_tokens: int,
+        kind: str,
+        bounds: tuple[int, ...] | None,
+        multiple: int,
+    ) -> None:
+        """Deal the tokens, in pieces of a multiple of so many tokens."""
+        self.group, self.device, self.n_tokens, self.kind, self.bounds = group, device, n_tokens, kind, bounds
         # On the device, so that no call copies them there.
-        self.cu_seqlens = None if self.bounds is None else torch.tensor(self.bounds, device=self.device)
-        self.halos: dict[Any, Any] = {}  # by the reach of a window
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._pieces, piece = _deal(kind, n_tokens, self.size, self.bounds)
-        self.n_local = piece * len(self._pieces[0])
-        self._piece = piece
-        self._runs = [self._find_runs(rank) for rank in range(self.size)]
+        self.cu_seqlens = None if bounds is None else torch.tensor(bounds, device=device)
+        self.tables: dict[Any, Any] = {}  # what calls derive from the layout, by what it depends on
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.n_local: int
+        if self.between is not None and self.within is not None:
+            self.n_local = self.between.n_local // self.within.size
+        else:
+            self._pieces, piece = _deal(kind, n_tokens, self.size, bounds)
+            self._piece = -(-piece // multiple) * multiple
+            self.n_local = self._piece * len(self._pieces[0])
+            self._runs = [self._find_runs(rank) for rank in range(self.size)]
         self.agreed: set[Any] = set()  # kinds of calls that all ranks have made alike
-        self.indices = self.indices_of(self.rank).to(self.device)
+        self.indices = self.indices_of(self.rank).to(device)
         self.valid = self.indices >= 0
         every = torch.cat([self.indices_of(rank) for rank in range(self.size)])
         # The token in each place of all ranks' shards, one after another, (n · T_local,); T for padding.
-        self.places = torch.where(every >= 0, every, n_tokens).to(self.device)
+        self.places = torch.where(every >= 0, every, n_tokens).to(device)
         # The place of each token, (T,).
         self.order = every.new_empty(n_tokens).index_copy_(0, every[every >= 0], (every >= 0).nonzero().flatten())
-        self.order = self.order.to(self.device)
+        self.order = self.order.to(device)
         self.positions = torch.where(self.valid, self.positions_at(self.indices.clamp(min=0)), 0)
 
     def __repr__(self) -> str:
@@ -126,6 +159,9 @@ class SequenceLayout:
 
     def indices_of(self, rank: int) -> Tensor:
         """Return the indices of a rank's tokens, (T_local,), on the CPU."""
+        if self.between is not None and self.within is not None:
+            node, place = divmod(rank, self.within.size)
+            return self.between.indices_of(node)[place * self.n_local : (place + 1) * self.n_local]
         if self.kind == "striped":
             indices = torch.arange(self.n_local) * self.size + rank
         else:
@@ -154,6 +190,23 @@ class SequenceLayout:
                 runs.append(Run(place * self._piece, start, stop))
         return tuple(runs)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a token of this rank is padding. Not for "striped"."""
+        return bool(self.n_local != sum(run.stop - run.start for run in self.runs_of(self.rank)))
+
+    def pairs_per_rank(self, causal: bool, left: int | None, right: int | None) -> float:
+        """Return about how many pairs of tokens a rank attends."""
+        bounds = (0, self.n_tokens) if self.bounds is None else self.bounds
+        pairs = 0.0
+        for begin, end in pairwise(bounds):
+            length = end - begin
+            of_query = length / 2 if causal else length
+            if left is not None and (causal or right is not None):
+                of_query = min(of_query, left + 1 + (0 if causal else right or 0))
+            pairs += length * of_query
+        return pairs / self.size
+
     def documents_in(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the bounds of the documents that have tokens from start to below stop. None is empty."""
         assert self.bounds is not None
@@ -167,22 +220,31 @@ class SequenceLayout:
         return found
 
 
-def _read_group(given: Any) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return the group, and the device of its tensors."""
+def _read_group(
+    given: Any,
+) -> tuple[dist.ProcessGroup, torch.device, dist.ProcessGroup | None, Within | None]:
+    """Return the group, the device of its tensors, and the groups between nodes and within one."""
+    between = within = None
     if isinstance(given, DeviceMesh):
-        if given.ndim != 1:
+        if given.ndim > 2 or (given.ndim == 2 and not given.mesh_dim_names):
+            names = "without names" if given.ndim == 2 else ""
             raise ValueError(
-                f"mesh_or_group has {given.ndim} dimensions, but must have 1: pass mesh[name], the dimension that the "
-                f"sequence is sharded over"
+                f"mesh_or_group has {given.ndim} dimensions {names}".rstrip() + ", but must have 1, or 2 with names: "
+                "pass mesh[name], the dimension that the sequence is sharded over"
             )
-        group, kind = given.get_group(), given.device_type
+        if given.ndim == 2:
+            between, inner = given.get_group(0), given.get_group(1)
+            within = Within(inner, dist.get_rank(inner), dist.get_world_size(inner))
+            group, kind = given._flatten().get_group(), given.device_type
+        else:
+            group, kind = given.get_group(), given.device_type
     elif isinstance(given, dist.ProcessGroup):
         group = given
         kind = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     else:
         raise TypeError(f"mesh_or_group is {type(given).__name__}, but must be a DeviceMesh or a ProcessGroup")
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return group, device
+    return group, device, between, within
 
 
 def _read_bounds(cu_seqlens: Tensor, n_tokens: int) -> tuple[int, ...]:
@@ -207,7 +269,16 @@ def _deal(kind: str, n_tokens: int, size: int, bounds: tuple[int, ...] | None) -
     if kind != "balanced":
         return [[rank] for rank in range(size)], -(-n_tokens // size)
     assert bounds is not None
-    count = max(_FEWEST_RUNS, n_tokens // (size * _RUN_TOKENS))
+    count, most = _FEWEST_RUNS, n_tokens // (size * _RUN_TOKENS)
+    while True:
+        dealt, piece, imbalance = _deal_runs(n_tokens, size, bounds, count)
+        if imbalance < _IMBALANCE or 2 * count > most:
+            return dealt, piece
+        count *= 2
+
+
+def _deal_runs(n_tokens: int, size: int, bounds: tuple[int, ...], count: int) -> tuple[list[list[int]], int, float]:
+    """Deal so many runs to each rank, the largest first; return how much more than the mean one has to do, too."""
     piece = -(-n_tokens // (size * count))
     areas = [_area(bounds, number * piece, min((number + 1) * piece, n_tokens)) for number in range(size * count)]
     heap = [(0, rank) for rank in range(size)]
@@ -217,7 +288,9 @@ def _deal(kind: str, n_tokens: int, size: int, bounds: tuple[int, ...] | None) -
         dealt[rank].append(number)
         if len(dealt[rank]) < count:
             heapq.heappush(heap, (area + areas[number], rank))
-    return [sorted(numbers) for numbers in dealt], piece
+    totals = [sum(areas[number] for number in numbers) for numbers in dealt]
+    imbalance = max(totals) * size / max(1, sum(totals)) - 1
+    return [sorted(numbers) for numbers in dealt], piece, imbalance
 
 
 def _area(bounds: Sequence[int], start: int, stop: int) -> int:

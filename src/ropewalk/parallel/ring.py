@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ropewalk.parallel.call import ShardedCall, attend, learned_of, with_learned
+from ropewalk.ops.attention import api
+from ropewalk.ops.attention.autograd import without_inputs
+from ropewalk.ops.attention.backend import LN_2, Saved, Wanted
+from ropewalk.ops.attention.backends import KERNELS, backward_of, choose
+from ropewalk.ops.attention.tables import map_far_features, map_features
+from ropewalk.parallel.call import ShardedCall, attend, learned_of, outside, with_learned
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.parallel.shards import accumulator
 
@@ -98,10 +104,8 @@ def _striped_pieces(call: ShardedCall, source: int) -> list[Piece]:
     return [Piece(slice(1, n_q), slice(0, n_q - 1), True)] if n_q > 1 else []
 
 
-def _attend_piece(
-    call: ShardedCall, piece: Piece, source: int, k: Tensor, v: Tensor, q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attend one piece; q, k and v are its rows."""
+def _keywords(call: ShardedCall, piece: Piece, source: int) -> dict[str, Any]:
+    """Return the keywords of `attention` for a piece."""
     layout = call.layout
     keywords: dict[str, Any] = {"causal": piece.causal}
     shards = layout.places.view(layout.size, layout.n_local)
@@ -112,7 +116,7 @@ def _attend_piece(
         keywords["positions_q"], keywords["positions_k"] = (
             layout.positions_at(rows)[None] for rows in (rows_q, rows_k)
         )
-    return attend(call, q, k, v, **keywords)
+    return keywords
 
 
 def _mask(call: ShardedCall, queries: Tensor, keys: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ def _wait(works: list[Any]) -> None:
 
 
 class _Ring(torch.autograd.Function):
-    """The backward goes round once more: each piece again, differentiated by the merged log-sum-exp."""
+    """The backward goes round once more, and differentiates each piece by the merged log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -171,7 +175,8 @@ class _Ring(torch.autograd.Function):
             coming, works = ([], []) if is_last else _send_on(visiting, layout)
             for piece in find_pieces(call, source):
                 rows_k, rows_v = (x[:, :, piece.k] for x in visiting)
-                part, lse_of_part = _attend_piece(call, piece, source, rows_k, rows_v, q[:, :, piece.q])
+                keywords = _keywords(call, piece, source)
+                part, lse_of_part = attend(call, q[:, :, piece.q], rows_k, rows_v, **keywords)
                 rows = (slice(None), slice(None), piece.q)
                 out[rows], lse[rows] = _merge(out[rows], lse[rows], part, lse_of_part)
             _wait(works)
@@ -181,63 +186,108 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *learned = ctx.saved_tensors
         call: ShardedCall = ctx.call
         layout = call.layout
-        delta = (grad_out * out).sum(-1) - grad_lse
-        grads = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (q, k, v, *learned)]
-        grad_q, grad_k, grad_v, *grads_learned = grads
-        visiting = [k, v, grad_k, grad_v]  # the gradients travel with what they are of
+        whole = _Whole(out, lse, grad_out, grad_lse, (grad_out * out).sum(-1) - grad_lse)
+        grad_q, *grads_learned = (torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (q, *learned))
+        visiting = [k, v]
+        arriving: tuple[list[Tensor], list[Any]] = [], []
         for step in range(layout.size):
             source = (layout.rank - step) % layout.size
+            is_last = step + 1 == layout.size
+            coming, works = ([], []) if is_last else _send_on(visiting, layout)
+            of_shard = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in visiting]
             for piece in find_pieces(call, source):
-                rows = (slice(None), slice(None), piece.q)
-                rows_k = (slice(None), slice(None), piece.k)
-                parts = _differentiate(
-                    call,
-                    piece,
-                    source,
-                    (q[rows], visiting[0][rows_k], visiting[1][rows_k]),
-                    learned,
-                    grad_out[rows],
-                    lse[rows],
-                    delta[rows],
-                )
-                for total, part in zip(
-                    (grad_q[rows], visiting[2][rows_k], visiting[3][rows_k], *grads_learned), parts, strict=True
-                ):
+                rows, rows_k = ((slice(None), slice(None), x) for x in (piece.q, piece.k))
+                tensors = q[rows], visiting[0][rows_k], visiting[1][rows_k]
+                of_piece = _Whole(*(x[rows] for x in whole))
+                parts = _differentiate(call, _keywords(call, piece, source), tensors, learned, of_piece)
+                totals = grad_q[rows], of_shard[0][rows_k], of_shard[1][rows_k], *grads_learned
+                for total, part in zip(totals, parts, strict=True):
                     if part is not None:
                         total += part
-            if layout.size > 1:
-                visiting, works = _send_on(visiting, layout)
-                _wait(works)
-        results = (grad_q, visiting[2], visiting[3], *grads_learned)
+            # Gradients follow what they are of, and arrive while the next shard is differentiated.
+            received, works_of_grads = arriving
+            _wait(works_of_grads)
+            for total, part in zip(of_shard, received, strict=False):
+                total += part
+            arriving = _send_on(of_shard, layout) if layout.size > 1 else (of_shard, [])
+            _wait(works)
+            visiting = coming
+        received, works_of_grads = arriving
+        _wait(works_of_grads)
+        results = (grad_q, *received, *grads_learned)
         return None, *(grad.to(x.dtype) for grad, x in zip(results, (q, k, v, *learned), strict=True))
+
+
+class _Whole(NamedTuple):
+    """The merged results of queries, and their gradients."""
+
+    out: Tensor  # (B, H, n, Dv)
+    lse: Tensor  # (B, H, n), natural
+    grad_out: Tensor
+    grad_lse: Tensor
+    delta: Tensor  # O · dO − the log-sum-exp's gradient
 
 
 def _differentiate(
     call: ShardedCall,
-    piece: Piece,
-    source: int,
+    keywords: dict[str, Any],
     tensors: tuple[Tensor, Tensor, Tensor],
     learned: list[Tensor],
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    whole: _Whole,
 ) -> tuple[Tensor | None, ...]:
     """Return a piece's part of the gradients of its q, k, v and of what is learned.
+
+    Kernels take the merged output and log-sum-exp in the place of the piece's own.
+    """
+    arguments = {"position": call.scheme, "layout": "bhtd", "return_lse": True, **call.options, **keywords}
+    impl = arguments.pop("impl")
+    with outside(), torch.enable_grad():  # parameters of scores may be learned
+        q, k, v = (x.detach().requires_grad_() for x in tensors)
+        params = [x.detach().requires_grad_() for x in learned]
+        arguments["position"] = with_learned(call.scheme, iter(params))
+        made = api.make_call(q, k, v, **arguments)
+        backend = KERNELS.get(choose(made, impl).name)
+    if backend is None or (params and call.is_two_range):
+        call = call._replace(scheme=arguments["position"])
+        return _differentiate_again(call, keywords, (q, k, v), params, whole)
+    with torch.no_grad():
+        far = map_far_features(made)
+        saved = Saved(*map_features(made), whole.lse.contiguous() / LN_2, *(far or ()))
+        made = without_inputs(made, saved)
+        of_scores = made.score_mod_params
+        wanted = Wanted(score_mod_params=of_scores is not None and of_scores.requires_grad)
+        grads = backward_of(backend, made, wanted).backward(
+            made, whole.out.to(q.dtype), saved, whole.grad_out.to(q.dtype), whole.grad_lse.contiguous(), wanted
+        )
+    of_learned: tuple[Tensor | None, ...] = (None,) * len(params)
+    if wanted.score_mod_params:
+        assert of_scores is not None
+        assert grads.score_mod_params is not None
+        of_learned = torch.autograd.grad(of_scores, params, grads.score_mod_params, allow_unused=True)
+    return grads.q, grads.k, grads.v, *of_learned
+
+
+def _differentiate_again(
+    call: ShardedCall,
+    keywords: dict[str, Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    params: list[Tensor],
+    whole: _Whole,
+) -> tuple[Tensor | None, ...]:
+    """Do it by attending again, for a backend that has no backward of its own.
 
     With w = exp(lse of the piece − lse), the piece's output has the gradient w · dO, and its log-sum-exp
     w · (O of the piece · dO − delta).
     """
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in tensors)
-        params = [x.detach().requires_grad_() for x in learned]
-        call = call._replace(scheme=with_learned(call.scheme, iter(params)))
-        out, lse_of_piece = _attend_piece(call, piece, source, k, v, q)
-    base = torch.where(lse.isinf(), 0.0, lse)
+        out, lse_of_piece = attend(call, *tensors, **keywords)
+    base = torch.where(whole.lse.isinf(), 0.0, whole.lse)
     weight = torch.exp(lse_of_piece.detach() - base)
-    inner = (out.detach().to(grad_out.dtype) * grad_out).sum(-1)
-    grads = (grad_out * weight[..., None]).to(out.dtype), weight * (inner - delta)
-    return torch.autograd.grad((out, lse_of_piece), (q, k, v, *params), grads, allow_unused=True)
+    inner = (out.detach().to(whole.grad_out.dtype) * whole.grad_out).sum(-1)
+    grads = (whole.grad_out * weight[..., None]).to(out.dtype), weight * (inner - whole.delta)
+    return torch.autograd.grad((out, lse_of_piece), (*tensors, *params), grads, allow_unused=True)

@@ -1,4 +1,4 @@
-"""Attention from a rank's runs of queries to keys that were gathered: the methods "gather" and "halo".
+"""Attention from a rank's runs of queries to keys that were gathered.
 
 Each run attends a range of keys that ends where the run ends, so that `causal`, `window` and default positions mean
 what they always do. No log-sum-exp is merged, and nothing is rounded twice.
@@ -9,65 +9,62 @@ Letters: B batch, T tokens, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ropewalk.parallel import shards
-from ropewalk.parallel.call import ShardedCall, attend, learned_of
+from ropewalk.parallel.call import ShardedCall, attend
 from ropewalk.parallel.layout import Run
 
 
-class Keys(NamedTuple):
-    """Keys and values that a rank gathered, (B, K, n, D)."""
+class Source(Protocol):
+    """The features that runs attend from and to."""
 
-    k: Tensor
-    v: Tensor
-    indices: Tensor | None = None  # the tokens that they are of, rising, on the CPU; None: all of the sequence
+    def queries(self, rows: slice) -> Tensor:
+        """Return local queries, (B, H, n, D)."""
 
-    def range(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return those of tokens low to below high."""
-        first = low if self.indices is None else int(torch.searchsorted(self.indices, low))
-        rows = slice(first, first + high - low)
-        return self.k[:, :, rows], self.v[:, :, rows]
+    def keys(self, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of tokens low to below high, (B, K, n, D)."""
 
 
-def attend_gathered(call: ShardedCall) -> tuple[Tensor, Tensor]:
-    """Gather all keys, and attend them."""
-    return _attend_runs(call, Keys(*shards.gather(call.layout, call.k, call.v)))
+class Result(NamedTuple):
+    """The output, (B, H, n, D), and the log-sum-exp of local queries."""
+
+    rows: slice
+    out: Tensor
+    lse: Tensor
 
 
-def attend_halo(call: ShardedCall) -> tuple[Tensor, Tensor]:
-    """Fetch the keys that the window reaches from other ranks, and attend them."""
-    halo = shards.find_halo(call.layout, call.left, 0 if call.causal else call.right)
-    k, v = shards.fetch(call.layout, halo, call.k, call.v)
-    return _attend_runs(call, Keys(k, v, halo.needed))
-
-
-def _attend_runs(call: ShardedCall, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Attend each run, and fill in rows of padding."""
-    q, layout = call.q, call.layout
+def attend_runs(call: ShardedCall, source: Source) -> Iterator[Result]:
+    """Attend from each run, in the order of the shard. Rows of padding are left out."""
+    layout = call.layout
     runs = layout.runs_of(layout.rank)
     has_padding = layout.n_local != sum(run.stop - run.start for run in runs)
     if layout.bounds is None and not (has_padding or call.causal or call.has_window or call.reads_positions):
-        return attend(call, q, keys.k, keys.v, sinks=call.sinks)  # every query attends every key
+        rows = slice(0, layout.n_local)  # every query attends every key
+        yield Result(rows, *attend(call, source.queries(rows), *source.keys(0, layout.n_tokens), sinks=call.sinks))
+        return
+    for run in runs:
+        if layout.bounds is None:
+            yield _attend_range(call, source, run, run.start, run.stop, 0, layout.n_tokens)
+        else:
+            yield from _attend_packed(call, source, run)
+
+
+def join(call: ShardedCall, results: list[Result]) -> tuple[Tensor, Tensor]:
+    """Join results, differentiably, with zeros for the rows of padding."""
     parts: list[tuple[Tensor, Tensor]] = []
     end = 0
-    for run in runs:
-        if run.local > end:
-            parts.append(_pad(call, run.local - end))
-        if layout.bounds is None:
-            parts.append(_attend_range(call, q[:, :, run.rows], run.start, run.stop, 0, layout.n_tokens, keys))
-        else:
-            parts += _attend_packed(call, run, keys)
-        end = run.rows.stop
-    if end < layout.n_local:
-        parts.append(_pad(call, layout.n_local - end))
-    out, lse = (torch.cat(results, 2) for results in zip(*parts, strict=True))
-    if not runs:
-        sinks = () if call.sinks is None else (call.sinks,)
-        out = shards.tie(out, q, keys.k, keys.v, *learned_of(call.scheme), *sinks)
+    for result in results:
+        if result.rows.start > end:
+            parts.append(_pad(call, result.rows.start - end))
+        parts.append((result.out, result.lse))
+        end = result.rows.stop
+    if end < call.layout.n_local:
+        parts.append(_pad(call, call.layout.n_local - end))
+    out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return out, lse
 
 
@@ -78,10 +75,15 @@ def _pad(call: ShardedCall, count: int) -> tuple[Tensor, Tensor]:
     return call.q.new_zeros(batch, heads, count, call.v.shape[3]), lse
 
 
-def _attend_range(
-    call: ShardedCall, q: Tensor, start: int, stop: int, begin: int, end: int, keys: Keys
-) -> tuple[Tensor, Tensor]:
-    """Attend from tokens start to below stop to their keys, of those from begin to below end."""
+def _rows(run: Run, start: int, stop: int) -> slice:
+    """Return the rows of tokens start to below stop of a run."""
+    return slice(run.local + start - run.start, run.local + stop - run.start)
+
+
+def _attend_range(call: ShardedCall, source: Source, run: Run, start: int, stop: int, begin: int, end: int) -> Result:
+    """Attend from tokens start to below stop of a run to their keys, of those from begin to below end."""
+    rows = _rows(run, start, stop)
+    q = source.queries(rows)
     low = begin if call.left is None else max(begin, start - call.left)
     high = stop if call.causal else end if call.right is None else min(end, stop + call.right)
     keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks}
@@ -91,10 +93,10 @@ def _attend_range(
         keywords["positions_q"], keywords["positions_k"] = (
             torch.arange(*bounds, device=q.device)[None] - begin for bounds in ((start, stop), (low, high))
         )
-    return attend(call, q, *keys.range(low, high), **keywords)
+    return Result(rows, *attend(call, q, *source.keys(low, high), **keywords))
 
 
-def _attend_packed(call: ShardedCall, run: Run, keys: Keys) -> Iterator[tuple[Tensor, Tensor]]:
+def _attend_packed(call: ShardedCall, source: Source, run: Run) -> Iterator[Result]:
     """Attend the keys of the documents of a run.
 
     Documents that are whole, or end where the run ends, go packed. The window of others is not aligned at the bottom
@@ -110,25 +112,30 @@ def _attend_packed(call: ShardedCall, run: Run, keys: Keys) -> Iterator[tuple[Te
             continue
         if packed:
             stop = packed[-1][1]
-            yield _attend_documents(call, run, start, stop, packed, keys)
+            yield _attend_documents(call, source, run, start, stop, packed)
             packed, start = [], stop
         stop = min(end, run.stop)
-        rows = _rows(call.q, run, start, stop)
-        yield _attend_range(call, rows, start, stop, begin, end, keys)
+        yield _attend_range(call, source, run, start, stop, begin, end)
         start = stop
     if start < run.stop:
-        yield _attend_documents(call, run, start, run.stop, packed, keys)
+        yield _attend_documents(call, source, run, start, run.stop, packed)
 
 
-def _rows(q: Tensor, run: Run, start: int, stop: int) -> Tensor:
-    """Return the rows of tokens start to below stop of a run."""
-    return q[:, :, run.local + start - run.start : run.local + stop - run.start]
+class _Documents(NamedTuple):
+    """The bounds of a run's documents, and the keys that they attend."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    low: int
+    high: int
 
 
-def _attend_documents(
-    call: ShardedCall, run: Run, start: int, stop: int, documents: list[tuple[int, int]], keys: Keys
-) -> tuple[Tensor, Tensor]:
-    """Attend from tokens start to below stop of a run to their documents; tokens of no document come last."""
+def _find_documents(call: ShardedCall, start: int, stop: int, documents: list[tuple[int, int]]) -> _Documents:
+    """Return the bounds for tokens start to below stop; kept, because copies to a device take time."""
+    key = ("documents", start, stop, call.causal, call.left, call.right)
+    found: _Documents | None = call.layout.tables.get(key)
+    if found is not None:
+        return found
     bounds_q, bounds_k = [0], [0]
     low = high = start
     for begin, end in documents:
@@ -140,16 +147,28 @@ def _attend_documents(
         high = end_k
         bounds_q.append(end_q - start)
         bounds_k.append(end_k - low)
-    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks, "layout": "thd"}
     device = call.q.device
-    for name, bounds in (("cu_seqlens_q", bounds_q), ("cu_seqlens_k", bounds_k)):
-        keywords[name] = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+    of_q, of_k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in (bounds_q, bounds_k))
+    # A kernel wants a key, if only one that nothing attends.
+    found = call.layout.tables[key] = _Documents(of_q, of_k, low, max(high, low + 1))
+    return found
+
+
+def _attend_documents(
+    call: ShardedCall, source: Source, run: Run, start: int, stop: int, documents: list[tuple[int, int]]
+) -> Result:
+    """Attend from tokens start to below stop of a run to their documents; tokens of no document come last."""
+    of_q, of_k, low, high = _find_documents(call, start, stop, documents)
+    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks, "layout": "thd"}
+    keywords["cu_seqlens_q"], keywords["cu_seqlens_k"] = of_q, of_k
     if call.is_two_range or (call.reads_positions and not call.causal):
-        for name, (first, last) in (("positions_q", (start, stop)), ("positions_k", (low, max(high, low + 1)))):
-            keywords[name] = call.layout.positions_at(torch.arange(first, last, device=device))
-    k, v = keys.range(low, max(high, low + 1))  # a kernel wants a key, if only one that nothing attends
-    rows = _rows(call.q, run, start, stop)
-    results = [
-        attend(call, *(x[row].transpose(0, 1) for x in (rows, k, v)), **keywords) for row in range(call.q.shape[0])
-    ]
-    return torch.stack([out.transpose(0, 1) for out, _ in results]), torch.stack([lse for _, lse in results])
+        for name, (first, last) in (("positions_q", (start, stop)), ("positions_k", (low, high))):
+            keywords[name] = call.layout.positions_at(torch.arange(first, last, device=call.q.device))
+    rows = _rows(run, start, stop)
+    q, k, v = source.queries(rows), *source.keys(low, high)
+    if q.shape[0] == 1:  # views, both ways
+        out, lse = attend(call, *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), **keywords)
+        return Result(rows, out.transpose(0, 1)[None], lse[None])
+    results = [attend(call, *(x[row].transpose(0, 1) for x in (q, k, v)), **keywords) for row in range(q.shape[0])]
+    out = torch.stack([out.transpose(0, 1) for out, _ in results])
+    return Result(rows, out, torch.stack([lse for _, lse in results]))

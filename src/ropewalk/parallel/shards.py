@@ -1,4 +1,4 @@
-"""Exchanges of ranks: whole sequences, the keys that a rank's queries attend, heads. All differentiable.
+"""Exchanges of ranks: whole sequences and heads. All differentiable.
 
 A gradient that several ranks have parts of is summed at its owner in float32, whatever its dtype.
 
@@ -7,13 +7,13 @@ Letters: B batch, T tokens, H heads, D head dim, n ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ropewalk.parallel.layout import SequenceLayout
+from ropewalk.parallel.layout import SequenceLayout, Within
 
 
 def shard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
@@ -108,83 +108,19 @@ def _check(x: Tensor, layout: SequenceLayout, dim: int, tokens: int) -> int:
     return dim % x.ndim
 
 
-class Halo(NamedTuple):
-    """The tokens that a rank needs beside its own, and those that it sends.
-
-    needed: the indices in the sequence of all that it attends, its own among them, in rising order.
-    """
-
-    needed: Tensor  # (n needed,), on the CPU
-    sent: Tensor  # the local tokens that it sends, for rank 0, for rank 1 and so on
-    counts_sent: list[int]  # to each rank
-    places: Tensor  # where each needed token lies in (what it received, its own shard)
-    counts_received: list[int]
-
-
-def find_halo(layout: SequenceLayout, left: int | None, right: int | None) -> Halo:
-    """Return what a rank exchanges where each query attends `left` tokens before it and `right` after it."""
-    kept: Halo | None = layout.halos.get((left, right))
-    if kept is None:
-        kept = layout.halos[left, right] = _make_halo(layout, left, right)
-    return kept
-
-
-def _make_halo(layout: SequenceLayout, left: int | None, right: int | None) -> Halo:
-    owner = torch.empty(layout.n_tokens, dtype=torch.int64)
-    local = torch.empty_like(owner)
-    for rank in range(layout.size):
-        indices = layout.indices_of(rank)
-        held = indices >= 0
-        owner[indices[held]], local[indices[held]] = rank, torch.arange(layout.n_local)[held]
-    mine = layout.rank
-    sent, counts_sent = [], []
-    for rank in range(layout.size):
-        needed = _needed(layout, rank, left, right)
-        of_mine = needed[owner[needed] == mine] if rank != mine else needed[:0]
-        sent.append(local[of_mine])
-        counts_sent.append(of_mine.numel())
-    needed = _needed(layout, mine, left, right)
-    owners = owner[needed]
-    counts_received = [int((owners == rank).sum()) if rank != mine else 0 for rank in range(layout.size)]
-    total = sum(counts_received)
-    places = torch.empty_like(needed)
-    received = owners != mine
-    order = torch.argsort(owners[received], stable=True)  # as they arrive: by rank, and rising within it
-    arrival = torch.empty_like(order)
-    arrival[order] = torch.arange(total)
-    places[received], places[~received] = arrival, total + local[needed[~received]]
-    device = layout.device
-    return Halo(needed, torch.cat(sent).to(device), counts_sent, places.to(device), counts_received)
-
-
-def _needed(layout: SequenceLayout, rank: int, left: int | None, right: int | None) -> Tensor:
-    is_needed = torch.zeros(layout.n_tokens, dtype=torch.bool)
-    for run in layout.runs_of(rank):
-        low = 0 if left is None else max(0, run.start - left)
-        high = layout.n_tokens if right is None else min(layout.n_tokens, run.stop + right)
-        is_needed[low:high] = True
-    return is_needed.nonzero().flatten()
-
-
 def gather(layout: SequenceLayout, *xs: Tensor) -> tuple[Tensor, ...]:
     """Gather shards (B, H, T_local, D) to whole sequences (B, H, T, D)."""
     wholes = _Gather.apply(layout, *(x.movedim(2, 0) for x in xs))
     return tuple(x.movedim(0, 2) for x in wholes)
 
 
-def fetch(layout: SequenceLayout, halo: Halo, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Fetch the needed tokens, (B, H, n needed, D), of shards (B, H, T_local, D)."""
-    fetched = _Fetch.apply(layout, halo, *(x.movedim(2, 0) for x in xs))
-    return tuple(x.movedim(0, 2) for x in fetched)
-
-
-def split_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
-    """Exchange (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads."""
+def split_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
+    """Exchange (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads, or its node's."""
     exchanged: Tensor = _Exchange.apply(layout, x, True)
     return exchanged
 
 
-def join_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
+def join_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     """Undo `split_heads`; padding tokens are zeros."""
     exchanged: Tensor = _Exchange.apply(layout, x, False)
     return exchanged
@@ -202,7 +138,9 @@ def tie(out: Tensor, *inputs: Tensor) -> Tensor:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.14
 
 
-def all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, layout: SequenceLayout) -> Tensor:
+def all_to_all(
+    x: Tensor, received: list[int] | None, sent: list[int] | None, layout: SequenceLayout | Within
+) -> Tensor:
     """Exchange rows of x: so many to each rank, so many from each; equal parts by default."""
     rows = x.shape[0] if received is None else sum(received)
     result = x.new_empty(rows, *x.shape[1:])
@@ -240,48 +178,21 @@ class _Gather(torch.autograd.Function):
         return None, *results
 
 
-class _Fetch(torch.autograd.Function):
-    """Shards (T_local, …) to the tokens that a rank needs."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout, halo: Halo, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.halo = layout, halo
-        results = []
-        for x in xs:
-            arrived = all_to_all(x.index_select(0, halo.sent), halo.counts_received, halo.counts_sent, layout)
-            results.append(torch.cat((arrived, x)).index_select(0, halo.places))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layout, halo = ctx.layout, ctx.halo
-        n_received = sum(halo.counts_received)
-        results: list[Tensor | None] = []
-        for grad in grads:
-            placed = grad.new_zeros(n_received + layout.n_local, *grad.shape[1:])
-            placed.index_copy_(0, halo.places, grad)
-            arrived = all_to_all(placed[:n_received], halo.counts_sent, halo.counts_received, layout)
-            total = placed[n_received:].to(accumulator(grad.dtype))
-            start = 0
-            for count in halo.counts_sent:  # one rank's part after another: in the same order every time
-                rows = halo.sent[start : start + count]
-                total[rows] += arrived[start : start + count]
-                start += count
-            results.append(total.to(grad.dtype))
-        return None, None, *results
-
-
-def _to_heads(layout: SequenceLayout, x: Tensor) -> Tensor:
+def _to_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     n = layout.size
     parts = x.unflatten(1, (n, x.shape[1] // n)).permute(1, 3, 0, 2, 4)  # (n, T_local, B, H/n, D)
     every = all_to_all(parts, None, None, layout).flatten(0, 1)
-    return every.index_select(0, layout.order).permute(1, 2, 0, 3)
+    if isinstance(layout, SequenceLayout):  # a node's tokens are in their order, padding among them
+        every = every.index_select(0, layout.order)
+    return every.permute(1, 2, 0, 3)
 
 
-def _to_tokens(layout: SequenceLayout, x: Tensor) -> Tensor:
+def _to_tokens(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     tokens = x.permute(2, 0, 1, 3)  # (T, B, H/n, D)
-    padded = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
-    parts = padded.index_select(0, layout.places).unflatten(0, (layout.size, layout.n_local))
+    if isinstance(layout, SequenceLayout):
+        padded = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
+        tokens = padded.index_select(0, layout.places)
+    parts = tokens.unflatten(0, (layout.size, -1))
     return all_to_all(parts, None, None, layout).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
@@ -289,7 +200,7 @@ class _Exchange(torch.autograd.Function):
     """Tokens for heads, or heads for tokens; each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout, x: Tensor, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, layout: SequenceLayout | Within, x: Tensor, to_heads: bool) -> Tensor:
         ctx.layout, ctx.to_heads = layout, to_heads
         return (_to_heads if to_heads else _to_tokens)(layout, x)
 

@@ -7,6 +7,7 @@ Source: DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509), §3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,28 +15,51 @@ from torch import Tensor
 
 from ropewalk.parallel import shards
 from ropewalk.parallel.call import ShardedCall, attend
+from ropewalk.parallel.layout import SequenceLayout, Within
 from ropewalk.schemes.heads import OfHeads
 
 
 def attend_by_heads(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Exchange tokens for heads, attend, and exchange back."""
-    layout, n = call.layout, call.layout.size
-    heads, key_heads = call.q.shape[1], call.k.shape[1]
+    layout = call.layout
+    return _join(layout, *_attend_whole(_split(call, layout)))
+
+
+def attend_within(
+    call: ShardedCall, attend_between: Callable[[ShardedCall], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Exchange tokens for heads within each node, attend between nodes, and exchange back."""
+    between, within = call.layout.between, call.layout.within
+    assert between is not None
+    assert within is not None
+    return _join(within, *attend_between(_split(call, within)._replace(layout=between)))
+
+
+def _split(call: ShardedCall, ranks: SequenceLayout | Within) -> ShardedCall:
+    """Return the call of this rank's heads."""
+    n, heads, key_heads = ranks.size, call.q.shape[1], call.k.shape[1]
     k, v = call.k, call.v
     if key_heads % n:  # each rank gets the key head of its queries
         k, v = (x.repeat_interleave(n // key_heads, 1) for x in (k, v))
-    q, k, v = (shards.split_heads(layout, x) for x in (call.q, k, v))
+    q, k, v = (shards.split_heads(ranks, x) for x in (call.q, k, v))
     mine = heads // n
-    first = layout.rank * mine
+    first = ranks.rank * mine
     sinks = None if call.sinks is None else call.sinks[first : first + mine]
-    if call.scheme.has_score_mod():
-        call = call._replace(scheme=OfHeads(call.scheme, first, heads))
-    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": sinks}
+    scheme = OfHeads(call.scheme, first, heads) if call.scheme.has_score_mod() else call.scheme
+    return call._replace(q=q, k=k, v=v, sinks=sinks, scheme=scheme)
+
+
+def _join(ranks: SequenceLayout | Within, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return shards.join_heads(ranks, out), shards.join_heads(ranks, lse[..., None])[..., 0]
+
+
+def _attend_whole(call: ShardedCall) -> tuple[Tensor, Tensor]:
+    """Attend whole sequences."""
+    q, k, v, layout = call.q, call.k, call.v, call.layout
+    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks}
     if layout.cu_seqlens is None:
-        out, lse = attend(call, q, k, v, **keywords)
-    else:
-        keywords |= {"cu_seqlens_q": layout.cu_seqlens, "layout": "thd"}
-        packed = [attend(call, *(x[row].transpose(0, 1) for x in (q, k, v)), **keywords) for row in range(q.shape[0])]
-        out = torch.stack([out.transpose(0, 1) for out, _ in packed])
-        lse = torch.stack([lse for _, lse in packed])
-    return shards.join_heads(layout, out), shards.join_heads(layout, lse[..., None])[..., 0]
+        return attend(call, q, k, v, **keywords)
+    keywords |= {"cu_seqlens_q": layout.cu_seqlens, "layout": "thd"}
+    packed = [attend(call, *(x[row].transpose(0, 1) for x in (q, k, v)), **keywords) for row in range(q.shape[0])]
+    out = torch.stack([out.transpose(0, 1) for out, _ in packed])
+    return out, torch.stack([lse for _, lse in packed])

@@ -1,0 +1,260 @@
+"""Transports of shards: copies through symmetric memory where GPUs can read each other's, else messages.
+
+An exchange has three steps, which all ranks take in the same order: `shelve` keys and values, `open`, and then `fetch`
+or `give` parts while attention runs. Copies go by copy engines, which leave the multiprocessors to attention.
+
+Letters: n ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ropewalk.parallel.exchange import Part
+from ropewalk.parallel.layout import SequenceLayout
+
+Shapes = list[tuple[int, ...]]
+Wait = Callable[[], None]  # let the current stream, or a CPU, wait until parts have arrived
+_TIMEOUT_MS = 600_000  # of ranks that wait for each other
+_ALIGNMENT = 256  # bytes
+
+symmetric_is_allowed = True  # False: messages everywhere
+
+
+class Transport(Protocol):
+    """A way for the tokens of shards."""
+
+    name: str
+    rank: int
+
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return memory for what this rank lends; it is this exchange's until the next one but one."""
+
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return memory for gradients that come, (n, …) each, by the rank that they come from."""
+
+    def open(self) -> None:
+        """Let others read what was shelved, and write into the inbox."""
+
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into tensors, one for each shape."""
+
+    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Start to send rows of gradients to the inboxes of those who own the tokens, at an index."""
+
+    def close(self) -> None:
+        """Wait until every rank's gradients have arrived."""
+
+
+class Messages:
+    """Point-to-point messages of torch.distributed."""
+
+    name = "messages"
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.group, self.rank, self.device = layout.group, layout.rank, layout.device
+        self.ranks = [dist.get_global_rank(layout.group, rank) for rank in range(layout.size)]
+        self.size = layout.size
+        self.shelves: list[Tensor] = []
+        self.inboxes: list[Tensor] = []
+
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return new memory."""
+        self.shelves = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
+        return self.shelves
+
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return new memory."""
+        self.inboxes = [torch.empty(self.size, *shape, dtype=dtype, device=self.device) for shape in shapes]
+        return self.inboxes
+
+    def open(self) -> None:
+        """Do nothing: a message waits for its sender."""
+
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Send and receive rows."""
+        pairs = list(zip(into, [shelf[index] for shelf in self.shelves], strict=True))
+        sent = [(mine[part.rows_of_shard], part.rank) for part in lent for _, mine in pairs]
+        received = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
+        return self._exchange(sent, received)
+
+    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Send and receive rows."""
+        pairs = list(zip(grads, self.inboxes, strict=True))
+        sent = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
+        received = [(inbox[part.rank, index][part.rows_of_shard], part.rank) for part in lent for _, inbox in pairs]
+        return self._exchange(sent, received)
+
+    def close(self) -> None:
+        """Drop the memory: every message was waited for."""
+        self.shelves, self.inboxes = [], []
+
+    def _exchange(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> Wait:
+        operations = [dist.P2POp(dist.isend, x, self.ranks[rank], self.group) for x, rank in sent]
+        operations += [dist.P2POp(dist.irecv, x, self.ranks[rank], self.group) for x, rank in received]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+
+class SymmetricMemory:
+    """Copies from and to the memory of other GPUs of the host, on a stream of their own.
+
+    Two shelves take turns: a rank that opens an exchange has fetched all of the one before, so that nobody reads a
+    shelf that is written again. Memory is allocated by all ranks at once, where a call needs more than any before.
+    """
+
+    name = "symmetric memory"
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.group, self.rank, self.size, self.device = layout.group, layout.rank, layout.size, layout.device
+        self.turn = 0
+        self.shelf_bytes = self.inbox_bytes = 0
+        self.peers: list[Tensor] = []  # each rank's memory, as bytes
+        self.shelves: list[list[Tensor]] = []  # of each shape, by rank
+        self.inboxes: list[list[Tensor]] = []
+        self.views: dict[Any, list[list[Tensor]]] = {}
+
+    def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return the shelf whose turn it is."""
+        self._reserve(_n_bytes(shapes, dtype), self.inbox_bytes)
+        self.turn = 1 - self.turn
+        self.shelves = self._views(self.turn * self.shelf_bytes, shapes, dtype)
+        return [of_ranks[self.rank] for of_ranks in self.shelves]
+
+    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+        """Return the inbox."""
+        shapes = [(self.size, *shape) for shape in shapes]
+        self._reserve(self.shelf_bytes, _n_bytes(shapes, dtype))
+        self.inboxes = self._views(2 * self.shelf_bytes, shapes, dtype)
+        return [of_ranks[self.rank] for of_ranks in self.inboxes]
+
+    def open(self) -> None:
+        """Wait for the other ranks, on the device."""
+        self._meet()
+
+    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Copy rows from the ranks' shelves."""
+        pairs = list(zip(into, self.shelves, strict=True))
+        return self._copy(
+            [(x[part.rows], shelves[part.rank][index, part.rows_of_shard]) for part in read for x, shelves in pairs]
+        )
+
+    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+        """Copy rows to the ranks' inboxes."""
+        pairs = list(zip(grads, self.inboxes, strict=True))
+        return self._copy(
+            [
+                (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
+                for part in read
+                for x, inboxes in pairs
+            ]
+        )
+
+    def close(self) -> None:
+        """Wait for the other ranks, on the device."""
+        self._meet()
+
+    def _meet(self) -> None:
+        """Let the current stream wait for those of the other ranks."""
+        self.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+
+    def _copy(self, copies: list[tuple[Tensor, Tensor]]) -> Wait:
+        """Start to copy, to the first of each pair, beside the current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for target, source in copies:
+                target.copy_(source)
+            event = self.stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def _reserve(self, shelf_bytes: int, inbox_bytes: int) -> None:
+        """Allocate more memory, where it is needed: on all ranks, as their calls are alike."""
+        if shelf_bytes <= self.shelf_bytes and inbox_bytes <= self.inbox_bytes:
+            return
+        self.shelf_bytes, self.inbox_bytes = max(shelf_bytes, self.shelf_bytes), max(inbox_bytes, self.inbox_bytes)
+        self.views = {}
+        self.peers = self._allocate(2 * self.shelf_bytes + self.inbox_bytes)
+
+    def _allocate(self, n_bytes: int) -> list[Tensor]:
+        """Return the memory of each rank, as bytes."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # nobody reads the memory before it
+        self.peers = []
+        self.memory = symm_mem.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        self.handle = symm_mem.rendezvous(self.memory, self.group)
+        self.stream = torch.cuda.Stream(self.device)
+        return [
+            self.memory if rank == self.rank else self.handle.get_buffer(rank, (n_bytes,), torch.uint8, 0)
+            for rank in range(self.size)
+        ]
+
+    def _views(self, offset: int, shapes: Shapes, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Return views of all ranks' memory from an offset on, one shape after another."""
+        key = (offset, *shapes, dtype)
+        if key not in self.views:
+            found: list[list[Tensor]] = []
+            for shape in shapes:
+                n_bytes = torch.Size(shape).numel() * dtype.itemsize
+                found.append([peer[offset : offset + n_bytes].view(dtype).view(shape) for peer in self.peers])
+                offset += _round_up(n_bytes)
+            self.views[key] = found
+        return self.views[key]
+
+
+def _n_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
+    return sum(_round_up(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
+
+
+def _round_up(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_transports: dict[tuple[dist.ProcessGroup, bool], Transport] = {}
+
+
+def transport_of(layout: SequenceLayout) -> Transport:
+    """Return the transport of a layout's group, the same on each rank. All ranks ask at once."""
+    key = (layout.group, symmetric_is_allowed)
+    if key not in _transports:
+        is_symmetric = symmetric_is_allowed and can_copy(layout)
+        _transports[key] = SymmetricMemory(layout) if is_symmetric else Messages(layout)
+    return _transports[key]
+
+
+def can_copy(layout: SequenceLayout) -> bool:
+    """Say whether each rank's GPU reads the memory of each other one. All ranks ask at once."""
+    if layout.device.type != "cuda" or torch.version.hip is not None or layout.size == 1:
+        return False
+    mine = (socket.gethostname(), layout.device.index, _has_symmetric_memory())
+    every: list[Any] = [None] * layout.size
+    dist.all_gather_object(every, mine, group=layout.group)
+    hosts, devices = {host for host, *_ in every}, {device for _, device, _ in every}
+    can = all(has for *_, has in every) and len(hosts) == 1 and len(devices) == layout.size
+    can = can and all(
+        device == layout.device.index
+        or (device < torch.cuda.device_count() and torch.cuda.can_device_access_peer(layout.device.index, device))
+        for device in devices
+    )
+    dist.all_gather_object(every, can, group=layout.group)
+    return all(every)
+
+
+def _has_symmetric_memory() -> bool:
+    try:
+        import torch.distributed._symmetric_memory as symm_mem
+    except ImportError:
+        return False
+    return hasattr(symm_mem, "rendezvous") and hasattr(symm_mem, "empty")
