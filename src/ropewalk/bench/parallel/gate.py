@@ -6,7 +6,7 @@ All are compared with the reference in float64; the budget is twice the error of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,15 +80,15 @@ class Gate:
         inputs, bounds = self.inputs, self.inputs.layout.cu_seqlens
         leaves = [x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         learned = tuple(x.detach().requires_grad_() for x in inputs.learned)
-        keywords = {**self.keywords, "impl": "reference"}
+        keywords: dict[str, Any] = {**self.keywords, "impl": "reference"}
         if learned:
             keywords |= inputs.keywords(learned)
         if bounds is None:
             out = attention(*leaves, **keywords)
         else:
             bounds = bounds.int()
-            packed = {"layout": "thd", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-            out = attention(*(x[0] for x in leaves), **keywords, **packed)[None]
+            keywords |= {"layout": "thd", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+            out = attention(*(x[0] for x in leaves), **keywords)[None]
         return [out.detach(), *torch.autograd.grad(out, (*leaves, *learned), inputs.grad.to(dtype))]
 
     def _attend_blocks(self) -> Iterator[tuple[int, int, int, _Exact]]:

@@ -6,6 +6,7 @@ which PyTorch's are too where the length divides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from ropewalk.ops.rope.api import apply_rope
 from ropewalk.parallel import context_parallel_attention, explain_context_parallel, shard_sequence
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+Build = Callable[[Inputs, DeviceMesh], tuple[Run, Context]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Candidate:
     leaves: tuple[Tensor, ...]  # that require grad
     learned: tuple[Tensor, ...]
     grad: Tensor
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Context = nullcontext
     served_by: str | None = None
     bytes_received: int | None = None
 
@@ -57,7 +60,8 @@ class Candidate:
 class ParallelPeer(Library):
     """Another implementation of context parallelism."""
 
-    build: Callable[[Inputs, DeviceMesh], tuple[Run, Callable[[], AbstractContextManager[Any]]]]
+    build: Build
+    most_tokens: int | None = None  # of the cases that it is timed on
 
     def why_not(self, case: ParallelCase) -> str | None:
         """Say why it cannot run a case."""
@@ -65,6 +69,8 @@ class ParallelPeer(Library):
             return "measured with the default method"
         if case.setting != "rope" or case.window is not None or case.shortest is not None:
             return "plain causal attention alone"
+        if self.most_tokens is not None and case.tokens > self.most_tokens:
+            return "RoPE's part is small there"
         return None
 
 
@@ -127,10 +133,10 @@ def _table(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _build_by_hand(
     flash: bool,
-) -> Callable[[Inputs, DeviceMesh], tuple[Run, Callable[[], AbstractContextManager[Any]]]]:
+) -> Build:
     """Build what a user writes: keys are gathered, then each of the two runs attends those up to its end."""
 
-    def build(inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Callable[[], AbstractContextManager[Any]]]:
+    def build(inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Context]:
         layout, group = inputs.layout, mesh.get_group()
         rank, n, half = layout.rank, layout.size, layout.n_local // 2
         cos, sin = _table(inputs)
@@ -168,26 +174,29 @@ def _build_by_hand(
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
-def _build_torch(
-    backend: str, rope: bool
-) -> Callable[[Inputs, DeviceMesh], tuple[Run, Callable[[], AbstractContextManager[Any]]]]:
+@functools.cache
+def _compiled_rope() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compile PyTorch's RoPE of q and k once, for all lengths and heads."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate_plainly(q, cos, sin, False), rotate_plainly(k, cos, sin, False)
+
+    return torch.compile(rotate, fullgraph=True, dynamic=True)
+
+
+def _build_torch(backend: str, rope: bool) -> Build:
     """Build torch's context_parallel around SDPA by one backend, after compiled RoPE or nothing."""
 
-    def build(inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Callable[[], AbstractContextManager[Any]]]:
+    def build(inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Context]:
         from torch.distributed.tensor.experimental import context_parallel
 
         cos, sin = (x[:, None] for x in _table(inputs))
         grouped, tokens = inputs.case.q_heads != inputs.case.k_heads, inputs.case.tokens
         device = inputs.q.device
 
-        def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-            return rotate_plainly(q, cos, sin, False), rotate_plainly(k, cos, sin, False)
-
-        rotate = torch.compile(rotate_both, fullgraph=True) if rope else None
-
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if rotate is not None:
-                q, k = rotate(q, k, cos, sin)
+            if rope:
+                q, k = _compiled_rope()(q, k, cos, sin)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             return out.transpose(1, 2)
@@ -221,7 +230,7 @@ PEERS: dict[str, ParallelPeer] = {
         ParallelPeer("by_hand", "torch", "torch", False, _build_by_hand(False)),
         ParallelPeer("torch_cudnn_bare", "torch", "torch", True, _build_torch("cudnn", False)),
         ParallelPeer("torch_flash_bare", "torch", "torch", True, _build_torch("sdpa_flash", False)),
-        ParallelPeer("torch_cudnn", "torch", "torch", True, _build_torch("cudnn", True)),
-        ParallelPeer("torch_flash", "torch", "torch", True, _build_torch("sdpa_flash", True)),
+        ParallelPeer("torch_cudnn", "torch", "torch", True, _build_torch("cudnn", True), 1 << 16),
+        ParallelPeer("torch_flash", "torch", "torch", True, _build_torch("sdpa_flash", True), 1 << 16),
     )
 }

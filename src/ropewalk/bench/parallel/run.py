@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.load import load_record
@@ -53,6 +53,7 @@ ROUNDS = (2, 20)  # of a case: at least and at most
 SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
 _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compiled before some
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
+_LONG = 1.0  # seconds of a call
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
 
 
@@ -102,8 +103,8 @@ def run_parallel_bench(options: ParallelOptions, processes: int | None = None) -
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         try:
-            torch.multiprocessing.spawn(_work, (count, store, options, chosen), count)
-        except torch.multiprocessing.ProcessRaisedException as error:
+            spawn(_work, (count, store, options, chosen), count)
+        except ProcessRaisedException as error:
             raise OursError(str(error).strip().splitlines()[-1]) from error
 
 
@@ -190,7 +191,7 @@ def _show(path: Path, console: Console) -> None:
     print_parallel_summary(record, console)
     console.print(f"record: {path}", highlight=False)
     try:
-        from ropewalk.bench.parallel.figure import draw_parallel_record
+        from ropewalk.bench.parallel.figure import draw_parallel_record  # it loads matplotlib
 
         if draw_parallel_record(record, path.with_suffix(".png")):
             console.print(f"figure: {path.with_suffix('.png')}", highlight=False)
@@ -214,6 +215,8 @@ class Bench:
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
         peers, self.versions = choose_peers(PEERS, options.peers, self.device)
         self.peers: list[ParallelPeer] = peers
+        self._before = self._peak = 0.0  # bytes
+        self._begun = self._seconds = 0.0
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value on all."""
@@ -241,7 +244,6 @@ class Bench:
 
     def measure(self, case: ParallelCase) -> Iterator[ParallelRow]:
         """Check all candidates of a case, then time those that are right in turns."""
-        torch.compiler.reset()
         yield from self._train(case) if case.setting == LLAMA else self._attend(case)
         gc.collect()
         if self.device.type == "cuda":
@@ -254,47 +256,52 @@ class Bench:
         gates = {bare: Gate(inputs, bare) for bare in (False, True)}
         for candidate in self._candidates(inputs):
             check = functools.partial(gates[candidate.impl in NO_ROPE].check_all, whole=candidate.kind == "anchor")
-            verdicts[candidate.impl] = self._try(candidate, lambda results, check=check: check(results))
+            verdicts[candidate.impl] = self._try(candidate, check)
         del inputs, gates
         inputs = make_inputs(case, self.mesh, self.device, self.options.seed)
         gates = {bare: Gate(inputs, bare) for bare in (False, True)}
-        rows, calls, contexts = {}, {}, {}
+        rows, calls, contexts, seconds = {}, {}, {}, {}
         for candidate in self._candidates(inputs):
             row = ParallelRow(case, candidate.impl, candidate.kind, "ok", self.size, served_by=candidate.served_by)
             row = replace(row, bytes_received=candidate.bytes_received)
             status, reason, error = verdicts[candidate.impl]
-            peak = 0.0
+            peak = duration = 0.0
             if status == "ok":
                 gate, whole = gates[candidate.impl in NO_ROPE], candidate.kind == "anchor"
-                self._reset_peak()
-                status, reason, of_rows = self._try(
-                    candidate, lambda results, gate=gate, whole=whole: self._check_rows(gate, results, whole)
-                )
-                peak = self.largest([self._peak])[0]
+                self._reset()
+                status, reason, of_rows = self._try(candidate, functools.partial(self._check_rows, gate, whole))
+                peak, duration = self.largest([self._peak, self._seconds])
                 error = None if error is None or of_rows is None else max(error, of_rows)
             row = replace(row, status=status, reason=reason, error=error, peak_bytes=int(peak) or None)
             if status != "ok":
                 yield row
                 continue
             rows[candidate.impl], calls[candidate.impl] = row, candidate
-            contexts[candidate.impl] = candidate.context
-        yield from self._timed(rows, calls, contexts)
+            contexts[candidate.impl], seconds[candidate.impl] = candidate.context, duration
+        for peer in self.peers:
+            unsupported = peer.why_not(case)
+            if unsupported is not None:
+                yield ParallelRow(case, peer.name, "peer", "unsupported", self.size, unsupported)
+        yield from self._timed(rows, calls, contexts, seconds)
 
     def _candidates(self, inputs: Any) -> list[Candidate]:
         return [one_process(inputs), ours(inputs), *peers_of(inputs, self.peers, self.mesh)]
 
-    def _check_rows(self, gate: Gate, results: Sequence[Any], whole: bool) -> Verdict:
+    def _check_rows(self, gate: Gate, whole: bool, results: Sequence[Any]) -> Verdict:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._peak = float(torch.cuda.max_memory_allocated(self.device) - self._before)
+        self._seconds = time.perf_counter() - self._begun
         return gate.check_rows(results[0], whole)
 
-    def _reset_peak(self) -> None:
-        self._peak = self._before = 0.0
+    def _reset(self) -> None:
+        """Begin to count the seconds and the bytes of a call."""
+        self._peak = self._before = self._seconds = 0.0
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._before = float(torch.cuda.memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
+        self._begun = time.perf_counter()
 
     def _try(self, candidate: Candidate, check: Callable[[list[Any]], Verdict]) -> tuple[str, str | None, float | None]:
         """Run a candidate once and judge it."""
@@ -326,7 +333,7 @@ class Bench:
                 yield row
         right = {name: row for name, row in rows.items() if row.status == "ok"}
         calls: dict[str, Callable[[], object]] = {name: trainees[name].step for name in right}
-        for row in self._timed(right, calls, {}):
+        for row in self._timed(right, calls, {}, {}):
             assert row.time is not None
             sequences = self.size if row.kind == "anchor" else 1  # on one process each trains on a whole one
             yield replace(row, tokens_per_second=sequences * case.tokens / row.time.p50 * 1e6)
@@ -342,6 +349,7 @@ class Bench:
         rows: Mapping[str, ParallelRow],
         calls: Mapping[str, Callable[[], object]],
         contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
+        seconds: Mapping[str, float],
     ) -> Iterator[ParallelRow]:
         """Time the calls in turns, in an order that all ranks shuffle alike. A round has the slowest rank's time."""
 
@@ -350,7 +358,8 @@ class Bench:
                 return self.largest([self._time(calls[name], repeats)])[0]
 
         names = list(calls)
-        once = {name: time_of(name, 1) for name in names}
+        # A long call was timed well enough when it was checked.
+        once = {name: 1e6 * seconds[name] if seconds.get(name, 0) > _LONG else time_of(name, 1) for name in names}
         repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in names}
         of_round = sum(repeats[name] * once[name] for name in names) / 1e6
         rounds = max(ROUNDS[0], min(self.options.rounds, int(SECONDS / of_round) if of_round else ROUNDS[1]))

@@ -31,7 +31,7 @@ def print_parallel_summary(record: BenchRecord, console: Console) -> None:
         table.add_section()
     console.print(table)
     for row in rows:
-        if row.status != "ok":
+        if row.status in ("wrong", "failed"):
             console.print(f"{row.status}: {row.description}: {row.reason}", style="red", markup=False, highlight=False)
     if run["ranks"] != TARGET_RANKS or run["options"]["parallel"]["quick"]:
         return
