@@ -57,7 +57,9 @@ def draw_parallel_record(record: BenchRecord, path: Path) -> bool:
 
 def _finish(axes: Axes, across: str, title: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.05)
+    low = min((float(value) for line in axes.lines for value in line.get_ydata()), default=0.0)
+    low = min([low, *(float(y) for points in axes.collections for _, y in points.get_offsets())])
+    axes.set_ylim(max(0.0, low - 0.05), 1.02)
     axes.set_xlabel(across, fontsize=9)
     axes.set_ylabel("time on one GPU / (n × time on n)", fontsize=9)
     axes.set_title(title, fontsize=9)
