@@ -28,8 +28,10 @@ def draw_parallel_record(record: BenchRecord, path: Path) -> bool:
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     measured, predicted = figure.subplots(1, 2)
+    low = min(row.efficiency or 0.0 for row in rows)
     for ranks in RANKS:
         curve = [predict_efficiency(tokens, ranks) for tokens in _TOKENS]
+        low = min(low, *curve)
         measured.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of H200s (predicted)")
     for kind, marker in _MARKERS.items():
         points = [row for row in rows if row.kind == kind]
@@ -48,17 +50,15 @@ def draw_parallel_record(record: BenchRecord, path: Path) -> bool:
         gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
         curve = [predict_nodes(tokens, count) for count in gpus]
         predicted.plot(gpus, curve, "--", color=colour, label=f"{tokens >> 20}M tokens")
-    _finish(predicted, "GPUs, 8 in a node", "prediction, nothing measured: Ulysses in a node, ring between")
+    _finish(predicted, "GPUs, 8 in a node", "prediction, nothing measured: Ulysses in a node, ring between", 0.0)
     device = record.run["device"]
     figure.suptitle(f"Context parallelism on {device}: efficiency{cpu_note(device)}", fontsize=13)
     figure.savefig(path, dpi=120, facecolor="white")
     return True
 
 
-def _finish(axes: Axes, across: str, title: str) -> None:
+def _finish(axes: Axes, across: str, title: str, low: float) -> None:
     axes.set_xscale("log", base=2)
-    low = min((float(value) for line in axes.lines for value in line.get_ydata()), default=0.0)
-    low = min([low, *(float(y) for points in axes.collections for _, y in points.get_offsets())])
     axes.set_ylim(max(0.0, low - 0.05), 1.02)
     axes.set_xlabel(across, fontsize=9)
     axes.set_ylabel("time on one GPU / (n × time on n)", fontsize=9)
