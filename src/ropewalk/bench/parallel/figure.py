@@ -45,6 +45,7 @@ def draw_parallel_record(record: BenchRecord, path: Path) -> bool:
         measured,
         "tokens of the sequence",
         f"{LLAMA.q_heads} / {LLAMA.k_heads} heads of {LLAMA.head_dim}, bfloat16, causal, forward and backward",
+        low,
     )
     for tokens, colour in _FAR.items():
         gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
