@@ -165,16 +165,14 @@ def check_checkpointing_raises_where_the_backward_left_the_context(rank: int) ->
 
 def check_compiled_layers(rank: int) -> None:
     """Whole layers, without a graph break, by both methods that are traced; under DDP too."""
-    layout = SequenceLayout(dist.group.WORLD, T)
-    for method in ("gather", "ulysses"):
-        model = Model()
-        for layer in model.layers:
-            layer.layout, layer.method = layout, method
-            layer.compile(fullgraph=True, backend="aot_eager")
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        tokens, labels, count = _shard_batch(layout)
-        (_sum_of_losses(wrapped(tokens), labels) / count * layout.size).backward()
-        _compare(model)
+    layout, model = SequenceLayout(dist.group.WORLD, T), Model()
+    for layer, method in zip(model.layers, ("gather", "ulysses"), strict=True):
+        layer.layout, layer.method = layout, method
+        layer.compile(fullgraph=True, backend="aot_eager")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    tokens, labels, count = _shard_batch(layout)
+    (_sum_of_losses(wrapped(tokens), labels) / count * layout.size).backward()
+    _compare(model)
 
 
 def check_transformers_trainer_on_accelerates_mesh(rank: int) -> None:
