@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,15 @@ def test_the_cost_model_knows_what_costs() -> None:
         assert efficiencies[-1] < 1
     assert predict_efficiency(1 << 14, 8, Shape(k_heads=32)) < predict_efficiency(1 << 14, 8, LLAMA)
     assert predict_nodes(1 << 20, 4096) < predict_nodes(1 << 20, 64) < 1
+
+
+def test_the_pages_predictions_are_the_models() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| 32/(\d+), (\d+)k \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for key_heads, thousands, *held in rows:
+        shape = Shape(k_heads=int(key_heads))
+        assert held == [f"{predict_efficiency(int(thousands) << 10, ranks, shape):.3f}" for ranks in (2, 4, 8)]
 
 
 def test_the_figure_needs_causal_rows(tmp_path: Path, one_rank: None) -> None:
