@@ -30,7 +30,8 @@ class ParallelRow:
     rounds: int | None = None
     efficiency: float | None = None  # the time on one process over n times this one, the median over rounds
     bytes_received: int | None = None  # ours: by a rank, forward and backward, as the method's plan has it
-    peak_bytes: int | None = None  # that a call adds, the largest over ranks
+    peak_bytes: int | None = None  # of PyTorch's allocator that a call adds, the largest over ranks
+    device_bytes: int | None = None  # of the device that the first call takes: with symmetric memory, and reserves
     tokens_per_second: float | None = None
 
     @property

@@ -215,7 +215,8 @@ class Bench:
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
         peers, self.versions = choose_peers(PEERS, options.peers, self.device)
         self.peers: list[ParallelPeer] = peers
-        self._before = self._peak = 0.0  # bytes
+        self._before = self._peak = self._grown = 0.0  # bytes
+        self._free = 0
         self._begun = self._seconds = 0.0
 
     def share(self, value: Any) -> Any:
@@ -265,14 +266,15 @@ class Bench:
             row = ParallelRow(case, candidate.impl, candidate.kind, "ok", self.size, served_by=candidate.served_by)
             row = replace(row, bytes_received=candidate.bytes_received)
             status, reason, error = verdicts[candidate.impl]
-            peak = duration = 0.0
+            peak = grown = duration = 0.0
             if status == "ok":
                 gate, whole = gates[candidate.impl in NO_ROPE], candidate.kind == "anchor"
                 self._reset()
                 status, reason, of_rows = self._try(candidate, functools.partial(self._check_rows, gate, whole))
-                peak, duration = self.largest([self._peak, self._seconds])
+                peak, grown, duration = self.largest([self._peak, self._grown, self._seconds])
                 error = None if error is None or of_rows is None else max(error, of_rows)
-            row = replace(row, status=status, reason=reason, error=error, peak_bytes=int(peak) or None)
+            row = replace(row, status=status, reason=reason, error=error)
+            row = replace(row, peak_bytes=int(peak) or None, device_bytes=int(grown) or None)
             if status != "ok":
                 yield row
                 continue
@@ -291,14 +293,17 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._peak = float(torch.cuda.max_memory_allocated(self.device) - self._before)
+            self._grown = float(self._free - torch.cuda.mem_get_info(self.device)[0])
         self._seconds = time.perf_counter() - self._begun
         return gate.check_rows(results[0], whole)
 
     def _reset(self) -> None:
         """Begin to count the seconds and the bytes of a call."""
-        self._peak = self._before = self._seconds = 0.0
+        self._peak = self._grown = self._before = self._seconds = 0.0
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self._free = torch.cuda.mem_get_info(self.device)[0]
             self._before = float(torch.cuda.memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
         self._begun = time.perf_counter()
