@@ -295,7 +295,7 @@ class Bench:
             self._peak = float(torch.cuda.max_memory_allocated(self.device) - self._before)
             self._grown = float(self._free - torch.cuda.mem_get_info(self.device)[0])
         self._seconds = time.perf_counter() - self._begun
-        return gate.check_rows(results[0], whole)
+        return gate.check_rows(results, whole)
 
     def _reset(self) -> None:
         """Begin to count the seconds and the bytes of a call."""
