@@ -105,7 +105,8 @@ def run_parallel_bench(options: ParallelOptions, processes: int | None = None) -
         try:
             spawn(_work, (count, store, options, chosen), count)
         except ProcessRaisedException as error:
-            raise OursError(str(error).strip().splitlines()[-1]) from error
+            last = str(error).strip().splitlines()[-1]
+            raise OursError(last.removeprefix(f"{OursError.__module__}.{OursError.__name__}: ")) from error
 
 
 def choose_parts(parts: Sequence[str]) -> list[ParallelCase]:
@@ -147,7 +148,7 @@ def measure_all(options: ParallelOptions, cases: Sequence[ParallelCase], console
     if error is not None:
         raise error
     if left is None:
-        raise SystemExit(2)  # the first rank says why
+        return  # the first rank raises
     if bench.rank != 0:
         for case in left:
             for _ in bench.measure(case):
