@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,6 +157,7 @@ def measure_all(options: ParallelOptions, cases: Sequence[ParallelCase], console
         return
     console = console or default_console()
     assert path is not None
+    bench.note(f"measuring {len(left)} cases")
     with RecordWriter(path, run, kept) as writer:
         for case in left:
             started = time.perf_counter()
@@ -219,6 +221,14 @@ class Bench:
         self._before = self._peak = self._grown = 0.0  # bytes
         self._free = 0
         self._begun = self._seconds = 0.0
+        self._noted = time.perf_counter()
+
+    def note(self, text: str) -> None:
+        """Print what is done, with the seconds since the last note: building kernels may take most of them."""
+        if self.rank == 0:
+            now = time.perf_counter()
+            print(f"{text}, {now - self._noted:.1f} s", file=sys.stderr, flush=True)
+            self._noted = now
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value on all."""
@@ -252,13 +262,14 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _attend(self, case: ParallelCase) -> Iterator[ParallelRow]:
-        short = shrink(case, SHORT)
+        short = shrink(case, SHORT // 2 if self.options.quick else SHORT)
         verdicts: dict[str, Any] = {}
         inputs = make_inputs(short, self.mesh, self.device, self.options.seed)
         gates = {bare: Gate(inputs, bare) for bare in (False, True)}
         for candidate in self._candidates(inputs):
             check = functools.partial(gates[candidate.impl in NO_ROPE].check_all, whole=candidate.kind == "anchor")
             verdicts[candidate.impl] = self._try(candidate, check)
+            self.note(f"{case.name}: {candidate.impl}, {short.tokens} tokens: {verdicts[candidate.impl][0]}")
         del inputs, gates
         inputs = make_inputs(case, self.mesh, self.device, self.options.seed)
         gates = {bare: Gate(inputs, bare) for bare in (False, True)}
@@ -274,6 +285,7 @@ class Bench:
                 status, reason, of_rows = self._try(candidate, functools.partial(self._check_rows, gate, whole))
                 peak, grown, duration = self.largest([self._peak, self._grown, self._seconds])
                 error = None if error is None or of_rows is None else max(error, of_rows)
+                self.note(f"{case.name}: {candidate.impl}, {case.tokens} tokens: {status}")
             row = replace(row, status=status, reason=reason, error=error)
             row = replace(row, peak_bytes=int(peak) or None, device_bytes=int(grown) or None)
             if status != "ok":
