@@ -248,9 +248,8 @@ def check_fsdp2_on_dp_shard_and_cp(rank: int) -> None:
 def check_replicas_of_shards(rank: int) -> None:
     """HSDP on torchtitan's mesh: weights are replicated over "dp_replicate" and sharded over the rest."""
     mesh = init_device_mesh("cpu", (2, 1, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
-    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     layout, model = SequenceLayout(mesh["cp"], T), Model()
-    _shard_layers(model, mesh["dp_replicate", "dp_shard_cp"])
+    _shard_layers(model, mesh["dp_replicate", "cp"])  # as "dp_shard_cp", where "dp_shard" has one rank
     half = ROWS // 2
     first = half * mesh.get_local_rank("dp_replicate")
     _backward(model, layout, 4, slice(first, first + half))
