@@ -70,6 +70,9 @@ def test_two_processes_are_checked_and_timed(tmp_path: Path) -> None:
         assert row.time is not None
         assert (row.efficiency is None) == (row.kind == "anchor")
     assert found["gqa-16k", OURS].served_by == "gather"
+    over = found["gqa-16k", OURS].speed_over
+    assert over is not None
+    assert set(over) == {ONE, "by_hand"}
     received = found["gqa-16k", OURS].bytes_received
     assert received is not None
     assert received >= 2 * 2 * (96 // 2) * 2 * 16 * 4  # K and V there, gradients back

@@ -33,6 +33,7 @@ class ParallelRow:
     peak_bytes: int | None = None  # of PyTorch's allocator that a call adds, the largest over ranks
     device_bytes: int | None = None  # of the device that the first call takes: with symmetric memory, and reserves
     tokens_per_second: float | None = None
+    speed_over: dict[str, float] | None = None  # ours: the time of each other candidate over its, medians over rounds
 
     @property
     def unit(self) -> Unit:

@@ -32,6 +32,7 @@ from ropewalk.bench.core.options import choose_device, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.resume import read_stopped
 from ropewalk.bench.core.runner import OursError
+from ropewalk.bench.core.sustained import ratios
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.core.timing import quantiles
 from ropewalk.bench.parallel.cases import CASES, LLAMA, ParallelCase, make_inputs, quick, shrink
@@ -392,7 +393,9 @@ class Bench:
             if ONE in samples and row.kind != "anchor":
                 pairs = zip(samples[ONE], samples[name], strict=True)
                 efficiency = statistics.median(one / (self.size * other) for one, other in pairs)
-            yield replace(row, time=quantiles(samples[name]), rounds=rounds, efficiency=efficiency)
+            others = ratios(samples, OURS) if name == OURS else None
+            row = replace(row, time=quantiles(samples[name]), rounds=rounds)
+            yield replace(row, efficiency=efficiency, speed_over=others)
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         """Time a call on this rank, in µs, from when all ranks are there."""

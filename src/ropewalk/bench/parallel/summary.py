@@ -19,15 +19,17 @@ def print_parallel_summary(record: BenchRecord, console: Console) -> None:
     run, rows = record.run, record.of(ParallelRow)
     table = Table(
         title=f"{run['ranks']} × {run['device']}: forward and backward{cpu_note(run['device'])}",
-        caption="efficiency: the time on one process over n times this one; MB: received by a rank",
+        caption="efficiency: the time on one process over n times this one; ×: its time over ours; MB: received by a rank",
     )
     for heading in ("case", "candidate", "by"):
         table.add_column(heading, overflow="fold")
-    for heading in ("ms", "10 %", "90 %", "efficiency", "MB", "peak, GiB", "tokens/s", "error / budget"):
+    for heading in ("ms", "10 %", "90 %", "efficiency", "×", "MB", "peak, GiB", "tokens/s", "error / budget"):
         table.add_column(heading, justify="right")
     for _, group in groupby((row for row in rows if row.time is not None), key=lambda row: row.unit):
-        for row in group:
-            table.add_row(row.case.name, row.impl, row.served_by, *_figures(row))
+        shown = list(group)
+        over = next((row.speed_over or {} for row in shown if row.kind == "ours"), {})
+        for row in shown:
+            table.add_row(row.case.name, row.impl, row.served_by, *_figures(row, over.get(row.impl)))
         table.add_section()
     console.print(table)
     for row in rows:
@@ -42,12 +44,13 @@ def print_parallel_summary(record: BenchRecord, console: Console) -> None:
             console.print(text, highlight=False, style=None if verdict == "met" else "yellow")
 
 
-def _figures(row: ParallelRow) -> list[str]:
+def _figures(row: ParallelRow, over: float | None) -> list[str]:
     assert row.time is not None
     times = [f"{time / 1e3:.3f}" for time in (row.time.p50, row.time.p10, row.time.p90)]
     return [
         *times,
         "–" if row.efficiency is None else f"{row.efficiency:.3f}",
+        "–" if over is None else f"{over:.2f}",
         "–" if row.bytes_received is None else f"{row.bytes_received / 1e6:.1f}",
         "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
         "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
