@@ -19,7 +19,7 @@ def print_parallel_summary(record: BenchRecord, console: Console) -> None:
     run, rows = record.run, record.of(ParallelRow)
     table = Table(
         title=f"{run['ranks']} × {run['device']}: forward and backward{cpu_note(run['device'])}",
-        caption="efficiency: the time on one process over n times this one; ×: its time over ours; MB: received by a rank",
+        caption="efficiency: the time on one process over n times this one; ×: its time over ours; MB: a rank received",
     )
     for heading in ("case", "candidate", "by"):
         table.add_column(heading, overflow="fold")
