@@ -51,6 +51,7 @@ LAYERS = {
     "bench.rope": "bench.core ops.* schemes",
     "bench.attention": "bench.core bench.rope compat ops.* schemes",
     "bench.host": "bench.core bench.attention bench.rope ops.*",
+    "bench.parallel": "bench.core bench.attention bench.rope parallel ops.* schemes",
     "bench.training": "bench.core integrations ops.* schemes",
     "bench.report": "bench.core bench.rope bench.attention",
     "bench.all": "bench.core bench.rope bench.attention ops.attention.backends ops.rope.backends",

@@ -41,7 +41,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_a_report_of_a_record_opens(browser: Any, tmp_path: Path) -> None:
-    record = min(RECORDS.glob("*.jsonl"), key=lambda path: path.stat().st_size)
+    record = min(RECORDS.glob("attention-*.jsonl"), key=lambda path: path.stat().st_size)
     output = tmp_path / "report.html"
     made = CliRunner().invoke(app, ["report", str(record), "-o", str(output)])
     assert made.exit_code == 0, made.output

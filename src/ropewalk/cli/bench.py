@@ -257,6 +257,40 @@ def training(
         )
 
 
+@app.command("parallel")
+def parallel(
+    only: Annotated[str, typer.Option(help="Parts of cases' names, with commas between; by default all.")] = "",
+    peers: Peers = "auto",
+    output: Output = None,
+    resume: Resume = False,
+    device: Device = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small cases, for correctness. A CPU needs it.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each candidate is timed, at most.")] = 20,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many to start, without torchrun; by default one for each GPU.")
+    ] = None,
+    list_cases: List = False,
+) -> None:
+    """Measure context parallelism on several GPUs of a machine, against the whole call on each of them.
+
+    torchrun --nproc-per-node 2 -m ropewalk bench parallel does the same in processes that torchrun starts. Everything
+    is checked against float64 before it is timed. A run that was stopped keeps its rows; --resume goes on.
+    """
+    from ropewalk.bench.parallel.cases import CASES
+
+    if list_cases:
+        for case in CASES:
+            typer.echo(f"{case.name}\n    {case.description}")
+        return
+    _check_resume(resume, output)
+    from ropewalk.bench.core.runner import OursError
+    from ropewalk.bench.parallel.run import ParallelOptions, run_parallel_bench
+
+    with user_errors(OursError):
+        options = ParallelOptions(split_names(only), peers, output, resume, device, quick, rounds)
+        run_parallel_bench(options, processes)
+
+
 def _run(
     run_bench: Callable[..., BenchResult],
     case: list[str] | None,

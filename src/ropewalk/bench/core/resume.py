@@ -11,7 +11,7 @@ from typing import Any
 from ropewalk.bench.core.load import ALL, ParseRow, Unit, parse_row
 from ropewalk.bench.core.records import END, check_run_line
 
-_BENCHMARKS = ("rope", "attention", "host", ALL)  # whose runs can be resumed
+_BENCHMARKS = ("rope", "attention", "host", "parallel", ALL)  # whose runs can be resumed
 
 # Keys of the lines about the runs; a missing key counts as None.
 SAME = (

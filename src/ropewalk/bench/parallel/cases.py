@@ -1,0 +1,143 @@
+"""Cases of the benchmark of context parallelism, and their tensors.
+
+Letters: T tokens, H query heads, K key heads, D head dim, n ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.bench.attention.settings import SETTINGS
+from ropewalk.parallel import SequenceLayout
+
+LLAMA = "llama"  # the setting of a case that trains layers of a model
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """One causal call over a whole sequence, B = 1, and how it is sharded; or training steps of a model."""
+
+    name: str
+    tokens: int
+    q_heads: int = 32
+    k_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    setting: str = "rope"  # of attention's benchmark, or `LLAMA`
+    window: int | None = None
+    far_window: int | None = None  # of ReRoPE
+    shortest: int | None = None  # packed documents have seeded lengths, uniform from here …
+    longest: int | None = None  # … to here
+    kind: str = "zigzag"  # of the layout
+    method: str | None = None
+    target: float | None = None  # the least efficiency on 2 GPUs
+    peers: bool = True  # whether others are timed beside
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """PyTorch's dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def description(self) -> str:
+        """The case in words."""
+        parts = [f"T{self.tokens} H{self.q_heads}/{self.k_heads} D{self.head_dim}, {self.dtype}, {self.setting}"]
+        parts += [f"window {self.window}"] if self.window else []
+        parts += [f"documents of {self.shortest} to {self.longest}"] if self.shortest else []
+        return ", ".join([*parts, self.kind, *([self.method] if self.method else [])])
+
+
+def _k(thousands: int) -> int:
+    return thousands << 10
+
+
+# The most important ones first: a run may be stopped.
+CASES: tuple[ParallelCase, ...] = (
+    ParallelCase("gqa-16k", _k(16), target=0.92),
+    ParallelCase("gqa-64k", _k(64), target=0.975),
+    ParallelCase("gqa-128k", _k(128), target=0.99),
+    ParallelCase("mha-16k", _k(16), k_heads=32, target=0.88),
+    ParallelCase("packed-256k", _k(256), shortest=_k(1), longest=_k(64), kind="balanced", target=0.93),
+    ParallelCase("window-128k", _k(128), window=4096, target=0.93),
+    ParallelCase("alibi-64k", _k(64), setting="alibi", target=0.95),
+    ParallelCase("rerope-64k", _k(64), setting="rerope", far_window=4096, target=0.95),
+    ParallelCase("exposb-64k", _k(64), setting="exposb-bands-learned", target=0.95),
+    ParallelCase("llama-64k", _k(64), setting=LLAMA, target=0.93),
+    ParallelCase("mha-64k", _k(64), k_heads=32, target=0.96),
+    ParallelCase("ulysses-64k", _k(64), method="ulysses", target=0.93, peers=False),
+    ParallelCase("ring-128k", _k(128), method="ring", target=0.90, peers=False),
+    ParallelCase("d64-64k", _k(64), head_dim=64, target=0.94),
+    ParallelCase("packed-short", _k(128), shortest=128, longest=4096, kind="balanced", target=0.88),
+    ParallelCase("gqa-256k", _k(256), target=0.99, peers=False),
+)
+
+
+def shrink(case: ParallelCase, tokens: int) -> ParallelCase:
+    """Return the case with fewer tokens, and windows and documents in proportion."""
+    if case.tokens <= tokens:
+        return case
+
+    def scaled(size: int | None) -> int | None:
+        return None if size is None else max(1, size * tokens // case.tokens)
+
+    sizes = {name: scaled(getattr(case, name)) for name in ("window", "far_window", "shortest", "longest")}
+    return replace(case, tokens=tokens, **sizes)  # type: ignore[arg-type]
+
+
+def quick(case: ParallelCase, device: torch.device) -> ParallelCase:
+    """Return the case at a size that takes seconds, also on a CPU. GPUs build the kernels of the whole case."""
+    if device.type == "cuda":
+        return shrink(case, _k(16))
+    k_heads = 4 if case.q_heads == case.k_heads else 2
+    return replace(shrink(case, 96), q_heads=4, k_heads=k_heads, head_dim=16, dtype="float32")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The whole tensors of a case, the same on each rank, and how they are sharded. (1, T, heads, D)."""
+
+    case: ParallelCase
+    layout: SequenceLayout
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor  # of the output
+    learned: tuple[Tensor, ...]  # float32, that the setting learns
+    parameters: tuple[Tensor, ...]  # of the setting, whether learned or not
+
+    def keywords(self, parameters: tuple[Tensor, ...] | None = None) -> dict[str, Any]:
+        """Return the call's keywords for one process, of other parameters where they are given."""
+        setting, case = SETTINGS[self.case.setting], self.case
+        given = self.parameters if parameters is None else parameters
+        own = setting.keywords(case.far_window, *given) if setting.far else setting.keywords(*given)
+        return {**own, "causal": True, "window": case.window}
+
+
+def draw_documents(case: ParallelCase, seed: int) -> Tensor | None:
+    """Draw the bounds of packed documents, (S + 1,); the last one is cut off at the sequence's end."""
+    if case.shortest is None or case.longest is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    bounds = [0]
+    while bounds[-1] < case.tokens:
+        length = int(torch.randint(case.shortest, case.longest + 1, (), generator=generator))
+        bounds.append(min(bounds[-1] + length, case.tokens))
+    return torch.tensor(bounds, dtype=torch.int32)
+
+
+def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) -> Inputs:
+    """Draw the tensors of a case."""
+    generator = torch.Generator(device).manual_seed(seed)
+    layout = SequenceLayout(mesh, case.tokens, case.kind, draw_documents(case, seed))
+    q, k, v, grad = (
+        torch.randn(1, case.tokens, heads, case.head_dim, generator=generator, device=device, dtype=case.torch_dtype)
+        for heads in (case.q_heads, case.k_heads, case.k_heads, case.q_heads)
+    )
+    setting = SETTINGS[case.setting]
+    parameters = tuple(x.to(device).requires_grad_(setting.learned) for x in setting.draw(case.q_heads))
+    return Inputs(case, layout, q, k, v, grad, parameters if setting.learned else (), parameters)

@@ -1,0 +1,107 @@
+"""A model of the efficiency of context parallelism on H200s: predictions, for the figure's curves.
+
+Attention is tiles of 128 queries, dealt to the processors longest first; transfers are volumes over a bandwidth; all
+but the first group of heads is gathered, and all but the last group's gradients are sent, while others are attended.
+Contention, power limits and the host are left out.
+
+Letters: T tokens, H query heads, K key heads, D head dim, n ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PROCESSORS, TILE = 132, 128
+FORWARD, BACKWARD = 705e12, 690e12  # FLOP/s of causal attention: FlashAttention-4 in results/all-h200.jsonl
+NVLINK = 350e9  # bytes/s each way that copies between two H200 reach: measured
+NETWORK = 45e9  # bytes/s each way and GPU between nodes: assumed
+MEMORY = 3.8e12  # bytes/s of a GPU's own
+LAUNCH = 4e-6  # seconds between two kernels
+NODE = 8  # GPUs
+_EDGE = 1.5  # a tile's masked half and its beginning and end, in tiles of keys
+_OF_BACKWARD = 2.5  # its operations, over the forward's
+_MANY = 64 * PROCESSORS  # tiles: as good as even
+
+
+class Shape(NamedTuple):
+    """The heads of a call."""
+
+    q_heads: int = 32
+    k_heads: int = 8
+    head_dim: int = 128
+
+
+LLAMA = Shape()
+
+
+def predict_efficiency(tokens: int, ranks: int, shape: Shape = LLAMA) -> float:
+    """Predict the time on one GPU over n times that on each of n, by gather over zigzag shards."""
+    return _one(tokens, shape) / ranks / gather_seconds(tokens, ranks, shape)
+
+
+@functools.cache
+def gather_seconds(tokens: int, ranks: int, shape: Shape) -> float:
+    """Predict the time of forward and backward on n GPUs of one node, by the best number of groups of heads."""
+    half = tokens // (2 * ranks)
+    received = _key_bytes(tokens, shape) * (ranks - 1) / ranks / NVLINK
+    best = float("inf")
+    for groups in (count for count in (1, 2, 4, 8) if shape.k_heads % count == 0):
+        heads = shape.q_heads // groups
+        slowest = 0.0
+        for rank in (0, ranks - 1):
+            starts = (rank * half, (2 * ranks - 1 - rank) * half)
+            forward, backward = _call(starts, half, heads, shape)
+            get = put = received / groups
+            ahead = groups - 1
+            total = get + forward + ahead * max(forward, get)
+            total += get + backward + ahead * max(backward, get + put) + put
+            slowest = max(slowest, total)
+        best = min(best, slowest)
+    return best
+
+
+def predict_nodes(tokens: int, gpus: int, shape: Shape = LLAMA) -> float:
+    """Predict the efficiency on nodes of 8 GPUs: Ulysses inside, a zigzag ring between, gradients in float32."""
+    nodes = gpus // NODE
+    of_node, heads = tokens // nodes, shape.q_heads // NODE
+    pairs = of_node * of_node / 2
+    step = 4 * shape.head_dim * heads * pairs  # operations of each step: the own one and all later ones have as many
+    forward, backward = step / FORWARD + LAUNCH, _OF_BACKWARD * step / BACKWARD + LAUNCH
+    keys = of_node * 2 * max(1, shape.k_heads // NODE) * shape.head_dim
+    hop = 2 * keys / NETWORK if nodes > 1 else 0.0
+    hop_back = (2 + 4) * keys / NETWORK if nodes > 1 else 0.0
+    share = of_node / NODE * (NODE - 1) / NODE
+    exchange = share * 2 * (shape.q_heads + max(shape.k_heads, NODE)) * shape.head_dim * 2 / NVLINK
+    merged = of_node * heads * shape.head_dim * 10 / MEMORY  # a step's part is added to a sum in float32
+    total = nodes * (max(forward, hop) + max(backward, hop_back) + 2 * merged) + hop_back + 2 * exchange
+    return _one(tokens, shape) / gpus / total
+
+
+def _one(tokens: int, shape: Shape) -> float:
+    return sum(_call((0,), tokens, shape.q_heads, shape))
+
+
+def _key_bytes(tokens: int, shape: Shape) -> float:
+    return tokens * 2 * shape.k_heads * shape.head_dim * 2.0  # K and V in bfloat16
+
+
+def _call(starts: Sequence[int], queries: int, heads: int, shape: Shape) -> tuple[float, float]:
+    """Return the seconds of forward and backward of runs of causal queries, in one launch each."""
+    tiles = makespan(tuple(starts), queries, heads)
+    operations = 4 * TILE * TILE * shape.head_dim * tiles * PROCESSORS
+    return operations / FORWARD + LAUNCH, _OF_BACKWARD * operations / BACKWARD + LAUNCH
+
+
+@functools.cache
+def makespan(starts: tuple[int, ...], queries: int, heads: int) -> float:
+    """Return how many tiles of keys the busiest processor attends to."""
+    costs = [start / TILE + i + _EDGE for start in starts for i in range(max(1, queries // TILE))]
+    if len(costs) * heads > _MANY:
+        return heads * sum(costs) / PROCESSORS
+    busy = [0.0] * PROCESSORS
+    for cost in sorted(costs * heads, reverse=True):
+        heapq.heappush(busy, heapq.heappop(busy) + cost)
+    return max(busy)
