@@ -349,8 +349,18 @@ def test_decoding(device: torch.device, runs: Runs, make: Callable[..., Made]) -
 
 
 def test_decoding_short_caches(device: torch.device, runs: Runs) -> None:
+    tensors, keywords = over_a_cache(device, keys=64)
+    assert_as_without(infer, tensors, keywords, calls=2)
+    for _ in range(2):
+        keywords["key_lengths"] += 1
+        keywords["query_starts"] += 1
+        assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (1, 1, 0)
+
+
+def test_chunks_of_short_prompts(device: torch.device, runs: Runs) -> None:
     """A launch makes the rows of tables, which depend on values on the device."""
     tensors, keywords = over_a_cache(device, keys=64)
+    tensors[0] = tensors[0].expand(-1, 2, -1, -1).contiguous()
     assert_as_without(infer, tensors, keywords, calls=2)
     for _ in range(2):
         keywords["key_lengths"] += 1
@@ -360,8 +370,8 @@ def test_decoding_short_caches(device: torch.device, runs: Runs) -> None:
 
 GROWING: dict[str, dict[str, Any]] = {
     "rope": {"position": Rope(), "keys_rotated": True, "causal": True},
-    "left-padding": {"key_starts": integers(3, 0), "position": Alibi()},
-    "rope-and-left-padding": {"key_starts": integers(3, 0), "position": Rope(), "keys_rotated": True},
+    "left-padding": {"key_starts": integers(1, 0), "position": Alibi()},
+    "rope-and-left-padding": {"key_starts": integers(1, 0), "position": Rope(), "keys_rotated": True},
     "window": {"window": (40, 0), "causal": True, "return_lse": True},
     "lengths": {"key_lengths": integers(20, 140), "position": Rope(), "keys_rotated": True, "softcap": 2.0},
     "sinks": {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(0))},
@@ -369,19 +379,28 @@ GROWING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("lengths", [(257, 258, 390), (2, 100, 255)], ids=["long", "short"])
 @pytest.mark.parametrize(("kind", "layout"), [*zip(GROWING, ["bhtd", "bthd"] * len(GROWING), strict=False)])
-def test_decoding_from_a_cache_that_grows(device: torch.device, runs: Runs, kind: str, layout: str) -> None:
+def test_decoding_from_a_cache_that_grows(
+    device: torch.device, runs: Runs, kind: str, layout: str, lengths: tuple[int, ...]
+) -> None:
     """One plan is for all lengths between two powers of two; the numbers of splits follow the length."""
     given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in GROWING[kind].items()}
     counts = []
-    for keys in (257, 258, 290, 390):
+    for keys in lengths:
         shapes = [(B, 4, 1, D), *[(B, 2, keys, D)] * 2] if layout == "bhtd" else [(B, 1, 4, D), *[(B, keys, 2, D)] * 2]
         tensors, keywords = draw(device, *shapes), {**given, "layout": layout}
         if kind == "mask":
             mask = torch.rand(B, 1, 1, keys, generator=torch.Generator().manual_seed(keys)) > 0.4
             keywords["mask"] = mask.to(device)
+        if kind == "lengths":
+            keywords["key_lengths"] = (keywords["key_lengths"] * keys) // 200
         counts.append(runs.of(functools.partial(assert_as_without, infer, tensors, keywords, calls=1)))
-    assert counts == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0)]
+        expected, got = (attention(*tensors, **keywords, impl=impl) for impl in ("reference", "triton"))
+        first = [x[0] if isinstance(x, tuple) else x for x in (got, expected)]
+        torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
+    assert counts == [(0, 0, 0), (1, 1, 0), (1, 1, 0)]
+    assert len(found(plans.CALLS)) == 1
 
 
 def test_rules_of_choice_are_by_powers_of_two() -> None:
@@ -389,7 +408,7 @@ def test_rules_of_choice_are_by_powers_of_two() -> None:
     for rules in ORDER.values():
         for rule in rules:
             for limit in (rule.tokens, rule.below):
-                assert limit in (0, math.inf) or limit == 1 << (int(limit).bit_length() - 1)
+                assert limit in (0, math.inf) or 256 <= limit == 1 << (int(limit).bit_length() - 1)
 
 
 # === what differs from the call that made a plan ===

@@ -469,24 +469,28 @@ class GrowingCall(PlannedCall):
 
 FIXED = object()  # in place of the plan of caches of all lengths, where a call is planned by its own length alone
 _MOST = 2**31 - 1  # numbers of a launch are int32
-_MOST_QUERIES = 64  # of a call that is looked for among those over caches
-_SHORTEST = 257  # keys: from here on kernels for few queries run, and powers of two decide whether keys are split
+# As the kernels for few queries: their most rows that share a key, and so many keys, but for one query.
+_MOST_ROWS, _FEWEST_KEYS = 64, 257
 
 
 def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
     """Return the key of a call over a cache, without its length; None if the call is no such one.
 
-    It holds the powers of two that the length lies between: they decide the size of tables and whether there are
-    splits, and the rules of the choice of a backend are by them.
+    It holds the powers of two, from 256 on, that the length lies between: they decide the size of tables and whether
+    there are splits, and the rules of the choice of a backend are by them.
     """
     q, k, v, mask, *others = given
     layout = flags[7]
+    if not flags[5] and type(position).rotation is not PositionScheme.rotation:  # a call maps all keys' features
+        return None
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
         return None
     head, token = (2, 1) if layout == "bthd" else (1, 2)
-    queries, k_shape, v_shape = q.shape[token], k.shape, v.shape
-    keys = k_shape[token]
-    if queries > _MOST_QUERIES or keys < _SHORTEST or keys < queries or v_shape[token] != keys:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    queries, keys = q_shape[token], k_shape[token]
+    if keys < (_FEWEST_KEYS if queries > 1 else 2) or keys < queries or v_shape[token] != keys:
+        return None
+    if queries * q_shape[head] > _MOST_ROWS * k_shape[head]:
         return None
     of_mask = None
     if mask is not None:
@@ -504,14 +508,13 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
     if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
         return None
     return (
-        *("cache", (keys - 1).bit_length(), keys.bit_length()),
-        *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
+        *("cache", max(8, (keys - 1).bit_length()), max(8, keys.bit_length())),
+        *(type(q), q_shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
         *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
         *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
         *(k.is_neg(), v.is_neg(), of_mask),
         *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in bounds],
         identity_of(position),
-        torch.is_grad_enabled(),
         flags,
         *map(type, flags),
         *(map(type, window) if type(window) is tuple else ()),
@@ -886,7 +889,7 @@ def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor 
     if not _may_keep(call, given) or rotates_rows or scheme is None or scheme.far_window() is not None:
         return FIXED
     if backend.name in KERNELS:
-        longest = 1 << (call.k.shape[2] - 1).bit_length()
+        longest = max(256, 1 << (call.k.shape[2] - 1).bit_length())
         plan = _plan(ForwardPlan, call, KERNELS[backend.name], False, longest)
         return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
     if backend is REFERENCE or tables.q is not None or any(x is not None for x in _but_gate(given)[3:]):

@@ -41,7 +41,7 @@ from ropewalk.ops.attention.triton.launch_common import (
 )
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
-MIN_KEYS = 256
+MIN_KEYS = 256  # of calls with several queries; fewer keys are not split
 PROGRAMS_PER_SM = 1  # if there are enough keys: one has enough loads in flight, and more splits cost more to combine
 MIN_SPLIT = 128  # keys
 # Keys, for 16 rows: the partial results are then next to nothing beside the keys that a split reads.
@@ -127,7 +127,8 @@ def supports(call: AttentionCall) -> bool:
         return False
     if call.block_table is not None:
         return True
-    return q.shape[2] * (q.shape[1] // k.shape[1]) <= MAX_ROWS and k.shape[2] >= MIN_KEYS
+    is_many = k.shape[2] >= MIN_KEYS or q.shape[2] == 1
+    return is_many and q.shape[2] * (q.shape[1] // k.shape[1]) <= MAX_ROWS
 
 
 def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
@@ -245,7 +246,9 @@ def choose_tiles(block_m: int, block: int, element_size: int, is_crowded: bool) 
 def measure_cache(work: Work, k: Tensor, v: Tensor, mask: Tensor | None, n_keys: int, head: int = 1) -> CacheSizes:
     """Return the sizes of a cache, with a mask (B or 1, H or 1, Tq or 1, Tk); `head` is the dimension of heads."""
     programs, block_m, n_sms, reach, unit = work
-    n_splits = count_splits(programs, n_keys if reach is None else min(n_keys, reach), block_m, n_sms)
+    n_splits = 1
+    if n_keys >= MIN_KEYS:
+        n_splits = count_splits(programs, n_keys if reach is None else min(n_keys, reach), block_m, n_sms)
     batch_mask = head_mask = query_mask = None
     if mask is not None:
         shape, strides = mask.shape, mask.stride()
