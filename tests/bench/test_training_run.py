@@ -27,9 +27,9 @@ BERT = {
     "max_position_embeddings": 32,
 }
 LLAMA = {**BERT, "num_key_value_heads": 1, "head_dim": 16, "use_cache": False}
-# Of each family one case, and one without padding.
+# Of each family one case.
 NAMES = (
-    *("bert-base-rope", "bert-base", "llama-8-layers", "bert-4x256-full"),
+    *("bert-base-rope", "bert-base", "llama-8-layers"),
     *("llama-12x1024-attention", "qwen3-12x1024-attention", "qwen3-12x1024"),
 )
 SMALL = tuple(

@@ -477,7 +477,7 @@ class LibraryCall:
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
         rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
-        self.layout = layout
+        self.layout, self.constants = layout, [] if rotate is None else rotate.tables
         self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
