@@ -109,9 +109,9 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     reads_v = grad_out is not None  # as in `_Attend`
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-1])
-    planned: plans.PlannedCall = ctx.planned
-    grad_q, grad_k, grad_v, grad_sinks = planned.differentiate(saved, grad_out, grad_lse, ctx.needs_input_grad[3])
-    return grad_q, grad_k, grad_v if reads_v else None, grad_sinks, None, None
+    wants_sinks = ctx.needs_input_grad[3]
+    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(False, wants_sinks))
+    return grads.q, grads.k, grads.v if reads_v else None, grads.sinks if wants_sinks else None, None, None
 
 
 _differentiate_again = once_differentiable(_differentiate)

@@ -159,19 +159,17 @@ class BackwardPlan:
         )
         n_inputs = builder.n_slots
         self.plan = builder.finish(_existing(gradients))
-        self.gradients = tuple(None if x is None else builder.slot_of(x) - n_inputs for x in gradients)
+        # Of the results, and of None behind them.
+        self.pick = itemgetter(*[-1 if x is None else builder.slot_of(x) - n_inputs for x in gradients])
 
     def run(self, inputs: Sequence[Tensor]) -> Gradients | None:
         """Do what the backend's backward does; return None where a tensor is misaligned."""
         addresses = addresses_of(inputs)
-        if addresses is None:
-            return None
-        made = self.run_at(inputs, addresses, self.plan.results)
-        return Gradients(*[None if index is None else made[index] for index in self.gradients])  # type: ignore[arg-type]
+        return None if addresses is None else self.run_at(inputs, addresses, self.plan.results)
 
-    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a run at aligned addresses, which are those of the plan in another layout."""
-        return self.plan.run(inputs, addresses, results)
+    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> Gradients:
+        """Do it at aligned addresses, with results of another layout."""
+        return Gradients._make(self.pick((*self.plan.run(inputs, addresses, results), None)))
 
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
@@ -325,7 +323,6 @@ def _plan_launcher(
 CALLS = Cache()
 # The tensors of a call's leaves before the seed are the caller's, the last one of them its sinks; those after it are
 # the scheme's.
-_SINKS = Gradients._fields.index("sinks")
 _SEED = _TENSORS.index(LEAVES.index("seed"))
 
 
@@ -387,40 +384,34 @@ class PlannedCall:
         return call, as_bhtd(out, layout), Saved(call.q, call.k, tensors[n_inputs], *far)
 
     def differentiate(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k and v, in the caller's layout, and those of the sinks."""
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients, those of q, k and v in the caller's layout."""
         grad_out = _dense(grad_out)
         if grad_lse is not None:
             grad_lse = (grad_lse[None] if self.layout == "thd" else grad_lse).contiguous()
-        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wants_sinks)
+        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted)
         found = self.backwards.get(key, _UNKNOWN)
         inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
         if found is _UNKNOWN:
-            found = self._plan_backward(saved, grad_out, grad_lse, wants_sinks)
+            made = find_backward(
+                self.plan, as_bhtd(grad_out, self.layout), grad_lse, wanted, lambda: self.describe(saved)
+            )
+            found = None
+            if made is not None:
+                first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]
+                found = made, [*first, *made.plan.results[3:]]
             _keep(self.backwards, key, found)
         addresses = None if found is None or not _may_plan(grad_out) else addresses_of(inputs)
         if addresses is not None:
-            backward_plan, results, sinks = found
-            made = backward_plan.run_at(inputs, addresses, results)
-            return made[0], made[1], made[2], None if sinks is None else made[sinks]
+            backward_plan, results = found
+            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
+            return gradients
         call, out, rest = self.describe(saved)
-        wanted = Wanted(False, wants_sinks)
         backend = backward_of(self.plan.backend, call, wanted)
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, self.layout), grad_lse, wanted)
         grad_q, grad_k, grad_v = (from_bhtd(x, self.layout) for x in gradients[:3])
-        return grad_q, grad_k, grad_v, gradients.sinks
-
-    def _plan_backward(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wants_sinks: bool
-    ) -> tuple[BackwardPlan, list[Tensor], int | None] | None:
-        """Return the plan of a backward, its results in the caller's layout, and the index of the sinks' gradient."""
-        grad_out = as_bhtd(grad_out, self.layout)
-        made = find_backward(self.plan, grad_out, grad_lse, Wanted(False, wants_sinks), lambda: self.describe(saved))
-        if made is None:
-            return None
-        first = [_lay_out(result, self.layout) for result in made.plan.results[:3]]  # those of q, k and v
-        return made, [*first, *made.plan.results[3:]], made.gradients[_SINKS] if wants_sinks else None
+        return gradients._replace(q=grad_q, k=grad_k, v=grad_v)
 
 
 def _lay_out(result: Tensor, layout: str) -> Tensor:
@@ -536,9 +527,8 @@ class _PlannedRotation:
 
         builder = Builder(q.device)
         twins = [builder.input(x) for x in (q, k, *self.tables)]
-        return builder.finish(
-            builder.follow(lambda *xs: xs[-1].rope(*xs[:-1], inverse=inverse, **self.pairing), *twins)
-        )
+        rotate = functools.partial(_rotate_on, inverse=inverse, **self.pairing)
+        return builder.finish(builder.follow(rotate, *twins))
 
     def run(self, plan: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Run a plan of it."""
