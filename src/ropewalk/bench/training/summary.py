@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ropewalk.bench.core.records import cpu_note
-from ropewalk.bench.training.cases import CASES
+from ropewalk.bench.training.cases import CASES, TrainingCase
 from ropewalk.bench.training.models import OURS
 from ropewalk.bench.training.rows import TrainingRecord
 
@@ -23,6 +23,11 @@ TARGETS = {
     "qwen3": {"sdpa": 1.08},
     "qwen3-attention": {"sdpa": 1.0},
 }
+
+
+def targets_of(case: TrainingCase) -> dict[str, float]:
+    """Return the targets of a case, or those of its family."""
+    return TARGETS.get(case.name) or TARGETS.get(case.family, {})
 
 
 def print_training_summary(record: TrainingRecord, console: Console) -> None:
@@ -47,8 +52,8 @@ def print_training_summary(record: TrainingRecord, console: Console) -> None:
         table.add_row(row.case, row.precision, row.candidate, time_ms, speed, ratio, peak, errors)
     console.print(table)
     for row in record.rows:
-        family = next((case.family for case in CASES if case.name == row.case), None)
-        for other, bound in (TARGETS.get(row.case) or TARGETS.get(family or "", {})).items():
+        case = next((case for case in CASES if case.name == row.case), None)
+        for other, bound in ({} if case is None else targets_of(case)).items():
             if row.speed_over and other in row.speed_over:
                 value = row.speed_over[other]
                 verdict = "met" if value >= bound else "missed"

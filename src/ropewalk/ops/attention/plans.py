@@ -168,19 +168,17 @@ class BackwardPlan:
         )
         n_inputs = builder.n_slots
         self.plan = builder.finish(_existing(gradients))
-        self.gradients = tuple(None if x is None else builder.slot_of(x) - n_inputs for x in gradients)
+        # Of the results, and of None behind them.
+        self.pick = itemgetter(*[-1 if x is None else builder.slot_of(x) - n_inputs for x in gradients])
 
     def run(self, inputs: Sequence[Tensor]) -> Gradients | None:
         """Do what the backend's backward does; return None where a tensor is misaligned."""
         addresses = addresses_of(inputs)
-        if addresses is None:
-            return None
-        made = self.run_at(inputs, addresses, self.plan.results)
-        return Gradients(*[None if index is None else made[index] for index in self.gradients])  # type: ignore[arg-type]
+        return None if addresses is None else self.run_at(inputs, addresses, self.plan.results)
 
-    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a run at aligned addresses, which are those of the plan in another layout."""
-        return self.plan.run(inputs, addresses, results)
+    def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> Gradients:
+        """Do it at aligned addresses, with results of another layout."""
+        return Gradients._make(self.pick((*self.plan.run(inputs, addresses, results), None)))
 
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
@@ -777,7 +775,7 @@ class LibraryCall:
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
         rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
-        self.layout = layout
+        self.layout, self.constants = layout, [] if rotate is None else rotate.tables
         self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
@@ -836,9 +834,8 @@ class _PlannedRotation:
 
         builder = Builder(q.device)
         twins = [builder.input(x) for x in (q, k, *self.tables)]
-        return builder.finish(
-            builder.follow(lambda *xs: xs[-1].rope(*xs[:-1], inverse=inverse, **self.pairing), *twins)
-        )
+        rotate = functools.partial(_rotate_on, inverse=inverse, **self.pairing)
+        return builder.finish(builder.follow(rotate, *twins))
 
     def run(self, plan: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Run a plan of it."""
