@@ -1,4 +1,4 @@
-"""The output gate: attention's output times the sigmoid of a gate, after any backend.
+"""The output gate: attention's output times the sigmoid of a gate, after a backend that does not gate its own.
 
 A kernel runs it eagerly. Whatever traces, transforms or intercepts a call gets the plain formula: torch.compile makes
 one kernel of it, each way.
