@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.bench.attention.cases import AttentionCase
 from ropewalk.bench.attention.settings import SETTINGS
 from ropewalk.parallel import SequenceLayout
 
@@ -139,5 +140,6 @@ def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) 
         for heads in (case.q_heads, case.k_heads, case.k_heads, case.q_heads)
     )
     setting = SETTINGS[case.setting]
-    parameters = tuple(x.to(device).requires_grad_(setting.learned) for x in setting.draw(case.q_heads))
+    whole = AttentionCase(case.name, 1, case.tokens, case.q_heads, case.k_heads, case.head_dim, True, dtype=case.dtype)
+    parameters = tuple(x.to(device).requires_grad_(setting.learned) for x in setting.draw(whole))
     return Inputs(case, layout, q, k, v, grad, parameters if setting.learned else (), parameters)

@@ -430,7 +430,8 @@ class PlannedCall:
         if made is None:
             return None
         results = list(made.plan.results)
-        for index in (*made.gradients[:3], made.gradients[_GATE_GRADIENT]):
+        indices = made.pick((*range(len(results)), None))
+        for index in (*indices[:3], indices[_GATE_GRADIENT]):
             if index is not None:
                 results[index] = _lay_out(results[index], self.layout)
         return made, results
