@@ -60,6 +60,32 @@ def test_each_head_turns_by_its_own_rows(heads_impl, device, layout, kind, head_
         check_rotation(*make(layout, device, head_dim), cos, sin, inverse=True, **call)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("start", [None, 0, 4])
+def test_rows_by_index(heads_impl, device, layout, start):
+    """(n, H, R/2) without positions, or with an int."""
+    (cos, sin), _ = tables("positions", layout, device)
+    cos.requires_grad_()
+    q, k = make(layout, device)
+    positions = torch.arange(T, device=device) + (start or 0)
+    positions = positions if layout == "thd" else positions[None]
+    results = []
+    for given in (start, positions):
+        out = apply_rope(q, k, cos, sin, positions=given, layout=layout, impl=heads_impl)
+        results.append((*out, torch.autograd.grad(sum(x.square().sum() for x in out), cos)[0]))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_tables_that_fit_per_token_are_per_token(heads_impl, device):
+    """B = 6 rows of T = H = 3 tokens: (6, 3, R/2) is (B, T, R/2)."""
+    q, k = (random_tensor(6, H, H, 8, device=device) for _ in range(2))
+    cos, sin = (random_tensor(6, H, 4, device=device) for _ in range(2))
+    expected = apply_rope(q, k, cos[:, :, None].expand(-1, -1, H, -1), sin[:, :, None].expand(-1, -1, H, -1))
+    for mine, theirs in zip(apply_rope(q, k, cos, sin, impl=heads_impl), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("table_dtype", [None, torch.float32], ids=["alike", "float32"])
 def test_dtypes(heads_impl, device, dtype, table_dtype):

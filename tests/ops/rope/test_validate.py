@@ -211,10 +211,10 @@ MISFITS = {
         {"cos": f(1, 1, 1, T, 4), "sin": f(1, 1, 1, T, 4)},
         r"cos has shape \(1, 1, 1, 6, 4\), but must be \(n, R/2\), .* per head \(n, H, R/2\), or \(B, T, H, R/2\)",
     ),
-    "heads-without-positions": (
+    "heads-short-of-rows": (
         padded,
-        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4)},
-        r"cos has shape \(10, 4, 4\), but per token .*tables per head, \(n, H, R/2\), take positions",
+        {"cos": f(ROWS, HQ, 4), "sin": f(ROWS, HQ, 4), "k": None, "positions": 5},
+        r"positions is 5, but the 6 tokens from there must lie in the 10 rows of cos, which has shape \(10, 4, 4\)",
     ),
     "heads-by-int": (
         padded,

@@ -24,7 +24,7 @@ from ropewalk.integrations import huggingface
 from ropewalk.ops.attention import backends
 
 PRECISIONS = ("autocast", "bf16")
-CPU_TOKENS = 2048  # of a batch that a CPU trains on unless a case is named
+CPU_TOKENS = 512  # of a batch that a CPU trains on unless a case is named
 _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
 

@@ -13,7 +13,7 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
-from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets
+from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets, rows_by_index
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
 _KEYWORDS = (
@@ -96,10 +96,11 @@ def apply_rope(
         k: the same with its own number of heads and its own strides, or None.
         cos: (n, R/2), row p for position p; or (B or 1, T, R/2), a row for each token, with `positions` None. Tables
             per token are for positions that are no integers. Tables per head, of as many heads as q and k both have:
-            (n, H, R/2) with a tensor of `positions` or `offsets`, or (B or 1, T, H, R/2), a row for each token and head
-            ("thd" counts as one batch row). These may require grad, for learned frequencies; `inplace` must be False
-            then. Their gradients are summed over q, k and the tokens of a row, to the same bits every time. They take
-            no `axes` and no `norm`. "triton" and "reference" run them.
+            (n, H, R/2), or (B or 1, T, H, R/2), a row for each token and head ("thd" counts as one batch row). Without
+            `positions`, tables that fit as (B or 1, T, R/2) are per token. Those per head may require grad, for learned
+            frequencies; `inplace` must be False then. Their gradients are summed over q, k and the tokens of a row, to
+            the same bits every time. They take no `axes` and no `norm`; (n, H, R/2) with `cu_seqlens` needs
+            `positions`. "triton" and "reference" run them.
         sin: like cos.
         positions: the tokens' positions, int32 or int64. None: their index (for "thd", in their own sequence); an
             int: the same plus this offset; (B, T) or (1, T): one for each token; (total,) for "thd": one for each
@@ -180,6 +181,8 @@ def apply_rope(
     offset, token_positions = 0, None
     if positions is not None or offsets is not None:
         offset, token_positions = _split_positions(positions, offsets, layout, axes)
+    if isinstance(cos, Tensor) and cos.ndim == 3 and token_positions is None and cu_seqlens is None:
+        cos, sin, offset = rows_by_index(q, cos, sin, offset, layout)
     xs = (q,) if k is None else (q, k)
     # A named tuple's own constructor is a call of Python's.
     flags = tuple.__new__(

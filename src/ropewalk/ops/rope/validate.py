@@ -95,6 +95,27 @@ def are_per_head(cos: Tensor, positions: Tensor | None) -> bool:
     return cos.ndim == 4 or (cos.ndim == 3 and positions is not None)
 
 
+def rows_by_index(q: Tensor, cos: Tensor, sin: Tensor, offset: int, layout: str) -> tuple[Tensor, Tensor, int]:
+    """Return tables (n, H, R/2) without positions as rows of each token and head, and 0; others as they are.
+
+    Tables that fit as (B or 1, T, R/2) are per token.
+    """
+    is_whole = isinstance(q, Tensor) and isinstance(sin, Tensor) and sin.shape == cos.shape
+    if not (is_whole and layout in ("bthd", "bhtd", "thd") and q.ndim == len(layout)):
+        return cos, sin, offset  # the checks raise
+    batch, tokens = as_bthd(q, layout).shape[:2]
+    n_rows, n_heads, _ = cos.shape
+    if (n_rows in (1, batch) and n_heads == tokens and offset == 0) or n_heads != q.shape[layout.index("h")]:
+        return cos, sin, offset
+    if not 0 <= offset <= n_rows - tokens:
+        raise ValueError(
+            f"positions is {offset}, but the {tokens} tokens from there must lie in the {n_rows} rows of cos, which "
+            f"has shape {tuple(cos.shape)}"
+        )
+    rows = slice(offset, offset + tokens)
+    return cos[None, rows], sin[None, rows], 0
+
+
 def check_fixed(cos: Tensor, sin: Tensor) -> None:
     """Raise if a table requires grad."""
     if cos.requires_grad or sin.requires_grad:
@@ -134,7 +155,7 @@ def check_offset(
     if 0 <= offset <= limit:
         return
     if cos.ndim > 2:
-        hint = "" if cos.ndim == 4 else "; tables per head, (n, H, R/2), take positions as a tensor"
+        hint = "" if cos.ndim == 4 else "; tables per head are (n, H, R/2) with q's heads"
         raise ValueError(
             f"positions is {offset}, but must be None where cos and sin are per token (they have {cos.ndim} "
             f"dimensions){hint}"
@@ -295,7 +316,7 @@ def _check_tables(
     if is_per_token and not (cos.shape[0] in (1, batch) and cos.shape[1] == tokens):
         rule, hint = ("(B or 1, T, R/2)", "") if cos.ndim == 3 else ("(B or 1, T, H, R/2)", "")
         if cos.ndim == 3 and cos.shape[1] == q.shape[layout.index("h")]:
-            hint = "; tables per head, (n, H, R/2), take positions, and cos[None] is a row for each token and head"
+            hint = "; tables per head, (n, H, R/2), take positions beside cu_seqlens"
         raise ValueError(
             f"cos has shape {tuple(cos.shape)}, but per token it must be {rule} with B = {batch} and "
             f"T = {tokens}, as in q of shape {tuple(q.shape)} (layout {layout!r}){hint}"
