@@ -26,6 +26,7 @@ from ropewalk.ops.attention.backend import AtOnce, UnplannableError
 from ropewalk.ops.attention.backends import ORDER
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
 from ropewalk.ops.attention.triton import plan as plan_module
+from ropewalk.ops.attention.triton.bind import load_kernel
 from ropewalk.ops.attention.triton.plan import Builder, Plan
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
 
@@ -814,6 +815,17 @@ def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 INTERPRETER = threading.Lock()
+
+
+def test_a_kernel_that_another_thread_is_loading() -> None:
+    class Loading:
+        run, function = "the launcher", None
+
+        def _init_handles(self) -> None:
+            self.function = 7
+
+    kernel = Loading()
+    assert (load_kernel(kernel), kernel.function) == ("the launcher", 7)
 
 
 def test_threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,14 @@ class _Writer:
         )
 
 
+def load_kernel(compiled: Any) -> Any:
+    """Load a compiled kernel onto the current device, and return its launcher."""
+    run = compiled.run
+    if compiled.function is None:  # another thread is loading it: Triton has the launcher before the function
+        compiled._init_handles()
+    return run
+
+
 def bind(
     compiled: Any, n_programs: int, values: Sequence[Any], address_of: Callable[[Tensor], tuple[int, int]]
 ) -> Launch:
@@ -123,7 +131,7 @@ def bind(
     values: all arguments, in the order of the kernel's signature; tensors, alone or in descriptors, stand for memory.
     address_of: the index of a tensor's memory among the addresses, and the tensor's offset there in bytes.
     """
-    run = compiled.run  # loads the kernel onto the current device
+    run = load_kernel(compiled)
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         raise UnplannableError("a kernel reads memory that Triton allocates")
     writer = _Writer(compiled, address_of)
