@@ -66,7 +66,7 @@ def run_rope_bench(
     rounds: int = 100,
     seed: int = 0,
     cases: Sequence[Case] = CASES,
-    known_peers: Mapping[str, Peer] = PEERS,
+    known_peers: Mapping[str, Peer] | None = None,
     console: Console | None = None,
 ) -> BenchResult:
     """Measure rotations, write a record and a figure beside it, and print a summary.
@@ -83,7 +83,7 @@ def run_rope_bench(
         rounds: how often each call is timed, at most.
         seed: of the random inputs.
         cases: what can be chosen from.
-        known_peers: the same of peers.
+        known_peers: the same of peers; by default `PEERS`.
         console: where to print.
 
     Raises:
@@ -120,14 +120,14 @@ def plan_rotations(
     cases: Sequence[Case],
     device: torch.device,
     console: Console,
-    known_peers: Mapping[str, Peer] = PEERS,
+    known_peers: Mapping[str, Peer] | None = None,
 ) -> Plan:
     """Plan the measurements, of arguments as `run_rope_bench` takes them."""
     check_names("mode", modes, DIRECTIONS)
     chosen = choose_cases(
         choose_dtype(cases, dtype), case_names, device, lambda case: case.elements > CPU_ELEMENTS, console
     )
-    found, versions = choose_peers(known_peers, peers, device)
+    found, versions = choose_peers(PEERS if known_peers is None else known_peers, peers, device)
     candidates = _our_candidates(impls, device)
     candidates += [Candidate(peer.name, "peer", peer.why_not, peer.build) for peer in found]
     options = _Options(candidates, rounds, seed, device, console)
