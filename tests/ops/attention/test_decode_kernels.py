@@ -416,7 +416,8 @@ def test_supported_calls(kernels, device):
     assert supports(decode, position=Rope(), causal=True, window=5, sinks=torch.zeros(H, device=device), softcap=1.0)
     assert supports(draw(device, keys=256, queries=32))
     assert not supports(draw(device, keys=256, queries=33))
-    assert not supports(draw(device, keys=255))
+    assert supports(draw(device, keys=255))
+    assert not supports(draw(device, keys=255, queries=2))
     assert supports(decode, mask=torch.ones(1, 256, dtype=torch.bool, device=device))
     pages = [x.unflatten(2, (-1, 16)).transpose(1, 2).flatten(0, 1) for x in decode[1:]]
     table = torch.zeros(B, 4, dtype=torch.int32, device=device)
