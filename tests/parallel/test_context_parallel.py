@@ -57,3 +57,7 @@ def test_kernels_differentiate_by_the_merged_log_sum_exp(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_attend_as_one_by_every_scheme(size: int) -> None:
     compare(size, NAMES, CASES)
+
+
+def test_a_destroyed_group_ends() -> None:
+    processes.run(2, sharded_calls.check_a_destroyed_group_ends)

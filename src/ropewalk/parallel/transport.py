@@ -9,6 +9,7 @@ Letters: n ranks.
 from __future__ import annotations
 
 import socket
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -52,13 +53,27 @@ class Transport(Protocol):
         """Wait until every rank's gradients have arrived."""
 
 
-class Messages:
+class OfGroup:
+    """Does not keep its group alive: a group that outlives its destruction may abort the process at its end."""
+
+    find_group: Callable[[], dist.ProcessGroup | None]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group."""
+        group = self.find_group()
+        assert group is not None
+        return group
+
+
+class Messages(OfGroup):
     """Point-to-point messages of torch.distributed."""
 
     name = "messages"
 
     def __init__(self, layout: SequenceLayout) -> None:
-        self.group, self.rank, self.device = layout.group, layout.rank, layout.device
+        self.rank, self.device = layout.rank, layout.device
+        self.find_group = weakref.ref(layout.group)
         self.ranks = [dist.get_global_rank(layout.group, rank) for rank in range(layout.size)]
         self.size = layout.size
         self.shelves: list[Tensor] = []
@@ -96,8 +111,9 @@ class Messages:
         self.shelves, self.inboxes = [], []
 
     def _exchange(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> Wait:
-        operations = [dist.P2POp(dist.isend, x, self.ranks[rank], self.group) for x, rank in sent]
-        operations += [dist.P2POp(dist.irecv, x, self.ranks[rank], self.group) for x, rank in received]
+        group = self.group
+        operations = [dist.P2POp(dist.isend, x, self.ranks[rank], group) for x, rank in sent]
+        operations += [dist.P2POp(dist.irecv, x, self.ranks[rank], group) for x, rank in received]
         works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> None:
@@ -107,7 +123,7 @@ class Messages:
         return wait
 
 
-class SymmetricMemory:
+class SymmetricMemory(OfGroup):
     """Copies from and to the memory of other GPUs of the host, on a stream of their own.
 
     Two shelves take turns: a rank that opens an exchange has fetched all of the one before, so that nobody reads a
@@ -117,7 +133,8 @@ class SymmetricMemory:
     name = "symmetric memory"
 
     def __init__(self, layout: SequenceLayout) -> None:
-        self.group, self.rank, self.size, self.device = layout.group, layout.rank, layout.size, layout.device
+        self.rank, self.size, self.device = layout.rank, layout.size, layout.device
+        self.find_group = weakref.ref(layout.group)
         self.turn = 0
         self.shelf_bytes = self.inbox_bytes = 0
         self.peers: list[Tensor] = []  # each rank's memory, as bytes
@@ -222,16 +239,17 @@ def _round_up(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-_transports: dict[tuple[dist.ProcessGroup, bool], Transport] = {}
+# By group, for as long as that lives; whether symmetric memory was allowed.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Transport]] = weakref.WeakKeyDictionary()
 
 
 def transport_of(layout: SequenceLayout) -> Transport:
     """Return the transport of a layout's group, the same on each rank. All ranks ask at once."""
-    key = (layout.group, symmetric_is_allowed)
-    if key not in _transports:
+    of_group = _transports.setdefault(layout.group, {})
+    if symmetric_is_allowed not in of_group:
         is_symmetric = symmetric_is_allowed and can_copy(layout)
-        _transports[key] = SymmetricMemory(layout) if is_symmetric else Messages(layout)
-    return _transports[key]
+        of_group[symmetric_is_allowed] = SymmetricMemory(layout) if is_symmetric else Messages(layout)
+    return of_group[symmetric_is_allowed]
 
 
 def can_copy(layout: SequenceLayout) -> bool:
