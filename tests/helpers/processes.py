@@ -29,12 +29,6 @@ def _work(rank: int, size: int, store: str, function: Callable[..., None], argum
     os._exit(0)  # PyTorch's meshes keep groups: their threads may abort a process that ends as Python does
 
 
-def count_threads() -> int:
-    """Count the threads of gloo in this process."""
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    return sum("gloo" in name for name in names)
-
-
 def run(size: int, function: Callable[..., None], *arguments: Any) -> None:
     """Call function(rank, *arguments) in each of `size` processes; an error of any is raised here."""
     with tempfile.TemporaryDirectory() as folder:

@@ -9,10 +9,12 @@ from helpers.modes import ON_GPU
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one() -> None:
     assert len(engine_calls.TWO) == 5
     processes.run(2, engine_calls.run_two)
 
 
+@pytest.mark.slow
 def test_meshes_of_four_processes_have_the_gradients_of_one() -> None:
     processes.run(4, engine_calls.run_four)
