@@ -348,8 +348,10 @@ _TILE_LEGEND = (
 )
 _TILE_LEGENDS = {
     "rotation-triton": (
-        "A tile is so many tokens × heads; of tables per head, rows, and of their sum, tokens × columns; of the "
-        "weights' sum, programs × features. r: registers of a thread."
+        "A tile is so many tokens × heads.\n"
+        "With tables per head it is rows, and of their sum tokens × columns; of the weights' sum, "
+        "programs × features.\n"
+        "r: registers of a thread."
     ),
     "attention-merge": "A tile is 32 rows.",
 }

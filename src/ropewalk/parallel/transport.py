@@ -54,7 +54,7 @@ class Transport(Protocol):
 
 
 class OfGroup:
-    """Does not keep its group alive: a group that outlives its destruction may abort the process at its end."""
+    """A group that is not kept alive: one that outlives its destruction may abort the process at its end."""
 
     find_group: Callable[[], dist.ProcessGroup | None]
 
