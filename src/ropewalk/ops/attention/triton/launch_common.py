@@ -35,6 +35,8 @@ from ropewalk.ops.attention.triton.arguments import (
 from ropewalk.ops.attention.triton.config import Features, is_of_keys
 from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
+from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
+from ropewalk.ops.attention.triton.sums import sinks_grad_kernel
 
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
@@ -309,15 +311,21 @@ def inverse_rotate_all(
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, on: Steps) -> Tensor:
     """Return the gradient of sinks (H,), from base-2 log-sum-exps and delta, both (B, H, Tq)."""
-    grad = torch.empty_like(sinks)
-    on.operate(_write_gradient_of_sinks, grad, sinks, lse, delta)
+    grad = torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
+    batch, heads, queries = lse.shape
+    on.launch(
+        sinks_grad_kernel,
+        heads,
+        grad_ptr=grad,
+        sinks_ptr=sinks.contiguous(),
+        lse_ptr=lse,
+        delta_ptr=delta,
+        n_heads=heads,
+        n_queries=queries,
+        n_rows=batch * queries,
+        BLOCK=SUM_BLOCK,
+    )
     return grad
-
-
-def _write_gradient_of_sinks(grad: Tensor, sinks: Tensor, lse: Tensor, delta: Tensor) -> None:
-    # A sink of −inf has no gradient, not even in a row that attends nothing.
-    of_sinks = torch.exp2(sinks[:, None] * LOG2_E - lse).masked_fill(lse == -math.inf, 0)
-    torch.neg((of_sinks * delta).sum((0, 2)), out=grad)
 
 
 def call_args(call: AttentionCall, score_mod: ScoreMod | None) -> dict[str, Any]:
