@@ -129,3 +129,12 @@ def test_narrow_accesses_are_found(tmp_path):
 def test_the_sum_of_weights_compiles(target, case, tmp_path):
     spec = specialise_norm("norm_backward_kernel", **CASES[case])
     assert spilled_bytes(resources(compile_kernel(weight_sum_kernel, spec, TARGETS[target]), tmp_path), target) == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_sum_waits_before_it_reads_where_it_overlaps(overlaps):
+    spec = replace(specialise_norm("norm_backward_kernel"), overlaps=overlaps)
+    kernel = compile_kernel(weight_sum_kernel, spec, TARGETS["sm_90"])
+    before_loads = kernel.asm["ptx"].partition("ld.global")[0]
+    assert ("griddepcontrol.wait" in before_loads) is overlaps
+    assert kernel.metadata.launch_pdl is overlaps

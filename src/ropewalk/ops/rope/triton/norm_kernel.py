@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
+from triton.language.extra.cuda import gdc_wait
 
 from ropewalk.ops.rope.triton.kernel import (
     Heads,
@@ -65,6 +66,7 @@ class NormSpecialisation:
     bias_dtype: str | None = None  # of the biases of q and k; None without them
     needs_db: bool = False  # of the backward
     registers: int = 0  # that a thread may have; 0: as many as the compiler takes
+    overlaps: bool = False  # whether the sum of the weights' gradients is launched before the backward ends
 
 
 class Row(NamedTuple):
@@ -571,6 +573,7 @@ def weight_sum_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Sum the programs' parts of a weight's gradient, in one order, for a block of one head's features."""
     Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -588,6 +591,8 @@ def weight_sum_kernel(
     else:
         first = tl.where(is_q, 0, Q_GROUPS) * n_slots
         n_partials = tl.where(is_q, Q_GROUPS, K_GROUPS) * n_slots
+    if OVERLAPS:
+        gdc_wait()  # until the kernel before, which writes the parts, has ended
     total = tl.zeros((BLOCK_ROWS, BLOCK_D), dw_partial_ptr.dtype.element_ty)
     for start in range(0, n_partials, BLOCK_ROWS):
         partial = start + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -639,6 +644,7 @@ def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
         "BLOCK_ROWS": SUM_BLOCK_ROWS,
         "BLOCK_D": SUM_BLOCK_D,
         "N_AXES": spec.n_axes,
+        "OVERLAPS": spec.overlaps,
     }
     return {name: constants[name] for name in kernel.arg_names if name in constants}
 
@@ -682,4 +688,6 @@ def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) ->
     options = {"num_warps": num_warps}
     if kernel is norm_backward_kernel and spec.registers and target.backend == "cuda":
         options["maxnreg"] = spec.registers
+    if kernel is weight_sum_kernel and spec.overlaps:
+        options["launch_pdl"] = True  # a programmatic dependent launch: its latency hides behind the kernel before
     return triton.compile(kernel_source(kernel, spec), target=target, options=options)

@@ -437,7 +437,8 @@ class _Sum:
         self._partial_shape = rows, spec.head_dim
         n_units = spec.n_q_heads + spec.n_k_heads if spec.per_head else 1 + (spec.n_k_heads > 0)
         grid = math.ceil(spec.head_dim / SUM_BLOCK_D), n_units
-        self.launch = _make_launch(weight_sum_kernel, spec, grid, x, n_slots)
+        has_dependent_launches = gpu.is_nvidia(x.device) and gpu.capability(x.device) >= (9, 0)
+        self.launch = _make_launch(weight_sum_kernel, replace(spec, overlaps=has_dependent_launches), grid, x, n_slots)
 
     def empty_partial(self, x: Tensor) -> Tensor:
         """Make room for the parts."""
