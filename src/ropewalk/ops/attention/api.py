@@ -257,32 +257,32 @@ def attention(
             norm = None
     flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
     key = norm_key = None
-    may_plan = not (attend_parts or return_max_logits or torch.compiler.is_compiling())
+    is_compiling = torch.compiler.is_compiling()
+    is_autocast = (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q)
+    may_plan = not (attend_parts or return_max_logits or is_compiling)
     if may_plan:
-        if torch._C._is_any_autocast_enabled() and _is_autocast(q):
+        if is_autocast:
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
-        masks = (mask, key_lengths, key_starts, query_starts)
-        bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given = (q, k, v, *masks, *bounds, positions_q, positions_k, gate, sinks)
-    elif gate is not None and _is_autocast(q):
+        bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
+        given = (q, k, v, *masks, positions_q, positions_k, gate, sinks)
+    elif gate is not None and is_autocast:
         gate = _lower(gate)
     if may_plan and norm is not None:
         norm_key, normed = plans.find_norm(given, position, norm, flags)
         found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
         if found is not None:
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
-            given = (q, k, v, *masks, *bounds, None, None, gate, sinks)
+            given = (q, k, v, *masks, None, None, gate, sinks)
     if may_plan and norm is None:
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
-            if isinstance(planned, plans.MadeCall):
-                result, gates = _outside_autocast(q, autograd.run_made, planned, given, position), planned.gates
-            elif isinstance(planned, plans.PlannedCall):
-                result, gates = autograd.run_planned(planned, given), planned.gates
+            if is_autocast:
+                result = _outside_autocast(q, autograd.run_plan, planned, given, position)
             else:
-                result, gates = _outside_autocast(q, planned.run, given), False
+                result = autograd.run_plan(planned, given, position)
             if result is not None:
-                return result if gate is None or gates else _apply_gate(result, gate)
+                return result if gate is None or planned.gates else _apply_gate(result, gate)
     keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)
         position=position,
         causal=causal,

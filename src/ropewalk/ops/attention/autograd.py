@@ -67,6 +67,17 @@ class _Attend(torch.autograd.Function):
         return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
 
 
+def run_plan(
+    planned: plans.PlannedCall | plans.LibraryCall, given: Sequence[Tensor | None], position: PositionScheme
+) -> Any:
+    """Return what `attention` does before a gate that no kernel applies; None where a tensor is misaligned."""
+    if isinstance(planned, plans.LibraryCall):
+        return planned.run(given)
+    if isinstance(planned, plans.MadeCall):
+        return run_made(planned, given, position)
+    return run_planned(planned, given)
+
+
 def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> Any:
     """Return what `attention` does, by a plan; None where a tensor is misaligned."""
     found = planned.inputs_of(given)

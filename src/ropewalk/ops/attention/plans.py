@@ -653,14 +653,15 @@ def find_call(
     if is_intercepted():
         return None, None
     q, k, v, *others = given
+    gate, sinks = others[-2:]
     window = flags[1]
     try:
         if not _may_plan(q):
             return None, None
         grads = None
         if torch.is_grad_enabled():
-            last = (x is not None and x.requires_grad for x in others[-2:])  # the gate and sinks
-            grads = (q.requires_grad, k.requires_grad, v.requires_grad, *last)
+            of_gate, of_sinks = gate is not None and gate.requires_grad, sinks is not None and sinks.requires_grad
+            grads = (q.requires_grad, k.requires_grad, v.requires_grad, of_gate, of_sinks)
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
@@ -674,16 +675,32 @@ def find_call(
             identity = ("read", signature_of(position))
             if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
+        # One tuple, as each * costs the host.
         key = (
-            *(type(q), q.shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
-            *(type(k), k.shape, k.stride(), k.dtype, k.get_device(), k.is_neg()),
-            *(type(v), v.shape, v.stride(), v.dtype, v.get_device(), v.is_neg()),
-            *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others],
+            type(q),
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.get_device(),
+            q.is_neg(),
+            type(k),
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.get_device(),
+            k.is_neg(),
+            type(v),
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.get_device(),
+            v.is_neg(),
+            tuple([x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others]),
             identity,
             grads,
             flags,
-            *map(type, flags),  # True is 1 to a dict, and no window
-            *(map(type, window) if type(window) is tuple else ()),
+            tuple(map(type, flags)),  # True is 1 to a dict, and no window
+            tuple(map(type, window)) if type(window) is tuple else None,
             torch._C._get_deterministic_algorithms(),
             torch._C._get_cublas_allow_tf32(),
             torch._C._get_cudnn_sdp_enabled(),
@@ -773,6 +790,8 @@ def _plan_norm(
 
 class LibraryCall:
     """A kind of call of `attention` that a library runs: all of the call but q, k and v."""
+
+    gates = False  # no library applies a gate
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
         rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
