@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs
-from ropewalk.bench.attention.gate import Attend
+from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
+from ropewalk.bench.attention.gate import Attend, AttentionGate
 from ropewalk.bench.attention.layer import Layer, make_layer
 from ropewalk.bench.attention.peers import AttentionPeer, Rotate, compile_rope
-from ropewalk.bench.attention.rows import label
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.runner import Candidate
+from ropewalk.bench.core.timing import Call
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.attention.libraries.flash import flash_version
 from ropewalk.ops.rope.api import apply_rope
@@ -40,7 +42,7 @@ Changes = tuple[str, Before, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AttentionCandidate:
     """A kernel or library to measure, with its case and inputs: a yardstick has its own."""
 
     case: AttentionCase
@@ -54,20 +56,34 @@ class Candidate:
     parameters: tuple[Tensor, ...] = ()  # that get gradients too
     pairs: Pairs | None = None  # makes what the timed call takes, before it; None: it takes q, k and v
 
-    @property
-    def yardstick(self) -> str | None:
-        """The name of the case, if it is another than the measured one."""
-        return self.case.name if self.kind == "anchor" else None
+    def of_mode(self, mode: str, gate: AttentionGate) -> Candidate:
+        """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
+        served_by, reason = self.choose(direction_of(mode) != "fwd")
+        yardstick = self.case.name if self.kind == "anchor" else None
+        check = functools.partial(self._check, mode, gate)
+        return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
 
-    @property
-    def label(self) -> str:
-        """The name in records."""
-        return label(self.impl, self.position, self.yardstick)
+    def _check(self, mode: str, gate: AttentionGate) -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
+        attend, make, backward = self.build(), self.pairs, direction_of(mode) != "fwd"
+        whole = attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+        verdict = gate.check(whole, self.setting, backward=backward, parameters=self.parameters)
+        if direction_of(mode) == "bwd" and verdict.complaint is None:
+            call = self.call(mode, attend)
+            for _ in range(2):  # not every backward can run again over one forward
+                call()
+        return verdict, (self, attend)
 
-    def from_inputs(self, attend: Callable[..., Tensor]) -> Attend:
-        """Compose the timed call with its preparation, as the gate takes it."""
-        make = self.pairs
-        return attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+    def call(self, mode: str, attend: Callable[..., Tensor]) -> Call:
+        """Make the call that is timed, or measured in bytes, of what `build` returned."""
+        grad, direction = self.inputs.grad, direction_of(mode)
+        if direction == "fwd":
+            return functools.partial(attend, *self.tensors())
+        leaves = [x.detach().requires_grad_() for x in self.tensors()]
+        wanted = (*leaves, *self.parameters)
+        if direction == "bwd":
+            out = attend(*leaves)
+            return functools.partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
+        return lambda: torch.autograd.grad(attend(*leaves), wanted, grad)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Make the arguments of the timed call."""
@@ -80,7 +96,7 @@ class Candidate:
 
 def candidates_of(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
-) -> dict[str, list[Candidate]]:
+) -> dict[str, list[AttentionCandidate]]:
     """Make the candidates of a case, by mode. A peer is built, and compiled, once for all modes."""
     rotate = functools.cache(functools.partial(compile_rope, case, inputs))
     peers_alone, peers_with_rope, peers_with_rerope = [], [], []
@@ -88,13 +104,13 @@ def candidates_of(
         choose = _peer_choice(peer, case)
         build = functools.cache(functools.partial(peer.build, case, inputs))
         if peer.rerope:
-            peers_with_rerope.append(Candidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build))
+            peers_with_rerope.append(AttentionCandidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build))
             continue
-        peers_alone.append(Candidate(case, inputs, peer.name, "none", "none", "peer", choose, build))
+        peers_alone.append(AttentionCandidate(case, inputs, peer.name, "none", "none", "peer", choose, build))
         with_rope = functools.partial(_rotate_first, rotate, build)
-        peers_with_rope.append(Candidate(case, inputs, peer.name, COMPILED, "rope", "peer", choose, with_rope))
+        peers_with_rope.append(AttentionCandidate(case, inputs, peer.name, COMPILED, "rope", "peer", choose, with_rope))
 
-    def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[Candidate]:
+    def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[AttentionCandidate]:
         names = (AUTO, *impls) if auto else impls
         return [our_candidate(case, inputs, impl, setting, changes) for impl in names for setting in settings]
 
@@ -108,7 +124,7 @@ def candidates_of(
     outside = ours("none", changes=(OUTSIDE, _rotation(case, inputs), {}))
     kernels, in_kernel = ours("none"), ours("rope", auto=True)
     schemes, variants = [*kernels, *ours(*SCHEMES)], [*kernels, *ours(*VARIANTS)]
-    rerope: list[Candidate] = []
+    rerope: list[AttentionCandidate] = []
     if not set(case.modes).isdisjoint(REROPE):
         rerope = [*_two_scores(case, inputs, impls), *peers_with_rerope]
     layers = [] if set(case.modes).isdisjoint(LAYER) else _layers(case, inputs, impls, peers)
@@ -128,7 +144,7 @@ def candidates_of(
     }
 
 
-def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[Candidate]]:
+def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[AttentionCandidate]]:
     """Make the yardsticks of a case, by mode: our kernels on another case."""
     plain, with_rope = (
         [our_candidate(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
@@ -143,7 +159,7 @@ def our_candidate(
     setting: str,
     changes: Changes | None = None,
     kind: str = "ours",
-) -> Candidate:
+) -> AttentionCandidate:
     """Make a candidate of one of our implementations, with a setting's keywords in the case's form."""
     own, parameters = SETTINGS[setting].make(case, inputs.q.device)
     name, before, more = changes or (setting, _as_they_are, {})
@@ -155,7 +171,7 @@ def our_candidate(
 
     judged = "rope" if name == OUTSIDE else setting
     choose = _our_choice(inputs, before, keywords)
-    return Candidate(case, inputs, impl, name, judged, kind, choose, lambda: attend, parameters)
+    return AttentionCandidate(case, inputs, impl, name, judged, kind, choose, lambda: attend, parameters)
 
 
 def _our_choice(inputs: AttentionInputs, before: Before, keywords: dict[str, Any]) -> Choose:
@@ -170,7 +186,7 @@ def _our_choice(inputs: AttentionInputs, before: Before, keywords: dict[str, Any
     return choose
 
 
-def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[Candidate]:
+def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[AttentionCandidate]:
     """Make ReRoPE's candidates: by one call, by two, of ready pairs; and RoPE in the same kernels."""
     device = inputs.q.device
     has_flash = device.type == "cuda" and flash_version(device) is not None
@@ -181,7 +197,7 @@ def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
     for impl in impls:
         choose = _our_choice(inputs, _as_they_are, near_keywords(case, impl))
         build = functools.cache(functools.partial(build_two_calls, case, inputs, impl))
-        otherwise.append(Candidate(case, inputs, impl, TWO_CALLS, "rerope", "ours", choose, build))
+        otherwise.append(AttentionCandidate(case, inputs, impl, TWO_CALLS, "rerope", "ours", choose, build))
         of_pairs = functools.partial(build_of_pairs, case, impl)
         one = next(candidate for candidate in one_call if candidate.impl == impl)
         otherwise.append(replace(one, position=READY_PAIRS, build=of_pairs, pairs=make_pairs(case, inputs)))
@@ -190,7 +206,7 @@ def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
 
 def _layers(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
-) -> list[Candidate]:
+) -> list[AttentionCandidate]:
     """Make the candidates of layers: ours bare, with parts and whole; and PyTorch's around peers."""
     layer = make_layer(case, inputs)
     parameters = {"norm": layer.weights, "gate": (layer.gate,), "norm-gate": (layer.gate, *layer.weights)}
@@ -209,13 +225,12 @@ def _layers(
             continue
         ways = [(COMPILED_LAYER, True), *([(EAGER_LAYER, False)] if peer.name == "cudnn" else [])]
         for name, compiled in ways:
-            build = functools.partial(_build_layer, layer, functools.partial(peer.build, case, inputs), compiled)
+            attention_of_peer = functools.partial(peer.build, case, inputs)
+            build = functools.cache(functools.partial(layer.around, attention_of_peer, compiled))
             choose, every = _peer_choice(peer, case), parameters["norm-gate"]
             found.append(
-                Candidate(
-                    *(case, inputs, peer.name, name, "norm-gate", "peer", choose, functools.cache(build)),
-                    parameters=every,
-                    pairs=layer.beside_gate,
+                AttentionCandidate(
+                    case, inputs, peer.name, name, "norm-gate", "peer", choose, build, every, layer.beside_gate
                 )
             )
     return found
@@ -229,7 +244,7 @@ def _of_layer(
     own: dict[str, Any],
     parameters: tuple[Tensor, ...],
     beside_gate: Before,
-) -> Candidate:
+) -> AttentionCandidate:
     keywords = {**own, **_form_keywords(case, inputs), "impl": None if impl == AUTO else impl}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,13 +253,9 @@ def _of_layer(
         return out
 
     choose = _our_choice(inputs, _as_they_are, keywords)
-    return Candidate(
+    return AttentionCandidate(
         case, inputs, impl, setting, setting, "ours", choose, lambda: attend, parameters, pairs=beside_gate
     )
-
-
-def _build_layer(layer: Layer, build: Callable[[], Attend], compiled: bool) -> Attend:
-    return layer.around(build(), compiled)
 
 
 def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:

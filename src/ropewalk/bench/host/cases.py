@@ -53,6 +53,7 @@ CASES: tuple[AttentionCase, ...] = (
     *(_decode(rows) for rows in (1, 8, 64)),
 )
 
+MODES = {mode: DIRECTIONS[mode.rpartition("-")[2]] for case in CASES for mode in case.modes}
 _SDPA, _CUDNN = ATTENTION_PEERS["sdpa_default"], ATTENTION_PEERS["cudnn"]
 # SDPA is the same call by PyTorch's choice and by cuDNN. A model makes the choice once, outside of the call.
 HOST_PEERS: dict[str, AttentionPeer] = {
