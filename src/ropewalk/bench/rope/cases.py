@@ -49,6 +49,13 @@ class Case:
         return f"{'interleaved' if self.interleaved else 'half'}/{'in place' if self.inplace else 'out of place'}"
 
     @property
+    def description(self) -> str:
+        """The shape, the dtype, the layout and the positions in words."""
+        positions = "packed sequences" if self.sequences else f"positions by {self.positions}"
+        shape = f"B{self.batch} T{self.tokens} H{self.q_heads}/{self.k_heads} D{self.head_dim} R{self.width}"
+        return f"{shape}, {self.dtype}, {self.layout}, {positions}"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as PyTorch's."""
         dtype = getattr(torch, self.dtype)

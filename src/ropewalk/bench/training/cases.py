@@ -14,7 +14,7 @@ class TrainingCase:
     """A model, its batch, and the precisions it is trained in."""
 
     name: str
-    description: str
+    words: str
     family: str  # of `CANDIDATES`
     config: dict[str, Any]  # of transformers
     batch: int
@@ -22,6 +22,11 @@ class TrainingCase:
     shortest: int | None  # rows have seeded lengths, uniform from here to `tokens`; None: no padding, and no mask
     modes: tuple[str, ...]  # precisions
     dtype: str = "float32"  # of the weights under autocast
+
+    @property
+    def description(self) -> str:
+        """The model and the batch in words."""
+        return f"{self.words}, batch {self.batch} of {self.tokens} tokens"
 
 
 MODES = {"autocast": "float32 weights under bfloat16 autocast", "bf16": "everything in bfloat16"}
