@@ -63,7 +63,9 @@ class AttentionCandidate:
         check = functools.partial(self._check, mode, gate)
         return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
 
-    def _check(self, mode: str, gate: AttentionGate) -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
+    def _check(
+        self, mode: str, gate: AttentionGate
+    ) -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
         attend, make, backward = self.build(), self.pairs, direction_of(mode) != "fwd"
         whole = attend if make is None else lambda q, k, v: attend(*make(q, k, v))
         verdict = gate.check(whole, self.setting, backward=backward, parameters=self.parameters)
@@ -104,7 +106,9 @@ def candidates_of(
         choose = _peer_choice(peer, case)
         build = functools.cache(functools.partial(peer.build, case, inputs))
         if peer.rerope:
-            peers_with_rerope.append(AttentionCandidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build))
+            peers_with_rerope.append(
+                AttentionCandidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build)
+            )
             continue
         peers_alone.append(AttentionCandidate(case, inputs, peer.name, "none", "none", "peer", choose, build))
         with_rope = functools.partial(_rotate_first, rotate, build)
@@ -144,7 +148,9 @@ def candidates_of(
     }
 
 
-def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[AttentionCandidate]]:
+def yardsticks_of(
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]
+) -> dict[str, list[AttentionCandidate]]:
     """Make the yardsticks of a case, by mode: our kernels on another case."""
     plain, with_rope = (
         [our_candidate(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")

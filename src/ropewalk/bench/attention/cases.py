@@ -176,7 +176,9 @@ _ALL = (*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd")
 _FORWARD_AND_BACKWARD, _TRAIN, _DECODE = ("fwd", "bwd"), ("train",), ("decode",)
 
 
-def _causal(name: str, batch: int, tokens: int, q_heads: int, k_heads: int, head_dim: int, **more: Any) -> AttentionCase:
+def _causal(
+    name: str, batch: int, tokens: int, q_heads: int, k_heads: int, head_dim: int, **more: Any
+) -> AttentionCase:
     return AttentionCase(name, batch, tokens, q_heads, k_heads, head_dim, causal=True, **more)
 
 

@@ -44,6 +44,10 @@ class Record:
         """The line about the last run."""
         return self.runs[-1]
 
+    def name_of(self, row: Row) -> str:
+        """The name of a row's run: its own, or the file's."""
+        return str(self.runs[row["run"]].get("name", self.path.stem))
+
     def of(self, benchmark: str) -> list[Row]:
         """The rows of one benchmark."""
         return [row for row in self.rows if row["benchmark"] == benchmark]
@@ -95,8 +99,9 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def unit_of(benchmark: str, case: Any, mode: str) -> Unit:
     """Name a unit of a benchmark; its case is a dataclass, or as records have it."""
-    fields = case if isinstance(case, Mapping) else asdict(case)
-    return benchmark, json.dumps(fields, sort_keys=True), mode
+    fields = dict(case) if isinstance(case, Mapping) else asdict(case)
+    known = {name: value for name, value in fields.items() if value is not None}
+    return benchmark, json.dumps(known, sort_keys=True), mode
 
 
 def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:

@@ -234,9 +234,7 @@ def run_benches(
     return show(path, benches, interrupted, console)
 
 
-def open_record(
-    options: Options, run: dict[str, Any], console: Console
-) -> tuple[Path, dict[str, Any], Stopped | None]:
+def open_record(options: Options, run: dict[str, Any], console: Console) -> tuple[Path, dict[str, Any], Stopped | None]:
     """Return the record's path, the line about the run, and the part of a resumed record that stays."""
     if not options.resume:
         return choose_path(options.output, run), run, None
@@ -303,5 +301,3 @@ def show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Conso
         names = ", ".join(f"{describe(row)} is {row['status']}" for row in bad)
         raise OursError(f"{names}; {path.name} has the rest")
     return Result(path, record, interrupted)
-
-

@@ -91,7 +91,9 @@ class HostBench(Bench):
             yield from rotations_of(case, self.device, self.options.seed)
             return
         if case.form == "cache":
-            chosen = list({candidate.position + candidate.impl: candidate for candidate in opened.found["decode"]}.values())
+            chosen = list(
+                {candidate.position + candidate.impl: candidate for candidate in opened.found["decode"]}.values()
+            )
         else:
             setting = mode.rpartition("-")[0]
             ours = [our_candidate(case, opened.inputs, impl, setting) for impl in (AUTO, *self._impls)]

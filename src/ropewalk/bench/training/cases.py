@@ -71,7 +71,9 @@ CASES = (
     TrainingCase("llama-12x1024", _PLAIN, "llama", _DECODER_12, 4, 512, None, _BF16),
     TrainingCase("qwen3-12x1024-attention", _ALONE, "qwen3-attention", _DECODER_12, 4, 512, None, _BF16),
     TrainingCase("qwen3-12x1024", _PLAIN, "qwen3", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase("llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, 1, 4096, None, _BF16),
+    TrainingCase(
+        "llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, 1, 4096, None, _BF16
+    ),
     TrainingCase("llama-4x4096", "4 layers, and the rotation", "llama", _LLAMA_4, 1, 4096, None, _BF16),
 )
 
