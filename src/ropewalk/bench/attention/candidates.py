@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
 from ropewalk.bench.attention.gate import Attend, AttentionGate
-from ropewalk.bench.attention.layer import Layer, make_layer
+from ropewalk.bench.attention.layer import make_layer
 from ropewalk.bench.attention.peers import AttentionPeer, Rotate, compile_rope
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords

@@ -165,7 +165,7 @@ def print_changes(changes: Changes, threshold: float, console: Console) -> None:
         commit = f"{str(run.get('commit'))[:10]}{', dirty' if run.get('dirty') else ''}"
         text = f"{name}: {record.path.name}, {run['device']}, {run.get('date')}, commit {commit}"
         console.print(text, highlight=False)
-    for name, old, new in differences(_TELL, *(record.run for record in changes.records)):
+    for name, old, new in differences(_TELL, changes.records[0].run, changes.records[1].run):
         console.print(f"NOTE: {name} was {old!r}, and is {new!r}", style="bold yellow", highlight=False)
     found = changes.table
     # A record without peers is often compared with one that has them: those are counted, not listed.

@@ -46,7 +46,7 @@ class TrainingBench(Bench):
     cases = CASES
     modes = MODES
     impls = ()
-    peers: Mapping[str, Library] = {"transformers": Library("transformers", "transformers", "transformers", False)}
+    peers = {"transformers": Library("transformers", "transformers", "transformers", False)}
     columns = (
         ("tokens/s", number("tokens_per_second", ",.0f")),
         ("peak, GiB", number("peak_bytes", ".1f", 2**30)),
