@@ -1,4 +1,6 @@
-"""Hold a record against the project's targets: `python tools/targets.py RECORD …` prints each, and exits with 1 if one is missed.
+"""Hold records against the project's targets: `python tools/targets.py RECORD …` prints each.
+
+It exits with 1 if one is missed.
 
 `targets.json` has them. A value is how many times as fast "ours" is as "other" (`at_least`), or how many times its time
 "ours" takes (`at_most`), by the medians over rounds; `*` stands for every case. "best peer" is the fastest of `peers`,
@@ -33,8 +35,8 @@ class Verdict(NamedTuple):
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
     def __str__(self) -> str:
-        sign = "≥" if self.at_least else "≤"
-        return f"{'met' if self.met else 'MISSED'}: {self.case}: {self.what}: {self.value:.3f}, ought to be {sign} {self.bound}"
+        verdict, sign = "met" if self.met else "MISSED", "≥" if self.at_least else "≤"
+        return f"{verdict}: {self.case}: {self.what}: {self.value:.3f}, ought to be {sign} {self.bound}"
 
 
 def judge(record: Record) -> Iterator[Verdict]:

@@ -1,0 +1,231 @@
+"""What records say: gains and losses, choices, changes between two of them, targets, and the page in a browser."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("bokeh")
+pytest.importorskip("pandas")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import targets  # noqa: E402
+
+from ropewalk.bench.attention.cases import CASES, AttentionCase  # noqa: E402
+from ropewalk.bench.core.load import label, read_record  # noqa: E402
+from ropewalk.bench.core.records import RecordWriter  # noqa: E402
+from ropewalk.bench.core.runner import new_row  # noqa: E402
+from ropewalk.bench.core.timing import Quantiles  # noqa: E402
+from ropewalk.bench.report.compare import compare_records  # noqa: E402
+from ropewalk.bench.report.gains import after_flash, find_gains, newest_choices, read_records  # noqa: E402
+from ropewalk.bench.report.page import duration, render  # noqa: E402
+from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
+from ropewalk.cli import app  # noqa: E402
+
+RUN = {"device": "some GPU", "date": "2026-11-21T03:37:22+00:00", "peers": {"flash_attn_4": "4.0"}}
+BY_NAME = {case.name: case for case in CASES}
+
+
+def timed(row: dict[str, Any], time: float, **more: Any) -> dict[str, Any]:
+    return {**row, "time": Quantiles(0.99 * time, time, 1.01 * time), **more}
+
+
+def attention(case: AttentionCase, mode: str, times: dict[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """Rows of a group in which each implementation took so long."""
+    kinds = {"auto": "ours", "triton": "ours", "gluon": "ours", "flash": "ours"}
+    rows = [
+        timed(new_row(case, mode, impl, kinds.get(impl, "peer"), position), time, protocol="hot")
+        for (impl, position), time in times.items()
+    ]
+    for row in rows:
+        row["ratios"] = {label(other): other["time"].p50 / row["time"].p50 for other in rows if other is not row}
+        if row["impl"] == "auto":
+            row["served_by"] = "flash"
+    return rows
+
+
+TRAINING = {
+    ("auto", "rope"): 9.0,
+    ("triton", "rope"): 10.0,
+    ("gluon", "rope"): 9.5,
+    ("flash_attn_4", "compiled rope"): 9.9,
+}
+ROTATION = [
+    timed(new_row(ROTATIONS[0], "fwd", "copy_", "anchor"), 9.0),
+    timed(new_row(ROTATIONS[0], "fwd", "triton", "ours"), 10.0, peak_bytes=100),
+    timed(new_row(ROTATIONS[0], "fwd", "compiled", "peer"), 8.0),
+    {**new_row(ROTATIONS[1], "bwd", "triton", "ours"), "status": "wrong", "reason": "<b>past the budget</b>"},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]], benchmark: str = "attention", **run: Any) -> Path:
+    with RecordWriter(path, {"benchmark": benchmark, **RUN, **run}) as writer:
+        for row in rows:
+            writer.append(row)
+    return path
+
+
+def gains_of(*paths: Path) -> list[Any]:
+    return find_gains(row for record in read_records(paths) for row in record.rows)
+
+
+def test_a_gain_is_against_the_best_peer_and_a_loss_is_not_hidden(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING))
+    second = write(tmp_path / "b.jsonl", ROTATION, "rope")
+    found = {(gain.lead["mode"], gain.outcome): gain for gain in gains_of(first, second)}
+    assert found["train", "ahead"].times == pytest.approx(1.1)
+    assert found["fwd", "behind"].times == pytest.approx(0.8)
+    assert "past the budget" in found["bwd", "absent"].reason
+
+
+def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:
+    case = BY_NAME["gqa-8k-d128"]
+    old = write(tmp_path / "old.jsonl", attention(case, "train", TRAINING))
+    later = {"date": "2026-11-22T00:00:00+00:00"}
+    without = write(tmp_path / "without.jsonl", attention(case, "train", {("auto", "rope"): 5.0}), **later)
+    assert [gain.times for gain in gains_of(old, without)] == [pytest.approx(1.1)]
+    newer = write(tmp_path / "newer.jsonl", attention(case, "train", {**TRAINING, ("auto", "rope"): 6.6}), **later)
+    assert [gain.times for gain in gains_of(old, newer)] == [pytest.approx(1.5)]
+    elsewhere = write(tmp_path / "else.jsonl", attention(case, "train", TRAINING), device="another GPU", **later)
+    assert len(gains_of(old, elsewhere)) == 2
+
+
+def test_choices_are_what_was_measured(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING), capability="9.0")
+    [choice] = newest_choices(read_records([path]))
+    assert choice.picks == ((9.5, "gluon"), (9.5, "gluon"), (9.0, "flash"))
+    assert choice.peers == {"flash_attn_4": 9.9}
+    auto = read_record(path).rows[0]
+    assert after_flash(auto, {"capability": "8.0"}) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("time", "text"), [(0.1234, "0.123 µs"), (85.94, "85.9 µs"), (1404, "1.40 ms"), (2e6, "2.00 s")]
+)
+def test_durations_have_three_digits(time: float, text: str) -> None:
+    assert duration(time).replace("\u00a0", " ") == text
+
+
+def test_the_page_escapes_and_says_what_is_wrong(tmp_path: Path) -> None:
+    page = render(read_records([write(tmp_path / "a.jsonl", ROTATION, "rope")]))
+    order = [page.index(f"<h2>{title}") for title in ("What is gained", "Where something", "What it was", "Every row")]
+    assert order == sorted(order)
+    assert "&lt;b&gt;past the budget" in page
+    assert "<b>past" not in page
+    assert "1 results were wrong or failed" in page
+
+
+@pytest.mark.parametrize("name", ["host-h200", "bert-positions-h200"])
+def test_another_record_has_no_page(name: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(ROOT / f"results/{name}.jsonl"), "-o", str(tmp_path / "page.html")])
+    assert result.exit_code == 2
+    assert "is not a record of format 1 of the benchmark 'rope' or 'attention'" in result.stderr
+
+
+def compare(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench", "compare", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_slower_kernel_is_a_regression(tmp_path: Path) -> None:
+    before = write(tmp_path / "a.jsonl", ROTATION, "rope")
+    slower = [timed(row, 11.0, peak_bytes=50) if row["impl"] == "triton" and "time" in row else row for row in ROTATION]
+    after = write(tmp_path / "b.jsonl", slower, "rope", torch="2.99")
+    result = compare(before, after)
+    assert result.exit_code == 1, result.output
+    assert "+10.0%" in result.stdout
+    assert "1 regression, 1 less" in result.stdout
+    assert "NOTE: torch was None, and is '2.99'" in result.stdout
+    assert compare(before, after, "--threshold", "0.2").exit_code == 0
+    assert compare(before, before).stdout.endswith("4 rows compared: nothing changed beyond the noise\n")
+    # By multiples of a copy that is slower alike, nothing changed.
+    scaled = [timed(row, row["time"].p50 * 1.3) if "time" in row else row for row in ROTATION]
+    other = write(tmp_path / "c.jsonl", scaled, "rope")
+    assert compare(before, other).exit_code == 1
+    assert compare_records(before, other, relative=True).table.empty
+
+
+def test_whatever_was_right_and_is_gone_is_a_regression(tmp_path: Path) -> None:
+    before = write(tmp_path / "a.jsonl", ROTATION, "rope")
+    wrong = [{**row, "status": "wrong"} if row["impl"] in ("triton", "compiled") else row for row in ROTATION]
+    found = compare_records(before, write(tmp_path / "b.jsonl", wrong, "rope")).table
+    assert set(zip(found["impl"], found["verdict"], strict=True)) == {("triton", "regression"), ("compiled", "changed")}
+    gone = compare_records(before, write(tmp_path / "c.jsonl", ROTATION[:1], "rope"), every=True).table
+    assert (gone["verdict"] == "regression").sum() == 2
+
+
+def test_records_without_a_common_row_cannot_be_compared(tmp_path: Path) -> None:
+    one, other = (write(tmp_path / f"{n}.jsonl", ROTATION[n : n + 1], "rope") for n in (0, 1))
+    result = compare(one, other)
+    assert result.exit_code == 2
+    assert "have no row in common" in result.stderr
+    assert compare(one, tmp_path / "missing.jsonl").exit_code == 2
+
+
+def test_targets_are_met_or_missed(tmp_path: Path) -> None:
+    times = {("auto", "rope"): 10.0, ("triton", "rope"): 10.5, ("triton", "none"): 9.0}
+    peers = {("cudnn", "compiled rope"): 12.0, ("flex", "compiled rope"): 20.0}
+    rows = attention(BY_NAME["bert-512-lengths"], "train", {**times, **peers})
+    rows += attention(BY_NAME["causal-4k-d128"], "train", {**times, ("flash_attn_4", "compiled rope"): 8.0})
+    found = {(one.case, one.what): one for one in targets.judge(read_record(write(tmp_path / "a.jsonl", rows)))}
+    good = found["bert-512-lengths", "train hot: auto + rope against cudnn + compiled rope"]
+    assert good.met
+    assert good.value == pytest.approx(1.2)
+    assert not found["causal-4k-d128", "train hot: auto + rope against flash_attn_4 + compiled rope"].met
+    assert not found["causal-4k-d128", "train hot: triton + rope against triton"].met
+
+
+def test_every_target_is_of_a_case_and_a_mode_that_there_is() -> None:
+    from ropewalk.bench.attention.cases import MODES
+    from ropewalk.bench.parallel.cases import CASES as PARALLEL
+    from ropewalk.bench.training.cases import CASES as MODELS
+
+    names = {case.name for case in (*CASES, *MODELS, *PARALLEL)} | {"*"}
+    for target in targets.TARGETS:
+        assert set(target.get("at_least") or target["at_most"]) <= names
+        assert target["benchmark"] != "attention" or set(target["modes"]) <= set(MODES)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """The system's browser; nothing may be left out in CI."""
+    missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+    path = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+    if path is None:
+        missing("a browser is missing: chromium or google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        missing("playwright is missing")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.mark.browser
+def test_the_page_opens_on_a_phone_and_loads_nothing(browser: Any, tmp_path: Path) -> None:
+    output = tmp_path / "report.html"
+    made = CliRunner().invoke(app, ["report", str(ROOT / "results/training-h200.jsonl"), "-o", str(output)])
+    assert made.exit_code == 0, made.output
+    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    errors: list[str] = []
+    requests: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(output.as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached", timeout=20000)
+    assert page.locator("#gains canvas").count() > 0
+    rows = page.locator("#table .slick-row")
+    rows.first.wait_for()
+    page.locator("#table input").fill("no such row")
+    page.wait_for_function("document.querySelector('#table') && true")
+    rows.first.wait_for(state="detached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert errors == []
+    assert requests == [output.as_uri()]
