@@ -155,7 +155,8 @@ def test_doctor_looks_at_the_native_extension_and_builds_nothing(
 
 # By command: what can be given to it.
 OPTIONS = {
-    "bench rope": "--case --device --dtype --impl --list --mode --no-sweep --only --output --peers --resume --rounds --sweep -o",
+    "bench rope": "--case --device --dtype --impl --list --mode --no-sweep --only --output --peers --resume --rounds "
+    "--sweep -o",
     "bench attention": "--case --device --dtype --impl --list --mode --output --peers --protocol --resume --rounds -o",
     "bench host": "--case --device --dtype --impl --list --mode --output --peers --resume --rounds -o",
     "bench all": "--case --device --dtype --impl --list --output --peers --resume --rounds -o",

@@ -321,8 +321,8 @@ def test_a_copy_in_pages_is_the_same_cache(device: torch.device) -> None:
     case = CACHE
     inputs = make_attention_inputs(case, device)
     for size in PAGE_SIZES:
-        before, keywords = _paged(inputs, size)
-        q, keys, values = before(inputs.q, inputs.k, inputs.v)
+        keywords = _paged(inputs, size)
+        q, keys, values = keywords["before"](inputs.q, inputs.k, inputs.v)
         assert q is inputs.q
         assert keys.shape[1] == size
         table = keywords["block_table"].long()

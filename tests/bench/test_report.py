@@ -1,4 +1,4 @@
-"""What records say: gains and losses, choices, changes between two of them, targets, and the page in a browser."""
+"""Reports of records: gains and losses, choices, changes between two of them, targets, and the page in a browser."""
 
 import os
 import shutil
@@ -114,7 +114,7 @@ def test_durations_have_three_digits(time: float, text: str) -> None:
 
 def test_the_page_escapes_and_says_what_is_wrong(tmp_path: Path) -> None:
     page = render(read_records([write(tmp_path / "a.jsonl", ROTATION, "rope")]))
-    order = [page.index(f"<h2>{title}") for title in ("What is gained", "Where something", "What it was", "Every row")]
+    order = [page.index(f"<h2>{title}") for title in ("Gains", "Losses", "Machines", "Every row")]
     assert order == sorted(order)
     assert "&lt;b&gt;past the budget" in page
     assert "<b>past" not in page

@@ -1,8 +1,7 @@
 """`ropewalk bench`."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,57 +12,93 @@ from ropewalk.cli.options import split_names, user_errors
 if TYPE_CHECKING:
     from ropewalk.bench.core.runner import Bench
 
+    Chosen = tuple[Sequence[type[Bench]], dict[str, Any]]  # benchmarks, and more of `Options`
+
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
-Cases = Annotated[list[str] | None, typer.Option("--case", help="A case by name; repeat for more.")]
-Impls = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--impl",
-        help="One of our implementations; repeat for more. By default, of rotations all that exist here, of attention "
-        "triton on a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa and reference.",
+Modes = typer.Option(help="Of those that --list shows, with commas between. By default all.")
+# By the name of the option: its type, its description, and its default.
+SHARED: dict[str, tuple[Any, Any, Any]] = {
+    "case": (list[str] | None, typer.Option(help="A case by name; repeat for more."), None),
+    "impl": (
+        list[str] | None,
+        typer.Option(
+            help="One of our implementations; repeat for more. By default, of rotations all that exist here, of "
+            "attention triton on a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa "
+            "and reference."
+        ),
+        None,
     ),
-]
-Modes = Annotated[str, typer.Option("--mode", help="Of those that --list shows, with commas between. By default all.")]
-Peers = Annotated[str, typer.Option(help="auto (those that import), none, or names with commas between.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/.")
-]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float16, bfloat16 or float32 for all cases; by default each case's own.")
-]
-Rounds = Annotated[
-    int | None, typer.Option(min=3, help="How often each call is timed, at most; by default as the benchmark has it.")
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Go on with the record that --output names: what is whole in it stays, what was cut off is measured "
-        "anew. The machine, all versions and the other options must be the same.",
+    "mode": (str, Modes, ""),
+    "precision": (str, typer.Option(help="Of autocast and bf16, with commas between."), "autocast,bf16"),
+    "protocol": (
+        str,
+        typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
+        "",
     ),
-]
-List = Annotated[bool, typer.Option("--list", help="List the cases and modes, and stop.")]
+    "peers": (str, typer.Option(help="auto (those that import), none, or names with commas between."), "auto"),
+    "output": (
+        Path | None,
+        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
+        None,
+    ),
+    "resume": (
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the record that --output names: what is whole in it stays, what was cut off is measured "
+            "anew. The machine, all versions and the other options must be the same.",
+        ),
+        False,
+    ),
+    "device": (str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one."), None),
+    "dtype": (
+        str | None,
+        typer.Option(help="float16, bfloat16 or float32 for all cases; by default each case's own."),
+        None,
+    ),
+    "rounds": (
+        int | None,
+        typer.Option(min=3, help="How often each call is timed, at most; by default as the benchmark has it."),
+        None,
+    ),
+    "list_cases": (bool, typer.Option("--list", help="List the cases and modes, and stop."), False),
+}
+_EVERY = ("case", "impl", "peers", "output", "resume", "device", "dtype", "rounds", "list_cases")
+# Options that name several things, and what `Options` calls them.
+_SEVERAL = {"case": "cases", "impl": "impls", "mode": "modes", "precision": "modes", "protocol": "protocols"}
 
 
-@app.command("rope")
-def rope(
-    case: Cases = None,
-    impl: Impls = None,
-    mode: Annotated[str, typer.Option(help="Of fwd, bwd and decode, with commas between.")] = "fwd,bwd,decode",
-    peers: Peers = "auto",
-    output: Output = None,
-    resume: Resume = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    rounds: Rounds = None,
+def _command(name: str, *shared: str) -> Callable[[Callable[..., "Chosen"]], None]:
+    """Make a command of a function that chooses benchmarks: it takes the function's options and the shared ones."""
+
+    def register(choose: Callable[..., "Chosen"]) -> None:
+        own = list(inspect.signature(choose).parameters.values())
+
+        def command(**given: Any) -> None:
+            benches, more = choose(**{parameter.name: given.pop(parameter.name) for parameter in own})
+            _run(benches, **given, **more)
+
+        parameters = [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+            for key, (kind, option, default) in ((key, SHARED[key]) for key in shared)
+        ]
+        taken = [*parameters, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+        command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
+        command.__doc__ = choose.__doc__
+        app.command(name)(command)
+
+    return register
+
+
+@_command("rope", "mode", *_EVERY)
+def _rope(
     sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
     only: Annotated[
         str, typer.Option(help="norm: other cases, of the norm beside the rotation and of positions on three axes.")
     ] = "",
-    list_cases: List = False,
-) -> None:
+) -> "Chosen":
     """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
 
     Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
@@ -72,26 +107,11 @@ def rope(
 
     if only not in ("", "norm") or (only and sweep):
         raise typer.BadParameter(f"--only is {only!r}, but must be 'norm', without --sweep")
-    bench = NormBench if only else SweepBench if sweep else RopeBench
-    _run([bench], list_cases, case, impl, mode, peers, output, resume, device, dtype, rounds)
+    return [NormBench if only else SweepBench if sweep else RopeBench], {}
 
 
-@app.command("attention")
-def attention(
-    case: Cases = None,
-    impl: Impls = None,
-    mode: Modes = "",
-    peers: Peers = "auto",
-    protocol: Annotated[
-        str, typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere.")
-    ] = "",
-    output: Output = None,
-    resume: Resume = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    rounds: Rounds = None,
-    list_cases: List = False,
-) -> None:
+@_command("attention", "mode", "protocol", *_EVERY)
+def _attention() -> "Chosen":
     """Measure attention: kernels, RoPE and other schemes in them, memory, each against the peers.
 
     A copy and a product of large matrices are measured first: what the device can do at best. Everything is checked
@@ -99,25 +119,11 @@ def attention(
     """
     from ropewalk.bench.attention.bench import AttentionBench
 
-    benches = [AttentionBench]
-    _run(benches, list_cases, case, impl, mode, peers, output, resume, device, dtype, rounds, protocol)
+    return [AttentionBench], {}
 
 
-@app.command("host")
-def host(
-    case: Cases = None,
-    impl: Impls = None,
-    mode: Modes = "",
-    peers: Peers = "auto",
-    output: Output = None,
-    resume: Resume = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="How many bursts of each call are timed, at most; at least 3, by default 100.")
-    ] = None,
-    list_cases: List = False,
-) -> None:
+@_command("host", "mode", *_EVERY)
+def _host() -> "Chosen":
     """Measure the host's part of eager calls, in µs and as multiples of x.mul_(1.0), beside the peers.
 
     Calls are timed in short bursts, in turns, and a forward in turns with its backward, as training has them.
@@ -126,21 +132,11 @@ def host(
     """
     from ropewalk.bench.host.bench import HostBench
 
-    _run([HostBench], list_cases, case, impl, mode, peers, output, resume, device, dtype, rounds)
+    return [HostBench], {}
 
 
-@app.command("all")
-def all_(
-    case: Cases = None,
-    impl: Impls = None,
-    peers: Peers = "auto",
-    output: Output = None,
-    resume: Resume = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    rounds: Rounds = None,
-    list_cases: List = False,
-) -> None:
+@_command("all", *_EVERY)
+def _all() -> "Chosen":
     """Measure the rotation, then attention, into one record, with a figure of each.
 
     A name of a case, an implementation or a peer goes to each of the two benchmarks that has it; one that has none
@@ -149,59 +145,35 @@ def all_(
     from ropewalk.bench.attention.bench import AttentionBench
     from ropewalk.bench.rope.bench import RopeBench
 
-    benches = [RopeBench, AttentionBench]
-    _run(benches, list_cases, case, impl, "", peers, output, resume, device, dtype, rounds)
+    return [RopeBench, AttentionBench], {}
 
 
-@app.command("training")
-def training(
-    case: Cases = None,
-    precision: Annotated[str, typer.Option(help="Of autocast and bf16, with commas between.")] = "autocast,bf16",
-    output: Output = None,
-    device: Device = None,
-    rounds: Rounds = None,
-    list_cases: List = False,
-) -> None:
+@_command("training", "case", "precision", "output", "device", "rounds", "list_cases")
+def _training() -> "Chosen":
     """Measure training steps of BERT and Llama models with attention by Ropewalk, by SDPA and by eager PyTorch."""
     with user_errors():
         from ropewalk.bench.training.bench import TrainingBench
 
-    _run([TrainingBench], list_cases, case, None, precision, "auto", output, False, device, None, rounds)
+    return [TrainingBench], {}
 
 
-@app.command("parallel")
-def parallel(
+@_command("parallel", "peers", "output", "resume", "device", "rounds", "list_cases")
+def _parallel(
     only: Annotated[str, typer.Option(help="Parts of cases' names, with commas between; by default all.")] = "",
-    peers: Peers = "auto",
-    output: Output = None,
-    resume: Resume = False,
-    device: Device = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small cases, for correctness. A CPU needs it.")] = False,
-    rounds: Rounds = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="How many to start, without torchrun; by default one for each GPU.")
     ] = None,
-    list_cases: List = False,
-) -> None:
+) -> "Chosen":
     """Measure context parallelism on several GPUs of a machine, against the whole call on each of them.
 
     torchrun --nproc-per-node 2 -m ropewalk bench parallel does the same in processes that torchrun starts. Everything
     is checked against float64 before it is timed. A run that was stopped keeps its rows; --resume goes on.
     """
-    from ropewalk.bench.core.options import Options
-    from ropewalk.bench.core.runner import OursError
-    from ropewalk.bench.parallel.bench import ParallelBench, choose_parts, run_parallel_bench
+    from ropewalk.bench.parallel.bench import ParallelBench, choose_parts
 
-    if list_cases:
-        _list(ParallelBench)
-        return
-    _check_resume(resume, output)
-    with user_errors(OursError):
-        cases = choose_parts(split_names(only))
-        options = Options(
-            cases=cases, peers=peers, output=output, resume=resume, device=device, quick=quick, rounds=rounds
-        )
-        run_parallel_bench(options, processes)
+    with user_errors():
+        return [ParallelBench], {"cases": choose_parts(split_names(only)), "quick": quick, "processes": processes}
 
 
 @app.command("compare")
@@ -237,20 +209,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _run(
-    benches: Sequence[type[Bench]],
-    list_cases: bool,
-    case: list[str] | None,
-    impl: list[str] | None,
-    mode: str,
-    peers: str,
-    output: Path | None,
-    resume: bool,
-    device: str | None,
-    dtype: str | None,
-    rounds: int | None,
-    protocol: str = "",
-) -> None:
+def _run(benches: "Sequence[type[Bench]]", list_cases: bool, **given: Any) -> None:
     """Run benchmarks into one record, or list their cases; exit as Ctrl-C and errors require."""
     if list_cases:
         for bench in benches:
@@ -258,32 +217,20 @@ def _run(
                 typer.echo(bench.name.upper())
             _list(bench)
         return
-    _check_resume(resume, output)
+    if given.get("resume") and given["output"] is None:
+        raise typer.BadParameter("it needs --output, which names the record to go on with", param_hint="--resume")
     from ropewalk.bench.all import run
     from ropewalk.bench.core.options import Options
     from ropewalk.bench.core.runner import OursError
 
+    for name in _SEVERAL.keys() & given.keys():
+        value = given.pop(name)
+        given[_SEVERAL[name]] = split_names(value) if isinstance(value, str) else value or ()
     with user_errors(OursError):
-        options = Options(
-            cases=case or (),
-            impls=impl or (),
-            modes=split_names(mode),
-            peers=peers,
-            protocols=split_names(protocol),
-            dtype=dtype,
-            rounds=rounds,
-            device=device,
-            output=output,
-            resume=resume,
-        )
-        result = run(benches, options)
-    if result.interrupted:
+        options = Options(**given)
+        result = None if benches[0].launch(options) else run(benches, options)
+    if result is not None and result.interrupted:
         raise typer.Exit(130)
-
-
-def _check_resume(resume: bool, output: Path | None) -> None:
-    if resume and output is None:
-        raise typer.BadParameter("it needs --output, which names the record to go on with", param_hint="--resume")
 
 
 def _list(bench: Any) -> None:

@@ -34,7 +34,8 @@ class Options:
         device: "cuda" or "cpu"; None for the GPU if there is one.
         output: the record's file, or None for one under ./results/.
         resume: whether the file is a record to go on with; otherwise it must not exist.
-        quick: small cases, for correctness.
+        quick: small cases, for correctness; of several processes alone.
+        processes: how many to start, where torchrun did not; None: one for each GPU, or 2 on a CPU.
     """
 
     cases: Sequence[str] = ()
@@ -49,6 +50,7 @@ class Options:
     output: Path | None = None
     resume: bool = False
     quick: bool = False
+    processes: int | None = None
 
 
 def choose_device(name: str | None) -> torch.device:

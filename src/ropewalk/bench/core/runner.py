@@ -97,6 +97,11 @@ class Bench(ABC):
         found: tuple[list[Any], dict[str, str]] = choose_peers(self.peers, options.peers, device)
         self.found, self.versions = found
 
+    @classmethod
+    def launch(cls, options: Options) -> bool:
+        """Run in processes of its own, to the end; False: it runs in this one."""
+        return False
+
     def modes_of(self, case: Any) -> list[str]:
         """Return the modes of a case that are to be measured."""
         return [mode for mode in case.modes if mode in self.options.modes or not self.options.modes]

@@ -44,14 +44,10 @@ _LONG = 1.0  # seconds of a call
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
 
 
-def run_parallel_bench(options: Options, processes: int | None = None) -> None:
+def run_parallel_bench(options: Options) -> None:
     """Measure context parallelism, write a record, and print a summary.
 
-    Under torchrun each process calls this. Otherwise it starts `processes` of them: one for each GPU, or 2 on a CPU.
-
-    Args:
-        options: the same on each rank.
-        processes: how many to start, where torchrun did not.
+    Under torchrun each process calls this. Otherwise it starts them.
 
     Raises:
         ValueError: a CPU without `quick`, a record that exists or cannot be resumed.
@@ -72,7 +68,7 @@ def run_parallel_bench(options: Options, processes: int | None = None) -> None:
         finally:
             dist.destroy_process_group()
         return
-    count = processes or (torch.cuda.device_count() if device.type == "cuda" else 2)
+    count = options.processes or (torch.cuda.device_count() if device.type == "cuda" else 2)
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(_work, (count, backend, str(Path(folder, "store")), options), count)
@@ -162,6 +158,12 @@ class ParallelBench(Bench):
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
         self._noted = time.perf_counter()
         self._losses: list[float] = []  # of one process
+
+    @classmethod
+    def launch(cls, options: Options) -> bool:
+        """Start the processes."""
+        run_parallel_bench(options)
+        return True
 
     @property
     def given(self) -> Mapping[str, object]:

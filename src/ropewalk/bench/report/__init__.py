@@ -1,1 +1,1 @@
-"""What records say: gains and losses, changes between two of them, and all of it on one page."""
+"""Reports of records: gains and losses, changes between two of them, and all of it on one page."""

@@ -281,8 +281,9 @@ def _make_table(rows: Sequence[Row]) -> Any:
         {name: (flat[key] / scale).astype("float32") for name, (key, scale) in _NUMBERS.items() if key in flat}
     )
     numbers["of the roof"] = pd.Series([share_of_roof(row) for row in rows], dtype="float32")
-    source = ColumnDataSource(pd.concat([texts, numbers], axis=1))
-    source.data["words"] = texts.agg(" ".join, axis=1).str.lower().to_list()
+    words = texts.agg(" ".join, axis=1).str.lower()
+    columns_of = {**texts.to_dict("list"), **{name: numbers[name].to_numpy() for name in numbers}}
+    source = ColumnDataSource({**columns_of, "words": words.to_list()})
     dark, hint = InlineStyleSheet(css=_DARK), "words that a row must have: llama triton bwd …"
     field = TextInput(placeholder=hint, sizing_mode="stretch_width", stylesheets=[dark])
     code = "const words = field.value_input.toLowerCase().split(' '); "

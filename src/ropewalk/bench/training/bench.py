@@ -34,6 +34,9 @@ _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
 
 
+_PEERS = {"transformers": Library("transformers", "transformers", "transformers", False)}
+
+
 class _Opened(NamedTuple):
     inputs: Inputs
     truth: tuple[Tensor, Tensor]
@@ -46,7 +49,7 @@ class TrainingBench(Bench):
     cases = CASES
     modes = MODES
     impls = ()
-    peers = {"transformers": Library("transformers", "transformers", "transformers", False)}
+    peers = _PEERS
     columns = (
         ("tokens/s", number("tokens_per_second", ",.0f")),
         ("peak, GiB", number("peak_bytes", ".1f", 2**30)),
