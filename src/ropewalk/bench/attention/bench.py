@@ -62,7 +62,6 @@ class AttentionBench(Bench):
 
     @property
     def given(self) -> Mapping[str, object]:
-        """The options that rows depend on."""
         options = self.options
         return {"impls": self._impls, "protocols": list(options.protocols), "rounds": options.rounds}
 
@@ -72,11 +71,9 @@ class AttentionBench(Bench):
         return list(dict.fromkeys(case.dtype for case, _ in self.jobs))
 
     def is_too_large(self, case: AttentionCase) -> bool:
-        """Whether a CPU takes too long for a case."""
         return bool(case.modes) and case.flops("fwd") > CPU_FLOPS
 
     def modes_of(self, case: AttentionCase) -> list[str]:
-        """Return the modes of a case that are to be measured: no memory on a CPU."""
         return [mode for mode in super().modes_of(case) if mode != "memory" or self.device.type == "cuda"]
 
     def open(self, case: AttentionCase) -> _Opened:

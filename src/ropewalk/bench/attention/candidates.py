@@ -184,8 +184,7 @@ def our_candidate(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = attention(*before(q, k, v), **keywords)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return result[0] if isinstance(result, tuple) else result
 
     choose = _our_choice(inputs, before, keywords)
     position = name or setting

@@ -88,8 +88,7 @@ def _window(case: AttentionCase) -> dict[str, Any]:
 def _first_result(attend: Callable[..., Any], keywords: dict[str, Any]) -> Attend:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = attend(q, k, v, **keywords)
-        out: Tensor = result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
-        return out
+        return result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
 
     return call
 
@@ -128,8 +127,7 @@ def build_huggingface(case: AttentionCase, inputs: AttentionInputs) -> Attend:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = eager_attention_forward(module, q, k, v, mask, scaling=scale)[0]
-        return out
+        return eager_attention_forward(module, q, k, v, mask, scaling=scale)[0]
 
     return call
 
@@ -153,8 +151,7 @@ def build_xformers(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     bias = LowerTriangularMask() if case.causal else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = memory_efficient_attention(q, k, v, attn_bias=bias)
-        return out
+        return memory_efficient_attention(q, k, v, attn_bias=bias)
 
     return call
 

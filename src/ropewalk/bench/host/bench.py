@@ -72,11 +72,9 @@ class HostBench(Bench):
 
     @property
     def given(self) -> Mapping[str, object]:
-        """The options that rows depend on."""
         return {"impls": self._impls, "rounds": self.rounds}
 
     def is_too_large(self, case: AttentionCase) -> bool:
-        """Whether a CPU takes too long for a case."""
         return case.flops("fwd") > CPU_FLOPS
 
     def open(self, case: AttentionCase) -> _Opened:

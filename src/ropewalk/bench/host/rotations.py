@@ -48,8 +48,7 @@ def _build(inputs: Inputs, inplace: bool) -> Rotation:
     cos, sin = inputs.cos, inputs.sin
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = apply_rope(q, k, cos, sin, inplace=inplace)
-        return rotated
+        return apply_rope(q, k, cos, sin, inplace=inplace)
 
     return Rotation(rotate)
 

@@ -167,7 +167,6 @@ class ParallelBench(Bench):
 
     @property
     def given(self) -> Mapping[str, object]:
-        """The options that rows depend on."""
         transport = str(dist.get_backend())
         return {"ranks": self.size, "transport": transport, "quick": self.options.quick, "rounds": self._rounds}
 
@@ -177,8 +176,7 @@ class ParallelBench(Bench):
 
     def left(self, done: set[Unit]) -> list[tuple[Any, list[str]]]:
         """Return what the first rank has to measure."""
-        left: list[tuple[Any, list[str]]] = self.share(super().left(done))
-        return left
+        return self.share(super().left(done))
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value on all."""

@@ -46,8 +46,7 @@ class ParallelCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         """PyTorch's dtype."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def description(self) -> str:

@@ -85,8 +85,7 @@ def one_process(inputs: Inputs) -> Call:
         if bounds is not None:
             packed: Tensor = attention(q[0], k[0], v[0], **keywords)
             return packed[None]
-        out: Tensor = attention(q, k, v, **keywords)
-        return out
+        return attention(q, k, v, **keywords)
 
     leaves = tuple(x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     tensors = leaves if bounds is None else tuple(x[0] for x in leaves)
@@ -100,8 +99,7 @@ def ours(inputs: Inputs) -> Call:
     keywords["sum_gradients"] = bool(inputs.learned)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = context_parallel_attention(q, k, v, **keywords)
-        return out
+        return context_parallel_attention(q, k, v, **keywords)
 
     leaves, grad = _shards(inputs)
     choice = explain_context_parallel(*leaves, **keywords)
@@ -139,11 +137,9 @@ def _build_by_hand(flash: bool) -> Build:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if not flash:
-                plain: Tensor = attention(q, k, v, causal=True)
-                return plain
+                return attention(q, k, v, causal=True)
             out: Any = flash_attn_func(q, k, v, causal=True)
-            result: Tensor = out[0] if isinstance(out, tuple) else out
-            return result
+            return out[0] if isinstance(out, tuple) else out
 
         def gather(x: Tensor) -> Tensor:
             parts = _all_gather(x[0].contiguous(), 0, group).unflatten(0, (2 * n, half))  # by rank: early, late

@@ -82,7 +82,7 @@ def render(records: Sequence[Record]) -> str:
     template = environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
     runs = [run for record in records for run in record.runs]
     script, items = _bokeh(rows, by_title)
-    page: str = template.render(
+    return template.render(
         devices=" · ".join(dict.fromkeys(run["device"] for run in runs)),
         groups={title: (_sentence(group), group) for title, group in by_title.items()},
         good=sum(gain.outcome in (AHEAD, LEVEL) for gain in compared),
@@ -99,7 +99,6 @@ def render(records: Sequence[Record]) -> str:
         script=_pack(script),
         items=_pack(json.dumps(items)),
     )
-    return page
 
 
 def duration(microseconds: float | None) -> str:

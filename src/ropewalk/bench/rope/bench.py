@@ -66,11 +66,9 @@ class RopeBench(Bench):
 
     @property
     def given(self) -> Mapping[str, object]:
-        """The options that rows depend on."""
         return {"impls": list(self._ours), "rounds": self.options.rounds or ROUNDS}
 
     def is_too_large(self, case: Case) -> bool:
-        """Whether a CPU takes too long for a case."""
         return case.elements > CPU_ELEMENTS
 
     def label_of(self, case: Case) -> str:
@@ -223,7 +221,7 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
         norm = QKNorm(weights[0], weights[1], eps=NORM_EPS, offset=case.norm_offset)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = apply_rope(
+        return apply_rope(
             q,
             k,
             cos,
@@ -238,7 +236,6 @@ def _build(impl: str, case: Case, inputs: Inputs, differentiable: bool) -> Rotat
             norm=norm,
             impl=impl,
         )
-        return rotated
 
     return Rotation(rotate, weights=weights)
 

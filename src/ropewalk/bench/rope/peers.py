@@ -105,8 +105,7 @@ def _build_huggingface(case: Case, inputs: Inputs, differentiable: bool) -> Rota
         cos, sin, head_axis = cos[0], sin[0], 1
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=head_axis)
-        return rotated
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=head_axis)
 
     return Rotation(rotate)
 
@@ -131,10 +130,7 @@ def _build_liger(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
     cos, sin = (torch.cat((table, table), -1) for table in _token_tables(inputs))
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = (
-            LigerRopeFunction.apply(q, k, cos, sin) if differentiable else rope_forward(q, k, cos, sin)[:2]
-        )
-        return rotated
+        return LigerRopeFunction.apply(q, k, cos, sin) if differentiable else rope_forward(q, k, cos, sin)[:2]
 
     if case.layout == "bhtd":
         return Rotation(rotate)
@@ -210,10 +206,7 @@ def _build_flashinfer(case: Case, inputs: Inputs, differentiable: bool) -> Rotat
     head_dim, is_neox = case.head_dim, not case.interleaved
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = flashinfer.apply_rope_with_cos_sin_cache(
-            positions, q, k, head_dim, table, is_neox
-        )
-        return rotated
+        return flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, head_dim, table, is_neox)
 
     def overwrite(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, table, is_neox)

@@ -72,7 +72,6 @@ class TrainingBench(Bench):
         return self.options.rounds or ROUNDS
 
     def is_too_large(self, case: TrainingCase) -> bool:
-        """Whether a CPU takes too long for a case."""
         return case.batch * case.tokens > CPU_TOKENS
 
     def open(self, case: TrainingCase) -> _Opened:
