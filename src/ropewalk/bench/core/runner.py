@@ -300,7 +300,8 @@ def show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Conso
             if bench.draw(record, figure):
                 console.print(f"figure: {figure}", highlight=False)
     except ModuleNotFoundError as error:
-        console.print(rf"no figure: {error.name} is not installed (pip install 'ropewalk\[bench]')")
+        package = (error.name or "").partition(".")[0]
+        console.print(rf"no figure: {package} is not installed (pip install 'ropewalk\[bench]')")
     bad = [row for row in record.rows if row["kind"] != "peer" and row["status"] in ("wrong", "failed")]
     if bad:
         names = ", ".join(f"{describe(row)} is {row['status']}" for row in bad)
