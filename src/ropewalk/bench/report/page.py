@@ -252,18 +252,7 @@ _DARK = """
 def _make_table(rows: Sequence[Row]) -> Any:
     """Make the table of all rows, with a field that filters it."""
     import pandas as pd
-    from bokeh.models import (
-        CDSView,
-        Column,
-        ColumnDataSource,
-        CustomJS,
-        CustomJSFilter,
-        DataTable,
-        InlineStyleSheet,
-        NumberFormatter,
-        TableColumn,
-        TextInput,
-    )
+    from bokeh import models
 
     rows = sorted(rows, key=lambda row: row["status"] == "unsupported")
     keys = ("mode", "protocol", "status", "record", "kind", "served_by", "reason")
@@ -282,21 +271,26 @@ def _make_table(rows: Sequence[Row]) -> Any:
     numbers["of the roof"] = pd.Series([share_of_roof(row) for row in rows], dtype="float32")
     words = texts.agg(" ".join, axis=1).str.lower()
     columns_of = {**texts.to_dict("list"), **{name: numbers[name].to_numpy() for name in numbers}}
-    source = ColumnDataSource({**columns_of, "words": words.to_list()})
-    dark, hint = InlineStyleSheet(css=_DARK), "words that a row must have: llama triton bwd …"
-    field = TextInput(placeholder=hint, sizing_mode="stretch_width", stylesheets=[dark])
+    source = models.ColumnDataSource({**columns_of, "words": words.to_list()})
+    dark, hint = models.InlineStyleSheet(css=_DARK), "words that a row must have: llama triton bwd …"
+    field = models.TextInput(placeholder=hint, sizing_mode="stretch_width", stylesheets=[dark])
     code = "const words = field.value_input.toLowerCase().split(' '); "
     code += "return source.data.words.map((text) => words.every((word) => text.includes(word)))"
-    view = CDSView(filter=CustomJSFilter(args={"field": field}, code=code))
-    field.js_on_change("value_input", CustomJS(args={"source": source}, code="source.change.emit()"))
-    plain = NumberFormatter(format="0,0.[000]", nan_format=NOTHING)
+    view = models.CDSView(filter=models.CustomJSFilter(args={"field": field}, code=code))
+    field.js_on_change("value_input", models.CustomJS(args={"source": source}, code="source.change.emit()"))
+    plain = models.NumberFormatter(format="0,0.[000]", nan_format=NOTHING)
     wide = {"case": 150, "implementation": 170, "shape": 300, "reason": 300, "record": 220}
-    columns = [TableColumn(field=name, title=name, width=wide.get(name, 90)) for name in ("case", "implementation")]
-    columns += [TableColumn(field=name, title=name, width=90) for name in ("mode", "protocol", "status")]
-    columns += [TableColumn(field=name, title=name, width=80, formatter=plain) for name in numbers]
-    rest = ("shape", "record", "kind", "served_by", "reason")
-    columns += [TableColumn(field=name, title=name, width=wide.get(name, 90)) for name in rest]
-    table = DataTable(
+    first, last = (
+        ("case", "implementation", "mode", "protocol", "status"),
+        ("shape", "record", "kind", "served_by", "reason"),
+    )
+    columns = [
+        models.TableColumn(
+            field=name, title=name, width=wide.get(name, 85), **({"formatter": plain} if name in numbers else {})
+        )
+        for name in (*first, *numbers, *last)
+    ]
+    table = models.DataTable(
         source=source,
         view=view,
         columns=columns,
@@ -306,4 +300,4 @@ def _make_table(rows: Sequence[Row]) -> Any:
         autosize_mode="none",
         stylesheets=[dark],
     )
-    return Column(field, table, sizing_mode="stretch_width")
+    return models.Column(field, table, sizing_mode="stretch_width")
