@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -167,7 +168,8 @@ class Bench(ABC):
 
     def measure(self, case: Any, modes: Sequence[str], rates: Rates) -> Iterator[tuple[str, Iterator[Row]]]:
         """Yield the rows of each mode, in this order, each to its end."""
-        torch.compiler.reset()  # past its limit of recompilations, Dynamo would run what is compiled eagerly
+        if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and loading it takes seconds
+            torch.compiler.reset()  # past its limit of recompilations, Dynamo would run what is compiled eagerly
         opened = self.open(case)
         for mode in modes:
             yield mode, self._measure_mode(case, mode, opened, rates)
