@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import ropewalk
@@ -151,29 +150,6 @@ def test_doctor_looks_at_the_native_extension_and_builds_nothing(
     last = report()
     assert "CUDACXX is 'no-such-nvcc', but must be" in last
     assert "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more" in last
-
-
-# By command: what can be given to it.
-OPTIONS = {
-    "bench rope": "--case --device --dtype --impl --list --mode --no-sweep --only --output --peers --resume --rounds "
-    "--sweep -o",
-    "bench attention": "--case --device --dtype --impl --list --mode --output --peers --protocol --resume --rounds -o",
-    "bench host": "--case --device --dtype --impl --list --mode --output --peers --resume --rounds -o",
-    "bench all": "--case --device --dtype --impl --list --output --peers --resume --rounds -o",
-    "bench compare": "--all --relative --threshold after before",
-    "bench training": "--case --device --list --output --precision --rounds -o",
-    "bench parallel": "--device --list --only --output --peers --processes --quick --resume --rounds -o",
-    "report": "--force --output -o records",
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_commands_keep_their_options(command: str) -> None:
-    found: Any = typer.main.get_command(app)
-    for name in command.split():
-        found = found.commands[name]
-    known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert known == set(OPTIONS[command].split())
 
 
 @pytest.mark.parametrize("command", ["rope", "attention", "host", "all", "training", "parallel"])

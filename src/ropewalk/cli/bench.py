@@ -31,12 +31,12 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     ),
     "mode": (str, Modes, ""),
     "precision": (str, typer.Option(help="Of autocast and bf16, with commas between."), "autocast,bf16"),
+    "peers": (str, typer.Option(help="auto (those that import), none, or names with commas between."), "auto"),
     "protocol": (
         str,
         typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
         "",
     ),
-    "peers": (str, typer.Option(help="auto (those that import), none, or names with commas between."), "auto"),
     "output": (
         Path | None,
         typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
@@ -81,9 +81,11 @@ def _command(name: str, *shared: str) -> Callable[[Callable[..., "Chosen"]], Non
 
         parameters = [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-            for key, (kind, option, default) in ((key, SHARED[key]) for key in shared)
+            for key, (kind, option, default) in SHARED.items()
+            if key in shared
         ]
-        taken = [*parameters, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+        *first, last = parameters  # --list
+        taken = [*first, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), last]
         command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
         command.__doc__ = choose.__doc__
