@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import ropewalk
 from ropewalk import __main__ as command
 from ropewalk import device
-from ropewalk.bench.report.load import read_bench_record
-from ropewalk.bench.rope.rows import RopeRow
+from ropewalk.bench.core.load import read_record
 from ropewalk.cli import app
 from ropewalk.cli.doctor import _launcher
 from ropewalk.cli.options import EXTRAS
@@ -153,6 +152,14 @@ def test_doctor_looks_at_the_native_extension_and_builds_nothing(
     assert "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more" in last
 
 
+@pytest.mark.parametrize("command", ["rope", "attention", "host", "all", "training", "parallel"])
+def test_benchmarks_list_their_cases_and_modes(command: str) -> None:
+    result = invoke("bench", command, "--list")
+    assert result.exit_code == 0, result.output
+    assert "\n    modes: " in result.stdout
+    assert "\nmode " in result.stdout
+
+
 def test_bench_lists_its_cases() -> None:
     result = invoke("bench", "rope", "--list")
     assert result.exit_code == 0
@@ -164,13 +171,13 @@ def test_bench_writes_a_record(tmp_path: Path) -> None:
     options = ["--case", "decode-1", "--impl", "reference", "--peers", "none", "--rounds", "3", "--mode", "decode"]
     result = invoke("bench", "rope", *options, "--device", "cpu", "-o", str(path))
     assert result.exit_code == 0, result.output
-    assert {row.direction for row in read_bench_record(path).of(RopeRow)} == {"decode"}
+    assert {row["mode"] for row in read_record(path).of("rope")} == {"decode"}
     assert "decode-1" in result.stdout
 
 
 def test_bench_ends_with_130_when_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = SimpleNamespace(interrupted=True)
-    monkeypatch.setattr("ropewalk.bench.rope.run.run_rope_bench", lambda **options: stopped)
+    monkeypatch.setattr("ropewalk.bench.all.run", lambda benches, options: stopped)
     assert invoke("bench", "rope").exit_code == 130
 
 
@@ -204,9 +211,8 @@ def test_a_wrong_device_is_one_line(command: list[str], device: str, expected: s
 def test_training_on_a_cpu_asks_for_a_case() -> None:
     result = invoke("bench", "training", "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith(
-        "error: no case ends within minutes on a CPU: name one with --case (bert-base-rope,"
-    )
+    assert result.stderr.startswith("error: nothing is to be measured")
+    assert "on a CPU name one with --case (bert-base-rope," in result.stderr
 
 
 def test_a_file_gets_a_line_a_case(tmp_path: Path) -> None:
@@ -226,10 +232,10 @@ def test_a_file_gets_a_line_a_case(tmp_path: Path) -> None:
     ("package", "extra"), [("matplotlib", "bench"), ("transformers", "bench"), ("tokenizers.models", "train")]
 )
 def test_a_missing_package_is_named_with_its_extra(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**options: Any) -> None:
+    def fail(benches: Any, options: Any) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    monkeypatch.setattr("ropewalk.bench.rope.run.run_rope_bench", fail)
+    monkeypatch.setattr("ropewalk.bench.all.run", fail)
     result = invoke("bench", "rope")
     assert result.exit_code == 2
     name = package.partition(".")[0]

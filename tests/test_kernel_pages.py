@@ -14,9 +14,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from ropewalk.bench.attention.rows import AttentionRow  # noqa: E402
-from ropewalk.bench.report.load import read_bench_record  # noqa: E402
-from ropewalk.bench.rope.rows import RopeRow  # noqa: E402
+from ropewalk.bench.core.load import read_record  # noqa: E402
 from ropewalk.ops.attention.hopper import support as gluon_support  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -137,41 +135,42 @@ def measured_rows():
                 yield (name, *(cell.strip() for cell in line.strip("|").split("|")))
 
 
-def attention_time(record, case, mode, label):
+def attention_time(rows, case, mode, label):
     impl, _, position = label.partition(", ")
     [row] = [
         row
-        for row in record.of(AttentionRow)
-        if (row.case.name, row.mode, row.impl, row.position) == (case, mode, impl, position)
-        and row.protocol == "hot"
-        and (row.kind != "anchor" or impl == "copy_")  # otherwise it is of another case, to compare with
+        for row in rows
+        if (row["case"]["name"], row["mode"], row["impl"], row["position"]) == (case, mode, impl, position)
+        and row.get("protocol") == "hot"
+        and (row["kind"] != "anchor" or impl == "copy_")  # otherwise it is of another case, to compare with
     ]
-    if row.mode == "decode":
-        return row.time.p50, f"{row.gb_per_s:.0f} GB/s"
-    return row.time.p50, f"{row.tflops:.0f} TFLOP/s"
+    if row["mode"] == "decode":
+        return row["time"]["p50"], f"{row['gb_per_s']:.0f} GB/s"
+    return row["time"]["p50"], f"{row['tflops']:.0f} TFLOP/s"
 
 
-def rotation_time(record, case, mode, label):
+def rotation_time(rows, case, mode, label):
     impl, pairing, place = label.split(", ")
     direction, _, in_graph = mode.partition(", ")
     [row] = [
         row
-        for row in record.of(RopeRow)
-        if (row.case.name, row.direction, row.impl) == (case, direction, impl)
-        and (row.case.interleaved, row.case.inplace) == (pairing == "interleaved", place == "in place")
+        for row in rows
+        if (row["case"]["name"], row["mode"], row["impl"]) == (case, direction, impl)
+        and (row["case"]["interleaved"], row["case"]["inplace"]) == (pairing == "interleaved", place == "in place")
     ]
     if in_graph:
-        return row.graph.p50, "–"
-    return row.time.p50, f"{row.gb_per_s:.0f} GB/s"
+        return row["graph"]["p50"], "–"
+    return row["time"]["p50"], f"{row['gb_per_s']:.0f} GB/s"
 
 
 def test_times_are_the_records():
-    records, count = {}, 0
+    records = {name: read_record(ROOT / f"results/{name}-h200.jsonl") for name in ("rope", "attention")}
+    count = 0
     for page, name, case, mode, label, time, rate in measured_rows():
-        if name not in records:
-            records[name] = read_bench_record(ROOT / f"results/{name}.jsonl")
-        find = rotation_time if page.startswith("kernels/rotation") else attention_time
-        p50, its_rate = find(records[name], case, mode, label)
+        benchmark = "rope" if page.startswith("kernels/rotation") else "attention"
+        rows = [row for row in records[benchmark].rows if records[benchmark].name_of(row) == name]
+        find = rotation_time if benchmark == "rope" else attention_time
+        p50, its_rate = find(rows, case, mode, label)
         decimals = len(time.partition(".")[2])
         assert (f"{p50:.{decimals}f}", its_rate) == (time, rate), (page, name, case, mode, label)
         count += 1

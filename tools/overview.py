@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ropewalk.bench.core.load import BenchRecord
-from ropewalk.bench.report.choices import COLUMNS, NOT_MEASURED, Choice, Pick, newest_choices
-from ropewalk.bench.report.entries import read_sources
-from ropewalk.bench.report.formats import MISSING, duration
-from ropewalk.bench.report.load import read_bench_record
-from ropewalk.bench.report.page import write_report
-from ropewalk.bench.rope.rows import RopeRow
+from ropewalk.bench.core.load import Record, variant_of
+from ropewalk.bench.report.gains import READ, Choice, describe_case, newest_choices, read_records
+from ropewalk.bench.report.page import CHOICE_PEERS, NOT_MEASURED, NOTHING, duration, write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -31,7 +27,6 @@ _MODES = {
     "rerope-fwd": "ReRoPE, forward",
     "rerope-train": "ReRoPE, training",
 }
-_DTYPES = {"bfloat16": "", "float16": "fp16"}
 PAGE = ROOT / "docs" / "results.md"
 MARKS = {README: "overview", PAGE: "choices"}  # of the tables
 
@@ -69,7 +64,7 @@ class Line:
 
 
 _HALF, _INPLACE = "half/out of place", "half/in place"
-# The rotation's lines are of the one record that has flash-attn's, FlashInfer's and vLLM's rotations too: in three of
+# The rotation's lines are of the one run that has flash-attn's, FlashInfer's and vLLM's rotations too: in three of
 # the five the best other is one of theirs.
 ROTATION, OURS = "rope-h200", "native"
 LINES = (
@@ -99,40 +94,48 @@ class Comparison:
     peers: dict[str, float]
 
 
-def records() -> list[Path]:
-    """All records of the kernels' benchmarks."""
+def paths() -> list[Path]:
+    """All records that the report reads."""
     found = []
     for path in sorted(RESULTS.glob("*.jsonl")):
         with path.open(encoding="utf-8") as lines:
-            if json.loads(next(lines)).get("benchmark") in ("rope", "attention", "all"):
+            if json.loads(next(lines)).get("benchmark") in READ:
                 found.append(path)
     return found
 
 
 @functools.cache
+def records() -> list[Record]:
+    """The records, read once."""
+    return read_records(paths())
+
+
+@functools.cache
 def hot_choices() -> list[Choice]:
-    """What `impl=None` picks, by the newest record of each case."""
-    return [choice for choice in newest_choices(read_sources(records())) if choice.lead.protocol == "hot"]
+    """What `impl=None` picks, by the newest run of each case."""
+    return [choice for choice in newest_choices(records()) if choice.lead["protocol"] == "hot"]
 
 
 def compare(line: Line) -> Comparison:
     """Look up a line's times."""
     if line.variant:
-        times = dict(_rotations(read_bench_record(RESULTS / f"{ROTATION}.jsonl"), line))
+        times = _rotations(line)
         peers = {name: time for (name, kind), time in times.items() if kind == "peer"}
-        return Comparison(line, ROTATION, times[OURS, "ours"], None, peers)
-    (choice,) = (one for one in hot_choices() if (one.lead.case, one.lead.mode) == (line.case, line.mode))
-    assert choice.kernels is not None
-    return Comparison(line, choice.lead.record, choice.kernels.time, choice, choice.peers)
+        return Comparison(line, "rope-h200", times[OURS, "ours"], None, peers)
+    (choice,) = (one for one in hot_choices() if (one.lead["case"]["name"], one.lead["mode"]) == (line.case, line.mode))
+    assert choice.picks[0] is not None
+    return Comparison(line, "attention-h200", choice.picks[0][0], choice, choice.peers)
 
 
-def _rotations(record: BenchRecord, line: Line) -> Iterator[tuple[tuple[str, str], float]]:
-    for row in record.of(RopeRow):
-        if (row.case.name, row.case.variant, row.direction) != (line.case, line.variant, line.mode):
-            continue
-        times = getattr(row, line.time)
-        if times is not None:
-            yield (row.impl, row.kind), times.median if line.time == "host" else times.p50
+def _rotations(line: Line) -> dict[tuple[str, str], float]:
+    quantile = "median" if line.time == "host" else "p50"
+    return {
+        (row["impl"], row["kind"]): row[line.time][quantile]
+        for record in records()
+        for row in record.of("rope")
+        if row["record"] == ROTATION and line.time in row
+        if (row["case"]["name"], variant_of(row["case"]), row["mode"]) == (line.case, line.variant, line.mode)
+    }
 
 
 def make_table(comparisons: Sequence[Comparison]) -> str:
@@ -148,9 +151,11 @@ def make_table(comparisons: Sequence[Comparison]) -> str:
         ratio = found.peers[name] / found.ours
         verdict = f"[{ratio:.2f} ×](results/{found.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
         picks = (
-            [show(found.ours), "the same", "the same"] if found.choice is None else map(show_pick, found.choice.picks)
+            [duration(found.ours), "the same", "the same"]
+            if found.choice is None
+            else map(show_pick, found.choice.picks)
         )
-        cells = (found.line.label, *picks, f"{show(found.peers[name])}, {PEERS[name][0]}", verdict)
+        cells = (found.line.label, *picks, f"{duration(found.peers[name])}, {PEERS[name][0]}", verdict)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -159,24 +164,19 @@ def make_choices(found: Sequence[Choice]) -> str:
     """Return the page's table: our kernels, what `impl=None` picks, and other libraries, of every case."""
     lines = [
         "| case | record | our kernels | `impl=None` without flash-attn 4 | with flash-attn 4 "
-        f"| {' | '.join(COLUMNS.values())} |",
-        f"| --- | --- {'| --- ' * (3 + len(COLUMNS))}|",
+        f"| {' | '.join(CHOICE_PEERS.values())} |",
+        f"| --- | --- {'| --- ' * (3 + len(CHOICE_PEERS))}|",
     ]
     for one in found:
-        peers = (show(one.peers[name]) if name in one.peers else MISSING for name in COLUMNS)
-        record = f"[{_MODES[one.lead.mode]}](results/{one.lead.record}.jsonl)"
-        case = ", ".join(part for part in (one.lead.shape, one.lead.variant, _DTYPES[one.lead.dtype]) if part)
+        peers = (duration(one.peers[name]) if name in one.peers else NOTHING for name in CHOICE_PEERS)
+        record = f"[{_MODES[one.lead['mode']]}](results/attention-h200.jsonl)"
+        case = describe_case(one.lead).replace(", bfloat16", "")
         lines.append(f"| {' | '.join((case, record, *map(show_pick, one.picks), *peers))} |")
     return "\n".join(lines) + "\n"
 
 
-def show_pick(pick: Pick | None) -> str:
-    return NOT_MEASURED if pick is None else f"{show(pick.time)}, {pick.backend}"
-
-
-def show(time: float) -> str:
-    """A time that does not break before its unit."""
-    return duration(time).replace(" ", "\u00a0")
+def show_pick(pick: tuple[float, str] | None) -> str:
+    return NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}"
 
 
 def draw(comparisons: list[Comparison], path: Path) -> None:
@@ -191,9 +191,9 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     for y, found in enumerate(comparisons):
         ratios = {name: time / found.ours for name, time in found.peers.items()}
         axes.plot([min(ratios.values()), max(ratios.values())], [y, y], color="#dddddd", linewidth=1, zorder=1)
-        picked = found.choice and found.choice.with_flash
+        picked = found.choice and found.choice.picks[2]
         if picked:
-            axes.scatter(picked.time / found.ours, y, s=90, zorder=1, **_PICKED)
+            axes.scatter(picked[0] / found.ours, y, s=90, zorder=1, **_PICKED)
         for name, ratio in ratios.items():
             used.setdefault(name)
             colour, marker = PEERS[name][1], _MARKERS[list(PEERS).index(name) % len(_MARKERS)]
@@ -238,4 +238,4 @@ if __name__ == "__main__":
     draw([compare(line) for line in LINES], FIGURE)
     for page, table in tables().items():
         page.write_text(place_table(page.read_text(encoding="utf-8"), table, MARKS[page]), encoding="utf-8")
-    write_report(records(), REPORT, force=True)
+    write_report(paths(), REPORT, force=True)

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ropewalk.bench.attention import peers as attention_peers
-from ropewalk.bench.attention.candidates import PAGE_SIZES, Candidate, _paged, candidates_of, yardsticks_of
+from ropewalk.bench.attention.candidates import PAGE_SIZES, AttentionCandidate, _paged, candidates_of, yardsticks_of
 from ropewalk.bench.attention.cases import CASES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, compile_rope
 from ropewalk.bench.attention.settings import LEARNED
+from ropewalk.bench.core.load import label
 from ropewalk.bench.core.peers import find_peer
 from ropewalk.ops.attention.api import attention
 from ropewalk.ops.rope.api import apply_rope
@@ -37,6 +38,11 @@ FORMS = [
     FAR,
     replace(FAR, name="far, grouped", k_heads=2),
 ]
+
+
+def name_of(candidate: AttentionCandidate) -> str:
+    yardstick = candidate.case.name if candidate.kind == "anchor" else None
+    return label({"impl": candidate.impl, "position": candidate.position, "yardstick": yardstick})
 
 
 @contextmanager
@@ -315,8 +321,8 @@ def test_a_copy_in_pages_is_the_same_cache(device: torch.device) -> None:
     case = CACHE
     inputs = make_attention_inputs(case, device)
     for size in PAGE_SIZES:
-        before, keywords = _paged(inputs, size)
-        q, keys, values = before(inputs.q, inputs.k, inputs.v)
+        keywords = _paged(inputs, size)
+        q, keys, values = keywords["before"](inputs.q, inputs.k, inputs.v)
         assert q is inputs.q
         assert keys.shape[1] == size
         table = keywords["block_table"].long()
@@ -338,7 +344,7 @@ def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
     inputs = make_attention_inputs(SMALL, device)
     gate = AttentionGate(SMALL, inputs)
     found = candidates_of(SMALL, inputs, ("reference",), [ATTENTION_PEERS[name] for name in ("sdpa_flash", "eager")])
-    labels = {mode: [candidate.label for candidate in found[mode]] for mode in found}
+    labels = {mode: [name_of(candidate) for candidate in found[mode]] for mode in found}
     inside, outside = ["auto + rope", "reference + rope"], ["reference + apply_rope", "reference"]
     assert labels["fwd"] == labels["bwd"] == ["reference", "sdpa_flash"]
     assert labels["train"] == [*inside, *outside, "sdpa_flash + compiled rope"]
@@ -362,9 +368,9 @@ def test_every_way_to_rerope_is_right(dtype: str, device: torch.device) -> None:
     ours = [candidate for candidate in found["rerope-train"] if candidate.impl != "flash"]
     one_call = ["auto + rerope", "reference + rerope"]
     others = ["reference + rope", "reference + two calls", "reference + ready pairs", "eager + rerope"]
-    assert [candidate.label for candidate in ours] == [*one_call, *others]
+    assert [name_of(candidate) for candidate in ours] == [*one_call, *others]
     assert found["rerope-fwd"] == found["rerope-train"]
-    memory = [candidate.label for candidate in found["memory"]]
+    memory = [name_of(candidate) for candidate in found["memory"]]
     assert memory == ["auto + rope", "reference + rope", "reference + rerope"]
     with nothing_compiled(device):
         check_candidates(AttentionGate(case, inputs), ours, backward=True)
@@ -394,7 +400,7 @@ def test_candidates_that_cannot_run_have_a_reason() -> None:
     device = torch.device("cpu")
     inputs = make_attention_inputs(FAR, device)
     found = candidates_of(FAR, inputs, ("sdpa",), [])["rerope-train"]
-    reasons = {candidate.label: candidate.choose(True)[1] for candidate in found}
+    reasons = {name_of(candidate): candidate.choose(True)[1] for candidate in found}
     assert "cannot run this call" in (reasons["sdpa + rerope"] or "")
     assert reasons["sdpa + ready pairs"] == reasons["sdpa + rerope"]
     assert "log-sum-exp is not supported" in (reasons["sdpa + two calls"] or "")
@@ -406,7 +412,7 @@ def test_every_candidate_of_packed_sequences_and_of_caches_is_right(device: torc
         inputs = make_attention_inputs(case, device)
         found = candidates_of(case, inputs, ("reference",), [ATTENTION_PEERS["sdpa_default"]])[mode]
         usable = [candidate for candidate in found if candidate.choose(mode == "train")[1] is None]
-        labels = [candidate.label for candidate in usable]
+        labels = [name_of(candidate) for candidate in usable]
         if mode == "train":
             assert labels == ["auto + rope", "reference + rope", "reference + apply_rope", "reference"]
         else:
@@ -416,20 +422,19 @@ def test_every_candidate_of_packed_sequences_and_of_caches_is_right(device: torc
             check_candidates(AttentionGate(case, inputs), usable, backward=mode == "train")
 
 
-def check_candidates(gate: AttentionGate, candidates: Sequence[Candidate], *, backward: bool) -> None:
+def check_candidates(gate: AttentionGate, candidates: Sequence[AttentionCandidate], *, backward: bool) -> None:
     for candidate in candidates:
         served_by, reason = candidate.choose(backward)
         assert reason is None
         assert (served_by is None) == (candidate.kind == "peer")
-        attend = candidate.from_inputs(candidate.build())
-        verdict = gate.check(attend, candidate.setting, backward=backward, parameters=candidate.parameters)
-        assert verdict.complaint is None, candidate.label
+        verdict, _ = candidate.of_mode("train" if backward else "fwd", gate).check()
+        assert verdict.complaint is None, name_of(candidate)
 
 
 def test_a_yardstick_has_its_own_case(device: torch.device) -> None:
     inputs = make_attention_inputs(SMALL, device)
     found = yardsticks_of(SMALL, inputs, ("reference",))
-    labels = {mode: [candidate.label for candidate in found[mode]] for mode in found}
+    labels = {mode: [name_of(candidate) for candidate in found[mode]] for mode in found}
     plain = ["reference on small"]
     assert labels == {"fwd": plain, "bwd": plain, "train": ["reference + rope on small"]}
     assert {candidate.kind for candidates in found.values() for candidate in candidates} == {"anchor"}

@@ -1,113 +1,111 @@
-"""Records: written row by row, read back as they were, and silent about the machine's paths."""
+"""Records: written row by row, read back as they were, gone on with, and silent about the machine's paths."""
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ropewalk.bench.core.load import describe, label, read_record, read_stopped, unit_of
 from ropewalk.bench.core.records import END, RecordWriter, default_path, describe_run
-from ropewalk.bench.core.timing import HostTime, Quantiles
-from ropewalk.bench.report.load import read_bench_record
-from ropewalk.bench.rope.cases import CASES, Case
-from ropewalk.bench.rope.rows import RopeRow
+from ropewalk.bench.core.runner import new_row
+from ropewalk.bench.core.timing import Quantiles
+from ropewalk.bench.rope.cases import CASES
 
 RUN = {"benchmark": "rope", "device": "NVIDIA H200", "date": "2026-11-21T03:37:22+00:00"}
 ROWS = [
-    RopeRow(
-        CASES[0],
-        "fwd",
-        "triton",
-        "ours",
-        "ok",
-        error=1e-3,
-        error_budget=2e-3,
-        time=Quantiles(1.0, 2.0, 3.0),
-        gb_per_s=4.0,
-        copy_ratio=0.98,
-        graph=Quantiles(1.0, 1.5, 2.0),
-        host=HostTime(10.0, 11.0),
-        host_forward=HostTime(12.0, 13.0),
-        peak_bytes=1 << 40,
-    ),
-    RopeRow(
-        Case("packed", 1, 9, 3, 1, 8, layout="thd", sequences=(4, 1, 4)), "bwd", "quack", "peer", "failed", "OSError"
-    ),
-    RopeRow(CASES[-1], "decode", "liger_kernel", "peer", "wrong", "the error is past the budget", 0.7, 0.5),
+    {**new_row(CASES[0], "fwd", "triton", "ours"), "time": Quantiles(1.0, 2.0, 3.0), "peak_bytes": 1 << 40},
+    {**new_row(CASES[0], "bwd", "quack", "peer"), "status": "failed", "reason": "OSError"},
+    new_row(CASES[-1], "decode", "copy_", "anchor"),
 ]
 
 
-def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "record.jsonl"
+def write(path: Path, rows: list[dict[str, Any]] = ROWS, end: bool = True) -> Path:
     with RecordWriter(path, RUN) as writer:
-        for row in ROWS:
+        for row in rows:
             writer.append(row)
-    record = read_bench_record(path)
-    assert record.rows == ROWS
+        if end:
+            writer.end()
+    return path
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    record = read_record(write(tmp_path / "new" / "record.jsonl"))
     assert record.run == {"format": 1, **RUN}
+    assert record.ended
+    first, failed, _ = record.of("rope")
+    assert first["time"] == {"p10": 1.0, "p50": 2.0, "p90": 3.0}
+    assert unit_of("rope", first["case"], "fwd") == unit_of("rope", CASES[0], "fwd")
+    assert describe(failed) == f"quack on {CASES[0].name} half/out of place bwd"
+    assert "time" not in failed
+
+
+def test_labels_name_positions_and_yardsticks() -> None:
+    assert label({"impl": "triton"}) == "triton"
+    assert label({"impl": "triton", "position": "rope", "yardstick": "x"}) == "triton + rope on x"
 
 
 def test_rows_are_on_disk_before_the_end(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "record.jsonl", RUN) as writer:
         writer.append(ROWS[0])
-        assert read_bench_record(tmp_path / "record.jsonl").rows == ROWS[:1]
-
-
-def test_what_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
-    with RecordWriter(tmp_path / "record.jsonl", RUN) as writer, pytest.raises(ValueError, match="JSON compliant"):
-        writer.append(replace(ROWS[2], error=float("inf")))
+        assert len(read_record(tmp_path / "record.jsonl").rows) == 1
+        with pytest.raises(ValueError, match="JSON compliant"):
+            writer.append({**ROWS[2], "error": float("inf")})
 
 
 def test_a_record_is_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    RecordWriter(path, RUN).__exit__(None, None, None)
+    path = write(tmp_path / "record.jsonl")
     with pytest.raises(FileExistsError):
         RecordWriter(path, RUN)
 
 
-def test_lines_can_be_kept_and_the_rest_is_gone(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    with RecordWriter(path, RUN) as writer:
-        for row in ROWS:
-            writer.append(row)
-    kept = json.loads(path.read_text().splitlines()[2])
-    with RecordWriter(path, {**RUN, "resumed": ["today"]}, [kept]) as writer:
-        assert read_bench_record(path).rows == ROWS[1:2]
-        writer.append(ROWS[0])
+def test_several_runs_may_be_in_one_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl")
+    path.write_text(2 * path.read_text())
+    record = read_record(path)
+    assert [row["run"] for row in record.rows] == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="it has several runs"):
+        read_stopped(path, RUN)
+
+
+def test_rotations_of_the_first_records_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    row = {"case": {"name": "x", "directions": ["fwd"]}, "direction": "fwd", "impl": "a", "kind": "ours", "graph": None}
+    path.write_text("\n".join(map(json.dumps, ({"format": 1, **RUN}, row))))
+    [found] = read_record(path).rows
+    assert (found["mode"], found["case"]["modes"], "graph" in found) == ("fwd", ["fwd"], False)
+
+
+def test_a_stopped_run_keeps_its_whole_units(tmp_path: Path) -> None:
+    path = write(tmp_path / "record.jsonl", end=False)
+    path.write_text(path.read_text()[:-9])  # the last line is cut off, and the unit before it may lack rows
+    stopped = read_stopped(path, {"format": 1, **RUN})
+    assert stopped.units == {unit_of("rope", CASES[0], "fwd")}
+    assert not stopped.ended
+    with RecordWriter(path, stopped.run, stopped.rows) as writer:
+        writer.append(ROWS[2])
         writer.end()
-    record = read_bench_record(path)
-    assert record.rows == [ROWS[1], ROWS[0]]
-    assert record.run["resumed"] == ["today"]
+    assert [row["mode"] for row in read_record(path).rows] == ["fwd", "decode"]
     assert list(json.loads(path.read_text().splitlines()[-1])) == [END]
-    assert [path.name for path in tmp_path.iterdir()] == ["record.jsonl"]
+    with pytest.raises(ValueError, match="device was 'NVIDIA H200', and is 'CPU'"):
+        read_stopped(path, {**RUN, "device": "CPU"})
 
 
-def test_a_line_that_is_cut_off_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    with RecordWriter(path, RUN) as writer:
-        writer.append(ROWS[0])
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(ValueError, match=r"record\.jsonl is not a record: line 2 is not JSON, or was cut off"):
-        read_bench_record(path)
-
-
-@pytest.mark.parametrize("line", ['{"case": 3}', '{"case": {"name": "x"}, "mode": "fwd"}', "{}"])
-@pytest.mark.parametrize("name", ["rope", "attention"])
-def test_a_line_that_is_no_row_is_refused(line: str, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    path.write_text(f'{{"format": 1, "benchmark": "{name}"}}\n{line}\n')
-    with pytest.raises(ValueError, match=rf"record\.jsonl has a line that is not a row of the benchmark '{name}'"):
-        read_bench_record(path)
-
-
-@pytest.mark.parametrize("text", ["", "[]\n", '{"rows": 3}\n'])
+@pytest.mark.parametrize("text", ["", "[]\n", '{"rows": 3}\n', '{"format": 1, "benchmark": "rope"}\n{"case": 3}\n'])
 def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.jsonl is not a record"):
-        read_bench_record(path)
+    with pytest.raises(ValueError, match=r"other\.jsonl (is not a record|has a line that is no row)"):
+        read_record(path)
+
+
+def test_a_line_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "record.jsonl", end=False)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match=r"record\.jsonl is not a record: line 4 is not JSON, or was cut off"):
+        read_record(path)
 
 
 def test_the_default_path_names_device_and_time() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from ropewalk import apply_rope
 from ropewalk.bench.core.gate import max_error
-from ropewalk.bench.rope.cases import CASES, DIRECTIONS, NORM_CASES, Case, make_inputs
+from ropewalk.bench.rope.cases import CASES, MODES, NORM_CASES, Case, make_inputs
 from ropewalk.bench.rope.gate import Gate
 
 SMALL = [
@@ -23,7 +23,7 @@ def test_the_cases_are_distinct_and_consistent() -> None:
     cases = CASES + NORM_CASES
     assert len({(case.name, case.variant) for case in cases}) == len(cases)
     for case in cases:
-        assert set(case.directions) <= set(DIRECTIONS)
+        assert set(case.modes) <= set(MODES)
         assert case.torch_dtype.is_floating_point
         assert not case.sequences or sum(case.sequences) == case.tokens
 

@@ -69,7 +69,7 @@ def test_an_installed_peer_is_right_wherever_it_says_it_serves(name: str, device
 
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_serves_some_cases_and_says_why_not_the_others(name: str) -> None:
-    reasons = [PEERS[name].why_not(case, direction) for case in CASES for direction in case.directions]
+    reasons = [PEERS[name].why_not(case, direction) for case in CASES for direction in case.modes]
     assert None in reasons
     assert all(reason is None or len(reason) > 5 for reason in reasons)
 

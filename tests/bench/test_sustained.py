@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ropewalk.bench.core import sustained
-from ropewalk.bench.core.sustained import PROTOCOLS, plan_burst, ratios, time_bursts
+from ropewalk.bench.core.sustained import PROTOCOLS, plan_burst, time_bursts
+from ropewalk.bench.core.timing import ratios
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

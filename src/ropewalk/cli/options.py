@@ -10,7 +10,7 @@ import typer
 # The packages that commands may lack, by their import names, and the extra that has each.
 EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "tensorboard", "tokenizers", "tomli", "yaml"), "train"),
-    **dict.fromkeys(("matplotlib", "plotly", "rich", "transformers", "typer"), "bench"),
+    **dict.fromkeys(("bokeh", "jinja2", "matplotlib", "pandas", "rich", "transformers", "typer"), "bench"),
 }
 
 

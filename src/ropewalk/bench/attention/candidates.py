@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs
-from ropewalk.bench.attention.gate import Attend
-from ropewalk.bench.attention.layer import Layer, make_layer
-from ropewalk.bench.attention.peers import AttentionPeer, Rotate, compile_rope
-from ropewalk.bench.attention.rows import label
+from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
+from ropewalk.bench.attention.gate import Attend, AttentionGate
+from ropewalk.bench.attention.layer import make_layer
+from ropewalk.bench.attention.peers import AttentionPeer, compile_rope
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.runner import Candidate
+from ropewalk.bench.core.timing import Call
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.attention.libraries.flash import flash_version
 from ropewalk.ops.rope.api import apply_rope
@@ -35,12 +37,10 @@ READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
 Choose = Callable[[bool], tuple[str | None, str | None]]
 # q, k and v -> what attention gets instead.
 Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-# Another name in records, what comes before the call, and more keywords of it.
-Changes = tuple[str, Before, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AttentionCandidate:
     """A kernel or library to measure, with its case and inputs: a yardstick has its own."""
 
     case: AttentionCase
@@ -54,20 +54,36 @@ class Candidate:
     parameters: tuple[Tensor, ...] = ()  # that get gradients too
     pairs: Pairs | None = None  # makes what the timed call takes, before it; None: it takes q, k and v
 
-    @property
-    def yardstick(self) -> str | None:
-        """The name of the case, if it is another than the measured one."""
-        return self.case.name if self.kind == "anchor" else None
+    def of_mode(self, mode: str, gate: AttentionGate) -> Candidate:
+        """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
+        served_by, reason = self.choose(direction_of(mode) != "fwd")
+        yardstick = self.case.name if self.kind == "anchor" else None
+        check = functools.partial(self._check, mode, gate)
+        return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
 
-    @property
-    def label(self) -> str:
-        """The name in records."""
-        return label(self.impl, self.position, self.yardstick)
+    def _check(
+        self, mode: str, gate: AttentionGate
+    ) -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
+        attend, make, backward = self.build(), self.pairs, direction_of(mode) != "fwd"
+        whole = attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+        verdict = gate.check(whole, self.setting, backward=backward, parameters=self.parameters)
+        if direction_of(mode) == "bwd" and verdict.complaint is None:
+            call = self.call(mode, attend)
+            for _ in range(2):  # not every backward can run again over one forward
+                call()
+        return verdict, (self, attend)
 
-    def from_inputs(self, attend: Callable[..., Tensor]) -> Attend:
-        """Compose the timed call with its preparation, as the gate takes it."""
-        make = self.pairs
-        return attend if make is None else lambda q, k, v: attend(*make(q, k, v))
+    def call(self, mode: str, attend: Callable[..., Tensor]) -> Call:
+        """Make the call that is timed, or measured in bytes, of what `build` returned."""
+        grad, direction = self.inputs.grad, direction_of(mode)
+        if direction == "fwd":
+            return functools.partial(attend, *self.tensors())
+        leaves = [x.detach().requires_grad_() for x in self.tensors()]
+        wanted = (*leaves, *self.parameters)
+        if direction == "bwd":
+            out = attend(*leaves)
+            return functools.partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
+        return lambda: torch.autograd.grad(attend(*leaves), wanted, grad)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Make the arguments of the timed call."""
@@ -80,58 +96,61 @@ class Candidate:
 
 def candidates_of(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
-) -> dict[str, list[Candidate]]:
+) -> dict[str, list[AttentionCandidate]]:
     """Make the candidates of a case, by mode. A peer is built, and compiled, once for all modes."""
     rotate = functools.cache(functools.partial(compile_rope, case, inputs))
     peers_alone, peers_with_rope, peers_with_rerope = [], [], []
     for peer in peers:
-        choose = _peer_choice(peer, case)
         build = functools.cache(functools.partial(peer.build, case, inputs))
         if peer.rerope:
-            peers_with_rerope.append(Candidate(case, inputs, peer.name, "rerope", "rerope", "peer", choose, build))
+            peers_with_rerope.append(_of_peer(case, inputs, peer, "rerope", "rerope", build))
             continue
-        peers_alone.append(Candidate(case, inputs, peer.name, "none", "none", "peer", choose, build))
-        with_rope = functools.partial(_rotate_first, rotate, build)
-        peers_with_rope.append(Candidate(case, inputs, peer.name, COMPILED, "rope", "peer", choose, with_rope))
 
-    def ours(*settings: str, auto: bool = False, changes: Changes | None = None) -> list[Candidate]:
+        def rotate_first(build: Callable[[], Attend] = build) -> Attend:
+            rotation, attend = rotate(), build()
+            return lambda q, k, v: attend(*rotation(q, k), v)
+
+        peers_alone.append(_of_peer(case, inputs, peer, "none", "none", build))
+        peers_with_rope.append(_of_peer(case, inputs, peer, COMPILED, "rope", rotate_first))
+
+    def ours(*settings: str, auto: bool = False, **changes: Any) -> list[AttentionCandidate]:
         names = (AUTO, *impls) if auto else impls
-        return [our_candidate(case, inputs, impl, setting, changes) for impl in names for setting in settings]
+        return [our_candidate(case, inputs, impl, setting, **changes) for impl in names for setting in settings]
 
     if case.form == "cache":
         paged = [
             candidate
             for size in PAGE_SIZES
-            for candidate in ours("rope", changes=(f"rope, pages of {size}", *_paged(inputs, size)))
+            for candidate in ours("rope", name=f"rope, pages of {size}", **_paged(inputs, size))
         ]
         return {"decode": [*ours("rope", auto=True), *paged, *peers_with_rope]}
-    outside = ours("none", changes=(OUTSIDE, _rotation(case, inputs), {}))
+    outside = ours("none", name=OUTSIDE, judged="rope", before=_rotation(case, inputs))
     kernels, in_kernel = ours("none"), ours("rope", auto=True)
+    alone = [*kernels, *peers_alone]
     schemes, variants = [*kernels, *ours(*SCHEMES)], [*kernels, *ours(*VARIANTS)]
-    rerope: list[Candidate] = []
+    rerope: list[AttentionCandidate] = []
     if not set(case.modes).isdisjoint(REROPE):
         rerope = [*_two_scores(case, inputs, impls), *peers_with_rerope]
     layers = [] if set(case.modes).isdisjoint(LAYER) else _layers(case, inputs, impls, peers)
     return {
         **dict.fromkeys(LAYER, layers),
-        "fwd": [*kernels, *peers_alone],
-        "bwd": [*kernels, *peers_alone],
+        **dict.fromkeys(("fwd", "bwd"), alone),
         "train": [*in_kernel, *outside, *kernels, *peers_with_rope],
-        "schemes-fwd": schemes,
-        "schemes-bwd": schemes,
-        "variants-fwd": variants,
-        "variants-bwd": variants,
+        **dict.fromkeys(("schemes-fwd", "schemes-bwd"), schemes),
+        **dict.fromkeys(("variants-fwd", "variants-bwd"), variants),
         "learned-bwd": [*kernels, *ours(*LEARNED)],
-        "rerope-fwd": rerope,
-        "rerope-train": rerope,
+        **dict.fromkeys(REROPE, rerope),
         "memory": in_kernel if case.far_window is None else [*in_kernel, *ours("rerope")],
     }
 
 
-def yardsticks_of(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> dict[str, list[Candidate]]:
+def yardsticks_of(
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]
+) -> dict[str, list[AttentionCandidate]]:
     """Make the yardsticks of a case, by mode: our kernels on another case."""
     plain, with_rope = (
-        [our_candidate(case, inputs, impl, setting, kind="anchor") for impl in impls] for setting in ("none", "rope")
+        [replace(our_candidate(case, inputs, impl, setting), kind="anchor") for impl in impls]
+        for setting in ("none", "rope")
     )
     return {"fwd": plain, "bwd": plain, "train": with_rope}
 
@@ -141,21 +160,51 @@ def our_candidate(
     inputs: AttentionInputs,
     impl: str,
     setting: str,
-    changes: Changes | None = None,
-    kind: str = "ours",
-) -> Candidate:
-    """Make a candidate of one of our implementations, with a setting's keywords in the case's form."""
-    own, parameters = SETTINGS[setting].make(case, inputs.q.device)
-    name, before, more = changes or (setting, _as_they_are, {})
+    *,
+    name: str | None = None,
+    judged: str | None = None,
+    before: Before = lambda q, k, v: (q, k, v),
+    parameters: tuple[Tensor, ...] | None = None,
+    **more: Any,
+) -> AttentionCandidate:
+    """Make a candidate of one of our implementations, with a setting's keywords in the case's form.
+
+    Args:
+        name: that records have instead of the setting's.
+        judged: the setting by which the result is judged, if it is another.
+        before: makes what attention gets instead of q, k and v.
+        parameters: of the setting; None: they are drawn.
+        more: keywords of `attention`.
+    """
+    if parameters is None:
+        own, parameters = SETTINGS[setting].make(case, inputs.q.device)
+    else:
+        own = SETTINGS[setting].keywords_of(case, *parameters)
     keywords = {**own, **_form_keywords(case, inputs), **more, "impl": None if impl == AUTO else impl}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(*before(q, k, v), **keywords)
-        return out
+        result = attention(*before(q, k, v), **keywords)
+        return result[0] if isinstance(result, tuple) else result
 
-    judged = "rope" if name == OUTSIDE else setting
     choose = _our_choice(inputs, before, keywords)
-    return Candidate(case, inputs, impl, name, judged, kind, choose, lambda: attend, parameters)
+    position = name or setting
+    return AttentionCandidate(
+        case, inputs, impl, position, judged or setting, "ours", choose, lambda: attend, parameters
+    )
+
+
+def _of_peer(
+    case: AttentionCase,
+    inputs: AttentionInputs,
+    peer: AttentionPeer,
+    position: str,
+    setting: str,
+    build: Callable[[], Attend],
+) -> AttentionCandidate:
+    reason = peer.why_not(case)
+    return AttentionCandidate(
+        case, inputs, peer.name, position, setting, "peer", lambda backward: (None, reason), build
+    )
 
 
 def _our_choice(inputs: AttentionInputs, before: Before, keywords: dict[str, Any]) -> Choose:
@@ -170,81 +219,41 @@ def _our_choice(inputs: AttentionInputs, before: Before, keywords: dict[str, Any
     return choose
 
 
-def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[Candidate]:
+def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[AttentionCandidate]:
     """Make ReRoPE's candidates: by one call, by two, of ready pairs; and RoPE in the same kernels."""
     device = inputs.q.device
     has_flash = device.type == "cuda" and flash_version(device) is not None
     named = dict.fromkeys((*impls, *(("flash",) if has_flash else ())))
-    one_call = [our_candidate(case, inputs, impl, "rerope") for impl in (AUTO, *named)]
-    with_rope = [our_candidate(case, inputs, impl, "rope") for impl in named]
+    one_call = {impl: our_candidate(case, inputs, impl, "rerope") for impl in (AUTO, *named)}
     otherwise = []
     for impl in impls:
-        choose = _our_choice(inputs, _as_they_are, near_keywords(case, impl))
+        choose = _our_choice(inputs, lambda q, k, v: (q, k, v), near_keywords(case, impl))
         build = functools.cache(functools.partial(build_two_calls, case, inputs, impl))
-        otherwise.append(Candidate(case, inputs, impl, TWO_CALLS, "rerope", "ours", choose, build))
+        otherwise.append(replace(one_call[impl], position=TWO_CALLS, choose=choose, build=build))
         of_pairs = functools.partial(build_of_pairs, case, impl)
-        one = next(candidate for candidate in one_call if candidate.impl == impl)
-        otherwise.append(replace(one, position=READY_PAIRS, build=of_pairs, pairs=make_pairs(case, inputs)))
-    return [*one_call, *with_rope, *otherwise]
+        pairs = make_pairs(case, inputs)
+        otherwise.append(replace(one_call[impl], position=READY_PAIRS, build=of_pairs, pairs=pairs))
+    return [*one_call.values(), *(our_candidate(case, inputs, impl, "rope") for impl in named), *otherwise]
 
 
 def _layers(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
-) -> list[Candidate]:
+) -> list[AttentionCandidate]:
     """Make the candidates of layers: ours bare, with parts and whole; and PyTorch's around peers."""
     layer = make_layer(case, inputs)
-    parameters = {"norm": layer.weights, "gate": (layer.gate,), "norm-gate": (layer.gate, *layer.weights)}
-    found = []
-    for impl in (AUTO, *impls):
-        for setting in ("norm-gate",) if impl == AUTO else reversed(LAYERS):
-            own = parameters.get(setting, ())
-            keywords = SETTINGS[setting].keywords_of(case, *own)
-            found.append(_of_layer(case, inputs, impl, setting, keywords, own, layer.beside_gate))
-        if impl != AUTO:
-            more = {**SETTINGS["half-rope"].keywords_of(case), "return_max_logits": True}
-            one = _of_layer(case, inputs, impl, "half-rope", more, (), layer.beside_gate)
-            found.append(replace(one, position=MAX_LOGITS))
+    every = (layer.gate, *layer.weights)
+    parameters = {"half-rope": (), "norm": layer.weights, "gate": (layer.gate,), "norm-gate": every}
+    ours = functools.partial(our_candidate, case, inputs)
+    found = [ours(AUTO, "norm-gate", parameters=every)]
+    for impl in impls:
+        found += [ours(impl, setting, parameters=parameters[setting]) for setting in reversed(LAYERS)]
+        found.append(ours(impl, "half-rope", name=MAX_LOGITS, parameters=(), return_max_logits=True))
     for peer in peers:
-        if peer.rerope:
-            continue
-        ways = [(COMPILED_LAYER, True), *([(EAGER_LAYER, False)] if peer.name == "cudnn" else [])]
-        for name, compiled in ways:
-            build = functools.partial(_build_layer, layer, functools.partial(peer.build, case, inputs), compiled)
-            choose, every = _peer_choice(peer, case), parameters["norm-gate"]
-            found.append(
-                Candidate(
-                    *(case, inputs, peer.name, name, "norm-gate", "peer", choose, functools.cache(build)),
-                    parameters=every,
-                    pairs=layer.beside_gate,
-                )
-            )
-    return found
-
-
-def _of_layer(
-    case: AttentionCase,
-    inputs: AttentionInputs,
-    impl: str,
-    setting: str,
-    own: dict[str, Any],
-    parameters: tuple[Tensor, ...],
-    beside_gate: Before,
-) -> Candidate:
-    keywords = {**own, **_form_keywords(case, inputs), "impl": None if impl == AUTO else impl}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = attention(q, k, v, **keywords)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
-
-    choose = _our_choice(inputs, _as_they_are, keywords)
-    return Candidate(
-        case, inputs, impl, setting, setting, "ours", choose, lambda: attend, parameters, pairs=beside_gate
-    )
-
-
-def _build_layer(layer: Layer, build: Callable[[], Attend], compiled: bool) -> Attend:
-    return layer.around(build(), compiled)
+        for name in () if peer.rerope else (COMPILED_LAYER, *((EAGER_LAYER,) if peer.name == "cudnn" else ())):
+            attend = functools.partial(peer.build, case, inputs)
+            build = functools.cache(functools.partial(layer.around, attend, name == COMPILED_LAYER))
+            found.append(replace(_of_peer(case, inputs, peer, name, "norm-gate", build), parameters=every))
+    return [replace(candidate, pairs=layer.beside_gate) for candidate in found]
 
 
 def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:
@@ -255,10 +264,6 @@ def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, An
         assert lengths is not None
         return {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
     return {"causal": case.causal, "key_lengths": lengths, "window": case.window}
-
-
-def _as_they_are(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q, k, v
 
 
 def _rotation(case: AttentionCase, inputs: AttentionInputs) -> Before:
@@ -273,8 +278,8 @@ def _rotation(case: AttentionCase, inputs: AttentionInputs) -> Before:
     return rotate
 
 
-def _paged(inputs: AttentionInputs, size: int) -> tuple[Before, dict[str, Any]]:
-    """Cut the cache into shuffled pages; returns the function that puts them in its place, and the keywords."""
+def _paged(inputs: AttentionInputs, size: int) -> dict[str, Any]:
+    """Cut the cache into shuffled pages; returns the function that puts them in its place, and the block table."""
     batch, tokens = inputs.k.shape[:2]
     count = batch * -(-tokens // size)
     generator = torch.Generator().manual_seed(0)
@@ -284,10 +289,7 @@ def _paged(inputs: AttentionInputs, size: int) -> tuple[Before, dict[str, Any]]:
     def pages() -> tuple[Tensor, Tensor]:
         return _shuffle(inputs.k, table, size), _shuffle(inputs.v, table, size)
 
-    def before(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return q, *pages()
-
-    return before, {"block_table": table}
+    return {"before": lambda q, k, v: (q, *pages()), "block_table": table}
 
 
 def _shuffle(x: Tensor, table: Tensor, size: int) -> Tensor:
@@ -297,18 +299,3 @@ def _shuffle(x: Tensor, table: Tensor, size: int) -> Tensor:
     shuffled = torch.empty_like(pages)
     shuffled[table.flatten().long()] = pages
     return shuffled
-
-
-def _peer_choice(peer: AttentionPeer, case: AttentionCase) -> Choose:
-    reason = peer.why_not(case)
-    return lambda backward: (None, reason)
-
-
-def _rotate_first(rotate: Callable[[], Rotate], build: Callable[[], Attend]) -> Attend:
-    rotation, core = rotate(), build()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = rotation(q, k)
-        return core(q, k, v)
-
-    return attend

@@ -5,7 +5,8 @@ Shape letters: B batch, T tokens, H query heads, K key heads, D head dim, R rota
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,68 +172,50 @@ class AttentionCase:
 
 
 _SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd")
+_ALL = (*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd")
+_FORWARD_AND_BACKWARD, _TRAIN, _DECODE = ("fwd", "bwd"), ("train",), ("decode",)
 
+
+def _causal(
+    name: str, batch: int, tokens: int, q_heads: int, k_heads: int, head_dim: int, **more: Any
+) -> AttentionCase:
+    return AttentionCase(name, batch, tokens, q_heads, k_heads, head_dim, causal=True, **more)
+
+
+def _cache(name: str, batch: int, shortest: int) -> AttentionCase:
+    return _causal(name, batch, 8192, 32, 8, 128, modes=_DECODE, form="cache", shortest=shortest)
+
+
+_REROPE_D64 = _causal("rerope-8k-d64", 1, 8192, 32, 32, 64, modes=REROPE, far_window=2048)  # of ReRoPE's source
 CASES: tuple[AttentionCase, ...] = (
-    AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, causal=True),
+    _causal("causal-16k-d128", 1, 16384, 32, 32, 128),
     AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128),
-    AttentionCase(
-        "causal-4k-d128",
-        4,
-        4096,
-        32,
-        32,
-        128,
-        causal=True,
-        modes=(*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd"),
-    ),
-    AttentionCase("gqa-8k-d128", 2, 8192, 32, 8, 128, causal=True),
-    AttentionCase("causal-2k-d128", 8, 2048, 32, 32, 128, causal=True),
-    AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, causal=True, modes=_SCHEMES),
+    _causal("causal-4k-d128", 4, 4096, 32, 32, 128, modes=_ALL),
+    _causal("gqa-8k-d128", 2, 8192, 32, 8, 128),
+    _causal("causal-2k-d128", 8, 2048, 32, 32, 128),
+    _causal("causal-8k-d64", 1, 8192, 32, 32, 64, modes=_SCHEMES),
     AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64),
     AttentionCase("bert-512", 32, 512, 12, 12, 64),
-    AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=("train",)),
-    AttentionCase(
-        "packed-4k-d128",
-        64,
-        4096,
-        32,
-        8,
-        128,
-        causal=True,
-        modes=("train",),
-        form="packed",
-        shortest=128,
-        yardstick="gqa-4k-d128",
+    AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=_TRAIN),
+    _causal(
+        *("packed-4k-d128", 64, 4096, 32, 8, 128), modes=_TRAIN, form="packed", shortest=128, yardstick="gqa-4k-d128"
     ),
-    AttentionCase("decode-8k-d128", 64, 8192, 32, 8, 128, causal=True, modes=("decode",), form="cache", shortest=1024),
-    AttentionCase(
-        "mla-8k-d192",
-        1,
-        8192,
-        16,
-        16,
-        192,
-        causal=True,
-        modes=("fwd", "bwd"),
-        v_head_dim=128,
-        yardstick="causal-8k-h16",
+    _cache("decode-8k-d128", 64, 1024),
+    _causal(
+        *("mla-8k-d192", 1, 8192, 16, 16, 192), modes=_FORWARD_AND_BACKWARD, v_head_dim=128, yardstick="causal-8k-h16"
     ),
-    AttentionCase(
-        "rerope-8k-d64", 1, 8192, 32, 32, 64, causal=True, modes=REROPE, far_window=2048
-    ),  # the shape of ReRoPE's source
-    AttentionCase(
-        "rerope-8k-d64-fp16", 1, 8192, 32, 32, 64, causal=True, dtype="float16", modes=REROPE, far_window=2048
-    ),
-    AttentionCase("rerope-16k-d128", 1, 16384, 32, 32, 128, causal=True, modes=REROPE, far_window=4096),
-    AttentionCase("memory-64k", 1, 65536, 8, 8, 128, causal=True, modes=("memory",), far_window=16384),
-    AttentionCase("llama3-70b", 1, 8192, 64, 8, 128, causal=True, modes=("train",)),
+    _REROPE_D64,
+    replace(_REROPE_D64, name="rerope-8k-d64-fp16", dtype="float16"),
+    _causal("rerope-16k-d128", 1, 16384, 32, 32, 128, modes=REROPE, far_window=4096),
+    _causal("memory-64k", 1, 65536, 8, 8, 128, modes=("memory",), far_window=16384),
+    _causal("llama3-70b", 1, 8192, 64, 8, 128, modes=_TRAIN),
     # Five of every six layers have the window, and the sixth has none.
-    AttentionCase("gemma3-27b", 1, 8192, 32, 16, 128, causal=True, modes=("train",), window=1024),
+    _causal("gemma3-27b", 1, 8192, 32, 16, 128, modes=_TRAIN, window=1024),
     # Qwen3-Next's heads and half of its features: 64 of 256 turn there.
-    AttentionCase("qwen3-next-d128", 2, 8192, 24, 4, 128, causal=True, modes=LAYER),
-    AttentionCase("decode-1", 1, 8192, 32, 8, 128, causal=True, modes=("decode",), form="cache", shortest=8192),
-    AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, causal=True, modes=()),  # yardsticks alone
-    AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, causal=True, modes=()),
+    _causal("qwen3-next-d128", 2, 8192, 24, 4, 128, modes=LAYER),
+    _cache("decode-1", 1, 8192),
+    _causal("gqa-4k-d128", 4, 4096, 32, 8, 128, modes=()),  # yardsticks alone
+    _causal("causal-8k-h16", 1, 8192, 16, 16, 128, modes=()),
 )
 
 # Models whose layers have a case's shape: other names of it.

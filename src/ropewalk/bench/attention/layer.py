@@ -34,8 +34,9 @@ class Layer:
         """Put q beside the gate, as one projection leaves both."""
         return torch.cat((q, self.gate.detach()), -1)[..., : q.shape[-1]], k, v
 
-    def around(self, attend: Attend, compiled: bool) -> Attend:
-        """Return PyTorch's layer around an attention without positions."""
+    def around(self, build: Callable[[], Attend], compiled: bool) -> Attend:
+        """Build PyTorch's layer around an attention without positions."""
+        attend = build()
         before: Callable[..., tuple[Tensor, Tensor]] = self.before
         after: Callable[..., Tensor] = self.after
         if compiled:

@@ -35,33 +35,33 @@ def score_bytes(case: AttentionCase) -> int:
 # FlashAttention 2, 3 and 4: the same arguments
 
 
-def flash_attn_why_not(case: AttentionCase) -> str | None:
+def flash_why_not(case: AttentionCase) -> str | None:
     """Refuse cases that FlashAttention 3 and 4 do not support."""
     if case.padded:
         return "no key lengths for dense tensors"
     return half_why_not(case)
 
 
-def flash_attn_2_why_not(case: AttentionCase) -> str | None:
+def flash_2_why_not(case: AttentionCase) -> str | None:
     """Refuse cases that FlashAttention 2 does not support."""
     if case.out_head_dim != case.head_dim:
         return "one head dim for keys and values"
-    return flash_attn_why_not(case)
+    return flash_why_not(case)
 
 
-def build_flash_attn_2(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def build_flash_2(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build the call of the package flash-attn."""
     from flash_attn import flash_attn_interface
 
     return _build_flash(flash_attn_interface, case, inputs)
 
 
-def build_flash_attn_3(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def build_flash_3(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build the call of the package in flash-attention's folder hopper."""
     return _build_flash(importlib.import_module("flash_attn_interface"), case, inputs)
 
 
-def build_flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def build_flash_4(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build the call of flash-attn-4, which takes a cache's lengths in its call for packed sequences."""
     from flash_attn import cute
 
@@ -88,8 +88,7 @@ def _window(case: AttentionCase) -> dict[str, Any]:
 def _first_result(attend: Callable[..., Any], keywords: dict[str, Any]) -> Attend:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = attend(q, k, v, **keywords)
-        out: Tensor = result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
-        return out
+        return result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
 
     return call
 
@@ -128,8 +127,7 @@ def build_huggingface(case: AttentionCase, inputs: AttentionInputs) -> Attend:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = eager_attention_forward(module, q, k, v, mask, scaling=scale)[0]
-        return out
+        return eager_attention_forward(module, q, k, v, mask, scaling=scale)[0]
 
     return call
 
@@ -153,8 +151,7 @@ def build_xformers(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     bias = LowerTriangularMask() if case.causal else None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = memory_efficient_attention(q, k, v, attn_bias=bias)
-        return out
+        return memory_efficient_attention(q, k, v, attn_bias=bias)
 
     return call
 
@@ -162,14 +159,14 @@ def build_xformers(case: AttentionCase, inputs: AttentionInputs) -> Attend:
 # Transformer Engine
 
 
-def transformer_engine_why_not(case: AttentionCase) -> str | None:
+def te_why_not(case: AttentionCase) -> str | None:
     """Refuse cases that DotProductAttention does not support."""
     if case.form != "dense" or case.padded:
         return "dense tensors without lengths alone"
     return half_why_not(case)
 
 
-def build_transformer_engine(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def build_te(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build the call that lets Transformer Engine choose its backend."""
     from transformer_engine.pytorch import DotProductAttention
 

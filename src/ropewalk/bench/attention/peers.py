@@ -17,9 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ropewalk.bench.attention import libraries
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention.gate import Attend
+from ropewalk.bench.attention.libraries import (
+    build_flash_2,
+    build_flash_3,
+    build_flash_4,
+    build_flashinfer,
+    build_huggingface,
+    build_te,
+    build_xformers,
+    flash_2_why_not,
+    flash_why_not,
+    flashinfer_why_not,
+    huggingface_why_not,
+    score_bytes,
+    te_why_not,
+    xformers_why_not,
+)
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.rope.gate import rotate_plainly
 
@@ -49,10 +64,6 @@ def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Rotate:
     return torch.compile(rotate, fullgraph=True, dynamic=False)
 
 
-def _supports_all(case: AttentionCase) -> str | None:
-    return None
-
-
 def _cudnn_why_not(case: AttentionCase) -> str | None:
     if case.window is not None:
         return "a window is a mask of its own to it"
@@ -76,7 +87,7 @@ def _default_why_not(case: AttentionCase) -> str | None:
 def _eager_why_not(case: AttentionCase) -> str | None:
     if case.far_window is None or not case.causal or case.padded or case.form != "dense":
         return "ReRoPE of dense causal tensors alone"
-    needed = libraries.score_bytes(case)
+    needed = score_bytes(case)
     if needed > MOST_BYTES:
         return f"its whole matrices do not fit: {needed / 2**30:.0f} GiB, of {MOST_BYTES >> 30} that it may take"
     return None
@@ -168,62 +179,20 @@ def _build_eager(case: AttentionCase, inputs: AttentionInputs) -> Attend:
     return call
 
 
+_LLAMA = "transformers.models.llama.modeling_llama"
+_FLASH_2, _TE = "flash_attn.flash_attn_interface", "transformer_engine.pytorch"
 ATTENTION_PEERS: dict[str, AttentionPeer] = {
     peer.name: peer
     for peer in (
-        AttentionPeer("flex", "torch.nn.attention.flex_attention", "torch", True, _supports_all, _build_flex),
+        AttentionPeer("flex", "torch.nn.attention.flex_attention", "torch", True, lambda case: None, _build_flex),
         AttentionPeer("cudnn", "torch", "torch", True, _cudnn_why_not, _build_sdpa("cudnn")),
-        AttentionPeer(
-            "flash_attn_4",
-            "flash_attn.cute",
-            "flash-attn-4",
-            True,
-            libraries.flash_attn_why_not,
-            libraries.build_flash_attn_4,
-        ),
-        AttentionPeer(
-            "flash_attn_3",
-            "flash_attn_interface",
-            "flash_attn_3",
-            True,
-            libraries.flash_attn_why_not,
-            libraries.build_flash_attn_3,
-        ),
-        AttentionPeer(
-            "flash_attn_2",
-            "flash_attn.flash_attn_interface",
-            "flash-attn",
-            True,
-            libraries.flash_attn_2_why_not,
-            libraries.build_flash_attn_2,
-        ),
-        AttentionPeer(
-            "transformer_engine",
-            "transformer_engine.pytorch",
-            "transformer-engine",
-            True,
-            libraries.transformer_engine_why_not,
-            libraries.build_transformer_engine,
-        ),
-        AttentionPeer(
-            "xformers", "xformers.ops", "xformers", True, libraries.xformers_why_not, libraries.build_xformers
-        ),
-        AttentionPeer(
-            "flashinfer",
-            "flashinfer",
-            "flashinfer-python",
-            True,
-            libraries.flashinfer_why_not,
-            libraries.build_flashinfer,
-        ),
-        AttentionPeer(
-            "huggingface",
-            "transformers.models.llama.modeling_llama",
-            "transformers",
-            False,
-            libraries.huggingface_why_not,
-            libraries.build_huggingface,
-        ),
+        AttentionPeer("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, flash_why_not, build_flash_4),
+        AttentionPeer("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, flash_why_not, build_flash_3),
+        AttentionPeer("flash_attn_2", _FLASH_2, "flash-attn", True, flash_2_why_not, build_flash_2),
+        AttentionPeer("transformer_engine", _TE, "transformer-engine", True, te_why_not, build_te),
+        AttentionPeer("xformers", "xformers.ops", "xformers", True, xformers_why_not, build_xformers),
+        AttentionPeer("flashinfer", "flashinfer", "flashinfer-python", True, flashinfer_why_not, build_flashinfer),
+        AttentionPeer("huggingface", _LLAMA, "transformers", False, huggingface_why_not, build_huggingface),
         AttentionPeer("sdpa_flash", "torch", "torch", False, _dense_why_not, _build_sdpa("sdpa_flash")),
         AttentionPeer("sdpa_default", "torch", "torch", False, _default_why_not, _build_sdpa("sdpa_default")),
         AttentionPeer("eager", "torch", "torch", False, _eager_why_not, _build_eager, rerope=True),

@@ -38,8 +38,7 @@ def build_two_calls(case: AttentionCase, inputs: AttentionInputs, impl: str) -> 
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         late = apply_rope(q[:, window:], None, cos, sin)
-        out: Tensor = merge(*attention(q, k, v, **near), *attention(late, k[:, :-window], v[:, :-window], **far))
-        return out
+        return merge(*attention(q, k, v, **near), *attention(late, k[:, :-window], v[:, :-window], **far))
 
     return attend
 

@@ -1,68 +1,151 @@
-"""Reading records back: a line of a record becomes a row of the benchmark that it is of."""
+"""Reading records of `ropewalk bench`, and going on with one that was stopped.
+
+A row is a mapping, the same one as in the file:
+
+- `case`, `mode`, `impl`, `position`, `kind`, `status`, `reason`, `served_by`, `error`, `error_budget`: of every row;
+- `protocol`, `time`, `rounds`, `ratios`, `host`, `peak_bytes` and others: as far as they were measured.
+
+A value that is missing was not measured. `docs/measure.md` lists them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any
 
-from ropewalk.bench.core.records import read_lines
+from ropewalk.bench.core.records import END, check_run_line, parse_lines
 
-ALL = "all"  # the benchmark of a record whose lines name their own
-Unit = tuple[str, object, str]  # a benchmark, a case of it, and a direction or mode
+Row = dict[str, Any]
+Unit = tuple[str, str, str]  # a benchmark, a case of it as JSON, and a mode: its rows are measured together
+ALL = "all"  # the benchmark of a record whose rows name their own
+BENCHMARKS = ("rope", "attention", "host", "training", "parallel", ALL)
 
-
-class Row(Protocol):
-    """The result of one implementation on one case, a frozen dataclass of whichever benchmark."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def kind(self) -> str:
-        """The origin: "ours", "peer" or "anchor"."""
-
-    @property
-    def status(self) -> str:
-        """The verdict: "ok", "wrong", "failed" or "unsupported"."""
-
-    @property
-    def unit(self) -> Unit:
-        """The unit that the row belongs to: its rows are measured together, and one unit after another."""
-
-    @property
-    def description(self) -> str:
-        """The implementation, the case and the direction or mode in words."""
-
-
-AnyRow = TypeVar("AnyRow")
-ParseRow = Callable[[dict[str, Any]], Row]
+# Keys of the lines about the runs that must agree for one to go on with another; a missing key counts as None.
+SAME = (
+    *("benchmark", "device", "driver_version", "threads", "python", "torch", "cuda", "hip", "triton"),
+    *("ropewalk", "commit", "dirty", "seed", "peers", "options"),
+)
 
 
 @dataclass(frozen=True)
-class BenchRecord:
-    """A record: the file, the line about the run, and the rows in their order."""
+class Record:
+    """A record: the lines about its runs, and the rows in their order, each with the number of its run."""
 
     path: Path
+    runs: list[dict[str, Any]]
+    rows: list[Row]
+    ended: bool = True
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The line about the last run."""
+        return self.runs[-1]
+
+    def name_of(self, row: Row) -> str:
+        """The name of a row's run: its own, or the file's."""
+        return str(self.runs[row["run"]].get("name", self.path.stem))
+
+    def of(self, benchmark: str) -> list[Row]:
+        """The rows of one benchmark."""
+        return [row for row in self.rows if row["benchmark"] == benchmark]
+
+
+def read_record(path: Path, *benchmarks: str, may_be_cut_off: bool = False) -> Record:
+    """Read a record of one of these benchmarks, by default of any."""
+    lines = parse_lines(path, may_be_cut_off=may_be_cut_off)
+    runs: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    for line in lines:
+        if "format" in line or not runs:
+            check_run_line(path, [line], *(benchmarks or BENCHMARKS))
+            runs.append(line)
+        elif line.keys() != {END}:
+            rows.append(_as_row(path, line, runs))
+    return Record(path, runs, rows, ended=lines[-1].keys() == {END})
+
+
+def _as_row(path: Path, line: dict[str, Any], runs: list[dict[str, Any]]) -> Row:
+    row = {"run": len(runs) - 1, "benchmark": runs[-1]["benchmark"], **line}
+    if "direction" in row:  # as rotations were written at first
+        row["mode"] = row.pop("direction")
+        row["case"] = {("modes" if name == "directions" else name): value for name, value in row["case"].items()}
+    if not isinstance(row.get("case"), dict) or not all(isinstance(row.get(x), str) for x in ("mode", "impl", "kind")):
+        raise ValueError(f"{path.name} has a line that is no row: {json.dumps(line)[:80]}")
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Name an implementation with its source of positions, and with its case if it is a yardstick."""
+    position = row.get("position", "none")
+    name: str = row["impl"] if position == "none" else f"{row['impl']} + {position}"
+    return f"{name} on {row['yardstick']}" if row.get("yardstick") else name
+
+
+def variant_of(case: Mapping[str, Any]) -> str:
+    """Describe a rotation's pairing and whether its result overwrites the input; nothing for other cases."""
+    if "inplace" not in case:
+        return ""
+    return f"{'interleaved' if case['interleaved'] else 'half'}/{'in place' if case['inplace'] else 'out of place'}"
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Describe the implementation, the case and the mode in words."""
+    parts = (label(row), "on", row["case"]["name"], variant_of(row["case"]), row["mode"])
+    return " ".join(part for part in parts if part)
+
+
+def unit_of(benchmark: str, case: Any, mode: str) -> Unit:
+    """Name a unit of a benchmark; its case is a dataclass, or as records have it."""
+    fields = dict(case) if isinstance(case, Mapping) else asdict(case)
+    known = {name: value for name, value in fields.items() if value is not None}
+    return benchmark, json.dumps(known, sort_keys=True), mode
+
+
+def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:
+    """Group rows by record, benchmark, case, mode, and more keys, in the order of the first of each group."""
+    together: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        unit = unit_of(row["benchmark"], row["case"], row["mode"])
+        together.setdefault((row.get("record"), row["run"], *unit, *(row.get(key) for key in keys)), []).append(row)
+    yield from together.values()
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The whole part of a record, of a run that was stopped or ended."""
+
     run: dict[str, Any]
-    rows: Sequence[Row]
-
-    def of(self, kind: type[AnyRow]) -> list[AnyRow]:
-        """The rows of one benchmark, by their class."""
-        return [row for row in self.rows if isinstance(row, kind)]
+    rows: list[Row]  # of the whole units
+    units: set[Unit]  # that are whole
+    ended: bool
 
 
-def load_record(path: Path, parsers: Mapping[str, ParseRow]) -> BenchRecord:
-    """Read a record; `parsers` has the function that makes a row of a line, for each benchmark."""
-    run, lines = read_lines(path, *parsers, ALL)
-    return BenchRecord(path, run, [parse_row(path, run, line, parsers) for line in lines])
+def read_stopped(path: Path, now: Mapping[str, Any]) -> Stopped:
+    """Read a record that may be cut off. Its last unit is not whole, unless the run came to its end."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: there is no record to resume")
+    record = read_record(path, may_be_cut_off=True)
+    different = [f"{name} was {old!r}, and is {new!r}" for name, old, new in differences(SAME, record.run, now)]
+    if different or len(record.runs) > 1:
+        raise ValueError(f"{path} cannot be resumed: {'; '.join(different) or 'it has several runs'}")
+    units = [unit_of(row["benchmark"], row["case"], row["mode"]) for row in record.rows]
+    half = None if record.ended or not units else units[-1]
+    kept = [row for row, unit in zip(record.rows, units, strict=True) if unit != half]
+    for row in kept:
+        del row["run"]
+    return Stopped(record.run, kept, {unit for unit in units if unit != half}, record.ended)
 
 
-def parse_row(path: Path, run: Mapping[str, Any], line: Mapping[str, Any], parsers: Mapping[str, ParseRow]) -> Row:
-    """Make a row of a line; the line names its benchmark where the run does not."""
-    fields = dict(line)
-    benchmark = fields.pop("benchmark", run["benchmark"])
-    try:
-        return parsers[benchmark](fields)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name} has a line that is not a row of the benchmark {benchmark!r}: {error}") from error
+def differences(
+    keys: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the differences of two lines about runs, (name, old, new); mappings entry by entry."""
+    for key in keys:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(dict.fromkeys((*old, *new)), old, new, f"{prefix}{key} ")
+        elif old != new:
+            yield f"{prefix}{key}", old, new

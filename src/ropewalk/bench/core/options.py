@@ -1,38 +1,56 @@
-"""Options of a run: cases, dtypes, peers, the device, and the record's path."""
+"""Options of a run: cases, implementations, peers, the device, and the record's path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 
 from ropewalk.bench.core.peers import Library, find_peer
 from ropewalk.bench.core.records import default_path
 from ropewalk.bench.core.timing import check_device
 
-
-class BenchCase(Protocol):
-    """A case of any benchmark: a frozen dataclass with a name and a dtype."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def name(self) -> str:
-        """The name by which it is chosen."""
-
-    @property
-    def dtype(self) -> str:
-        """The name of PyTorch's dtype."""
-
-
 AnyPeer = TypeVar("AnyPeer", bound=Library)
-AnyCase = TypeVar("AnyCase", bound=BenchCase)
 MISSING = "missing"  # begins what records say of a peer that cannot be measured
 DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that a user has. A benchmark refuses those that it does not know.
+
+    Args:
+        cases: names of cases; none for all that suit the device.
+        impls: our implementations; none for those that the benchmark chooses.
+        modes: of the benchmark's; none for all.
+        peers: "auto" for those that import, "none", or names with commas between.
+        protocols: "hot", "cool"; none for each mode's own.
+        dtype: "float16", "bfloat16" or "float32" for all cases; None for each case's own.
+        rounds: how often each call is timed, at most; None for the benchmark's own number.
+        seed: of the random inputs.
+        device: "cuda" or "cpu"; None for the GPU if there is one.
+        output: the record's file, or None for one under ./results/.
+        resume: whether the file is a record to go on with; otherwise it must not exist.
+        quick: small cases, for correctness; of several processes alone.
+        processes: how many to start, where torchrun did not; None: one for each GPU, or 2 on a CPU.
+    """
+
+    cases: Sequence[str] = ()
+    impls: Sequence[str] = ()
+    modes: Sequence[str] = ()
+    peers: str = "auto"
+    protocols: Sequence[str] = ()
+    dtype: str | None = None
+    rounds: int | None = None
+    seed: int = 0
+    device: str | None = None
+    output: Path | None = None
+    resume: bool = False
+    quick: bool = False
+    processes: int | None = None
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -47,46 +65,18 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def check_names(what: str, names: Sequence[str], known: Iterable[str]) -> None:
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raise unless all names are known."""
-    known = list(known)
+    known = list(dict.fromkeys(known))
     for name in names:
         if name not in known:
             raise ValueError(f"{what} {name!r} does not exist; there are: {', '.join(known)}")
 
 
-def choose_dtype(cases: Sequence[AnyCase], dtype: str | None) -> list[AnyCase]:
-    """Return the cases in another dtype, or as they are where there is none."""
-    if dtype is None:
-        return list(cases)
-    check_names("dtype", [dtype], DTYPES)
-    return [replace(case, dtype=dtype) for case in cases]
-
-
-def choose_cases(
-    cases: Sequence[AnyCase],
-    names: Sequence[str],
-    device: torch.device,
-    too_large: Callable[[AnyCase], bool],
-    console: Console,
-) -> list[AnyCase]:
-    """Choose the cases by name, or all but those too large for a CPU, which are printed."""
-    check_names("case", names, dict.fromkeys(case.name for case in cases))
-    if names or device.type != "cpu":
-        return [case for case in cases if case.name in names or not names]
-    left_out = dict.fromkeys(case.name for case in cases if too_large(case))
-    if left_out:
-        console.print(f"left out on a CPU unless named with --case: {', '.join(left_out)}", highlight=False)
-    return [case for case in cases if case.name not in left_out]
-
-
 def choose_peers(
     known: Mapping[str, AnyPeer], peers: str, device: torch.device
 ) -> tuple[list[AnyPeer], dict[str, str]]:
-    """Choose the peers to measure; returns them, and for each its version, or why it is missing.
-
-    `peers` is "auto" for those that import, "none", or names with commas between.
-    """
+    """Choose the peers to measure by `Options.peers`; returns them, and for each its version, or why it is missing."""
     if peers == "none":
         return [], {}
     names = list(known) if peers == "auto" else [name.strip() for name in peers.split(",")]

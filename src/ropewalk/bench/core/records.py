@@ -1,7 +1,7 @@
-"""Records of benchmark runs: JSON lines, one for the run and its machine, then one for each row.
+"""Records of runs: JSON lines, one for the run and its machine, then one for each row.
 
-A record says on what it was measured, and holds no path of that machine. The last line of a kernels' run that was not
-stopped says when it ended.
+A record says on what it was measured, and holds no path of that machine. The last line of a run that was not stopped
+says when it ended. Several runs may follow each other in one file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -48,16 +48,16 @@ class RecordWriter:
             os.replace(started, path)
             self._file = path.open("a", encoding="utf-8")
 
-    def append(self, row: DataclassInstance, benchmark: str | None = None) -> None:
-        """Write one row and flush it; `benchmark` names the row's where the run does not."""
-        self._write({**({} if benchmark is None else {"benchmark": benchmark}), **asdict(row)})
+    def append(self, row: Mapping[str, Any] | DataclassInstance) -> None:
+        """Write one row and flush it."""
+        self._write(row if isinstance(row, Mapping) else asdict(row))
 
     def end(self) -> None:
         """Write that the run came to its end."""
         self._write({END: _now()})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=asdict) + "\n")
         self._file.flush()
 
     def __enter__(self) -> RecordWriter:
@@ -70,21 +70,30 @@ class RecordWriter:
 
 
 def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the line about the run and the lines of the rows, of a record of one of these benchmarks."""
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name} is not a record: line {number} is not JSON, or was cut off") from error
+    """Read the line about the run and the lines of the rows, of a record of one run of one of these benchmarks."""
+    lines = parse_lines(path)
     check_run_line(path, lines, *benchmarks)
     return lines[0], [line for line in lines[1:] if line.keys() != {END}]
 
 
-def check_run_line(path: Path, lines: list[Any], *benchmarks: str) -> None:
-    """Raise unless the lines are objects, and the first is about a run of one of these benchmarks."""
+def parse_lines(path: Path, *, may_be_cut_off: bool = False) -> list[dict[str, Any]]:
+    """Parse a record's lines; one that was stopped while it was written may lack the end of the last one."""
+    texts = path.read_text(encoding="utf-8").splitlines()
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            if may_be_cut_off and number == len(texts) > 1:
+                break
+            raise ValueError(f"{path.name} is not a record: line {number} is not JSON, or was cut off") from error
     if not lines or not all(isinstance(line, dict) for line in lines):
         raise ValueError(f"{path.name} is not a record: it must be JSON objects, one to a line")
+    return lines
+
+
+def check_run_line(path: Path, lines: Sequence[Mapping[str, Any]], *benchmarks: str) -> None:
+    """Raise unless the first line is about a run of one of these benchmarks."""
     if lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
         names = " or ".join(map(repr, benchmarks))
         raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {names}")

@@ -1,7 +1,4 @@
-"""The roofline of a device by PyTorch: a copy's bandwidth and the rate of a matrix product.
-
-Both are measured by the hot protocol, all of them in the same rounds.
-"""
+"""The roofline of a device by PyTorch: a copy's bandwidth and the rate of a matrix product, hot, in the same rounds."""
 
 from __future__ import annotations
 
@@ -31,19 +28,18 @@ def measure_rates(
         {"copy_gb_per_s": …, "matmul_tflops": {dtype: …}}, as records have it.
     """
     size, copied = SIZES[device.type], COPIED_BYTES[device.type]
-    calls: dict[str, Call] = {dtype: _product(size, getattr(torch, dtype), device) for dtype in dtypes}
-    known_products: dict[str, float] = {}
+    products: dict[str, float] = {} if known is None else dict(known["matmul_tflops"])
+    calls: dict[str, Call] = {
+        dtype: _product(size, getattr(torch, dtype), device) for dtype in dtypes if dtype not in products
+    }
     if known is None:
         source = torch.randn(copied // 4, device=device)
         calls[_COPY] = functools.partial(torch.empty_like(source).copy_, source)
-    else:
-        known_products = dict(known["matmul_tflops"])
-        calls = {name: call for name, call in calls.items() if name not in known_products}
     samples = time_bursts(calls, device, PROTOCOLS["hot"]) if calls else {}
     medians = {name: quantiles(times).p50 for name, times in samples.items()}
     bandwidth = 2 * copied / medians.pop(_COPY) / 1e3 if known is None else known["copy_gb_per_s"]
-    products = {dtype: 2 * size**3 / microseconds / 1e6 for dtype, microseconds in medians.items()}
-    return {"copy_gb_per_s": bandwidth, "matmul_tflops": {**known_products, **products}}
+    measured = {dtype: 2 * size**3 / microseconds / 1e6 for dtype, microseconds in medians.items()}
+    return {"copy_gb_per_s": bandwidth, "matmul_tflops": {**products, **measured}}
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Call:

@@ -1,26 +1,34 @@
-"""The run of the kernels' benchmarks: measure the plans case by case, record, print and draw."""
+"""The run of all benchmarks: gate each candidate, time what is right by turns, record, print and draw.
+
+A benchmark is a `Bench`: it declares its cases, and per case and mode the candidates and how they are timed.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
 
-from ropewalk.bench.core.load import BenchRecord, ParseRow, Row, Unit, load_record
-from ropewalk.bench.core.options import MISSING, choose_path
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.load import Record, Row, Stopped, Unit, describe, label, read_record, read_stopped, unit_of
+from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
-from ropewalk.bench.core.resume import Stopped, read_stopped
 from ropewalk.bench.core.roofline import measure_rates
+from ropewalk.bench.core.summary import Column, print_summary
 from ropewalk.bench.core.terminal import progress_bar
 
-# A mode, and its rows; the work before a mode is done when the iterator reaches it.
-Measured = tuple[str, Iterator[Row]]
 Rates = Mapping[str, Any]  # as `measure_rates` returns them
+# By label: the row so far of a candidate whose result is right, and what its check returned beside the verdict.
+Right = Mapping[str, tuple[Row, Any]]
 
 
 class OursError(RuntimeError):
@@ -28,65 +36,182 @@ class OursError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One case, and the directions or modes to measure."""
+class Candidate:
+    """An implementation to measure: `check` builds it, runs it once, and returns the verdict and what is timed."""
 
-    case: object
-    label: str
-    modes: Sequence[str]
-    measure: Callable[[Sequence[str], Rates], Iterator[Measured]]  # the modes in this order, each to its end
+    impl: str
+    kind: str  # "ours", "peer", or "anchor": what others are held against
+    check: Callable[[], tuple[Verdict, Any]]
+    position: str = "none"  # where positions come in, as records name it
+    reason: str | None = None  # why the case is not supported
+    served_by: str | None = None  # ours: the implementation that runs the case
+    yardstick: str | None = None  # anchors: the case that is computed, where it is another one
+
+    def row(self, case: Any, mode: str) -> Row:
+        """Make the row, as far as it is known before anything ran."""
+        row = new_row(case, mode, self.impl, self.kind, self.position)
+        more = {"served_by": self.served_by, "yardstick": self.yardstick}
+        return {**row, **{key: value for key, value in more.items() if value is not None}}
+
+
+def new_row(case: Any, mode: str, impl: str, kind: str, position: str = "none") -> Row:
+    """Make a row of a right result."""
+    return {"case": case, "mode": mode, "impl": impl, "position": position, "kind": kind, "status": "ok"}
+
+
+class Bench(ABC):
+    """One benchmark with the options of one run."""
+
+    name: ClassVar[str]  # as records have it
+    cases: Sequence[Any]  # dataclasses with a name, a dtype and modes
+    modes: ClassVar[Mapping[str, str]]  # with their meanings
+    impls: ClassVar[Sequence[str]]  # that can be named
+    peers: ClassVar[Mapping[str, Any]]  # likewise
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of cases
+    protocols: ClassVar[Sequence[str]] = ()  # that can be chosen from
+    columns: ClassVar[Sequence[Column]] = ()  # of the summary, beside the common ones
+
+    def __init__(self, options: Options, device: torch.device, console: Console) -> None:
+        self.options, self.device, self.console = options, device, console
+        check_names("impl", options.impls, self.impls)
+        check_names("mode", options.modes, self.modes)
+        check_names("protocol", options.protocols, self.protocols)
+        cases: list[Any] = list(self.cases)
+        if options.dtype is not None:
+            check_names("dtype", [options.dtype], DTYPES)
+            cases = [replace(case, dtype=options.dtype) for case in cases]
+        self.known = {case.name: case for case in cases}
+        names = [name if name in self.known else self.aliases.get(name, name) for name in options.cases]
+        check_names("case", names, self.known)
+        left_out = dict.fromkeys(case.name for case in cases if device.type == "cpu" and self.is_too_large(case))
+        if names:
+            cases = [case for case in cases if case.name in names]
+        elif left_out:
+            console.print(f"left out on a CPU unless named with --case: {', '.join(left_out)}", highlight=False)
+            cases = [case for case in cases if case.name not in left_out]
+        jobs = [(case, self.modes_of(case)) for case in cases]
+        self.jobs = [(case, modes) for case, modes in jobs if modes]
+        if not self.jobs:
+            named = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
+            hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not names else ""
+            raise ValueError(f"nothing is to be measured: the cases are {named}, and none has a chosen mode{hint}")
+        found: tuple[list[Any], dict[str, str]] = choose_peers(self.peers, options.peers, device)
+        self.found, self.versions = found
+
+    @classmethod
+    def launch(cls, options: Options) -> bool:
+        """Run in processes of its own, to the end; False: it runs in this one."""
+        return False
+
+    def modes_of(self, case: Any) -> list[str]:
+        """Return the modes of a case that are to be measured."""
+        return [mode for mode in case.modes if mode in self.options.modes or not self.options.modes]
+
+    def is_too_large(self, case: Any) -> bool:
+        """Whether a CPU takes too long for a case, unless it is named."""
+        return False
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options that rows depend on, as the record has them."""
+        return {"impls": list(self.options.impls), "rounds": self.options.rounds}
+
+    @property
+    def dtypes(self) -> Sequence[str] | None:
+        """The dtypes of the matrix products that rows are held against; None: of no rates at all."""
+        return None
+
+    def left(self, done: set[Unit]) -> list[tuple[Any, list[str]]]:
+        """Return the cases and their modes that are not done."""
+        left = [
+            (case, [mode for mode in modes if unit_of(self.name, case, mode) not in done]) for case, modes in self.jobs
+        ]
+        return [(case, modes) for case, modes in left if modes]
+
+    @abstractmethod
+    def open(self, case: Any) -> Any:
+        """Make what the modes of a case have in common."""
+
+    @abstractmethod
+    def candidates(self, case: Any, mode: str, opened: Any) -> Iterator[Candidate]:
+        """Yield all that is to be measured; each is checked before the next one is made."""
+
+    @abstractmethod
+    def time(self, case: Any, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
+        """Time all that is right against each other."""
+
+    def draw(self, record: Record, path: Path) -> bool:
+        """Draw a figure of a record, with matplotlib; False: there is nothing to draw."""
+        return False
+
+    def label_of(self, case: Any) -> str:
+        """Name a case for the progress."""
+        return str(case.name)
+
+    def judge(self, row: Row, check: Callable[[], tuple[Verdict, Any]]) -> tuple[Row, Any]:
+        """Return a row with the verdict of its check, and what is timed if its result is right."""
+        try:
+            verdict, timed = check()
+        except torch.AcceleratorError:
+            raise  # nothing that runs on the GPU after it can be trusted
+        except Exception as error:
+            # Another library may fail in any way, and of ours the others are still worth measuring. The message may
+            # hold paths: it is printed, and kept out of records.
+            name = f"{label(row)} failed on {self.label_of(row['case'])} {row['mode']}"
+            self.console.print(f"{name}: {error}", markup=False, highlight=False)
+            return {**row, "status": "failed", "reason": type(error).__name__}, None
+        finite = {"error": verdict.error} if math.isfinite(verdict.error) else {}
+        row = {**row, **finite, "error_budget": verdict.budget}
+        if verdict.complaint is None:
+            return row, timed
+        return {**row, "status": "wrong", "reason": verdict.complaint}, None
+
+    def measure(self, case: Any, modes: Sequence[str], rates: Rates) -> Iterator[tuple[str, Iterator[Row]]]:
+        """Yield the rows of each mode, in this order, each to its end."""
+        if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and loading it takes seconds
+            torch.compiler.reset()  # past its limit of recompilations, Dynamo would run what is compiled eagerly
+        opened = self.open(case)
+        for mode in modes:
+            yield mode, self._measure_mode(case, mode, opened, rates)
+        del opened
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _measure_mode(self, case: Any, mode: str, opened: Any, rates: Rates) -> Iterator[Row]:
+        right: dict[str, tuple[Row, Any]] = {}
+        candidate = None
+        for candidate in self.candidates(case, mode, opened):
+            row = candidate.row(case, mode)
+            if candidate.reason is not None:
+                yield {**row, "status": "unsupported", "reason": candidate.reason}
+                continue
+            judged, timed = self.judge(row, candidate.check)
+            if judged["status"] == "ok":
+                right[label(judged)] = judged, timed
+            else:
+                yield judged
+        del candidate  # its check may hold float64 tensors, many times the inputs
+        yield from self.time(case, mode, right, rates)
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    """A benchmark of kernels: its rows, its summary and its figure."""
-
-    name: str  # as records have it
-    parse_row: ParseRow
-    print_summary: Callable[[BenchRecord, Console], None]
-    draw: Callable[[BenchRecord, Path], bool]  # loads matplotlib; False: there is nothing to draw
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The measurements to take of one benchmark."""
-
-    benchmark: Benchmark
-    jobs: Sequence[Job]
-    peers: Mapping[str, str]  # their versions, or why they are missing
-    options: Mapping[str, Any]  # that rows depend on, as JSON has them
-    dtypes: Sequence[str] | None  # of the matrix products that rows are held against; None: of no rates at all
-
-
-@dataclass(frozen=True)
-class BenchResult:
+class Result:
     """The record of a run, and whether the run was stopped before its end."""
 
     path: Path
-    record: BenchRecord
+    record: Record
     interrupted: bool
 
 
-def run_plans(
-    benchmark: str,
-    plans: Sequence[Plan],
-    device: torch.device,
-    *,
-    output: Path | None,
-    resume: bool,
-    seed: int,
-    console: Console,
-) -> BenchResult:
-    """Measure the plans, write a record and figures beside it, and print a summary.
+def run_benches(
+    name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console
+) -> Result:
+    """Measure, write a record and figures beside it, and print a summary.
 
     Args:
-        benchmark: what the record is of: a plan's benchmark, or "all".
-        plans: one after another.
-        output: the record's file, or None for one under ./results/.
-        resume: whether the file is a record that is gone on with: what is whole in it stays and is not measured again.
-            Otherwise it must not exist.
-        seed: of the inputs.
-        console: where to print.
+        name: what the record is of: a benchmark's name, or "all".
+        benches: one after another.
 
     Raises:
         ValueError: the file exists; or it cannot be resumed, since it was measured by something else.
@@ -95,53 +220,43 @@ def run_plans(
     Ctrl-C ends the run and keeps what was measured; each row is written as soon as it is known.
     """
     peers: dict[str, str] = {}
-    for name, version in (peer for plan in plans for peer in plan.peers.items()):
-        if peers.get(name, MISSING).startswith(MISSING):  # a part of a library may be there, and another not
-            peers[name] = version
-    options = {plan.benchmark.name: dict(plan.options) for plan in plans}
-    run = {**describe_run(benchmark, device, peers), "seed": seed, "options": options}
-    stopped = None
-    if resume:
-        path, run, stopped = _resume(output, run, plans)
-        console.print(f"{len(stopped.units)} measurements in {path} are whole, and stay", highlight=False)
-    else:
-        path = choose_path(output, run)
-    left = list(_left(plans, set() if stopped is None else stopped.units))
-    for name, version in peers.items():
-        console.print(f"peer {name}: {version}", highlight=False)
+    for peer, version in (found for bench in benches for found in bench.versions.items()):
+        if peers.get(peer, MISSING).startswith(MISSING):  # a part of a library may be there, and another not
+            peers[peer] = version
+    given = {bench.name: dict(bench.given) for bench in benches}
+    run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
+    path, run, stopped = open_record(options, run, console)
+    done: set[Unit] = set() if stopped is None else stopped.units
+    left = [(bench, case, modes) for bench in benches for case, modes in bench.left(done)]
+    for peer, version in peers.items():
+        console.print(f"peer {peer}: {version}", highlight=False)
     interrupted = False
     if left or stopped is None or not stopped.ended:
-        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with on_device:
-            run = _with_rates(plans, run, device, console)
-            with RecordWriter(path, run, None if stopped is None else stopped.lines) as writer:
-                interrupted = _measure(left, benchmark, run.get("rates", {}), writer, console)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            run = _with_rates(benches, run, device, console)
+            with RecordWriter(path, run, None if stopped is None else stopped.rows) as writer:
+                interrupted = _measure(left, run.get("rates", {}), writer, console)
     else:
         console.print("nothing is left to measure")
-    return _show(path, [plan.benchmark for plan in plans], interrupted, console)
+    return show(path, benches, interrupted, console)
 
 
-def _resume(output: Path | None, run: dict[str, Any], plans: Sequence[Plan]) -> tuple[Path, dict[str, Any], Stopped]:
-    """Return the record's path, the line about the run as it will be, and the measurements that stay."""
-    if output is None:
+def open_record(options: Options, run: dict[str, Any], console: Console) -> tuple[Path, dict[str, Any], Stopped | None]:
+    """Return the record's path, the line about the run, and the part of a resumed record that stays."""
+    if not options.resume:
+        return choose_path(options.output, run), run, None
+    if options.output is None:
         raise ValueError("there is no record to resume: say with output which")
-    stopped = read_stopped(output, run, {plan.benchmark.name: plan.benchmark.parse_row for plan in plans})
-    resumed = [*stopped.run.get("resumed", ()), run["date"]]
-    return output, {**stopped.run, "resumed": resumed}, stopped
+    stopped = read_stopped(options.output, run)
+    console.print(f"{len(stopped.units)} measurements in {options.output} are whole, and stay", highlight=False)
+    return options.output, {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}, stopped
 
 
-def _left(plans: Sequence[Plan], done: set[Unit]) -> Iterator[tuple[str, Job, list[str]]]:
-    """Yield the rest of the plans: the benchmark, the job and its modes."""
-    for plan in plans:
-        for job in plan.jobs:
-            modes = [mode for mode in job.modes if (plan.benchmark.name, job.case, mode) not in done]
-            if modes:
-                yield plan.benchmark.name, job, modes
-
-
-def _with_rates(plans: Sequence[Plan], run: dict[str, Any], device: torch.device, console: Console) -> dict[str, Any]:
-    """Add the device's rates to the line about the run, if a plan needs them."""
-    wanted = [plan.dtypes for plan in plans if plan.dtypes is not None]
+def _with_rates(
+    benches: Sequence[Bench], run: dict[str, Any], device: torch.device, console: Console
+) -> dict[str, Any]:
+    """Add the device's rates to the line about the run, if a benchmark needs them."""
+    wanted = [bench.dtypes for bench in benches if bench.dtypes is not None]
     if not wanted:
         return run
     rates = measure_rates(dict.fromkeys(dtype for dtypes in wanted for dtype in dtypes), device, run.get("rates"))
@@ -151,18 +266,18 @@ def _with_rates(plans: Sequence[Plan], run: dict[str, Any], device: torch.device
 
 
 def _measure(
-    left: Sequence[tuple[str, Job, list[str]]], benchmark: str, rates: Rates, writer: RecordWriter, console: Console
+    left: Sequence[tuple[Bench, Any, list[str]]], rates: Rates, writer: RecordWriter, console: Console
 ) -> bool:
     """Measure the rest, and return whether Ctrl-C ended it."""
     with progress_bar(console) as progress:
         task = progress.add_task("starting", total=sum(len(modes) for _, _, modes in left))
         try:
-            for of, job, modes in left:
-                progress.update(task, description=f"{job.label} {modes[0]}")
-                for mode, rows in job.measure(modes, rates):
-                    progress.update(task, description=f"{job.label} {mode}")
+            for bench, case, modes in left:
+                progress.update(task, description=f"{bench.label_of(case)} {modes[0]}")
+                for mode, rows in bench.measure(case, modes, rates):
+                    progress.update(task, description=f"{bench.label_of(case)} {mode}")
                     for row in rows:
-                        writer.append(row, None if of == benchmark else of)
+                        writer.append({"benchmark": bench.name, **row})
                     progress.advance(task)
         except KeyboardInterrupt:
             return True
@@ -170,33 +285,27 @@ def _measure(
     return False
 
 
-def _show(path: Path, benchmarks: Sequence[Benchmark], interrupted: bool, console: Console) -> BenchResult:
+def show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> Result:
     """Print and draw a record, and raise if one of ours was wrong or failed."""
-    record = load_record(path, {benchmark.name: benchmark.parse_row for benchmark in benchmarks})
-    measured = {row.unit[0] for row in record.rows}
-    benchmarks = [benchmark for benchmark in benchmarks if benchmark.name in measured]
-    for benchmark in benchmarks:
-        benchmark.print_summary(record, console)
+    record = read_record(path)
+    benches = [bench for bench in benches if record.of(bench.name)]
+    for bench in benches:
+        print_summary(record.of(bench.name), record.run, bench.columns, console)
     if interrupted:
         text = f"stopped: the {len(record.rows)} rows measured so far are kept; --resume goes on from there"
         console.print(text, style="yellow", highlight=False)
     console.print(f"record: {path}", highlight=False)
     try:
-        _draw(record, benchmarks, console)
+        for bench in benches:
+            several = len(benches) > 1
+            figure = path.with_name(f"{path.stem}-{bench.name}.png") if several else path.with_suffix(".png")
+            if bench.draw(record, figure):
+                console.print(f"figure: {figure}", highlight=False)
     except ModuleNotFoundError as error:
-        console.print(rf"no figure: {error.name} is not installed (pip install 'ropewalk\[bench]')")
-    bad = [row for row in record.rows if row.kind != "peer" and row.status in ("wrong", "failed")]
+        package = (error.name or "").partition(".")[0]
+        console.print(rf"no figure: {package} is not installed (pip install 'ropewalk\[bench]')")
+    bad = [row for row in record.rows if row["kind"] != "peer" and row["status"] in ("wrong", "failed")]
     if bad:
-        names = ", ".join(f"{row.description} is {row.status}" for row in bad)
+        names = ", ".join(f"{describe(row)} is {row['status']}" for row in bad)
         raise OursError(f"{names}; {path.name} has the rest")
-    return BenchResult(path, record, interrupted)
-
-
-def _draw(record: BenchRecord, benchmarks: Sequence[Benchmark], console: Console) -> None:
-    """Draw a figure beside the record, or one for each benchmark if there are several."""
-    for benchmark in benchmarks:
-        several = len(benchmarks) > 1
-        path = record.path
-        path = path.with_name(f"{path.stem}-{benchmark.name}.png") if several else path.with_suffix(".png")
-        if benchmark.draw(record, path):
-            console.print(f"figure: {path}", highlight=False)
+    return Result(path, record, interrupted)

@@ -14,15 +14,13 @@ planned, the burst is measured again. Caches are as the call before left them. A
 from __future__ import annotations
 
 import math
-import random
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ropewalk.bench.core.timing import Call, check_device, host_once
+from ropewalk.bench.core.timing import Call, check_device, host_once, interleave
 
 _BURST = 7e3  # microseconds that a burst should take
 _MOST_CALLS = 32  # in a burst: more launches than the driver's queue holds would make the host wait
@@ -63,28 +61,20 @@ def time_bursts(
     else:
         bursts, wanted = {name: _cpu_burst(call) for name, call in calls.items()}, _ROUNDS[0]
         pause, warmup = 0.0, 0.0
-    order, shuffle = list(bursts), random.Random(0).shuffle
     warm_until = time.perf_counter() + warmup / 1e6
     while time.perf_counter() < warm_until:
-        for name in order:
-            bursts[name]()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(wanted if rounds is None else min(rounds, wanted)):
-        shuffle(order)
+        for burst in bursts.values():
+            burst()
+
+    def one_round(order: Sequence[str]) -> dict[str, float]:
+        times = {}
         for name in order:
             if pause:
                 time.sleep(pause)
-            samples[name].append(bursts[name]())
-    return samples
+            times[name] = bursts[name]()
+        return times
 
-
-def ratios(samples: Mapping[str, list[float]], name: str) -> dict[str, float]:
-    """Return how many times as long as `name` each of the others took: the medians over rounds."""
-    return {
-        other: statistics.median(theirs / own for theirs, own in zip(times, samples[name], strict=True))
-        for other, times in samples.items()
-        if other != name
-    }
+    return interleave(calls, one_round, warmup=0, rounds=wanted if rounds is None else min(rounds, wanted))
 
 
 def _cpu_burst(call: Call) -> Burst:

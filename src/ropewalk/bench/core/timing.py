@@ -1,24 +1,27 @@
-"""Interleaved timing: on the device with a cold cache, in a CUDA graph, and on the host.
+"""Interleaved timing of short calls: on the device with a cold cache, in a CUDA graph, and on the host.
 
 All times are in microseconds. Results of calls are dropped.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], object]
+Sample = TypeVar("Sample")
 COPY = "copy_"  # what records call a copy
+MIN_ROUNDS = 3  # that are timed however long they take
 
-_MIN_ROUNDS = 3
 _DEFAULT_L2 = 64 << 20  # bytes, for a device whose driver does not say
 
 
@@ -42,8 +45,7 @@ class HostTime:
 def quantiles(microseconds: Sequence[float]) -> Quantiles:
     """Summarise some times."""
     samples = torch.tensor(microseconds, dtype=torch.float64)
-    p10, p50, p90 = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    return Quantiles(p10, p50, p90)
+    return Quantiles(*samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist())
 
 
 def check_device(device: torch.device) -> None:
@@ -56,6 +58,43 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"the device is '{device}', but PyTorch finds {torch.cuda.device_count()} GPUs here")
 
 
+def interleave(
+    names: Iterable[str],
+    one_round: Callable[[Sequence[str]], Mapping[str, Sample]],
+    *,
+    warmup: int,
+    rounds: int,
+    max_seconds: float = math.inf,
+) -> dict[str, list[Sample]]:
+    """Measure all names once per round, in a new random order each round; the n-th samples are of the n-th round.
+
+    Rounds make calls comparable: whatever drifts, clocks and temperature, drifts for all of them. After `max_seconds`
+    no further round begins, but `MIN_ROUNDS` are always measured.
+    """
+    order, shuffle = list(names), random.Random(0).shuffle
+    samples: dict[str, list[Sample]] = {name: [] for name in order}
+    for count, least, is_recorded in ((warmup, 1, False), (rounds, MIN_ROUNDS, True)):
+        deadline = time.perf_counter() + max_seconds
+        for done in range(count):
+            if done >= least and time.perf_counter() > deadline:
+                break
+            shuffle(order)
+            measured = one_round(order)
+            if is_recorded:
+                for name in samples:
+                    samples[name].append(measured[name])
+    return samples
+
+
+def ratios(samples: Mapping[str, Sequence[float]], name: str) -> dict[str, float]:
+    """Return how many times as long as `name` each of the others took: the medians over rounds."""
+    return {
+        other: statistics.median(theirs / own for theirs, own in zip(times, samples[name], strict=True))
+        for other, times in samples.items()
+        if other != name
+    }
+
+
 def time_rounds(
     calls: Mapping[str, Call],
     device: torch.device,
@@ -64,27 +103,10 @@ def time_rounds(
     rounds: int = 100,
     max_seconds: float = 10.0,
 ) -> dict[str, Quantiles]:
-    """Time each call once per round, in a new random order each round, on the device and with a cold L2 cache.
-
-    Rounds make the calls comparable: whatever drifts, clocks and temperature, drifts for all of them. After
-    `max_seconds` no further round begins, but three are always timed.
-    """
+    """Time each call once per round on the device and with a cold L2 cache; rounds are those of `interleave`."""
     check_device(device)
-    one_round = _cuda_rounds(calls, device) if device.type == "cuda" else _cpu_round
-    order, shuffle = list(calls), random.Random(0).shuffle
-    deadline = time.perf_counter() + max_seconds
-    for _ in range(warmup):
-        one_round(calls, order)
-        if time.perf_counter() > deadline:
-            break
-    deadline = time.perf_counter() + max_seconds
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for done in range(rounds):
-        if done >= _MIN_ROUNDS and time.perf_counter() > deadline:
-            break
-        shuffle(order)
-        for name, microseconds in one_round(calls, order).items():
-            samples[name].append(microseconds)
+    one_round = functools.partial(_cpu_round, calls) if device.type == "cpu" else _cuda_rounds(calls, device)
+    samples = interleave(calls, one_round, warmup=warmup, rounds=rounds, max_seconds=max_seconds)
     return {name: quantiles(times) for name, times in samples.items()}
 
 
@@ -97,9 +119,7 @@ def _cpu_round(calls: Mapping[str, Call], order: Sequence[str]) -> dict[str, flo
     return times
 
 
-def _cuda_rounds(
-    calls: Mapping[str, Call], device: torch.device
-) -> Callable[[Mapping[str, Call], Sequence[str]], dict[str, float]]:
+def _cuda_rounds(calls: Mapping[str, Call], device: torch.device) -> Callable[[Sequence[str]], dict[str, float]]:
     """Make the function that times one round on a GPU.
 
     Before each call a buffer of four times the L2 cache is written, outside the events. It is written as often as it
@@ -110,7 +130,7 @@ def _cuda_rounds(
     flush_time = _time_flush(buffer)
     flushes = {name: 1 + math.ceil(1.5 * host_once(call, device) / flush_time) for name, call in calls.items()}
 
-    def one_round(calls: Mapping[str, Call], order: Sequence[str]) -> dict[str, float]:
+    def one_round(order: Sequence[str]) -> dict[str, float]:
         events = {}
         for name in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -139,14 +159,7 @@ def _time_flush(buffer: Tensor, repeats: int = 20) -> float:
 
 def host_once(call: Call, device: torch.device) -> float:
     """Estimate the host time, after the first calls, which build and load."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize(device)
-    return statistics.median(times)
+    return time_host(call, device, calls=1, repeats=5).median
 
 
 def time_graphs(
@@ -174,19 +187,19 @@ def time_graphs(
             _renew_generator(device)
         else:
             graphs[name] = graph
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    order, shuffle = list(graphs), random.Random(0).shuffle
-    warmup = 5
-    for replay in range(warmup + replays):
-        shuffle(order)
+
+    def one_round(order: Sequence[str]) -> dict[str, float]:
+        times = {}
         for name in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graphs[name].replay()
             end.record()
             end.synchronize()
-            if replay >= warmup:
-                samples[name].append(start.elapsed_time(end) * 1e3 / calls_per_graph)
+            times[name] = start.elapsed_time(end) * 1e3 / calls_per_graph
+        return times
+
+    samples = interleave(graphs, one_round, warmup=5, rounds=replays)
     return {name: quantiles(times) for name, times in samples.items()}, failures
 
 

@@ -53,6 +53,10 @@ CASES: tuple[AttentionCase, ...] = (
     *(_decode(rows) for rows in (1, 8, 64)),
 )
 
+MODES = {
+    **{mode: DIRECTIONS[mode.rpartition("-")[2]] for case in CASES for mode in case.modes},
+    ROTATE: "apply_rope in place, out of place and recording, rotary_embedding, complex numbers",
+}
 _SDPA, _CUDNN = ATTENTION_PEERS["sdpa_default"], ATTENTION_PEERS["cudnn"]
 # SDPA is the same call by PyTorch's choice and by cuDNN. A model makes the choice once, outside of the call.
 HOST_PEERS: dict[str, AttentionPeer] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-MIN_ROUNDS = 3
+from ropewalk.bench.core.timing import interleave
+
 _WARMUP = 2  # rounds that are not recorded
 
 
@@ -53,23 +53,12 @@ def spread(microseconds: Sequence[float]) -> Spread:
 def time_turns(
     timed: Mapping[str, Timed], device: torch.device, *, calls: int, rounds: int, max_seconds: float
 ) -> dict[str, list[Burst]]:
-    """Time one burst of each candidate per round, in a new random order each round.
+    """Time one burst of each candidate per round; a slow moment of the machine spreads over all of them."""
 
-    Turns spread a slow moment of the machine over all candidates. After `max_seconds` no further round begins, but
-    `MIN_ROUNDS` are always timed.
-    """
-    samples: dict[str, list[Burst]] = {name: [] for name in timed}
-    order, shuffle = list(timed), random.Random(0).shuffle
-    deadline = time.perf_counter() + max_seconds
-    for number in range(-_WARMUP, rounds):
-        if number >= MIN_ROUNDS and time.perf_counter() > deadline:
-            break
-        shuffle(order)
-        for name in order:
-            burst = time_burst(timed[name], device, calls)
-            if number >= 0:
-                samples[name].append(burst)
-    return samples
+    def one_round(order: Sequence[str]) -> dict[str, Burst]:
+        return {name: time_burst(timed[name], device, calls) for name in order}
+
+    return interleave(timed, one_round, warmup=_WARMUP, rounds=rounds, max_seconds=max_seconds)
 
 
 def time_burst(timed: Timed, device: torch.device, calls: int) -> Burst:

@@ -40,8 +40,7 @@ class Layer(nn.Module):
         q, k, v = heads.split([case.q_heads, case.k_heads, case.k_heads], dim=2)
         x = x + self.out(attention(q, k, v, position=Rope(BASE), causal=True).flatten(2))
         gate, up = self.up(self.norm_of_mlp(x)).chunk(2, dim=-1)
-        added: Tensor = x + self.down(F.silu(gate) * up)
-        return added
+        return x + self.down(F.silu(gate) * up)
 
 
 class Trainee:
@@ -80,5 +79,4 @@ class Trainee:
         (total / self.count * self.scale).backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
-        part: Tensor = total.detach().float() / self.count
-        return part
+        return total.detach().float() / self.count

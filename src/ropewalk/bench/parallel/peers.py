@@ -7,9 +7,9 @@ which PyTorch's are too where the length divides.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ropewalk.bench.attention.cases import BASE
 from ropewalk.bench.attention.peers import BACKENDS
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.parallel.cases import Inputs, ParallelCase
-from ropewalk.bench.parallel.rows import ONE, OURS
 from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
@@ -36,19 +35,20 @@ Context = Callable[[], AbstractContextManager[Any]]
 Build = Callable[[Inputs, DeviceMesh], tuple[Run, Context]]
 
 
+ONE = "one process"  # the anchor: the whole call on each rank at once
+OURS = "ropewalk"
+
+
 @dataclass(frozen=True)
-class Candidate:
+class Call:
     """A way to compute a case: what is called, on which leaves, within which context."""
 
-    impl: str
-    kind: str
     run: Run
     leaves: tuple[Tensor, ...]  # that require grad
     learned: tuple[Tensor, ...]
     grad: Tensor
     context: Context = nullcontext
-    served_by: str | None = None
-    bytes_received: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)  # that the row says of it
 
     def __call__(self) -> list[Tensor]:
         """Run forward and backward: the output, and the gradients of q, k, v and of what is learned."""
@@ -74,7 +74,7 @@ class ParallelPeer(Library):
         return None
 
 
-def one_process(inputs: Inputs) -> Candidate:
+def one_process(inputs: Inputs) -> Call:
     """Make the yardstick: the whole call, by the implementation that `attention` chooses."""
     keywords, bounds = inputs.keywords(), inputs.layout.cu_seqlens
     if bounds is not None:
@@ -85,40 +85,34 @@ def one_process(inputs: Inputs) -> Candidate:
         if bounds is not None:
             packed: Tensor = attention(q[0], k[0], v[0], **keywords)
             return packed[None]
-        out: Tensor = attention(q, k, v, **keywords)
-        return out
+        return attention(q, k, v, **keywords)
 
     leaves = tuple(x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     tensors = leaves if bounds is None else tuple(x[0] for x in leaves)
     served_by = explain_choice(*tensors, **keywords).name
-    return Candidate(ONE, "anchor", run, leaves, inputs.learned, inputs.grad, served_by=served_by)
+    return Call(run, leaves, inputs.learned, inputs.grad, more={"served_by": served_by})
 
 
-def ours(inputs: Inputs) -> Candidate:
+def ours(inputs: Inputs) -> Call:
     """Make the candidate of `context_parallel_attention`; gradients of what is learned are summed over ranks."""
     keywords = {**inputs.keywords(), "layout": inputs.layout, "method": inputs.case.method}
     keywords["sum_gradients"] = bool(inputs.learned)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = context_parallel_attention(q, k, v, **keywords)
-        return out
+        return context_parallel_attention(q, k, v, **keywords)
 
     leaves, grad = _shards(inputs)
     choice = explain_context_parallel(*leaves, **keywords)
     received = choice.bytes_received + choice.bytes_received_backward
-    served_by = choice.method
-    return Candidate(OURS, "ours", run, leaves, inputs.learned, grad, served_by=served_by, bytes_received=received)
+    more = {"served_by": choice.method, "bytes_received": received}
+    return Call(run, leaves, inputs.learned, grad, more=more)
 
 
-def peers_of(inputs: Inputs, peers: Sequence[ParallelPeer], mesh: DeviceMesh) -> list[Candidate]:
-    """Make the candidates of peers that support the case."""
-    found = []
-    for peer in peers:
-        if peer.why_not(inputs.case) is None:
-            leaves, grad = _shards(inputs)
-            run, context = peer.build(inputs, mesh)
-            found.append(Candidate(peer.name, "peer", run, leaves, (), grad, context))
-    return found
+def run_of_peer(inputs: Inputs, peer: ParallelPeer, mesh: DeviceMesh) -> Call:
+    """Make the call of a peer that supports the case."""
+    leaves, grad = _shards(inputs)
+    run, context = peer.build(inputs, mesh)
+    return Call(run, leaves, (), grad, context)
 
 
 def _shards(inputs: Inputs) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -131,9 +125,7 @@ def _table(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return rope_table(inputs.layout.positions, inv_freq.to(inputs.q.device))
 
 
-def _build_by_hand(
-    flash: bool,
-) -> Build:
+def _build_by_hand(flash: bool) -> Build:
     """Build what a user writes: keys are gathered, then each of the two runs attends those up to its end."""
 
     def build(inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Context]:
@@ -145,11 +137,9 @@ def _build_by_hand(
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if not flash:
-                plain: Tensor = attention(q, k, v, causal=True)
-                return plain
+                return attention(q, k, v, causal=True)
             out: Any = flash_attn_func(q, k, v, causal=True)
-            result: Tensor = out[0] if isinstance(out, tuple) else out
-            return result
+            return out[0] if isinstance(out, tuple) else out
 
         def gather(x: Tensor) -> Tensor:
             parts = _all_gather(x[0].contiguous(), 0, group).unflatten(0, (2 * n, half))  # by rank: early, late

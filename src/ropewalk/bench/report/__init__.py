@@ -1,1 +1,1 @@
-"""`ropewalk report`: records of the kernels' benchmarks as one page that needs nothing else."""
+"""Reports of records: gains and losses, changes between two of them, and all of it on one page."""

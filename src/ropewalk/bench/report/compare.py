@@ -1,7 +1,7 @@
-"""Changes between two records of the kernels' benchmarks, beyond the noise.
+"""Changes between two records beyond the noise.
 
-Rows are compared if benchmark, case, direction or mode, implementation, source of positions and protocol are the same:
-their time on the device, time in a CUDA graph, host time and peak of memory, each if both have it. A value changed if
+Rows are compared if benchmark, case, mode, implementation, source of positions and protocol are the same: their time on
+the device, time in a CUDA graph, host time and peak of memory, each if both have it. A value changed if
 
 - the measurements are apart: the intervals from the 10 % to the 90 % quantile have nothing in common (for the host:
   the least of one is above the median of the other; bytes have no noise);
@@ -10,96 +10,47 @@ their time on the device, time in a CUDA graph, host time and peak of memory, ea
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ropewalk.bench.attention.rows import AttentionRow
-from ropewalk.bench.core.load import BenchRecord
-from ropewalk.bench.core.timing import COPY, Quantiles
-from ropewalk.bench.rope.rows import RopeRow
+from rich.console import Console
+from rich.table import Table
+
+from ropewalk.bench.core.load import Record, Row, differences, label, read_record, unit_of, variant_of
+from ropewalk.bench.core.timing import COPY
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FLOOR = 0.01
 GONE, ABSENT = "gone", "not there"
-
-
-class Interval(NamedTuple):
-    """The interval of most measurements, and its middle."""
-
-    low: float
-    middle: float
-    high: float
-
-
-class Key(NamedTuple):
-    """The identity of a row, but for the protocol."""
-
-    benchmark: str
-    case: object  # without the modes in which it is measured, which say nothing of one of them
-    mode: str
-    impl: str
-    position: str
-    yardstick: str | None
-
-
-@dataclass
-class Entry:
-    """The measurements of one key in a record."""
-
-    label: str
-    impl: str
-    kind: str
-    status: str
-    measured: dict[str | None, dict[str, Interval]] = field(default_factory=dict)  # by protocol, by quantity
+READ = ("rope", "attention", "all")
+# Keys of the line about a run: if one of them differs, times differ not by the code alone.
+_TELL = ("device", "driver_version", "clocks_max_sm", "power_limit", "threads", "torch", "cuda", "triton", "python")
+_STYLES = {"regression": "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
+_KEY = ["unit", "impl", "protocol", "quantity"]
 
 
 @dataclass(frozen=True)
-class Change:
-    """One difference between the records."""
+class Changes:
+    """All that changed, the worst first, with columns what, impl, kind, quantity, A, B, ratio, verdict."""
 
-    label: str
-    impl: str
-    kind: str
-    quantity: str  # "device", "graph", "host", "host, recording" or "memory"; "status"
-    before: str
-    after: str
-    ratio: float | None  # of what was measured: after over before
-    regression: bool
+    records: tuple[Record, Record]
+    table: pd.DataFrame
+    compared: int  # rows that are in both
+    relative: bool
 
     @property
-    def alone(self) -> bool:
-        """Whether it is in one of the records alone."""
-        return self.after == GONE or self.before == ABSENT
-
-    @property
-    def verdict(self) -> str:
-        """The meaning in one word."""
-        if self.regression:
-            return "regression"
-        if self.ratio is None:
-            return "in one alone" if self.alone else "changed"
-        if self.quantity == "memory":
-            return "more" if self.ratio > 1 else "less"
-        return "slower" if self.ratio > 1 else "faster"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All that changed, the worst first, and how many rows were compared."""
-
-    changes: list[Change]
-    compared: int
-
-    @property
-    def regressions(self) -> list[Change]:
-        """Those that ought to fail."""
-        return [change for change in self.changes if change.regression]
+    def is_worse(self) -> bool:
+        """Whether there is a regression."""
+        return bool((self.table["verdict"] == "regression").any())
 
 
 def compare_records(
-    before: BenchRecord, after: BenchRecord, *, threshold: float = 0.05, relative: bool = False, every: bool = False
-) -> Comparison:
+    before: Path, after: Path, *, threshold: float = 0.05, relative: bool = False, every: bool = False
+) -> Changes:
     """Compare one record with an earlier one.
 
     Args:
@@ -113,132 +64,124 @@ def compare_records(
     Raises:
         ValueError: no row is in both records, or `relative` lacks what times are relative to.
     """
-    old, new = _entries(before, relative), _entries(after, relative)
-    if old.keys().isdisjoint(new):
-        raise ValueError(f"{before.path.name} and {after.path.name} have no row in common: nothing can be compared")
-    changes: list[Change] = []
-    compared = 0
-    for key in dict.fromkeys((*old, *new)):
-        compared += key in old and key in new
-        changes += _compare_entries(old.get(key), new.get(key), threshold, relative, every)
-    return Comparison(sorted(changes, key=_rank), compared)
+    records = read_record(before, *READ), read_record(after, *READ)
+    old, new = (_frame(record, relative) for record in records)
+    both = old.merge(new, how="outer", on=_KEY, suffixes=("_a", "_b"), sort=False)
+    for name in ("what", "kind"):
+        both[name] = both[f"{name}_a"].fillna(both[f"{name}_b"])
+    status = both["quantity"] == "status"
+    compared = int((status & both["value_a"].notna() & both["value_b"].notna()).sum())
+    if not compared:
+        raise ValueError(f"{before.name} and {after.name} have no row in common: nothing can be compared")
+    counts = (both["kind"] == "ours") | every
+    was, now = both["value_a"].fillna(ABSENT), both["value_b"].fillna(GONE)
+    lost = status & (was == "ok") & (now != "ok")
+    apart = (both["low_a"] > both["high_b"]) | (both["low_b"] > both["high_a"])
+    ratio = (both["middle_b"] / both["middle_a"]).where(~status)
+    changed = ~status & apart & ((ratio - 1).abs() > FLOOR)
+    verdict = (
+        both["quantity"]
+        .map(lambda name: "more" if name == "memory" else "slower")
+        .where(ratio > 1, both["quantity"].map(lambda name: "less" if name == "memory" else "faster"))
+    )
+    alone = status & (both["value_a"].isna() | both["value_b"].isna())
+    verdict = verdict.mask(status, "changed").mask(alone, "in one alone")
+    both["verdict"] = verdict.mask(counts & (lost | (changed & (ratio > 1 + threshold))), "regression")
+    both["ratio"], both["A"], both["B"] = ratio, was, now
+    table = both[(status & (was != now)) | changed].copy()
+    table["order"] = table["verdict"] != "regression"
+    table = table.sort_values(["order", "ratio"], ascending=[True, False], na_position="first", kind="stable")
+    return Changes(records, table, compared, relative)
 
 
-def _rank(change: Change) -> tuple[bool, bool, float]:
-    return not change.regression, change.ratio is not None, -(change.ratio or 0.0)
+def _frame(record: Record, relative: bool) -> pd.DataFrame:
+    """A line for each quantity of each row, and one for its status; `unsupported` rows have none."""
+    import pandas as pd
+
+    copies = {_unit(row): row for row in record.rows if row["impl"] == COPY and row["benchmark"] == "rope"}
+    lines = [
+        line
+        for row in record.rows
+        if row["status"] != "unsupported"
+        for line in _lines(row, record, copies if relative else None)
+    ]
+    columns = [*_KEY, "what", "kind", "value", "low", "middle", "high"]
+    return pd.DataFrame(lines, columns=columns).drop_duplicates(_KEY, keep="last")
 
 
-def _entries(record: BenchRecord, relative: bool) -> dict[Key, Entry]:
-    """Collect a record's measurements by key; `unsupported` rows have none."""
-    entries: dict[Key, Entry] = {}
-    scale = _scales(record) if relative else None
-    rows: list[RopeRow | AttentionRow] = [*record.of(RopeRow), *record.of(AttentionRow)]
-    for row in rows:
-        if row.status == "unsupported":
-            continue
-        key, protocol, label = _identify(row)
-        entry = entries.setdefault(key, Entry(label, _impl(row), row.kind, row.status))
-        if row.status == "ok" and (scale is None or row.kind != "anchor"):
-            entry.measured[protocol] = dict(_quantities(row, scale))
-    return entries
+def _unit(row: Row) -> str:
+    case = {name: value for name, value in row["case"].items() if name != "modes"}
+    return " ".join(unit_of(row["benchmark"], case, row["mode"]))
 
 
-def _identify(row: RopeRow | AttentionRow) -> tuple[Key, str | None, str]:
-    case = row.case
-    if isinstance(row, RopeRow):
-        key = Key("rope", replace(row.case, directions=()), row.direction, row.impl, "", None)
-        return key, None, f"{case.name} {case.dtype} {row.case.variant} {row.direction}"
-    key = Key("attention", replace(row.case, modes=()), row.mode, row.impl, row.position, row.yardstick)
-    return key, row.protocol, f"{case.name} {case.dtype} {row.mode}"
-
-
-def _impl(row: RopeRow | AttentionRow) -> str:
-    return row.impl if isinstance(row, RopeRow) else row.label
-
-
-# A row, and whether it is of its time in a graph -> what its times are multiplied by.
-Scale = Callable[[RopeRow | AttentionRow, bool], float]
-
-
-def _quantities(row: RopeRow | AttentionRow, scale: Scale | None) -> Iterator[tuple[str, Interval]]:
-    def times(of: Quantiles, graph: bool) -> Interval:
-        factor = 1.0 if scale is None else scale(row, graph)
-        return Interval(of.p10 * factor, of.p50 * factor, of.p90 * factor)
-
-    if row.time is not None:
-        yield "device", times(row.time, False)
-    if isinstance(row, RopeRow) and row.graph is not None:
-        yield "graph", times(row.graph, True)
-    hosts = {"host": row.host, "host, recording": row.host_forward if isinstance(row, RopeRow) else None}
-    for name, host in hosts.items():
-        if host is not None and scale is None:
-            yield name, Interval(host.least, host.median, host.median)
-    if row.peak_bytes is not None:
-        yield "memory", Interval(row.peak_bytes, row.peak_bytes, row.peak_bytes)
-
-
-def _scales(record: BenchRecord) -> Scale:
-    """Make the factor that turns a record's times into multiples of its anchors."""
-    copies = {(row.case, row.direction): row for row in record.of(RopeRow) if row.impl == COPY}
-    rates: Mapping[str, Any] = record.run.get("rates", {})
-
-    def scale(row: RopeRow | AttentionRow, graph: bool) -> float:
-        if isinstance(row, RopeRow):
-            copy = copies.get((row.case, row.direction))
-            time = None if copy is None else copy.best_time(graph)
-            rate = None if time is None else 1 / time
-        elif row.case.form == "cache":
-            rate = rates.get("copy_gb_per_s")
-        else:
-            rate = rates.get("matmul_tflops", {}).get(row.case.dtype)
-        if rate is None:
-            label = _identify(row)[2]
-            raise ValueError(f"{record.path.name} does not have what the times of {label} would be relative to")
-        return rate
-
-    return scale
-
-
-def _compare_entries(
-    old: Entry | None, new: Entry | None, threshold: float, relative: bool, every: bool
-) -> Iterator[Change]:
-    known = old or new
-    assert known is not None
-    counts = every or known.kind == "ours"
-
-    def status(label: str, before: str, after: str) -> Change:
-        worse = before == "ok" and after != "ok"
-        return Change(label, known.impl, known.kind, "status", before, after, None, worse and counts)
-
-    was, now = (GONE if entry is None else entry.status for entry in (old, new))
-    if was != now:
-        yield status(known.label, ABSENT if old is None else was, now)
-    if old is None or new is None:
+def _lines(row: Row, record: Record, copies: dict[str, Row] | None) -> Iterator[tuple[Any, ...]]:
+    case, protocol = row["case"], row.get("protocol", "")
+    parts = (case["name"], case["dtype"], variant_of(case), row["mode"], protocol)
+    what = " ".join(part for part in parts if part)
+    key = _unit(row), label(row), protocol
+    # A row that was not right has no protocol: its status is compared by itself.
+    yield key[0], key[1], "", "status", what, row["kind"], row["status"], None, None, None
+    is_anchor = copies is not None and row["kind"] == "anchor"
+    if row["status"] != "ok" or is_anchor:
         return
-    for protocol in dict.fromkeys((*old.measured, *new.measured)):
-        label = known.label if protocol is None else f"{known.label} {protocol}"
-        before, after = old.measured.get(protocol, {}), new.measured.get(protocol, {})
-        for quantity in dict.fromkeys((*before, *after)):
-            if quantity in before and quantity in after:
-                ratio = changed(before[quantity], after[quantity])
-                if ratio is not None:
-                    a, b = (_text(quantity, x[quantity].middle, relative) for x in (before, after))
-                    worse = ratio > 1 + threshold
-                    yield Change(label, known.impl, known.kind, quantity, a, b, ratio, worse and counts)
-            elif was == now == "ok":
-                there = ("ok", GONE) if quantity in before else (ABSENT, "ok")
-                yield status(f"{label}, {quantity}", *there)
+    for quantity, name in (("device", "time"), ("graph", "graph")):
+        if name in row:
+            scale = 1.0 if copies is None else _scale(row, name, record, copies)
+            low, middle, high = (row[name][quantile] * scale for quantile in ("p10", "p50", "p90"))
+            yield *key, quantity, what, row["kind"], _text(middle, copies is not None), low, middle, high
+    for quantity, name in (("host", "host"), ("host, recording", "host_forward")):
+        if name in row and copies is None:
+            least, middle = row[name]["least"], row[name]["median"]
+            yield *key, quantity, what, row["kind"], _text(middle, False), least, middle, middle
+    if "peak_bytes" in row:
+        peak = row["peak_bytes"]
+        yield *key, "memory", what, row["kind"], f"{peak / 2**20:.4g} MiB", peak, peak, peak
 
 
-def changed(before: Interval, after: Interval) -> float | None:
-    """Return the middle over the earlier middle, or None if that is noise or too little."""
-    if before.low <= after.high and after.low <= before.high:
-        return None
-    ratio = after.middle / before.middle if before.middle else math.inf
-    return ratio if abs(ratio - 1) > FLOOR else None
+def _text(time: float, relative: bool) -> str:
+    return f"{time:.4g}" if relative else f"{time:.4g} µs"
 
 
-def _text(quantity: str, value: float, relative: bool) -> str:
-    if quantity == "memory":
-        return f"{value / 2**20:.4g} MiB"
-    return f"{value:.4g}" if relative else f"{value:.4g} µs"
+def _scale(row: Row, name: str, record: Record, copies: dict[str, Row]) -> float:
+    """Return the factor that turns a row's time into a multiple of its anchor's."""
+    rates = record.runs[row["run"]].get("rates", {})
+    if row["benchmark"] == "rope":
+        copy = copies.get(_unit(row), {}).get(name)
+        rate = None if copy is None else 1 / copy["p50"]
+    elif row["case"].get("form") == "cache":
+        rate = rates.get("copy_gb_per_s")
+    else:
+        rate = rates.get("matmul_tflops", {}).get(row["case"]["dtype"])
+    if rate is None:
+        what = f"{row['case']['name']} {row['mode']}"
+        raise ValueError(f"{record.path.name} does not have what the times of {what} would be relative to")
+    return float(rate)
+
+
+def print_changes(changes: Changes, threshold: float, console: Console) -> None:
+    """Print the two runs, the changes beyond the noise, and the number of regressions."""
+    for record, name in zip(changes.records, "AB", strict=True):
+        run = record.run
+        commit = f"{str(run.get('commit'))[:10]}{', dirty' if run.get('dirty') else ''}"
+        text = f"{name}: {record.path.name}, {run['device']}, {run.get('date')}, commit {commit}"
+        console.print(text, highlight=False)
+    for name, old, new in differences(_TELL, changes.records[0].run, changes.records[1].run):
+        console.print(f"NOTE: {name} was {old!r}, and is {new!r}", style="bold yellow", highlight=False)
+    found = changes.table
+    # A record without peers is often compared with one that has them: those are counted, not listed.
+    listed = found[(found["verdict"] != "in one alone") | (found["kind"] == "ours")]
+    if len(listed):
+        table = Table(title="what changed, from A to B")
+        for heading in ("what", "implementation", "kind", "of", "A", "B", "change", ""):
+            table.add_column(heading, overflow="fold")
+        for row in listed.itertuples():
+            part = f"{row.ratio - 1:+.1%}" if row.ratio == row.ratio else "–"
+            cells = (row.what, row.impl, row.kind, row.quantity, row.A, row.B, part, row.verdict)
+            table.add_row(*map(str, cells), style=_STYLES.get(str(row.verdict)))
+        console.print(table)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in found["verdict"].value_counts().items())
+    said = counts or "nothing changed beyond the noise"
+    console.print(f"{changes.compared} rows compared: {said}", highlight=False)
+    if changes.is_worse:
+        text = f"regressions: worse by more than {threshold:.1%}, or no longer right"
+        console.print(text, style="red", highlight=False)

@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,11 @@ from torch import Tensor
 
 from ropewalk.frequencies import inverse_frequencies, rope_table
 
-DIRECTIONS = ("fwd", "bwd", "decode")
+MODES = {
+    "fwd": "the rotation of q and k, forward",
+    "bwd": "the gradients of q and k",
+    "decode": "the rotation of one token for each sequence",
+}
 _TABLE_ROWS = 32768  # the rows of a table into which positions point
 
 
@@ -36,7 +39,7 @@ class Case:
     sequences: tuple[int, ...] = ()  # the lengths of the packed sequences, for layout "thd" without positions
     interleaved: bool = False
     inplace: bool = False
-    directions: tuple[str, ...] = ("fwd", "bwd")
+    modes: tuple[str, ...] = ("fwd", "bwd")
     norm_offset: float | None = None  # added to the weights of a norm; None: no norm
     source: str = "dense"  # "fused": q and k are slices of one projection; "gated": a head of q lies beside its gate
 
@@ -44,6 +47,13 @@ class Case:
     def variant(self) -> str:
         """The pairing, and whether the result overwrites the input."""
         return f"{'interleaved' if self.interleaved else 'half'}/{'in place' if self.inplace else 'out of place'}"
+
+    @property
+    def description(self) -> str:
+        """The shape, the dtype, the layout and the positions in words."""
+        positions = "packed sequences" if self.sequences else f"positions by {self.positions}"
+        shape = f"B{self.batch} T{self.tokens} H{self.q_heads}/{self.k_heads} D{self.head_dim} R{self.width}"
+        return f"{shape}, {self.dtype}, {self.layout}, {positions}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -67,9 +77,9 @@ class Case:
         """Every element of q and k read once and written once."""
         return 2 * self.elements * self.torch_dtype.itemsize
 
-    def bytes_of(self, direction: str) -> int:
-        """Return the bytes that a direction moves: the backward of a norm reads q and k too."""
-        return self.bytes_moved * 3 // 2 if direction == "bwd" and self.norm_offset is not None else self.bytes_moved
+    def bytes_of(self, mode: str) -> int:
+        """Return the bytes that a mode moves: the backward of a norm reads q and k too."""
+        return self.bytes_moved * 3 // 2 if mode == "bwd" and self.norm_offset is not None else self.bytes_moved
 
     @property
     def longest(self) -> int:
@@ -85,19 +95,17 @@ class Case:
         return self.batch, self.tokens, heads, self.head_dim
 
 
-def _variants(case: Case) -> Iterator[Case]:
-    for interleaved in (False, True):
-        for inplace in (False, True):
-            yield replace(case, interleaved=interleaved, inplace=inplace)
+def _in_and_out(case: Case) -> tuple[Case, Case]:
+    return case, replace(case, inplace=True)
 
 
-def _in_and_out(case: Case) -> Iterator[Case]:
-    yield case
-    yield replace(case, inplace=True)
+def _variants(case: Case) -> tuple[Case, ...]:
+    return *_in_and_out(case), *_in_and_out(replace(case, interleaved=True))
 
 
 _LLAMA3_8B = Case("llama3-8b", 2, 8192, 32, 8, 128, base=500000.0)
-_DECODE = Case("decode-1", 1, 1, 32, 8, 128, base=500000.0, positions="offsets", directions=("decode",))
+_PACKED = replace(_LLAMA3_8B, name="llama3-8b-thd", batch=1, tokens=16384, layout="thd")
+_DECODE = Case("decode-1", 1, 1, 32, 8, 128, base=500000.0, positions="offsets", modes=("decode",))
 _DECODE_64 = replace(_DECODE, name="decode-64", batch=64)
 
 CASES: tuple[Case, ...] = (
@@ -112,14 +120,10 @@ CASES: tuple[Case, ...] = (
     *_variants(Case("api-4x512", 4, 512, 8, 8, 64)),
     *_variants(Case("vllm-4096-fp32", 1, 4096, 32, 16, 128, "float32", layout="thd", positions="tokens")),
     *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-positions", positions="tokens")),
-    *_in_and_out(
-        replace(
-            _LLAMA3_8B, name="llama3-8b-thd", batch=1, tokens=16384, layout="thd", sequences=(5003, 1, 3180, 8192, 8)
-        )
-    ),
+    *_in_and_out(replace(_PACKED, sequences=(5003, 1, 3180, 8192, 8))),
     *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-bhtd", layout="bhtd")),
     Case("glm4-9b-partial", 1, 8192, 32, 2, 128, rotary_dim=64, interleaved=True),
-    *_variants(replace(_DECODE, directions=("decode", "bwd"))),  # backward for what one token costs the host
+    *_variants(replace(_DECODE, modes=("decode", "bwd"))),  # backward for what one token costs the host
     *_variants(_DECODE_64),
     *_in_and_out(replace(_DECODE, name="decode-256", batch=256)),
     *_in_and_out(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
@@ -133,15 +137,15 @@ SWEEP: tuple[Case, ...] = tuple(
 )
 
 _FUSED = replace(_LLAMA3_8B, norm_offset=0.0, source="fused")
-_AXES = replace(_LLAMA3_8B, name="axes-1", positions="ordered", directions=("fwd",))
+_AXES = replace(_LLAMA3_8B, name="axes-1", positions="ordered", modes=("fwd",))
 
 # The norm of q and k beside the rotation, and positions on several axes: `--only norm`.
 NORM_CASES: tuple[Case, ...] = (
     replace(_FUSED, name="norm-qwen3-8b", base=1e6),
     Case("norm-qwen3-next", 2, 8192, 24, 4, 256, base=1e7, rotary_dim=64, norm_offset=1.0, source="gated"),
     Case("norm-bert-base", 32, 512, 12, 12, 64, norm_offset=0.0, source="fused"),
-    replace(_FUSED, name="norm-1", batch=1, tokens=1, directions=("decode",)),
-    replace(_FUSED, name="norm-64", batch=1, tokens=64, directions=("fwd",)),
+    replace(_FUSED, name="norm-1", batch=1, tokens=1, modes=("decode",)),
+    replace(_FUSED, name="norm-64", batch=1, tokens=64, modes=("fwd",)),
     _AXES,
     replace(_AXES, name="axes-3", positions="axes"),
     replace(_AXES, interleaved=True),

@@ -13,10 +13,6 @@ from ropewalk.bench.rope.cases import Case, Inputs
 from ropewalk.testing import error_budget
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass(frozen=True)
 class Rotation:
     """One implementation's rotation of the q and k of one case.
@@ -26,8 +22,8 @@ class Rotation:
     """
 
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    to_native: Callable[[Tensor], Tensor] = _unchanged
-    from_native: Callable[[Tensor], Tensor] = _unchanged
+    to_native: Callable[[Tensor], Tensor] = lambda x: x
+    from_native: Callable[[Tensor], Tensor] = lambda x: x
     weights: tuple[Tensor, ...] = field(default=(), kw_only=True)  # of a norm: the backward has their gradients too
 
     def prepare_backward(self, q: Tensor, k: Tensor, inplace: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -47,11 +43,11 @@ class Rotation:
 
 
 class Gate:
-    """The right result of one case and direction, and the error budget."""
+    """The right result of one case and mode, and the error budget."""
 
-    def __init__(self, case: Case, inputs: Inputs, direction: str) -> None:
+    def __init__(self, case: Case, inputs: Inputs, mode: str) -> None:
         self.case, self.inputs = case, inputs
-        self.backward = direction == "bwd"
+        self.backward = mode == "bwd"
         generator = torch.Generator(inputs.q.device).manual_seed(1)
         self.grads = [
             torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in (inputs.q, inputs.k)

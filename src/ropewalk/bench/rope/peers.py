@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.rope.cases import Case, Inputs
-from ropewalk.bench.rope.gate import Rotation, rotate_plainly
+from ropewalk.bench.rope.gate import NORM_EPS, Rotation, norm_plainly, rotate_plainly
 
-# case, direction: why it is not supported, or None. case, inputs, whether autograd is needed: the rotation.
+# case, mode: why it is not supported, or None. case, inputs, whether autograd is needed: the rotation.
 WhyNot = Callable[[Case, str], str | None]
 Build = Callable[[Case, Inputs, bool], Rotation]
 
@@ -54,14 +54,7 @@ def _token_tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return inputs.cos[positions], inputs.sin[positions]
 
 
-# Compiled PyTorch
-
-
-def _compiled_why_not(case: Case, direction: str) -> str | None:
-    return _first((case.inplace, "a compiled rotation returns new tensors"))
-
-
-def _build_compiled(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+def _prepare_compiler(differentiable: bool) -> None:
     import torch._functorch.config
 
     # Past its limit of recompilations Dynamo would run the function eagerly; `fullgraph` would make that an error.
@@ -69,6 +62,17 @@ def _build_compiled(case: Case, inputs: Inputs, differentiable: bool) -> Rotatio
     if differentiable:
         # A backward that is timed runs many times over one graph, so it must not give its buffers away.
         torch._functorch.config.donated_buffer = False
+
+
+# Compiled PyTorch
+
+
+def _compiled_why_not(case: Case, mode: str) -> str | None:
+    return _first((case.inplace, "a compiled rotation returns new tensors"))
+
+
+def _build_compiled(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    _prepare_compiler(differentiable)
     head_axis = -3 if case.layout == "bhtd" else -2
     indexed = inputs.positions is not None or bool(case.sequences)
     positions, cos, sin = inputs.token_positions, inputs.cos, inputs.sin
@@ -84,7 +88,7 @@ def _build_compiled(case: Case, inputs: Inputs, differentiable: bool) -> Rotatio
 # transformers
 
 
-def _huggingface_why_not(case: Case, direction: str) -> str | None:
+def _huggingface_why_not(case: Case, mode: str) -> str | None:
     return _first(
         (case.inplace, "it returns new tensors"),
         (case.interleaved, "transformers' Llama pairs features half-split"),
@@ -101,8 +105,7 @@ def _build_huggingface(case: Case, inputs: Inputs, differentiable: bool) -> Rota
         cos, sin, head_axis = cos[0], sin[0], 1
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=head_axis)
-        return rotated
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=head_axis)
 
     return Rotation(rotate)
 
@@ -110,13 +113,12 @@ def _build_huggingface(case: Case, inputs: Inputs, differentiable: bool) -> Rota
 # Liger
 
 
-def _liger_why_not(case: Case, direction: str) -> str | None:
+def _liger_why_not(case: Case, mode: str) -> str | None:
     # It makes q and k (B, T, H, D) in memory, by a copy if need be, and overwrites what it then has.
     copied = case.layout == "bhtd" and min(case.tokens, case.q_heads, case.k_heads) > 1
     return _first(
         (case.interleaved, "it pairs features half-split"),
         (case.width != case.head_dim, "it rotates the whole head"),
-        (case.dtype == "float64", "no float64"),
         (case.inplace and case.layout == "bhtd", "it copies tensors that are not (B, T, H, D) in memory"),
         (not case.inplace and not copied, "it overwrites tensors that are (B, T, H, D) in memory"),
     )
@@ -128,10 +130,7 @@ def _build_liger(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
     cos, sin = (torch.cat((table, table), -1) for table in _token_tables(inputs))
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = (
-            LigerRopeFunction.apply(q, k, cos, sin) if differentiable else rope_forward(q, k, cos, sin)[:2]
-        )
-        return rotated
+        return LigerRopeFunction.apply(q, k, cos, sin) if differentiable else rope_forward(q, k, cos, sin)[:2]
 
     if case.layout == "bhtd":
         return Rotation(rotate)
@@ -143,20 +142,17 @@ def _build_liger(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
 # QuACK and flash-attn: one tensor a launch, the same arguments
 
 
-def _per_tensor_why_not(case: Case, direction: str) -> str | None:
-    return _first(
-        (case.positions == "tokens", "no positions per token"),
-        (case.dtype == "float64", "no float64"),
-    )
+def _per_tensor_why_not(case: Case, mode: str) -> str | None:
+    return _first((case.positions == "tokens", "no positions per token"))
 
 
-def _quack_why_not(case: Case, direction: str) -> str | None:
+def _quack_why_not(case: Case, mode: str) -> str | None:
     aligned = case.head_dim % 8 == 0 and case.width % 8 == 0
-    return _per_tensor_why_not(case, direction) or _first((not aligned, "head and rotary dim must be multiples of 8"))
+    return _per_tensor_why_not(case, mode) or _first((not aligned, "head and rotary dim must be multiples of 8"))
 
 
-def _flash_attn_why_not(case: Case, direction: str) -> str | None:
-    return _per_tensor_why_not(case, direction) or _first((case.head_dim > 256, "head dims up to 256"))
+def _flash_attn_why_not(case: Case, mode: str) -> str | None:
+    return _per_tensor_why_not(case, mode) or _first((case.head_dim > 256, "head dims up to 256"))
 
 
 def _build_per_tensor(apply: Callable[..., Tensor], no_offset: int | None, case: Case, inputs: Inputs) -> Rotation:
@@ -193,9 +189,9 @@ def _build_flash_attn(case: Case, inputs: Inputs, differentiable: bool) -> Rotat
 # FlashInfer
 
 
-def _flashinfer_why_not(case: Case, direction: str) -> str | None:
+def _flashinfer_why_not(case: Case, mode: str) -> str | None:
     return _first(
-        (direction == "bwd", "no backward"),
+        (mode == "bwd", "no backward"),
         (case.dtype not in ("float16", "bfloat16"), "float16 and bfloat16 alone"),
         (case.layout == "bhtd", "token-major tensors alone"),
         (case.head_dim not in (64, 128, 256, 512), "head dims 64, 128, 256 and 512"),
@@ -210,10 +206,7 @@ def _build_flashinfer(case: Case, inputs: Inputs, differentiable: bool) -> Rotat
     head_dim, is_neox = case.head_dim, not case.interleaved
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = flashinfer.apply_rope_with_cos_sin_cache(
-            positions, q, k, head_dim, table, is_neox
-        )
-        return rotated
+        return flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, head_dim, table, is_neox)
 
     def overwrite(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, table, is_neox)
@@ -230,12 +223,11 @@ def _build_flashinfer(case: Case, inputs: Inputs, differentiable: bool) -> Rotat
 # vLLM: it reads the table in q's dtype, and computes in it
 
 
-def _vllm_why_not(case: Case, direction: str) -> str | None:
+def _vllm_why_not(case: Case, mode: str) -> str | None:
     return _first(
-        (direction == "bwd", "no backward"),
+        (mode == "bwd", "no backward"),
         (not case.inplace, "it overwrites q and k"),
         (case.layout == "bhtd", "token-major tensors alone"),
-        (case.dtype == "float64", "no float64"),
     )
 
 
@@ -259,13 +251,12 @@ def _build_vllm(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
 # xFormers: its one rotation also fills a cache with k and v, so its time holds a copy of v that no other's holds
 
 
-def _xformers_why_not(case: Case, direction: str) -> str | None:
+def _xformers_why_not(case: Case, mode: str) -> str | None:
     return _first(
-        (direction == "bwd", "no backward"),
+        (mode == "bwd", "no backward"),
         (case.inplace, "it returns q and writes k to a cache"),
         (case.width != case.head_dim, "it rotates the whole head"),
         (case.layout == "bhtd", "token-major tensors alone"),
-        (case.dtype == "float64", "no float64"),
     )
 
 
@@ -297,15 +288,14 @@ def _build_xformers(case: Case, inputs: Inputs, differentiable: bool) -> Rotatio
 # Transformer Engine: it takes angles, in float32, and takes their cosines in the kernel
 
 
-def _transformer_engine_why_not(case: Case, direction: str) -> str | None:
+def _te_why_not(case: Case, mode: str) -> str | None:
     return _first(
         (case.inplace, "it returns new tensors"),
         (case.positions == "tokens", "no positions per token"),
-        (case.dtype == "float64", "no float64"),
     )
 
 
-def _build_transformer_engine(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+def _build_te(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     index = torch.arange(inputs.cos.shape[0], device=inputs.q.device)
@@ -326,31 +316,76 @@ def _build_transformer_engine(case: Case, inputs: Inputs, differentiable: bool) 
     return Rotation(rotate) if case.layout == "thd" else Rotation(rotate, *_to_bthd(case))
 
 
-PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer("compiled", "torch", "torch", False, _compiled_why_not, _build_compiled),
-        Peer(
-            "huggingface",
-            "transformers.models.llama.modeling_llama",
-            "transformers",
-            False,
-            _huggingface_why_not,
-            _build_huggingface,
-        ),
-        Peer("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, _liger_why_not, _build_liger),
-        Peer("quack", "quack.rotary", "quack-kernels", True, _quack_why_not, _build_quack),
-        Peer("flash_attn", "flash_attn.ops.triton.rotary", "flash-attn", True, _flash_attn_why_not, _build_flash_attn),
-        Peer("flashinfer", "flashinfer", "flashinfer-python", True, _flashinfer_why_not, _build_flashinfer),
-        Peer("vllm", "vllm._custom_ops", "vllm", True, _vllm_why_not, _build_vllm),
-        Peer("xformers", "xformers.ops", "xformers", True, _xformers_why_not, _build_xformers),
-        Peer(
-            "transformer_engine",
-            "transformer_engine.pytorch.attention.rope",
-            "transformer-engine",
-            True,
-            _transformer_engine_why_not,
-            _build_transformer_engine,
-        ),
-    )
-}
+# The norm beside the rotation: PyTorch as models write it, and Liger's two functions
+
+
+def _norm_why_not(case: Case, mode: str) -> str | None:
+    return "norms alone" if case.norm_offset is None else None
+
+
+def _liger_norm_why_not(case: Case, mode: str) -> str | None:
+    return "its rotation is of the whole head" if case.width != case.head_dim else _norm_why_not(case, mode)
+
+
+def _parameters(inputs: Inputs) -> tuple[Tensor, ...]:
+    return tuple(weight.detach().clone().requires_grad_() for weight in inputs.weights)
+
+
+def _build_eager_norm(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    weights = _parameters(inputs)
+    cos, sin = (table[: case.tokens, None].to(case.torch_dtype) for table in (inputs.cos, inputs.sin))
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return norm_plainly(q, weights[0], cos, sin, case), norm_plainly(k, weights[1], cos, sin, case)
+
+    return Rotation(rotate, weights=weights)
+
+
+def _build_compiled_norm(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    _prepare_compiler(differentiable)
+    eager = _build_eager_norm(case, inputs, differentiable)
+    return Rotation(torch.compile(eager.rotate, fullgraph=True, dynamic=False), weights=eager.weights)
+
+
+def _build_liger_norm(case: Case, inputs: Inputs, differentiable: bool) -> Rotation:
+    """Build Liger's functions, one after another: each norm has a launch, and the rotation overwrites their results."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    weights = _parameters(inputs)
+    cos, sin = (torch.cat((table, table), -1)[None, : case.tokens] for table in (inputs.cos, inputs.sin))
+    casting = "gemma" if case.norm_offset else "llama"
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        normed = (
+            LigerRMSNormFunction.apply(x, weight, NORM_EPS, case.norm_offset, casting, False).transpose(1, 2)
+            for x, weight in zip((q, k), weights, strict=True)
+        )
+        rotated = LigerRopeFunction.apply(*normed, cos, sin)
+        return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
+
+    return Rotation(rotate, weights=weights)
+
+
+def _by_name(*peers: Peer) -> dict[str, Peer]:
+    return {peer.name: peer for peer in peers}
+
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+_TE = "transformer_engine.pytorch.attention.rope"
+PEERS = _by_name(
+    Peer("compiled", "torch", "torch", False, _compiled_why_not, _build_compiled),
+    Peer("huggingface", _LLAMA, "transformers", False, _huggingface_why_not, _build_huggingface),
+    Peer("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, _liger_why_not, _build_liger),
+    Peer("quack", "quack.rotary", "quack-kernels", True, _quack_why_not, _build_quack),
+    Peer("flash_attn", "flash_attn.ops.triton.rotary", "flash-attn", True, _flash_attn_why_not, _build_flash_attn),
+    Peer("flashinfer", "flashinfer", "flashinfer-python", True, _flashinfer_why_not, _build_flashinfer),
+    Peer("vllm", "vllm._custom_ops", "vllm", True, _vllm_why_not, _build_vllm),
+    Peer("xformers", "xformers.ops", "xformers", True, _xformers_why_not, _build_xformers),
+    Peer("transformer_engine", _TE, "transformer-engine", True, _te_why_not, _build_te),
+)
+NORM_PEERS = _by_name(
+    Peer("compiled", "torch", "torch", False, _norm_why_not, _build_compiled_norm),
+    Peer("eager", "torch", "torch", False, _norm_why_not, _build_eager_norm),
+    Peer("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, _liger_norm_why_not, _build_liger_norm),
+)

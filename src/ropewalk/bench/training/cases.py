@@ -14,15 +14,22 @@ class TrainingCase:
     """A model, its batch, and the precisions it is trained in."""
 
     name: str
-    description: str
+    words: str
     family: str  # of `CANDIDATES`
     config: dict[str, Any]  # of transformers
     batch: int
     tokens: int  # of each row, padding included
     shortest: int | None  # rows have seeded lengths, uniform from here to `tokens`; None: no padding, and no mask
-    precisions: tuple[str, ...]
+    modes: tuple[str, ...]  # precisions
+    dtype: str = "float32"  # of the weights under autocast
+
+    @property
+    def description(self) -> str:
+        """The model and the batch in words."""
+        return f"{self.words}, batch {self.batch} of {self.tokens} tokens"
 
 
+MODES = {"autocast": "float32 weights under bfloat16 autocast", "bf16": "everything in bfloat16"}
 _BASE: dict[str, Any] = {}  # BertConfig's defaults are BERT-base
 _WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -49,11 +56,10 @@ _LLAMA_4 = _decoder(4096, 4, 32, 8, 8192)
 _DECODER_12 = _decoder(1024, 12, 16, 4, 2048)
 _BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
 _QUIET_SMALL, _QUIET = {**_SMALL, **_WITHOUT_DROPOUT}, {**_BASE, **_WITHOUT_DROPOUT}
+_ALONE, _PLAIN = "12 layers, attention alone", "12 layers, and the rotation"
 CASES = (
-    TrainingCase(
-        "bert-base-rope", "BERT-base with RoPE, masked-language modelling", "bert-rope", _BASE, 64, 512, 256, _BOTH
-    ),
-    TrainingCase("bert-base", "unmodified BERT-base, masked-language modelling", "bert", _BASE, 64, 512, 256, _BOTH),
+    TrainingCase("bert-base-rope", "BERT-base with RoPE, masked tokens", "bert-rope", _BASE, 64, 512, 256, _BOTH),
+    TrainingCase("bert-base", "unmodified BERT-base, masked tokens", "bert", _BASE, 64, 512, 256, _BOTH),
     TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, 1, 4096, None, _BF16),
     # Models whose steps wait for the host.
     TrainingCase("bert-4x256", "BERT of 4 layers, padded rows", "bert", _QUIET_SMALL, 64, 128, 64, _BF16),
@@ -61,14 +67,10 @@ CASES = (
     TrainingCase("bert-4x256-full", "the same, no padding, no dropout", "bert", _QUIET_SMALL, 64, 128, None, _BF16),
     TrainingCase("bert-base-8x128", "BERT-base, padded rows, no dropout", "bert", _QUIET, 8, 128, 64, _BF16),
     TrainingCase("bert-base-64x512", "BERT-base, padded rows, no dropout", "bert", _QUIET, 64, 512, 256, _BF16),
-    TrainingCase(
-        "llama-12x1024-attention", "12 layers, attention alone", "llama-attention", _DECODER_12, 4, 512, None, _BF16
-    ),
-    TrainingCase("llama-12x1024", "12 layers, and the rotation", "llama", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase(
-        "qwen3-12x1024-attention", "12 layers, attention alone", "qwen3-attention", _DECODER_12, 4, 512, None, _BF16
-    ),
-    TrainingCase("qwen3-12x1024", "12 layers, and the rotation", "qwen3", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase("llama-12x1024-attention", _ALONE, "llama-attention", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase("llama-12x1024", _PLAIN, "llama", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase("qwen3-12x1024-attention", _ALONE, "qwen3-attention", _DECODER_12, 4, 512, None, _BF16),
+    TrainingCase("qwen3-12x1024", _PLAIN, "qwen3", _DECODER_12, 4, 512, None, _BF16),
     TrainingCase(
         "llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, 1, 4096, None, _BF16
     ),

@@ -115,8 +115,7 @@ def _decoder(kind: str, case: TrainingCase, inputs: Inputs, attention: str) -> M
     direction = torch.randn(config.hidden_size)
 
     def hidden() -> Tensor:
-        states: Tensor = module(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
-        return states
+        return module(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
 
     return Model(module, loss=lambda: (hidden().float() @ direction).mean(), hidden=hidden)
 

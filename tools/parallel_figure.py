@@ -1,8 +1,8 @@
-"""A model of the efficiency of context parallelism on H200s: predictions, for the figure's curves.
+"""Draw a record of `ropewalk bench parallel` on the curves of a cost model: `python tools/parallel_figure.py RECORD`.
 
-Attention is tiles of 128 queries, dealt to the processors longest first; transfers are volumes over a bandwidth; all
-but the first group of heads is gathered, and all but the last group's gradients are sent, while others are attended.
-Contention, power limits and the host are left out.
+The model predicts the efficiency of context parallelism on H200s. Attention is tiles of 128 queries, dealt to the
+processors longest first; transfers are volumes over a bandwidth; all but the first group of heads is gathered, and all
+but the last group's gradients are sent, while others are attended. Contention, power limits and the host are left out.
 
 Letters: T tokens, H query heads, K key heads, D head dim, n ranks.
 """
@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import functools
 import heapq
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ropewalk.bench.core.load import Record, read_record
 
 PROCESSORS, TILE = 132, 128
-FORWARD, BACKWARD = 705e12, 690e12  # FLOP/s of causal attention: FlashAttention-4 in results/all-h200.jsonl
+FORWARD, BACKWARD = 705e12, 690e12  # FLOP/s of causal attention: FlashAttention-4 in results/attention-h200.jsonl
 NVLINK = 350e9  # bytes/s each way that copies between two H200 reach: measured
 NETWORK = 45e9  # bytes/s each way and GPU between nodes: assumed
 MEMORY = 3.8e12  # bytes/s of a GPU's own
@@ -105,3 +112,60 @@ def makespan(starts: tuple[int, ...], queries: int, heads: int) -> float:
     for cost in sorted(costs * heads, reverse=True):
         heapq.heappush(busy, heapq.heappop(busy) + cost)
     return max(busy)
+
+
+RANKS = (2, 4, 8)
+_TOKENS = [1 << power for power in range(13, 21)]
+_COLOURS = {2: "#1f5fbf", 4: "#e07b39", 8: "#3a9d5d"}
+_FAR = {1 << 20: "#5b7fd1", 1 << 22: "#c9a400", 1 << 24: "#8e5ab5"}
+
+
+def draw(record: Record, path: Path) -> bool:
+    """Draw the rows of causal attention with RoPE and grouped heads. False: there are none."""
+    rows = [row for row in record.of("parallel") if "efficiency" in row and row["case"]["name"].startswith("gqa")]
+    if not rows:
+        return False
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    measured, predicted = figure.subplots(1, 2)
+    low = min(row["efficiency"] for row in rows)
+    for ranks in RANKS:
+        curve = [predict_efficiency(tokens, ranks) for tokens in _TOKENS]
+        low = min(low, *curve)
+        measured.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of H200s (predicted)")
+    for kind, marker, name in (("ours", "o", "ropewalk"), ("peer", "x", "others")):
+        points = [row for row in rows if row["kind"] == kind]
+        if points:
+            ranks = points[0]["ranks"]
+            at, values = [row["case"]["tokens"] for row in points], [row["efficiency"] for row in points]
+            label, colour = f"{ranks} ranks, {name} (measured)", _COLOURS.get(ranks, "#333333")
+            measured.scatter(at, values, marker=marker, color=colour, label=label, zorder=3)
+    shape = f"{LLAMA.q_heads} / {LLAMA.k_heads} heads of {LLAMA.head_dim}, bfloat16, causal, forward and backward"
+    _finish(measured, "tokens of the sequence", shape, low)
+    for tokens, colour in _FAR.items():
+        gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
+        curve = [predict_nodes(tokens, count) for count in gpus]
+        predicted.plot(gpus, curve, "--", color=colour, label=f"{tokens >> 20}M tokens")
+    _finish(predicted, "GPUs, 8 in a node", "prediction, nothing measured: Ulysses in a node, ring between", 0.0)
+    figure.suptitle(f"Context parallelism on {record.run['device']}: efficiency", fontsize=13)
+    figure.savefig(path, dpi=120, facecolor="white")
+    return True
+
+
+def _finish(axes: Any, across: str, title: str, low: float) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(max(0.0, low - 0.05), 1.02)
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel("time on one GPU / (n × time on n)", fontsize=9)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        source = Path(argument)
+        print(
+            source.with_suffix(".png") if draw(read_record(source), source.with_suffix(".png")) else "nothing to draw"
+        )

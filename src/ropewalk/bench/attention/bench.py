@@ -1,0 +1,158 @@
+"""The benchmark of attention: our kernels against the peers, and position schemes against none.
+
+Device times hold no time of the host (`ropewalk.bench.core.sustained` says how); what an eager call costs the host is
+recorded beside them for the cases where it matters. A backward is timed alone, over one recorded forward; "train" is
+forward and backward together, from q, k and v to their gradients, with RoPE on the way. Beside some cases a yardstick
+is timed in the same rounds: our kernels on another case, or a copy of as many bytes as must be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ropewalk.bench.attention.candidates import AttentionCandidate, candidates_of, yardsticks_of
+from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
+from ropewalk.bench.attention.gate import AttentionGate
+from ropewalk.bench.attention.peers import ATTENTION_PEERS
+from ropewalk.bench.core.load import Record, Row
+from ropewalk.bench.core.options import check_names
+from ropewalk.bench.core.records import cpu_note
+from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
+from ropewalk.bench.core.summary import microseconds, number
+from ropewalk.bench.core.sustained import PROTOCOLS, time_bursts
+from ropewalk.bench.core.timing import COPY, Call, peak_memory, quantiles, ratios, time_host
+from ropewalk.ops.attention.backends import BACKENDS
+
+CPU_FLOPS = 1e9  # of a forward that a CPU runs unless a case is named
+SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: the host's time is recorded too
+_TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, forward and backward"}
+
+
+class _Opened(NamedTuple):
+    gates: Mapping[str, AttentionGate]  # by case: a yardstick has its own
+    candidates: Mapping[str, Sequence[AttentionCandidate]]  # by mode
+
+
+class AttentionBench(Bench):
+    """Attention by each of its modes."""
+
+    name = "attention"
+    cases = CASES
+    modes = MODES
+    impls = tuple(BACKENDS)
+    peers = ATTENTION_PEERS
+    aliases = ALIASES
+    protocols = tuple(PROTOCOLS)
+    columns = (
+        ("TFLOP/s", number("tflops")),
+        ("GB/s", number("gb_per_s", ".4g")),
+        ("of matmul", number("matrix_ratio", ".2f")),
+        ("host, µs", microseconds("host.median")),
+        ("peak, MiB", number("peak_bytes", ".0f", 2**20)),
+        ("floor, MiB", number("floor_bytes", ".0f", 2**20)),
+    )
+
+    @property
+    def _impls(self) -> list[str]:
+        return list(self.options.impls or (("triton",) if self.device.type == "cuda" else ("reference",)))
+
+    @property
+    def given(self) -> Mapping[str, object]:
+        options = self.options
+        return {"impls": self._impls, "protocols": list(options.protocols), "rounds": options.rounds}
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """The dtypes of all cases."""
+        return list(dict.fromkeys(case.dtype for case, _ in self.jobs))
+
+    def is_too_large(self, case: AttentionCase) -> bool:
+        return bool(case.modes) and case.flops("fwd") > CPU_FLOPS
+
+    def modes_of(self, case: AttentionCase) -> list[str]:
+        return [mode for mode in super().modes_of(case) if mode != "memory" or self.device.type == "cuda"]
+
+    def open(self, case: AttentionCase) -> _Opened:
+        """Make the inputs, the gates and the candidates, whose peers are built and compiled once for all modes."""
+        inputs = make_attention_inputs(case, self.device, self.options.seed)
+        gates = {case.name: AttentionGate(case, inputs)}
+        candidates = candidates_of(case, inputs, self._impls, self.found)
+        if case.yardstick is not None:
+            check_names("yardstick", [case.yardstick], self.known)
+            other = self.known[case.yardstick]
+            other_inputs = make_attention_inputs(other, self.device, self.options.seed)
+            gates[other.name] = AttentionGate(other, other_inputs)
+            for mode, more in yardsticks_of(other, other_inputs, self._impls).items():
+                candidates[mode] = [*candidates[mode], *more]
+        return _Opened(gates, candidates)
+
+    def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
+        """Yield ours, then the peers, then yardsticks."""
+        for candidate in opened.candidates[mode]:
+            yield candidate.of_mode(mode, opened.gates[candidate.case.name])
+
+    def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
+        """Time everything that is right against each other, by each protocol; or measure its bytes."""
+        if mode == "memory":
+            for row, (candidate, attend) in right.values():
+                inputs = candidate.inputs
+                held = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+                peak = held + peak_memory(candidate.call(mode, attend), self.device)
+                yield {**row, "peak_bytes": peak, "floor_bytes": case.training_bytes()}
+        elif right:
+            yield from self._time(case, mode, right, rates)
+
+    def _time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> list[Row]:
+        measured = []
+        seed, device = self.options.seed, self.device
+        rows = {name: row for name, (row, _) in right.items()}
+        flops = {name: candidate.case.flops(mode, seed) for name, (_, (candidate, _)) in right.items()}
+        read = case.cache_bytes(seed) if case.form == "cache" else None
+        product = rates["matmul_tflops"][case.dtype] if read is None else None
+        with torch.set_grad_enabled(direction_of(mode) != "fwd"):
+            calls: dict[str, Call] = {
+                name: candidate.call(mode, attend) for name, (_, (candidate, attend)) in right.items()
+            }
+            if device.type == "cuda" and case.flops("fwd", seed) < SMALL_FLOPS:
+                for name, call in calls.items():
+                    rows[name] = {**rows[name], "host": time_host(call, device, calls=8, repeats=10)}
+            if read is not None:
+                rows[COPY], calls[COPY] = new_row(case, mode, COPY, "anchor"), _copy(read, device)
+            for protocol in self.options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",)):
+                samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=self.options.rounds)
+                for name, times in samples.items():
+                    spread = quantiles(times)
+                    row = {**rows[name], "protocol": protocol, "time": spread, "rounds": len(times)}
+                    row["ratios"] = ratios(samples, name)
+                    if name in flops:
+                        row["tflops"] = flops[name] / spread.p50 / 1e6
+                        if product is not None:
+                            row["matrix_ratio"] = row["tflops"] / product
+                    if read is not None:
+                        row["gb_per_s"] = read / spread.p50 / 1e3
+                    measured.append(row)
+        return measured
+
+    def draw(self, record: Record, path: Path) -> bool:
+        """Draw bars of TFLOP/s, hot, a panel for each of fwd, bwd and train."""
+        from ropewalk.bench.core.figure import draw_bars
+
+        rows = [row for row in record.of(self.name) if row.get("protocol") == "hot"]
+        dtypes = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows))
+        title = f"Attention on {record.run['device']}, {dtypes}, hot{cpu_note(record.run['device'])}"
+
+        def tflops(group: Sequence[Row]) -> list[float | None]:
+            return [row.get("tflops") for row in group]
+
+        return draw_bars(rows, _TITLES, tflops, title=title, across="TFLOP/s", path=path)
+
+
+def _copy(moved: int, device: torch.device) -> Call:
+    """Make a copy that reads half so many bytes, and writes the other half."""
+    source = torch.randn(moved // 4, device=device).bfloat16()
+    copied = torch.empty_like(source)
+    return lambda: copied.copy_(source)

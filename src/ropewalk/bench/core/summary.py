@@ -1,0 +1,83 @@
+"""The summary of a record for the terminal: a line for each row that was timed, and what was not right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ropewalk.bench.core.load import Row, describe, groups, label, variant_of
+from ropewalk.bench.core.records import cpu_note
+
+NOTHING = "–"
+# A heading, and the value of a row as text; None: there is none.
+Column = tuple[str, Callable[[Row], str | None]]
+
+
+def number(key: str, form: str = ".3g", scale: float = 1.0) -> Callable[[Row], str | None]:
+    """Make a column's text: the number at `key`, as "host.median" finds it, over a scale."""
+
+    def text(row: Row) -> str | None:
+        value: Any = row
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return None if value is None else f"{value / scale:{form}}"
+
+    return text
+
+
+def microseconds(key: str) -> Callable[[Row], str | None]:
+    """Make a column's text: the time at `key`."""
+
+    def text(row: Row) -> str | None:
+        plain = number(key, "")(row)
+        return None if plain is None else f"{float(plain):.{2 if float(plain) < 100 else 0}f}"
+
+    return text
+
+
+COMMON: tuple[Column, ...] = (
+    ("µs", microseconds("time.p50")),
+    ("10 %", microseconds("time.p10")),
+    ("90 %", microseconds("time.p90")),
+)
+
+
+def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence[Column], console: Console) -> None:
+    """Print the rows of one benchmark: what was timed, what ours do not support, what was wrong or failed."""
+    ok = [row for row in rows if row["status"] == "ok"]
+    shown = [column for column in (*COMMON, *columns) if any(column[1](row) is not None for row in ok)]
+    table = Table(
+        title=f"{run['device']}, medians{cpu_note(run['device'])}",
+        caption="×: how many times as long as the first of ours of the same rounds",
+    )
+    for heading in ("case", "mode", "implementation"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("×", *(heading for heading, _ in shown)):
+        table.add_column(heading, justify="right")
+    for group in groups(ok, "protocol"):
+        lead = next((row for row in group if row["kind"] == "ours"), group[0])
+        for row in group:
+            name = " ".join(part for part in (row["case"]["name"], variant_of(row["case"])) if part)
+            mode = " ".join(part for part in (row["mode"], row.get("protocol")) if part)
+            by = row.get("served_by")
+            who = label(row) if by in (None, row["impl"]) else f"{label(row)}, by {by}"
+            texts = (text(row) or NOTHING for _, text in shown)
+            table.add_row(name, mode, who, _ratio(row, lead), *texts)
+        table.add_section()
+    console.print(table)
+    for row in rows:
+        if row["status"] in ("wrong", "failed") or (row["status"] == "unsupported" and row["kind"] != "peer"):
+            error = f" (error {row['error']:.3g}, budget {row['error_budget']:.3g})" if "error" in row else ""
+            text = f"{row['status']}: {describe(row)}: {row.get('reason')}{error}"
+            console.print(text, style="red", markup=False, highlight=False)
+
+
+def _ratio(row: Row, lead: Row) -> str:
+    """Compare a row's time with the lead's: by the median over rounds if the record has it, else by medians."""
+    value = lead.get("ratios", {}).get(label(row))
+    if value is None and row is not lead and "time" in row and "time" in lead:
+        value = row["time"]["p50"] / lead["time"]["p50"]
+    return NOTHING if value is None else f"{value:.3f}"

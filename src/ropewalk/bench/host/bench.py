@@ -1,0 +1,139 @@
+"""The benchmark of the host's part of eager calls, as a user makes them.
+
+A burst of calls is enqueued on an idle GPU and timed on the host alone. The multiple of PyTorch's simplest call,
+`x.mul_(1.0)`, carries over to other hosts better than microseconds do: it takes turns with the candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ropewalk.bench.attention.candidates import AUTO, AttentionCandidate, candidates_of, our_candidate
+from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs, direction_of, make_attention_inputs
+from ropewalk.bench.attention.gate import AttentionGate
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.load import Row
+from ropewalk.bench.core.options import Options
+from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
+from ropewalk.bench.core.summary import microseconds, number
+from ropewalk.bench.core.timing import MIN_ROUNDS
+from ropewalk.bench.host.cases import CASES, CONTEXTS, HOST_PEERS, MODES, ROTATE
+from ropewalk.bench.host.rotations import rotations_of
+from ropewalk.bench.host.timing import Timed, spread, time_turns
+from ropewalk.bench.rope.bench import MULTIPLY
+from ropewalk.ops.attention.backends import BACKENDS
+
+IMPLS = {"cuda": ("triton", "gluon", "flash", "sdpa"), "cpu": ("sdpa", "reference")}  # unless some are named
+CPU_FLOPS = 2e8  # of a forward that a CPU runs unless a case is named
+CALLS = {"cuda": 16, "cpu": 2}  # of a burst; on a GPU hundreds of launches at most, where its queue holds a thousand
+SECONDS = {"cuda": 10.0, "cpu": 1.0}  # of the rounds of one mode
+ROUNDS = 100
+
+
+class _Opened(NamedTuple):
+    inputs: AttentionInputs
+    gate: AttentionGate
+    found: Mapping[str, Sequence[AttentionCandidate]]  # of the benchmark of attention, by its modes
+
+
+class HostBench(Bench):
+    """Eager calls of attention and of the rotation, on the host's clock."""
+
+    name = "host"
+    cases = CASES
+    modes = MODES
+    impls = tuple(BACKENDS)
+    peers = HOST_PEERS
+    columns = (
+        ("least, µs", microseconds("host.least")),
+        ("median, µs", microseconds("host.median")),
+        ("95 %, µs", microseconds("host.p95")),
+        ("× mul_", number("multiple.median", ".2f")),
+        ("forward", microseconds("forward.median")),
+        ("backward", microseconds("backward.median")),
+    )
+
+    def __init__(self, options: Options, device: torch.device, console: Console) -> None:
+        self.rounds = ROUNDS if options.rounds is None else options.rounds
+        if self.rounds < MIN_ROUNDS:
+            raise ValueError(f"rounds is {self.rounds}, but must be at least {MIN_ROUNDS}")
+        self._impls = list(options.impls or IMPLS[device.type])
+        super().__init__(options, device, console)
+        if device.type == "cpu":
+            console.print("warning: on a CPU a call's time includes its arithmetic", style="yellow", highlight=False)
+
+    @property
+    def given(self) -> Mapping[str, object]:
+        return {"impls": self._impls, "rounds": self.rounds}
+
+    def is_too_large(self, case: AttentionCase) -> bool:
+        return case.flops("fwd") > CPU_FLOPS
+
+    def open(self, case: AttentionCase) -> _Opened:
+        """Make the inputs, the gate, and the candidates of the benchmark of attention."""
+        inputs = make_attention_inputs(case, self.device, self.options.seed)
+        found = candidates_of(case, inputs, (AUTO, *self._impls), self.found)
+        return _Opened(inputs, AttentionGate(case, inputs), found)
+
+    def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
+        """Yield ours, then the peers; one that has no adapter with the mode's setting is there to say so."""
+        if mode == ROTATE:
+            yield from rotations_of(case, self.device, self.options.seed)
+            return
+        if case.form == "cache":
+            chosen = list(
+                {candidate.position + candidate.impl: candidate for candidate in opened.found["decode"]}.values()
+            )
+        else:
+            setting = mode.rpartition("-")[0]
+            ours = [our_candidate(case, opened.inputs, impl, setting) for impl in (AUTO, *self._impls)]
+            peers = [x for x in opened.found["train" if setting == "rope" else "fwd"] if x.kind == "peer"]
+            if setting not in ("none", "rope"):
+                reason = f"the benchmark has no adapter of it with {setting}"
+                peers = [replace(peer, position=setting, choose=lambda backward: (None, reason)) for peer in peers]
+            chosen = [*ours, *peers]
+        for candidate in chosen:
+            plain = candidate.of_mode(mode, opened.gate)
+            yield replace(plain, check=functools.partial(_check, candidate, opened.gate, direction_of(mode) == "train"))
+
+    def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
+        """Time those that are right in turns with `mul_`."""
+        small = torch.ones(64, device=self.device)
+        rows = {MULTIPLY: new_row(case, mode, MULTIPLY, "anchor"), **{name: row for name, (row, _) in right.items()}}
+        timed = {MULTIPLY: Timed(functools.partial(small.mul_, 1.0)), **{name: x for name, (_, x) in right.items()}}
+        calls, seconds = CALLS[self.device.type], SECONDS[self.device.type]
+        # A rotation's inputs say if it records.
+        with torch.set_grad_enabled(mode == ROTATE or direction_of(mode) == "train"):
+            samples = time_turns(timed, self.device, calls=calls, rounds=self.rounds, max_seconds=seconds)
+        unit = spread([burst.total for burst in samples[MULTIPLY]]).median
+        for name, bursts in samples.items():
+            host = spread([burst.total for burst in bursts])
+            row = {**rows[name], "host": host, "multiple": host.over(unit), "calls": calls, "bursts": len(bursts)}
+            for part in ("forward", "backward"):
+                if getattr(bursts[0], part) is not None:
+                    row[part] = spread([getattr(burst, part) for burst in bursts])
+            yield row
+
+
+def _check(candidate: AttentionCandidate, gate: AttentionGate, trains: bool) -> tuple[Verdict, Timed]:
+    """Check a candidate's result in its context, and make what is timed."""
+    attend, context = candidate.build(), CONTEXTS.get(candidate.impl, nullcontext)
+    with context():
+        verdict = gate.check(attend, candidate.setting, backward=trains, parameters=candidate.parameters)
+    if not trains:
+        return verdict, Timed(functools.partial(attend, *candidate.tensors()), context=context)
+    leaves, grad = candidate.inputs.leaves(), candidate.inputs.grad
+    wanted = (*leaves, *candidate.parameters)
+
+    def backward(out: Tensor) -> object:
+        return torch.autograd.grad(out, wanted, grad)
+
+    return verdict, Timed(functools.partial(attend, *leaves), backward, context)

@@ -1,0 +1,184 @@
+"""The benchmark of training steps: whole models of transformers, with attention by us and by PyTorch.
+
+Each step is forward, backward and AdamW. Before it is timed, each candidate's hidden states and gradients are compared,
+without dropout, with those of the same weights in float32: their error may be at most twice that of the same model by
+PyTorch's eager attention, or by SDPA for Llama.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.load import Row
+from ropewalk.bench.core.options import Options
+from ropewalk.bench.core.peers import Library
+from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right
+from ropewalk.bench.core.summary import number
+from ropewalk.bench.core.timing import interleave, peak_memory, quantiles, ratios
+from ropewalk.bench.training.cases import CASES, MODES, Inputs, TrainingCase, make_inputs
+from ropewalk.bench.training.models import CANDIDATES, OURS, Model
+from ropewalk.integrations import huggingface
+from ropewalk.ops.attention import backends
+
+CPU_TOKENS = 512  # of a batch that a CPU trains on unless a case is named
+ROUNDS = 8
+_STEPS = 3  # between two waits for the device
+_TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
+
+
+_PEERS = {"transformers": Library("transformers", "transformers", "transformers", False)}
+
+
+class _Opened(NamedTuple):
+    inputs: Inputs
+    truth: tuple[Tensor, Tensor]
+
+
+class TrainingBench(Bench):
+    """Training steps of models; a mode is a precision."""
+
+    name = "training"
+    cases = CASES
+    modes = MODES
+    impls = ()
+    peers = _PEERS
+    columns = (
+        ("tokens/s", number("tokens_per_second", ",.0f")),
+        ("peak, GiB", number("peak_bytes", ".1f", 2**30)),
+        ("hidden error", number("hidden_error", ".2g")),
+        ("gradient's", number("gradient_error", ".2g")),
+    )
+
+    def __init__(self, options: Options, device: torch.device, console: Console) -> None:
+        huggingface.register()
+        super().__init__(options, device, console)
+
+    @property
+    def given(self) -> Mapping[str, object]:
+        """The options that rows depend on, and which of our implementations there are."""
+        attention = {impl: backends.why_missing(impl, self.device) or "yes" for impl in backends.BACKENDS}
+        return {"rounds": self._rounds, "attention": attention}
+
+    @property
+    def _rounds(self) -> int:
+        return self.options.rounds or ROUNDS
+
+    def is_too_large(self, case: TrainingCase) -> bool:
+        return case.batch * case.tokens > CPU_TOKENS
+
+    def open(self, case: TrainingCase) -> _Opened:
+        """Make the batch, and the right results, in float32 by the family's last candidate."""
+        inputs = make_inputs(case, case.config.get("vocab_size", 30522), self.device, self.options.seed)
+        last = list(CANDIDATES[case.family])[-1]
+        return _Opened(inputs, self._build(case, inputs, last, "float32").probe(inputs))
+
+    def _build(self, case: TrainingCase, inputs: Inputs, name: str, precision: str) -> _Trainee:
+        torch.manual_seed(self.options.seed)
+        with self.device:
+            model = CANDIDATES[case.family][name](case, inputs)
+        return _Trainee(model, precision, self.device)
+
+    def candidates(self, case: TrainingCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
+        """Yield ours, then what it is measured against; the last one's errors are the budget of all."""
+        inputs, truth = opened
+        *_, last = builders = CANDIDATES[case.family]
+        budget = _errors(self._build(case, inputs, last, mode).probe(inputs), truth)
+
+        def check(name: str) -> tuple[Verdict, tuple[_Trainee, Inputs, tuple[float, float]]]:
+            trainee = self._build(case, inputs, name, mode)
+            errors = _errors(trainee.probe(inputs), truth)
+            share = max(error / most if most else 0.0 for error, most in zip(errors, budget, strict=True))
+            complaint = None if share <= _TOLERANCE else f"the errors of hidden states and gradients are {errors}"
+            return Verdict(share, _TOLERANCE, complaint), (trainee, inputs, errors)
+
+        for name in builders:
+            yield Candidate(name, "ours" if name == OURS else "peer", functools.partial(check, name))
+
+    def time(self, case: TrainingCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
+        """Time a step of each candidate once in each round."""
+        trainees: dict[str, _Trainee] = {name: trainee for name, (_, (trainee, _, _)) in right.items()}
+
+        def one_round(order: Sequence[str]) -> dict[str, float]:
+            return {name: trainees[name].time_steps() for name in order}
+
+        samples = interleave(trainees, one_round, warmup=1, rounds=self._rounds)
+        for name, (row, (trainee, inputs, errors)) in right.items():
+            times = quantiles(samples[name])
+            row = {**row, "n_tokens": inputs.n_tokens, "parameters": trainee.n_parameters, "time": times}
+            row |= {"hidden_error": errors[0], "gradient_error": errors[1], "ratios": ratios(samples, name)}
+            row["tokens_per_second"] = inputs.n_tokens * 1e6 / times.p50
+            if self.device.type == "cuda":
+                with trainee.model.context():
+                    row["peak_bytes"] = peak_memory(trainee.step, self.device)
+            yield row
+
+
+class _Trainee:
+    """A candidate with its weights, its optimiser and its errors."""
+
+    def __init__(self, model: Model, precision: str, device: torch.device) -> None:
+        self.model, self.device, self.precision = model, device, precision
+        if precision == "bf16":
+            for parameter in model.module.parameters():  # and no buffer: frequencies stay in float32
+                parameter.data = parameter.data.bfloat16()
+        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        self.n_parameters = sum(parameter.numel() for parameter in parameters)
+        self.optimiser = torch.optim.AdamW(parameters, lr=1e-4, fused=device.type == "cuda")
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "autocast")
+
+    def step(self) -> None:
+        with self.autocast():
+            loss = self.model.loss()
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    def time_steps(self) -> float:
+        """Return the microseconds of a step, a mean of some between two waits for the device."""
+        with self.model.context():
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(_STEPS):
+                self.step()
+            self._wait()
+        return (time.perf_counter() - start) * 1e6 / _STEPS
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def probe(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the tokens, and the gradient of the first layer's projections."""
+        self.model.module.eval()  # no dropout
+        with self.model.context():
+            with self.autocast():
+                hidden = self.model.hidden()
+            kept = hidden.float() if inputs.attention_mask is None else hidden.float()[inputs.attention_mask.bool()]
+            kept.backward(torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept.device))
+        parameters = self.model.module.named_parameters()
+        found = [p.grad.float().flatten() for name, p in parameters if p.grad is not None and _is_probed(name)]
+        self.optimiser.zero_grad()
+        self.model.module.train()
+        return kept.detach(), torch.cat(found)
+
+
+def _is_probed(name: str) -> bool:
+    """Return whether a parameter is the weight of the first layer's projections to q, k and v."""
+    ends = tuple(f".{projection}.weight" for projection in ("query", "key", "value", "q_proj", "k_proj", "v_proj"))
+    return name.endswith(ends) and (".layer.0." in name or name.startswith("layers.0."))
+
+
+def _errors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Return the errors of hidden states and of gradients: the norm of the difference over the norm."""
+    hidden, gradient = (float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
+    return hidden, gradient
