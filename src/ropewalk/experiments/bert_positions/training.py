@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils.data import default_convert
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
 from ropewalk.experiments.bert_positions.batches import TrainingBatches, derive_seed
 from ropewalk.experiments.bert_positions.config import Config
@@ -44,6 +45,8 @@ def train_run(
     batches = TrainingBatches(corpus, config, seed)
     arguments = training_arguments(config, folder, device, derive_seed("dropout", seed) % 2**32)
     model.to(arguments.device)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     trainer = BertTrainer(config, f"{scheme}, seed {seed}", console, model, arguments, batches)
     checkpoint = newest_checkpoint(folder)
     try:
@@ -126,6 +129,7 @@ class BertTrainer(Trainer):  # type: ignore[misc]
             optimizers=(optimizer, schedule),
             callbacks=[_LogLast(self)],
         )
+        self.remove_callback(PrinterCallback)  # `log` prints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the seconds, and print a line now and then."""
