@@ -26,8 +26,7 @@ from ropewalk.bench.core.records import describe_run, version_of
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.corpus import Corpus, prepare_corpus
-from ropewalk.experiments.bert_positions.exposb import check_exposb
-from ropewalk.experiments.bert_positions.exposb_training import trained_band_weights
+from ropewalk.experiments.bert_positions.exposb import check_exposb, trained_band_weights
 from ropewalk.experiments.bert_positions.figures import bert_tables, draw_learning, draw_speed, markdown_tables
 from ropewalk.experiments.bert_positions.model import evaluate
 from ropewalk.experiments.bert_positions.record import (
