@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import default_convert
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -51,8 +52,8 @@ def train_run(
     checkpoint = newest_checkpoint(folder)
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    except (OSError, RuntimeError) as error:
-        if checkpoint is None or isinstance(error, torch.OutOfMemoryError):
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if checkpoint is None or trainer.started:
             raise
         raise ValueError(f"{checkpoint} cannot be resumed: delete {folder} to start this run anew ({error})") from error
     losses = [line for line in trainer.state.log_history if "loss" in line]
