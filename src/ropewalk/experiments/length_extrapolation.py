@@ -123,7 +123,7 @@ def run_length_extrapolation(
     console = console or default_console()
     target = choose_device(device)
     size = SIZES[target.type]
-    given = {"context": train_length, "steps": steps}
+    given: dict[str, Any] = {"context": train_length, "steps": steps}
     size = dataclasses.replace(size, **{key: value for key, value in given.items() if value is not None})
     if size.steps < 1:
         raise ValueError(f"steps is {size.steps}, but must be at least 1")
@@ -238,7 +238,7 @@ def schemes_at(
     squeeze = max(1, math.ceil((longest - 1 - window) / (train_length - 1 - window)))
     factor = max(1.0, length / train_length)
     inv_freq, _ = inverse_frequencies("ntk", head_dim, BASE, factor=factor)
-    logs = {"window": window, "log_n": train_length}
+    logs: dict[str, float] = {"window": window, "log_n": train_length}
     return {
         "RoPE": (rope, {"base": BASE}),
         "RoPE, NTK": (Rope(inv_freq=inv_freq), {"factor": factor}),

@@ -123,9 +123,7 @@ def test_what_cannot_be_resumed_is_named(trained, tmp_path, device):
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, device):
     config = dataclasses.replace(TINY, learning_rate=1e30, max_grad_norm=1e30, precision="no")
-    with pytest.raises(
-        ValueError, match=r"the loss of rope, seed 0 is nan at step .*: learning_rate may be too large"
-    ):
+    with pytest.raises(ValueError, match=r"the loss of rope, seed 0 is nan at step .*: learning_rate may be too large"):
         train(tmp_path, device, "rope", config)
 
 

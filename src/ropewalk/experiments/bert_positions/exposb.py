@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def draw(*shape: int) -> Tensor:
 def scores_of(position: PositionScheme, q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> Tensor:
     """Return scores (P, N) of queries at positions m (P,) with keys at n (P,); q and k are (N, D), or (P, N, D)."""
     q, k = (x.expand(len(m), *x.shape[-2:])[:, None] for x in (q, k))  # P batch rows of one token and N heads
-    at = {"positions_q": m[:, None], "positions_k": n[:, None]}
+    at: dict[str, Any] = {"positions_q": m[:, None], "positions_k": n[:, None]}
     _, lse = attention(q, k, torch.zeros_like(k), position=position, **at, return_lse=True, impl="reference")
     scores: Tensor = lse[:, :, 0]
     return scores

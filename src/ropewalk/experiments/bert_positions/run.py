@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -95,7 +96,13 @@ def run_bert_positions(
     console = (console or default_console()) if state.is_main_process else Console(quiet=True)
     with state.main_process_first():
         _claim(output, config, resume or not state.is_main_process)
-        corpus = prepare_corpus(config, output / DATA, console)
+        try:
+            corpus = prepare_corpus(config, output / DATA, console)
+        except (ValueError, ModuleNotFoundError):
+            if not resume and state.is_main_process:  # another text may go here
+                shutil.rmtree(output / DATA, ignore_errors=True)
+                (output / CONFIG).unlink()
+            raise
     runs = [(scheme, seed) for seed in config.seeds for scheme in config.schemes]
     if jobs > 1:  # what is done, is read below
         _train_side_by_side(config, output, target, jobs, runs, console)
@@ -123,8 +130,8 @@ def _train_and_evaluate(
         model, training = train_run(config, corpus, scheme, seed, folder, device, console)
         if state.is_main_process:
             rows = evaluate(model, corpus, config, scheme, seed, next(model.parameters()).device)
-            weights = trained_band_weights(model).tolist() if scheme == "exposb" else None
-            content = {"training": asdict(training), "evaluation": [asdict(row) for row in rows], "weights": weights}
+            learnt = trained_band_weights(model).tolist() if scheme == "exposb" else None
+            content = {"training": asdict(training), "evaluation": [asdict(row) for row in rows], "weights": learnt}
             _write(path, json.dumps(content))
     state.wait_for_everyone()
     try:

@@ -178,7 +178,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
