@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.backends import choose
-from ropewalk.schemes import Alibi, PositionScheme, ReRope, Rope, alibi_slopes
+from ropewalk.schemes import Alibi, PositionScheme, ReRope, Rope
 
 HELD_OUT = 0.1  # of the text, its end
 THETA = 10000.0
@@ -44,8 +44,6 @@ PACKED_SIZES = {
     "cpu": ModelSize(2, 256, 4, context=512, batch=8, steps=0, learning_rate=0.0),
     "cuda": ModelSize(4, 1024, 16, context=2048, batch=32, steps=0, learning_rate=0.0),
 }
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Check(NamedTuple):
@@ -235,54 +233,23 @@ def _relative_error(found: Tensor, truth: Tensor) -> float:
     return float((found - truth).norm() / truth.norm())
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scheme: str) -> Tensor:
-    """Attend causally in plain PyTorch, (B, T, H, D): scores of a scheme, softmax, values."""
-    tokens, heads, head_dim = q.shape[1:]
-    positions = torch.arange(tokens, device=q.device)
-    distance = positions[:, None] - positions
-    angles = positions[:, None] * (THETA ** (-torch.arange(0, head_dim, 2, device=q.device, dtype=q.dtype) / head_dim))
-
-    def score(q: Tensor, k: Tensor) -> Tensor:
-        scores: Tensor = torch.einsum("bmhd,bnhd->bhmn", q, k) / head_dim**0.5
-        return scores
-
-    if scheme == "ALiBi":
-        slopes = alibi_slopes(heads).to(q)
-        scores = score(q, k) - slopes[:, None, None] * distance.abs()
-    else:
-        scores = score(rotate_complex(q, angles), rotate_complex(k, angles))
-    if scheme == "ReRoPE":
-        far = score(rotate_complex(q, angles[WINDOW].expand_as(angles)), k)
-        scores = torch.where(distance < WINDOW, scores, far)
-    p = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
-    out: Tensor = torch.einsum("bhmn,bnhd->bmhd", p, v)
-    return out
-
-
 def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[Check]:
-    """Check output and gradients of causal attention with each of three schemes, in float32."""
-    rope = Rope(THETA, interleaved=True)
-    schemes: dict[str, PositionScheme] = {"RoPE": rope, "ALiBi": Alibi(), "ReRoPE": ReRope(WINDOW, rope=rope)}
-    torch.manual_seed(seed)
-    inputs = [torch.randn(1, tokens, 4, 64, device=device) for _ in range(4)]
+    """Check output and gradients of causal attention with each of three schemes, in float32.
 
-    def run(attend: Attend, dtype: torch.dtype) -> list[Tensor]:
-        q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs[:3])
-        out = attend(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))]
+    Plain PyTorch is the reference, which computes by the definition: scores, softmax, values.
+    """
+    torch.manual_seed(seed)
+    *inputs, grad = (torch.randn(1, tokens, 4, 64, device=device) for _ in range(4))
+
+    def run(scheme: PositionScheme, impl: str | None, dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        out: Tensor = attention(*qkv, position=scheme, causal=True, impl=impl)
+        return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(dtype))]
 
     checks = []
-    for name, scheme in schemes.items():
-
-        def plain(q: Tensor, k: Tensor, v: Tensor, name: str = name) -> Tensor:
-            return plain_attention(q, k, v, name)
-
-        def ours(q: Tensor, k: Tensor, v: Tensor, scheme: PositionScheme = scheme) -> Tensor:
-            out: Tensor = attention(q, k, v, position=scheme, causal=True)
-            return out
-
-        truth = run(plain, torch.float64)
-        found = [run(attend, torch.float32) for attend in (ours, plain)]
+    for name, scheme in {"RoPE": Rope(THETA), "ALiBi": Alibi(), "ReRoPE": ReRope(WINDOW)}.items():
+        truth = run(scheme, "reference", torch.float64)
+        found = [run(scheme, impl, torch.float32) for impl in (None, "reference")]
         errors = [max(map(_relative_error, tensors, truth)) for tensors in found]
         q = inputs[0].clone().requires_grad_()
         backend = explain_choice(q, q, q, position=scheme, causal=True).name
@@ -292,10 +259,9 @@ def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[
 
 def check_table(checks: Sequence[Check], note: str) -> Table:
     """Make the table of errors, for the console."""
-    table = Table(title="Errors against float64", caption=f"Largest, in float32. {note}")
-    for column in Check._fields:
-        heading = {"what": "computation", "ours": "Ropewalk", "plain": "plain PyTorch"}.get(column, column)
-        table.add_column(heading, justify="right" if column in ("ours", "plain") else "left")
+    table = Table("computation", "backend", title="Errors against float64", caption=f"Largest, in float32. {note}")
+    for column in ("Ropewalk", "plain PyTorch"):
+        table.add_column(column, justify="right")
     for check in checks:
         table.add_row(check.what, check.backend, f"{check.ours:.1e}", f"{check.plain:.1e}")
     return table
@@ -337,19 +303,16 @@ def measure_packing(size: ModelSize, device: torch.device, seed: int, max_second
 
 def packing_table(packing: Packing, note: str) -> Table:
     """Make the table of padded and packed forwards, for the console."""
-    lengths, n_tokens = packing.lengths, sum(packing.lengths)
+    lengths, computed = packing.lengths, {"padded": packing.padded_tokens, "packed": sum(packing.lengths)}
     caption = (
-        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {n_tokens:,} in all; the logits differ "
-        f"by {packing.difference:.0e} of the largest. {note}"
+        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all; the logits "
+        f"differ by {packing.difference:.0e} of the largest. {note}"
     )
-    table = Table(title="Packed sequences compute no padding", caption=caption)
-    table.add_column("model")
-    table.add_column("attention by")
+    table = Table("model", "attention by", title="Packed sequences compute no padding", caption=caption)
     for column in ("tokens computed", "tokens/s", "× padded"):
         table.add_column(column, justify="right")
-    for name, computed in (("padded", packing.padded_tokens), ("packed", n_tokens)):
+    for name, n_tokens in computed.items():
         rate = packing.rates[name]
-        table.add_row(
-            name, packing.backends[name], f"{computed:,}", f"{rate:,.0f}", f"{rate / packing.rates['padded']:.2f}"
-        )
+        speedup = f"{rate / packing.rates['padded']:.2f}"
+        table.add_row(name, packing.backends[name], f"{n_tokens:,}", f"{rate:,.0f}", speedup)
     return table
