@@ -49,7 +49,8 @@ def train_run(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     trainer = BertTrainer(config, f"{scheme}, seed {seed}", console, model, arguments, batches)
-    checkpoint = newest_checkpoint(folder)
+    with arguments.main_process_first():  # which deletes what is not whole
+        checkpoint = newest_checkpoint(folder)
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -93,11 +94,13 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
         logging_nan_inf_filter=False,  # it would wait for the device at each step; `log` looks at the loss
         save_steps=config.checkpoint_every,
         save_total_limit=1,
+        ddp_find_unused_parameters=False,
         ddp_timeout=24 * 3600,  # of processes that wait while the main one evaluates
         report_to="tensorboard" if find_spec("tensorboard") else "none",
         disable_tqdm=True,
     )
     parts = config.accumulation_steps * arguments.world_size
+    arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
     if config.batch_size % parts:
         raise ValueError(
             f"batch_size is {config.batch_size}, but must be divisible by the accumulation steps times the processes, "
