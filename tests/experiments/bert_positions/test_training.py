@@ -132,6 +132,8 @@ def test_the_learning_rate_rises_and_falls_along_lines():
     rates = [learning_rate(config, step) for step in range(20)]
     assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert rates[-1] == pytest.approx(1 / 15)
+    config = dataclasses.replace(TINY, steps=3, warmup=0.99)
+    assert [learning_rate(config, step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 0])
 
 
 def test_what_has_one_dimension_does_not_decay():

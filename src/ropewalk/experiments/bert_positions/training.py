@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import time
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,16 @@ def train_run(
             raise
         raise ValueError(f"{checkpoint} cannot be resumed: delete {folder} to start this run anew ({error})") from error
     losses = [line for line in trainer.state.log_history if "loss" in line]
-    n_tokens = sum(map(batches.tokens_of, range(config.steps)))
-    seconds = losses[-1]["seconds"]
+    ends = [(line["step"], line["seconds"]) for line in losses]
+    rates = [(b[0] - a[0]) / max(b[1] - a[1], 1e-3) for a, b in zip([(0, 0.0), *ends], ends, strict=False)]
+    tokens_of_a_step = statistics.mean(map(batches.tokens_of, range(config.steps)))
     row = TrainingRow(
         scheme=scheme,
         seed=seed,
         steps=[line["step"] for line in losses],
         losses=[line["loss"] for line in losses],
-        tokens_per_second=n_tokens / config.steps * _median_steps_per_second(losses),
-        seconds=seconds,
+        tokens_per_second=tokens_of_a_step * statistics.median(rates),
+        seconds=losses[-1]["seconds"],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
     return model, row
@@ -191,13 +192,4 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 def learning_rate(config: Config, step: int) -> float:
     """Return the share of the rate at a step, counted from 0: along a line up to 1, then along one to 0."""
     warmup = round(config.warmup * config.steps)
-    return (step + 1) / warmup if step < warmup else (config.steps - step) / (config.steps - warmup)
-
-
-def _median_steps_per_second(losses: list[Mapping[str, Any]]) -> float:
-    before = [{"step": 0, "seconds": 0.0}, *losses[:-1]]
-    rates = sorted(
-        (line["step"] - last["step"]) / max(line["seconds"] - last["seconds"], 1e-3)
-        for last, line in zip(before, losses, strict=True)
-    )
-    return float(rates[len(rates) // 2])
+    return (step + 1) / warmup if step < warmup else (config.steps - step) / max(1, config.steps - warmup)
