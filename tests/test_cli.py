@@ -112,7 +112,7 @@ def test_a_failed_build_prints_the_compilers_whole_output(compiler: Path) -> Non
     compiler.write_text("#!/bin/sh\necho the header is missing\nexit 7\n")
     result = invoke("build")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: the native extension was not built: compiler exited with 7 as it was to")
+    assert result.stderr.startswith("error: the native extension was not built: compiler exited with 7\n")
     assert "    the header is missing\n" in result.stderr
     assert "build.log" in result.stderr
     assert "Traceback" not in result.output

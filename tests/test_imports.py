@@ -225,7 +225,8 @@ def test_the_library_needs_no_package_of_the_commands():
 
 def test_who_loads_what_may_be_missing_is_loaded_when_called():
     kernels = {module for module in MODULES if matches(module, KERNELS) and not matches(module, NO_TRITON)}
-    lazy = HEAVY | kernels | {"ropewalk.ops.rope.cuda.build"}
+    trained = {module for module in MODULES if matches(module, ("ropewalk.experiments.bert_positions.*",))}
+    lazy = HEAVY | kernels | trained | {"ropewalk.ops.rope.cuda.build"}
 
     def are_loaded_together(found):
         both_kernels = all(matches(module, KERNELS) for module in (found.importer, found.imported))

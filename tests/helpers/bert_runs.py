@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.corpus import Corpus
+from ropewalk.experiments.bert_positions.corpus import SPECIAL_TOKENS, Corpus
 
 TINY = Config(
     hidden_size=32,
@@ -14,14 +14,14 @@ TINY = Config(
     intermediate_size=32,
     vocab_size=512,
     train_length=16,
-    length_multiples=(1, 2),
+    length_multiples=[1, 2],
     batch_size=8,
     steps=12,
     learning_rate=1e-2,
     warmup=0.25,
     dropout=0.1,
     log_every=2,
-    checkpoint_every=5,
+    checkpoint_every=4,
 )
 
 TEXT = "a rope is laid of three strands each of yarns that turn the other way so that it holds by its own strain"
@@ -29,25 +29,17 @@ TEXT = "a rope is laid of three strands each of yarns that turn the other way so
 
 def make_corpus(n_documents=20, seed=0):
     """Words that follow each other by a rule, so that masked ones can be told; some windows are short."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(20, (n_documents, 1), generator=generator)
     tokens = (5 + (starts + 3 * torch.arange(60)) % 20).int()
     lengths = torch.tensor([16, 16, 16, 12])
     windows = torch.tensor([[d * 60 + 16 * w, int(lengths[w])] for d in range(n_documents) for w in range(4)])
-    return Corpus(
-        name="a rule",
-        n_documents=n_documents,
-        n_bytes=0,
-        sha256="0" * 64,
-        vocab_size=30,
-        pad_id=0,
-        mask_id=4,
-        n_special=5,
-        tokenizer=None,
-        tokens=tokens.flatten(),
-        windows=windows,
-        held_out=tokens[:4, :32],
+    words = {word: number for number, word in enumerate((*SPECIAL_TOKENS, *map(str, range(25))))}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
     )
-
-
-SHARED = (("no", "standard"), ("no", "absolute"), ("no", "exposb"), ("bf16", "exposb"))
+    facts = {"name": "a rule", "n_documents": n_documents, "n_bytes": 0, "sha256": "0" * 64}
+    return Corpus(facts, tokenizer, tokens.flatten(), windows, tokens[:4, :32])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
+app.command()(experiment.demo)
 app.command()(doctor)
 app.command()(report)
 
@@ -70,21 +70,3 @@ def build(
         else:
             typer.echo("the native extension is there already; --force compiles it again")
         typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")
-
-
-@app.command()
-def demo(
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="The text to learn; by default documentation of Python."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; by default what suits the device.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")] = None,
-    figure: Annotated[Path, typer.Option(dir_okay=False, help="Where the figure goes.")] = Path("ropewalk-demo.png"),
-    seed: Annotated[int, typer.Option(help="Of weights, batches and the generated line.")] = 0,
-) -> None:
-    """Train a small transformer on real text, let it write, and time the rotation of its own q and k."""
-    from ropewalk.experiments.demo import run_demo
-
-    with user_errors():
-        run_demo(text, steps, device, figure, seed)

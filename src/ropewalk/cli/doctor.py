@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import ropewalk
@@ -31,71 +32,61 @@ def doctor() -> None:
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [*gpus, torch.device("cpu")]
 
-    versions = Table(title="versions")
-    versions.add_column("package")
-    versions.add_column("version")
-    for package, version in (
-        ("ropewalk", ropewalk.__version__),
-        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("torch", str(torch.__version__)),
-        ("CUDA", torch.version.cuda or "torch is built without it"),
-        ("ROCm", torch.version.hip or "torch is built without it"),
-        ("triton", version_of("triton") or "not installed"),
-    ):
-        versions.add_row(package, version)
-    console.print(versions)
+    def show(title: str, headings: str, rows: Iterable[tuple[str, ...]]) -> None:
+        table = Table(*headings.split(), title=title)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
 
-    rotation = Table(title="implementations of the rotation")
-    rotation.add_column("device")
-    rotation.add_column("implementation")
-    rotation.add_column("here")
-    for device in devices:
-        name = str(device)
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            name = f"{device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
-        for impl in IMPLEMENTATIONS:
-            reason = why_not(impl, device)
-            verdict = "yes, and used by default" if choose(None, device) == impl else "yes"
-            rotation.add_row(name, impl, verdict if reason is None else escape(f"no: {reason}"))
-    console.print(rotation)
+    versions = {
+        "ropewalk": ropewalk.__version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda or "torch is built without it",
+        "ROCm": torch.version.hip or "torch is built without it",
+        "triton": version_of("triton") or "not installed",
+    }
+    show("versions", "package version", versions.items())
+
+    def rotations() -> Iterator[tuple[str, ...]]:
+        for device in devices:
+            name = str(device)
+            if device.type == "cuda":
+                properties = torch.cuda.get_device_properties(device)
+                name = f"{device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
+            for impl in IMPLEMENTATIONS:
+                yield name, impl, _verdict(why_not(impl, device), choose(None, device) == impl)
+
+    def attentions() -> Iterator[tuple[str, ...]]:
+        for device in devices:
+            default = _attention_by_default(device)
+            for impl in backends.BACKENDS:
+                yield str(device), impl, _verdict(backends.why_missing(impl, device), default == impl)
+
+    def peers() -> Iterator[tuple[str, ...]]:
+        for of, known in (("rotation", PEERS), ("attention", ATTENTION_PEERS)):
+            for peer in known.values():
+                version_found, reason = find_peer(peer, devices[0])
+                yield of, peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}"
+
+    show("implementations of the rotation", "device implementation here", rotations())
     if not gpus:
         console.print("PyTorch finds no GPU.")
-
-    attention = Table(title="implementations of attention")
-    attention.add_column("device")
-    attention.add_column("implementation")
-    attention.add_column("here")
-    for device in devices:
-        default = _attention_by_default(device)
-        for impl in backends.BACKENDS:
-            reason = backends.why_missing(impl, device)
-            verdict = "yes, and used by default" if impl == default else "yes"
-            attention.add_row(str(device), impl, verdict if reason is None else escape(f"no: {reason}"))
-    console.print(attention)
+    show("implementations of attention", "device implementation here", attentions())
     console.print(
         f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
         "that of your call. The reference is for correctness, not speed."
     )
     if gpus and (text := _launcher()) is not None:
         console.print(escape(text))
+    show("native extension", "what here", _native_extension().items())
+    show(f"peers that `ropewalk bench` can measure on {devices[0]}", "of peer here", peers())
 
-    native = Table(title="native extension")
-    native.add_column("what")
-    native.add_column("here")
-    for what, here in _native_extension().items():
-        native.add_row(what, escape(here))
-    console.print(native)
 
-    peers = Table(title=f"peers that `ropewalk bench` can measure on {devices[0]}")
-    peers.add_column("of")
-    peers.add_column("peer")
-    peers.add_column("here")
-    for of, known in (("rotation", PEERS), ("attention", ATTENTION_PEERS)):
-        for peer in known.values():
-            version_found, reason = find_peer(peer, devices[0])
-            peers.add_row(of, peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}")
-    console.print(peers)
+def _verdict(reason: str | None, is_default: bool) -> str:
+    if reason is not None:
+        return f"no: {reason}"
+    return "yes, and used by default" if is_default else "yes"
 
 
 def _attention_by_default(device: torch.device) -> str:

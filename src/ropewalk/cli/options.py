@@ -9,7 +9,8 @@ import typer
 
 # The packages that commands may lack, by their import names, and the extra that has each.
 EXTRAS = {
-    **dict.fromkeys(("accelerate", "datasets", "tensorboard", "tokenizers", "tomli", "yaml"), "train"),
+    **dict.fromkeys(("accelerate", "datasets", "huggingface_hub", "safetensors"), "train"),
+    **dict.fromkeys(("tensorboard", "tokenizers", "tomli", "yaml"), "train"),
     **dict.fromkeys(("bokeh", "jinja2", "matplotlib", "pandas", "rich", "transformers", "typer"), "bench"),
 }
 

@@ -8,13 +8,12 @@ the same bytes are predicted at each length and by each scheme, and what differs
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from ropewalk.bench.core.options import choose_device, choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, cosine_decay, train
+from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, train
 from ropewalk.frequencies import inverse_frequencies
 from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
 
@@ -46,37 +45,15 @@ class Size(ModelSize):
     tokens_at_once: int  # in a forward of the evaluation
 
 
-# Training takes about two minutes on a CPU core.
+_CPU = ModelSize(2, 128, 2, context=128, batch=16, steps=1000, learning_rate=3e-3)  # about two minutes on a core
+_GPU = ModelSize(6, 384, 6, context=512, batch=64, steps=3000, learning_rate=1e-3)
 SIZES = {
-    "cpu": Size(
-        2,
-        128,
-        2,
-        context=128,
-        batch=16,
-        steps=1000,
-        learning_rate=3e-3,
-        multiples=(1, 2, 4),
-        windows=64,
-        tokens_at_once=1 << 12,
-    ),
-    "cuda": Size(
-        6,
-        384,
-        6,
-        context=512,
-        batch=64,
-        steps=3000,
-        learning_rate=1e-3,
-        multiples=(1, 2, 4, 8, 16),
-        windows=256,
-        tokens_at_once=1 << 17,
-    ),
+    "cpu": Size(**vars(_CPU), multiples=(1, 2, 4), windows=64, tokens_at_once=1 << 12),
+    "cuda": Size(**vars(_GPU), multiples=(1, 2, 4, 8, 16), windows=256, tokens_at_once=1 << 17),
 }
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Bytes to learn from, and the documents that are held out; all uint8."""
 
     name: str
@@ -96,8 +73,7 @@ class LengthRow:
     loss_all: float  # of all bytes of the windows, those that have little before them too
 
 
-@dataclass(frozen=True)
-class LengthRecord:
+class LengthRecord(NamedTuple):
     """A record file: the line about the run, and the rows."""
 
     run: dict[str, Any]
@@ -136,23 +112,19 @@ def run_length_extrapolation(
     Raises:
         ValueError: a text too short, fewer than one step, a training length or a length too small, a record that exists
             already, or a device that is neither a CPU nor a GPU that PyTorch finds.
-        ModuleNotFoundError: with a `figure`, where matplotlib is missing.
+        ModuleNotFoundError: matplotlib is missing.
 
     Example:
         >>> from ropewalk.experiments.length_extrapolation import run_length_extrapolation
         >>> run_length_extrapolation(device="cpu", steps=100, lengths=(128, 512))  # doctest: +SKIP
     """
-    can_draw = importlib.util.find_spec("matplotlib") is not None
-    if figure is not None and not can_draw:
-        raise ModuleNotFoundError("the figure is drawn with matplotlib: pip install 'ropewalk[bench]'")
+    import matplotlib.figure  # noqa: F401, before the training if it is missing
+
     console = console or default_console()
     target = choose_device(device)
     size = SIZES[target.type]
-    size = dataclasses.replace(
-        size,
-        context=size.context if train_length is None else train_length,
-        steps=size.steps if steps is None else steps,
-    )
+    given: dict[str, Any] = {"context": train_length, "steps": steps}
+    size = dataclasses.replace(size, **{key: value for key, value in given.items() if value is not None})
     if size.steps < 1:
         raise ValueError(f"steps is {size.steps}, but must be at least 1")
     if size.context < LEAST_TRAIN_LENGTH:
@@ -162,18 +134,20 @@ def run_length_extrapolation(
     if lengths[0] < scored:
         raise ValueError(f"lengths has {lengths[0]}, but the last {scored} bytes are scored: that is the least length")
     corpus = read_corpus(text)
-    if corpus.training.numel() <= size.context:
+    if len(corpus.training) <= size.context:
         raise ValueError(
-            f"the text has {corpus.training.numel()} bytes to learn from, but must have more than the training "
-            f"length, {size.context}"
+            f"the text has {len(corpus.training)} bytes to learn from, but must have more than train_length, "
+            f"{size.context}"
         )
     windows = cut_windows(corpus.held_out, lengths[-1] + 1, size.windows)
+    torch.manual_seed(seed)
+    model = ByteTransformer(size).to(target)
     run = {
         **describe_run(BENCHMARK, target, {}),
         "seed": seed,
         "text": corpus.name,
-        "training_bytes": corpus.training.numel(),
-        "held_out_bytes": sum(document.numel() for document in corpus.held_out),
+        "training_bytes": len(corpus.training),
+        "held_out_bytes": sum(map(len, corpus.held_out)),
         "model": {key: getattr(size, key) for key in ("n_layers", "d_model", "n_heads")},
         "position": f"Rope({BASE})",
         "train_length": size.context,
@@ -182,22 +156,18 @@ def run_length_extrapolation(
         "lengths": lengths,
         "scored_bytes": scored,
         "windows": len(windows),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
     path = choose_path(output, run)
-
-    torch.manual_seed(seed)
-    model = ByteTransformer(size).to(target)
-    run["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"Training {run['parameters']:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
         f"{size.d_model // size.n_heads}) at length {size.context} on {run['device']}, on {corpus.name} "
-        f"({corpus.training.numel():,} bytes)",
+        f"({run['training_bytes']:,} bytes)",
         markup=False,
         highlight=False,
     )
     start = time.perf_counter()
-    losses = train(model, corpus.training, size, size.steps, console, decay=cosine_decay)
-    last = losses[-max(1, size.steps // 20) :]
+    last = train(model, corpus.training, size, console)[-max(1, size.steps // 20) :]
     run["training_loss"] = sum(last) / len(last)  # of the last 5 % of the steps
     run["training_seconds"] = round(time.perf_counter() - start, 1)
     with RecordWriter(path, run) as writer, progress_bar(console) as progress:
@@ -208,14 +178,10 @@ def run_length_extrapolation(
                 writer.append(row)
             progress.advance(task)
     record = read_length_record(path)
+    figure = figure or path.with_suffix(".png")
+    draw_length_record(record, figure)
     console.print(length_table(record))
-    console.print(f"record: {path}", highlight=False)
-    if can_draw:
-        figure = figure or path.with_suffix(".png")
-        draw_length_record(record, figure)
-        console.print(f"figure: {figure}", highlight=False)
-    else:
-        console.print("no figure: matplotlib is not installed (pip install 'ropewalk\\[bench]')")
+    console.print(f"record: {path}\nfigure: {figure}", highlight=False)
     return path
 
 
@@ -249,10 +215,9 @@ def cut_windows(documents: Sequence[Tensor], n_bytes: int, most: int) -> Tensor:
         (document, end) for document in documents for end in range(n_bytes, document.numel() + 1, SCORED_BYTES)
     ]  # so far apart that no byte is scored twice
     if not ends:
-        longest = max((document.numel() for document in documents), default=0)
         raise ValueError(
-            f"the longest text that is held out has {longest} bytes, but must have at least {n_bytes}, one more than "
-            "the largest of the lengths"
+            f"the longest text that is held out has {max(map(len, documents), default=0)} bytes, but must have at "
+            f"least {n_bytes}, one more than the largest of the lengths"
         )
     count = min(most, len(ends))
     chosen = [ends[index * len(ends) // count] for index in range(count)]
@@ -269,46 +234,36 @@ def schemes_at(
     farther away, and leak and group are the least whole number by which no relative position is larger than in
     training, window + (longest − 1 − window)/leak ≤ train_length − 1. Queries grow (log_n) in one of them alone.
     """
-    window = train_length // 2
+    window, rope = train_length // 2, Rope(BASE)
     squeeze = max(1, math.ceil((longest - 1 - window) / (train_length - 1 - window)))
     factor = max(1.0, length / train_length)
     inv_freq, _ = inverse_frequencies("ntk", head_dim, BASE, factor=factor)
+    logs: dict[str, float] = {"window": window, "log_n": train_length}
     return {
-        "RoPE": (Rope(BASE), {"base": BASE}),
+        "RoPE": (rope, {"base": BASE}),
         "RoPE, NTK": (Rope(inv_freq=inv_freq), {"factor": factor}),
-        "ReRoPE": (ReRope(window, rope=Rope(BASE)), {"window": window}),
-        "ReRoPE, log n": (
-            ReRope(window, log_n=train_length, rope=Rope(BASE)),
-            {"window": window, "log_n": train_length},
-        ),
-        "leaky ReRoPE": (ReRope(window, leak=squeeze, rope=Rope(BASE)), {"window": window, "leak": squeeze}),
-        "SelfExtend": (SelfExtend(window, squeeze, rope=Rope(BASE)), {"window": window, "group": squeeze}),
+        "ReRoPE": (ReRope(window, rope=rope), {"window": window}),
+        "ReRoPE, log n": (ReRope(window, log_n=train_length, rope=rope), logs),
+        "leaky ReRoPE": (ReRope(window, leak=squeeze, rope=rope), {"window": window, "leak": squeeze}),
+        "SelfExtend": (SelfExtend(window, squeeze, rope=rope), {"window": window, "group": squeeze}),
     }
 
 
+@torch.no_grad()
 def evaluate_at(
     model: nn.Module, size: Size, windows: Tensor, length: int, longest: int, scored: int
 ) -> list[LengthRow]:
-    """Compute the losses by each scheme at one length."""
+    """Compute the losses by each scheme of the windows' last `scored` bytes, where `length` bytes are read."""
+    model.eval()
+    parts = windows[:, -(length + 1) :].split(max(1, size.tokens_at_once // length))
     schemes = schemes_at(length, train_length=size.context, longest=longest, head_dim=size.d_model // size.n_heads)
     rows = []
     for name, (position, settings) in schemes.items():
-        last, loss_all = evaluate(model, windows, length, position, scored, size.tokens_at_once)
+        losses = torch.cat([byte_losses(model, part, position=position).cpu().double() for part in parts])
+        last = losses[:, -scored:].mean(1)
         error = float(last.std() / len(last) ** 0.5) if len(last) > 1 else None
-        rows.append(LengthRow(name, settings, length, float(last.mean()), error, loss_all))
+        rows.append(LengthRow(name, settings, length, float(last.mean()), error, float(losses.mean())))
     return rows
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, windows: Tensor, length: int, position: PositionScheme, scored: int, tokens_at_once: int
-) -> tuple[Tensor, float]:
-    """Compute the loss of the last `scored` bytes of each window, of which `length` at its end are read, and of all."""
-    model.eval()
-    parts = windows[:, -(length + 1) :].split(max(1, tokens_at_once // length))
-    losses = [byte_losses(model, part, position=position).cpu().double() for part in parts]
-    last = torch.cat([part[:, -scored:].mean(1) for part in losses])
-    return last, float(torch.cat([part.mean(1) for part in losses]).mean())
 
 
 def read_length_record(path: Path) -> LengthRecord:
@@ -317,19 +272,18 @@ def read_length_record(path: Path) -> LengthRecord:
     return LengthRecord(run, [LengthRow(**line) for line in lines])
 
 
-def _by_scheme(record: LengthRecord) -> dict[str, list[LengthRow]]:
-    """Group the rows of each scheme, by length."""
-    schemes: dict[str, list[LengthRow]] = {}
-    for row in record.rows:
-        schemes.setdefault(row.scheme, []).append(row)
-    return schemes
-
-
-def _label(rows: Sequence[LengthRow]) -> str:
-    """Name a scheme, with those of its settings that are the same at all lengths."""
-    settings = rows[0].settings.items()
-    kept = [f"{key} {value:g}" for key, value in settings if all(row.settings[key] == value for row in rows)]
-    return f"{rows[0].scheme} ({', '.join(kept)})" if kept else rows[0].scheme
+def _lines(record: LengthRecord) -> dict[str, list[LengthRow]]:
+    """Group the rows of each scheme, by its name and those of its settings that are the same at all lengths."""
+    lines: dict[str, list[LengthRow]] = {}
+    for scheme in dict.fromkeys(row.scheme for row in record.rows):
+        rows = [row for row in record.rows if row.scheme == scheme]
+        same = [
+            f"{key} {value:g}"
+            for key, value in rows[0].settings.items()
+            if all(row.settings[key] == value for row in rows)
+        ]
+        lines[f"{scheme} ({', '.join(same)})" if same else scheme] = rows
+    return lines
 
 
 def length_table(record: LengthRecord) -> Table:
@@ -342,55 +296,44 @@ def length_table(record: LengthRecord) -> Table:
     table.add_column("scheme", no_wrap=True)
     for length in run["lengths"]:
         table.add_column(str(length), justify="right")
-    for rows in _by_scheme(record).values():
-        table.add_row(_label(rows), *(f"{row.loss:.3f}" for row in rows))
+    for label, rows in _lines(record).items():
+        table.add_row(label, *(f"{row.loss:.3f}" for row in rows))
     return table
-
-
-def is_smoke(run: Mapping[str, Any]) -> bool:
-    """Say whether a run learnt from so few bytes that its schemes cannot be compared."""
-    return int(run["steps"] * run["batch"] * run["train_length"]) < SMOKE_BYTES
-
-
-def figure_title(run: Mapping[str, Any]) -> str:
-    """Name the run, and a smoke run as one."""
-    return (
-        f"{'Smoke: no comparison. ' if is_smoke(run) else ''}Trained with RoPE at length {run['train_length']} on "
-        f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}"
-    )
 
 
 def draw_length_record(record: LengthRecord, path: Path) -> None:
     """Draw the loss against the length, a line for each scheme, as PNG; beside it once more, with the low losses large.
 
-    RoPE's loss past the training length is so high that the others would not be told apart. A smoke run has the first
-    panel alone: its small differences say nothing.
+    RoPE's loss past the training length is so high that the others would not be told apart. A smoke run, which learnt
+    from so few bytes that its schemes cannot be compared, has the first panel alone: its small differences say nothing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     run = record.run
-    zoomed = not is_smoke(run)
+    is_smoke = run["steps"] * run["batch"] * run["train_length"] < SMOKE_BYTES
     figure = Figure(figsize=(11, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 1 + zoomed, squeeze=False)[0]
+    panels = figure.subplots(1, 1 if is_smoke else 2, squeeze=False)[0]
     for axes in panels:
-        for number, rows in enumerate(_by_scheme(record).values()):
+        for number, (label, rows) in enumerate(_lines(record).items()):
             style = "o-" if number % 2 == 0 else "s--"  # lines may lie on each other
-            axes.plot([row.length for row in rows], [row.loss for row in rows], style, markersize=4, label=_label(rows))
+            axes.plot([row.length for row in rows], [row.loss for row in rows], style, markersize=4, label=label)
         axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=0, label="training length")
         axes.set_xscale("log", base=2)
         axes.set_xticks(run["lengths"], [str(length) for length in run["lengths"]])
         axes.minorticks_off()
         axes.set_xlabel("length, bytes")
         axes.spines[["top", "right"]].set_visible(False)
-    least = min(row.loss for row in record.rows)
     panels[0].set_ylabel(f"loss of the last {run['scored_bytes']} bytes, nats per byte")
-    if zoomed:
+    if not is_smoke:
+        least = min(row.loss for row in record.rows)
         panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
         panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(figure_title(run), fontsize=12)
+    figure.suptitle(
+        f"{'Smoke: no comparison. ' if is_smoke else ''}Trained with RoPE at length {run['train_length']} on "
+        f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}",
+        fontsize=12,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, facecolor="white", format="png")

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 
 from ropewalk import Alibi, ExpoSB, ExpoSBBERTAttention, NoPosition, PositionScheme, Rope, attention
-from ropewalk.experiments.bert_positions import exposb, exposb_training
+from ropewalk.experiments.bert_positions import exposb
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.exposb import check_exposb
-from ropewalk.experiments.bert_positions.exposb_scores import (
+from ropewalk.experiments.bert_positions.exposb import (
     break_sticks,
+    check_exposb,
+    compare_losses,
     draw,
     probabilities_of,
     scores_of,
     share_of_nearest,
     size_of_scores,
+    trained_band_weights,
 )
-from ropewalk.experiments.bert_positions.exposb_training import compare_losses, trained_band_weights
 from ropewalk.experiments.bert_positions.record import EvaluationRow
 
 CONFIG = Config(hidden_size=64, num_heads=4, train_length=32)
@@ -238,7 +239,7 @@ def test_band_weights_that_do_something_else_are_noticed(monkeypatch):
         def score_mod(self, scores, distance):
             return super().score_mod(scores, distance) * (1 if self.band_weights is None else 1.5)
 
-    monkeypatch.setattr(exposb_training, "ExpoSB", Cubes)
+    monkeypatch.setattr(exposb, "ExpoSB", Cubes)
     assert exposb.check_band_weights(64, 4, {}).verdict == "true"
 
 
@@ -272,7 +273,7 @@ def test_lost_and_wrong_gradients_would_be_noticed(monkeypatch, share, n_reached
     def losing(q, k, v, **options):
         return attention(q, share * k + (1 - share) * k.detach(), v, **options)
 
-    monkeypatch.setattr(exposb_training, "attention", losing)
+    monkeypatch.setattr(exposb, "attention", losing)
     _, (_, ours, error) = measured(exposb.check_gradients(D))
     assert ours == n_reached
     assert error > least_error
@@ -288,7 +289,7 @@ def test_a_backward_that_does_reach_its_inputs_is_noticed(monkeypatch):
         def backward(ctx, gradient):
             return gradient, gradient, 2 * gradient
 
-    monkeypatch.setattr(exposb_training, "_NoneBackward", Doubled)
+    monkeypatch.setattr(exposb, "_NoneBackward", Doubled)
     row = exposb.check_gradients(D)
     assert row.verdict == "true"
     assert row.measured["inputs of q, k and v that a backward of None reaches"] == 3

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from ropewalk.bench.core.records import cpu_note
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class _Style:
+class _Style(NamedTuple):
     """The name and look of a scheme; colours are Okabe and Ito's, which the colour-blind can distinguish."""
 
     name: str
@@ -42,7 +43,6 @@ SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little t
 _SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
 _FIRST = 0.03  # of the training, in which the loss falls from where nothing else is
 _LAST = 0.6  # of the training is over where its end begins
-_NONE = "–"
 
 
 def draw_learning(record: BertRecord, path: Path) -> None:
@@ -51,11 +51,11 @@ def draw_learning(record: BertRecord, path: Path) -> None:
     (training, end), (loss, accuracy) = figure.subplots(2, 2)
     _draw_training(training, record, _FIRST, "training")
     _draw_training(end, record, _LAST, "the end of the training")
-    _draw_lengths(loss, record, lambda row: row.loss, "loss, nats per masked token")
-    _draw_lengths(accuracy, record, lambda row: row.accuracy * 100, "masked tokens guessed right, %")
+    _draw_lengths(loss, record, _loss, "loss, nats per masked token")
+    _draw_lengths(accuracy, record, _percent, "masked tokens guessed right, %")
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
-    _save(figure, path)
+    figure.savefig(path, dpi=120, facecolor="white", format="png")
 
 
 def draw_speed(record: BertRecord, path: Path) -> None:
@@ -65,23 +65,17 @@ def draw_speed(record: BertRecord, path: Path) -> None:
     panels = figure.subplots(1, 1 + measured_memory, sharey=True, squeeze=False)[0]
     _draw_bars(panels[0], record.speed, lambda row: row.tokens_per_second, "tokens/s of a training step")
     if measured_memory:
-        _draw_bars(panels[1], record.speed, _gib, "GiB at its peak, beyond weights, optimiser and batch")
-    _save(figure, path)
+        title = "GiB at its peak, beyond weights, optimiser and batch"
+        _draw_bars(panels[1], record.speed, lambda row: row.peak_bytes and row.peak_bytes / (1 << 30), title)
+    figure.savefig(path, dpi=120, facecolor="white", format="png")
 
 
 def _make_figure(record: BertRecord, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
     return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, facecolor="white", format="png")
 
 
 def _title(record: BertRecord) -> str:
@@ -105,13 +99,12 @@ def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> 
     for scheme, rows in _by_scheme(record.training).items():
         style, steps = _STYLES[scheme], rows[0].steps
         over_seeds = list(zip(*(_smooth(row.losses) for row in rows), strict=True))
-        mean = [statistics.mean(values) for values in over_seeds]
-        axes.plot(steps, mean, color=style.colour, linestyle=style.line, linewidth=1.6)
-        least, greatest = [min(values) for values in over_seeds], [max(values) for values in over_seeds]
-        axes.fill_between(steps, least, greatest, color=style.colour, alpha=0.18, linewidth=0)
+        mean, least, greatest = ([of(values) for values in over_seeds] for of in (statistics.mean, min, max))
         inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
         marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
-        axes.plot([steps[i] for i in marked], [mean[i] for i in marked], style.marker, color=style.colour, markersize=6)
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markevery": marked, "markersize": 6}
+        axes.plot(steps, mean, linestyle=style.line, linewidth=1.6, **look)
+        axes.fill_between(steps, least, greatest, color=style.colour, alpha=0.18, linewidth=0)
         shown += [value for index in inside for value in (least[index], greatest[index])]
         if since > _FIRST:
             axes.set_xlim(since * steps[-1], steps[-1] * (1 + (1 - since) * 0.03))
@@ -128,18 +121,13 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow], float], label: str) -> None:
     """Draw a value against the length, with the standard deviation over seeds as bars."""
-    lengths = _lengths(record)
-    for scheme in _by_scheme(record.evaluation):
+    lengths = sorted({row.length for row in record.evaluation})
+    for scheme, rows in _by_scheme(record.evaluation).items():
         style = _STYLES[scheme]
-        at = [_mean_and_spread([value(row) for row in _evaluated(record, scheme, length)]) for length in lengths]
-        means, spreads = [mean for mean, _ in at], [spread or 0.0 for _, spread in at]
-        look: dict[str, Any] = {
-            "color": style.colour,
-            "marker": style.marker,
-            "linestyle": style.line,
-            "linewidth": 1.6,
-        }
-        axes.errorbar(lengths, means, spreads, capsize=3, markersize=6, label=style.name, **look)
+        at = [[value(row) for row in rows if row.length == length] for length in lengths]
+        means, spreads = zip(*map(_mean_and_spread, at), strict=True)
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
+        axes.errorbar(lengths, means, spreads, capsize=3, markersize=6, linewidth=1.6, label=style.name, **look)
     axes.axvline(record.run["config"]["train_length"], color="#888888", linestyle=":", linewidth=1, zorder=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -156,12 +144,8 @@ def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow],
         y = models.index(_model(row)) + (length - (len(lengths) - 1) / 2) * height
         if number is not None:
             colour = _GREYS[row.attention] if row.model == HUGGING_FACE else _STYLES[row.model].colour
-            look: dict[str, Any] = {
-                "color": colour,
-                "alpha": 0.55 if length else 1.0,
-                "hatch": "//" if length else None,
-            }
-            axes.barh(y, number, height=height * 0.94, edgecolor="white", **look)
+            look: dict[str, Any] = {"alpha": 0.55, "hatch": "//"} if length else {}
+            axes.barh(y, number, height=height * 0.94, edgecolor="white", color=colour, **look)
         text = "out of memory" if number is None else f"{_short(number)} at {row.length}"
         axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(models)), models, fontsize=10)
@@ -169,10 +153,6 @@ def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow],
     axes.margins(x=0.25)
     axes.xaxis.set_major_formatter(lambda number, _: _short(number))
     _label(axes, title, "", "")
-
-
-def _gib(row: SpeedRow) -> float | None:
-    return None if row.peak_bytes is None else row.peak_bytes / (1 << 30)
 
 
 def _label(axes: Axes, title: str, x: str, y: str) -> None:
@@ -184,135 +164,97 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-@dataclass(frozen=True)
-class _Sheet:
-    """A table before it is for the terminal or Markdown: cells are text, and so many columns are words."""
-
-    title: str
-    note: str
-    headings: list[str]
-    rows: list[list[str]]
-    words: int = 1
+def markdown_tables(record: BertRecord) -> str:
+    """Make the tables as Markdown, below a line about the run and its machine."""
+    run = record.run
+    versions = "".join(f", {name} {version}" for name, version in run["peers"].items())
+    lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}{versions}; {run['date']}."]
+    for table in bert_tables(record):
+        title, note, table.title, table.caption, table.box = table.title, table.caption, None, None, box.MARKDOWN
+        for column in table.columns:
+            column.no_wrap, column.overflow = True, "ignore"
+        console = Console(file=io.StringIO(), width=10_000)
+        console.print(table)
+        rows = [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+        rows[1] = "".join("| ---: " if column.justify == "right" else "| :--- " for column in table.columns) + "|"
+        lines += ["", f"## {title}", "", f"{note}.", "", *rows]
+    return "\n".join(lines) + "\n"
 
 
 def bert_tables(record: BertRecord) -> list[Table]:
     """Make the tables, for the console."""
-    tables = []
-    for sheet in _sheets(record):
-        table = Table(title=sheet.title, caption=sheet.note, show_lines=sheet.words == len(sheet.headings))
-        for index, heading in enumerate(sheet.headings):
-            is_word = index < sheet.words
-            table.add_column(heading, justify="left" if is_word else "right", overflow="fold", no_wrap=not is_word)
-        for row in sheet.rows:
-            table.add_row(*row)
-        tables.append(table)
-    return tables
-
-
-def markdown_tables(record: BertRecord) -> str:
-    """Make the tables as Markdown, below a line about the run and its machine."""
-    run = record.run
-    lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}"]
-    lines[-1] += "".join(f", {name} {version}" for name, version in run["peers"].items()) + f"; {run['date']}."
-    for sheet in _sheets(record):
-        words = [":---"] * sheet.words + ["---:"] * (len(sheet.headings) - sheet.words)
-        lines += ["", f"## {sheet.title}", "", f"{sheet.note}.", ""]
-        lines += ["| " + " | ".join(cells) + " |" for cells in (sheet.headings, words)]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in sheet.rows]
-    return "\n".join(lines) + "\n"
-
-
-def _sheets(record: BertRecord) -> list[_Sheet]:
-    several = len(record.run["config"]["seeds"]) > 1
-    over_seeds = "; mean ± standard deviation over seeds" if several else "; of one seed"
-    sheets = [
-        _length_sheet(record, lambda row: row.loss, "Loss", f"Nats per masked token of held-out text{over_seeds}", 3),
-        _length_sheet(
-            record, lambda row: row.accuracy * 100, "Accuracy", f"Masked tokens guessed right, in %{over_seeds}", 2
-        ),
-        _training_sheet(record, over_seeds),
-    ]
-    if record.speed:
-        sheets.append(_speed_sheet(record))
-    if record.exposb:
-        rows = [[row.claim, row.verdict, row.finding] for row in record.exposb]
-        sheets.append(
-            _Sheet(
-                "ExpoSB",
-                "What its name and its parts claim or suggest, checked",
-                ["claim", "verdict", "what was measured"],
-                rows,
-                words=3,
-            )
-        )
-    return sheets
-
-
-def _length_sheet(
-    record: BertRecord, value: Callable[[EvaluationRow], float], title: str, note: str, digits: int
-) -> _Sheet:
-    lengths, trained = _lengths(record), record.run["config"]["train_length"]
-    headings = ["scheme", *(f"{length} ({length // trained}×)" for length in lengths)]
-    rows = [
-        [_STYLES[scheme].name]
-        + [_with_spread([value(row) for row in _evaluated(record, scheme, length)], digits) for length in lengths]
-        for scheme in _by_scheme(record.evaluation)
-    ]
-    return _Sheet(title, note, headings, rows)
-
-
-def _training_sheet(record: BertRecord, over_seeds: str) -> _Sheet:
-    """Make the sheet of the last loss and of training's cost."""
-    rows = []
-    for scheme, of_scheme in _by_scheme(record.training).items():
-        last = [_smooth(row.losses)[-1] for row in of_scheme]
-        rows.append(
-            [
-                _STYLES[scheme].name,
-                _with_spread(last, 3),
-                _with_spread([row.tokens_per_second / 1e3 for row in of_scheme], 1),
-                _with_spread([row.seconds for row in of_scheme], 1),
-                f"{of_scheme[0].parameters:,}",
-            ]
-        )
-    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
+    seeds = "mean ± standard deviation over seeds" if len(record.run["config"]["seeds"]) > 1 else "of one seed"
     jobs = record.run.get("jobs", 1)
     how = "As it was run" if jobs == 1 else f"{jobs} models at a time on one device"
-    return _Sheet("Training", f"{how}, tokens without padding{over_seeds}", headings, rows)
+    lengths, trained = sorted({row.length for row in record.evaluation}), record.run["config"]["train_length"]
+    at_lengths = [f"{length} ({length // trained}×)" for length in lengths]
+    loss = _table("Loss", f"Nats per masked token of held-out text; {seeds}", ["scheme", *at_lengths])
+    accuracy = _table("Accuracy", f"Masked tokens guessed right, in %; {seeds}", ["scheme", *at_lengths])
+    for scheme, rows in _by_scheme(record.evaluation).items():
+        for table, value, digits in ((loss, _loss, 3), (accuracy, _percent, 2)):
+            at = [[value(row) for row in rows if row.length == length] for length in lengths]
+            table.add_row(_STYLES[scheme].name, *(_with_spread(values, digits) for values in at))
+    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
+    training = _table("Training", f"{how}, tokens without padding; {seeds}", headings)
+    for scheme, rows in _by_scheme(record.training).items():
+        training.add_row(
+            _STYLES[scheme].name,
+            _with_spread([_smooth(row.losses)[-1] for row in rows], 3),
+            _with_spread([row.tokens_per_second / 1e3 for row in rows], 1),
+            _with_spread([row.seconds for row in rows], 1),
+            f"{rows[0].parameters:,}",
+        )
+    claims = _table("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], words=3)
+    for row in record.exposb:
+        claims.add_row(row.claim, row.verdict, row.finding)
+    tables = [loss, accuracy, training, _speed_table(record.speed), claims]
+    return [table for table in tables if table.row_count]
 
 
-def _speed_sheet(record: BertRecord) -> _Sheet:
-    """Make the sheet of tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
-    lengths = sorted({row.length for row in record.speed})
-    at = {(row.model, row.attention, row.length): row for row in record.speed}
-    headings, note = ["model", "attention"], "Of a training step; tokens without padding, the 20 % to 80 % quantiles"
+def _speed_table(speed: Sequence[SpeedRow]) -> Table:
+    """Make the table of tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
+    lengths = sorted({row.length for row in speed})
+    at = {(row.model, row.attention, row.length): row for row in speed}
+    headings = ["model", "attention"]
     for length in lengths:
         headings += [f"tokens/s at {length}", "× sdpa", "× eager", f"peak at {length}"]
-    rows = []
-    for model, attention in dict.fromkeys((row.model, row.attention) for row in record.speed):
+    note = (
+        "Of a training step; tokens without padding, the 20 % to 80 % quantiles; peak: the most that a step allocates "
+        "beyond weights, optimiser and batch"
+    )
+    table = _table("Speed", note, headings, words=2)
+    for model, attention in dict.fromkeys((row.model, row.attention) for row in speed):
         cells = [model if model == HUGGING_FACE else _STYLES[model].name, attention]
         for length in lengths:
             row = at[model, attention, length]
-            cells.append(_tokens_per_second(row))
-            cells += [_ratio(row, at.get((HUGGING_FACE, name, length))) for name in ("sdpa", "eager")]
-            cells.append(_NONE if row.peak_bytes is None else f"{row.peak_bytes / (1 << 20):,.0f} MiB")
-        rows.append(cells)
-    note += "; peak: the most that a step allocates beyond weights, optimiser and batch"
-    return _Sheet("Speed", note, headings, rows, words=2)
+            if row.tokens_per_second is None or row.step_ms is None:
+                cells += ["out of memory", "–", "–", "–"]
+                continue
+            low, high = (_short(row.tokens_per_second * row.step_ms[1] / step) for step in row.step_ms[::-2])
+            cells.append(f"{_short(row.tokens_per_second)} ({low}–{high})")
+            for name in ("sdpa", "eager"):
+                theirs = at[HUGGING_FACE, name, length].tokens_per_second
+                cells.append(f"{row.tokens_per_second / theirs:.2f}" if theirs else "–")
+            cells.append(f"{row.peak_bytes / (1 << 20):,.0f} MiB" if row.peak_bytes else "–")
+        table.add_row(*cells)
+    return table
 
 
-def _tokens_per_second(row: SpeedRow) -> str:
-    if row.tokens_per_second is None or row.step_ms is None:
-        return "out of memory"
-    fastest, median, slowest = row.step_ms
-    low, high = (_short(row.tokens_per_second * median / step) for step in (slowest, fastest))
-    return f"{_short(row.tokens_per_second)} ({low}–{high})"
+def _table(title: str, note: str, headings: Sequence[str], words: int = 1) -> Table:
+    """Make a table whose first columns, so many, are words, and the others numbers."""
+    table = Table(title=title, caption=note, show_lines=words == len(headings))
+    for index, heading in enumerate(headings):
+        is_word = index < words
+        table.add_column(heading, justify="left" if is_word else "right", overflow="fold", no_wrap=not is_word)
+    return table
 
 
-def _ratio(row: SpeedRow, against: SpeedRow | None) -> str:
-    if row.tokens_per_second is None or against is None or against.tokens_per_second is None:
-        return _NONE
-    return f"{row.tokens_per_second / against.tokens_per_second:.2f}"
+def _loss(row: EvaluationRow) -> float:
+    return row.loss
+
+
+def _percent(row: EvaluationRow) -> float:
+    return row.accuracy * 100
 
 
 def _short(value: float) -> str:
@@ -333,19 +275,11 @@ def _by_scheme(rows: Sequence[Any]) -> dict[str, list[Any]]:
     return {scheme: found for scheme in _STYLES if (found := [row for row in rows if row.scheme == scheme])}
 
 
-def _lengths(record: BertRecord) -> list[int]:
-    return sorted({row.length for row in record.evaluation})
-
-
-def _evaluated(record: BertRecord, scheme: str, length: int) -> list[EvaluationRow]:
-    return [row for row in record.evaluation if row.scheme == scheme and row.length == length]
-
-
-def _mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean, and the standard deviation where there are several."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean, and the standard deviation, 0 for one value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _with_spread(values: Sequence[float], digits: int) -> str:
     mean, spread = _mean_and_spread(values)
-    return f"{mean:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"

@@ -1,28 +1,44 @@
-"""BERT with one of the position schemes, and its masked-language-modelling loss.
-
-Shape letters: B batch, T tokens, M masked positions of a row.
-"""
+"""BERT with one of the position schemes, its masked-language-modelling loss, and its evaluation on held-out text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM
 
-from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch
-from ropewalk.experiments.bert_positions.seeds import derive_seed
+from ropewalk.experiments.bert_positions.batches import derive_seed, evaluation_batches
+from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.corpus import Corpus
+from ropewalk.experiments.bert_positions.record import EvaluationRow
+from ropewalk.integrations.huggingface import convert_bert
 
-if TYPE_CHECKING:
-    from ropewalk.experiments.bert_positions.config import Config
+_TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> Any:
-    """Return transformers' `BertConfig` of the experiment's sizes."""
-    from transformers import BertConfig
+class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
+    """BERT whose wide head reads the masked tokens alone, one in seven; a batch is that of `make_batch`."""
 
-    return BertConfig(
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, masked: Tensor, labels: Tensor, **of_the_step: Any
+    ) -> dict[str, Tensor]:
+        """Return logits (M, vocab), and the sum of the cross-entropies over the number of labels of the whole step.
+
+        Added up over the parts of a step, that is the mean loss of its masked tokens, whatever the parts are.
+        """
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.cls(hidden.flatten(0, 1).index_select(0, masked)).float()
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": total / of_the_step.get("num_items_in_batch", len(labels)), "logits": logits}
+
+
+def plain_bert(config: Config, vocab_size: int, pad_id: int, **more: Any) -> MaskedBert:
+    """Make transformers' BERT, with its table of positions, of the experiment's sizes."""
+    sizes = BertConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
@@ -34,52 +50,54 @@ def bert_config(config: Config, vocab_size: int, pad_id: int, **more: Any) -> An
         pad_token_id=pad_id,
         **more,
     )
+    return MaskedBert(sizes)
 
 
-def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> Any:
-    """Make a `BertForMaskedLM` whose self-attention is of the scheme, on the CPU, in float32.
+def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> MaskedBert:
+    """Make a BERT whose self-attention is of the scheme, on the CPU, in float32.
 
     With one seed, the common weights of all schemes start equal: they are drawn before the model is converted. A
     scheme's own weights are drawn afterwards, from a seed of their own.
     """
-    from transformers import BertForMaskedLM
-
-    from ropewalk.integrations.huggingface import convert_bert
-
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed("weights", seed))
-        model = BertForMaskedLM(bert_config(config, vocab_size, pad_id))
+        model = plain_bert(config, vocab_size, pad_id)
         torch.default_generator.manual_seed(derive_seed("positions", scheme, seed))
         return convert_bert(model, scheme, **config.options_of(scheme))
 
 
-def masked_logits(model: Any, batch: Batch) -> Tensor:
-    """Return the logits of the masked tokens alone, (B, M, vocab): they are one in seven, and the head is wide."""
-    hidden = model.bert(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
-    index = batch.masked[..., None].expand(-1, -1, hidden.shape[-1])
-    logits: Tensor = model.cls(hidden.gather(1, index))
-    return logits
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Return the autocast of the configuration's precision."""
+    dtype = _DTYPES[config.precision_on(device)]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def mlm_loss(model: Any, batch: Batch) -> Tensor:
-    """Return the sum of this part's cross-entropies over the number of labels of the whole batch.
+@torch.no_grad()
+def evaluate(
+    model: MaskedBert, corpus: Corpus, config: Config, scheme: str, seed: int, device: torch.device
+) -> list[EvaluationRow]:
+    """Compute the loss and the accuracy of a model, on `device`, at each of the configuration's lengths.
 
-    Added up over the parts of a batch, that is the mean loss of its masked tokens, whatever the parts are.
+    The same masked tokens are scored at every length, in the precision of the training, without dropout.
+
+    Raises:
+        ValueError: a loss that is not finite.
     """
-    logits = masked_logits(model, batch)
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
-    )
-    return total / batch.n_labels
-
-
-class TrainingLoss(nn.Module):
-    """`mlm_loss` of a model as a module, for accelerate to wrap; times a number, for what averages over processes."""
-
-    def __init__(self, model: nn.Module, times: int) -> None:
-        super().__init__()
-        self.model, self.times = model, times
-
-    def forward(self, batch: Batch) -> Tensor:
-        loss = mlm_loss(self.model, batch)
-        return loss if self.times == 1 else loss * self.times
+    model.eval()
+    rows = []
+    for length in (config.train_length * multiple for multiple in config.length_multiples):
+        totals, n_labels = torch.zeros(2, dtype=torch.float64, device=device), 0
+        for batch in evaluation_batches(corpus, config, length, _TOKENS_AT_ONCE[device.type]):
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with autocast(config, device):
+                found = model(**batch, num_items_in_batch=1)
+            n_right = (found["logits"].argmax(-1) == batch["labels"]).sum()
+            totals += torch.stack((found["loss"].double(), n_right.double()))
+            n_labels += len(batch["labels"])
+        if n_labels == 0:
+            raise ValueError(f"the held-out text has no masked token at length {length}, but must have one")
+        loss, accuracy = (totals / n_labels).tolist()
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of {scheme}, seed {seed}, is {loss} at length {length}: it diverged")
+        rows.append(EvaluationRow(scheme, seed, length, loss, accuracy, n_labels))
+    return rows

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
-import torch
-
-from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines, version_of
-
-if TYPE_CHECKING:
-    from ropewalk.experiments.bert_positions.config import Config
-    from ropewalk.experiments.bert_positions.corpus import Corpus
+from ropewalk.bench.core.records import RecordWriter, read_lines
 
 BENCHMARK = "bert-positions"
 HUGGING_FACE = "Hugging Face BERT"  # as it is, in rows of speed
-TRAINED_BY = ("transformers", "tokenizers", "accelerate", "datasets")
 
 
 @dataclass(frozen=True)
@@ -94,26 +86,6 @@ class BertRecord:
     exposb: list[ExpoSBRow]
 
 
-def describe_experiment(config: Config, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """Describe the run: machine, versions, configuration and text, without a path of the machine."""
-    settings = config.as_dict()
-    settings["corpus"] = [PurePath(path).name for path in config.corpus]
-    if config.dataset is not None and PurePath(config.dataset).is_absolute():
-        settings["dataset"] = PurePath(config.dataset).name
-    versions = {name: version_of(name) or "missing" for name in TRAINED_BY}
-    facts = ("name", "n_documents", "n_bytes", "sha256", "vocab_size")
-    return {
-        **describe_run(BENCHMARK, device, versions),
-        "config": settings,
-        "corpus": {
-            **{name: getattr(corpus, name) for name in facts},
-            "n_tokens": corpus.tokens.numel(),
-            "n_windows": len(corpus.windows),
-            "held_out": list(corpus.held_out.shape),
-        },
-    }
-
-
 def write_bert_record(path: Path, run: Mapping[str, Any], rows: Iterable[Row]) -> None:
     """Write a record; it replaces an earlier one once it is whole."""
     unfinished = path.with_name(path.name + ".part")
@@ -127,26 +99,12 @@ def write_bert_record(path: Path, run: Mapping[str, Any], rows: Iterable[Row]) -
 def read_bert_record(path: Path) -> BertRecord:
     """Read a record of `write_bert_record`."""
     run, lines = read_lines(path, BENCHMARK)
-    rows: dict[type[Row], list[Any]] = {kind: [] for kind in _KINDS.values()}
+    rows: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for number, line in enumerate(lines, start=2):
+        values = dict(line)
+        kind = values.pop("kind", None)
         try:
-            row = row_of_line(line)
-        except ValueError as error:
-            raise ValueError(f"{path.name}, line {number}: {error}") from None
-        rows[type(row)].append(row)
-    return BertRecord(run, *(rows[kind] for kind in _KINDS.values()))
-
-
-def row_of_line(line: Mapping[str, Any]) -> Row:
-    """Make the row that `dataclasses.asdict` made this of, after it was JSON."""
-    kind = _KINDS.get(line.get("kind", ""))
-    if kind is None:
-        raise ValueError(f"kind is {line.get('kind')!r}, but must be one of {', '.join(map(repr, _KINDS))}")
-    expected, given = {entry.name for entry in dataclasses.fields(kind)}, set(line)
-    if expected != given:
-        missing, unknown = sorted(expected - given), sorted(given - expected)
-        raise ValueError(f"a row of kind {line['kind']!r} lacks {missing} and has {unknown}, which are unknown")
-    values = {name: value for name, value in line.items() if name != "kind"}
-    if values.get("step_ms") is not None:
-        values["step_ms"] = tuple(values["step_ms"])
-    return kind(**values)
+            rows[kind].append(_KINDS[kind](**values))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path.name}, line {number}: is no row of {', '.join(_KINDS)}: {error}") from None
+    return BertRecord(run, *rows.values())

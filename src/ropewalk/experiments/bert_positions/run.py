@@ -6,48 +6,45 @@ main one does the rest.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path, PurePath
 from typing import Any
 
+import torch
+import yaml
+from accelerate import PartialState
 from rich.console import Console
-from torch import Tensor
 
 from ropewalk.bench.core.options import choose_device
+from ropewalk.bench.core.records import describe_run, version_of
 from ropewalk.bench.core.terminal import default_console
-from ropewalk.experiments.bert_positions.checkpoint import first_difference
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.corpus import Corpus, prepare_corpus
-from ropewalk.experiments.bert_positions.evaluation import evaluate
-from ropewalk.experiments.bert_positions.exposb import check_exposb
-from ropewalk.experiments.bert_positions.exposb_training import trained_band_weights
+from ropewalk.experiments.bert_positions.exposb import check_exposb, trained_band_weights
 from ropewalk.experiments.bert_positions.figures import bert_tables, draw_learning, draw_speed, markdown_tables
+from ropewalk.experiments.bert_positions.model import evaluate
 from ropewalk.experiments.bert_positions.record import (
+    BENCHMARK,
     EvaluationRow,
+    ExpoSBRow,
+    SpeedRow,
     TrainingRow,
-    describe_experiment,
     read_bert_record,
-    row_of_line,
     write_bert_record,
 )
-from ropewalk.experiments.bert_positions.side_by_side import DATA, folder_of, list_runs, train_side_by_side
 from ropewalk.experiments.bert_positions.speed import measure_speed
-from ropewalk.experiments.bert_positions.training import make_accelerator, train_run
-from ropewalk.experiments.bert_positions.training_log import read_metrics
+from ropewalk.experiments.bert_positions.training import train_run
 
-CONFIG = "config.yaml"
-RECORD = "record.jsonl"
-LEARNING, SPEED, TABLES = "learning.png", "speed.png", "tables.md"
-EVALUATION = "evaluation.json"
-# Requirements beside Ropewalk's own, by the names that are imported.
-_PACKAGES = ("transformers", "tokenizers", "accelerate", "yaml", "tensorboard", "matplotlib")
+CONFIG, DATA, RESULT = "config.yaml", "data", "result.json"
+RECORD, LEARNING, SPEED, TABLES = "record.jsonl", "learning.png", "speed.png", "tables.md"
+TRAINED_BY = ("transformers", "tokenizers", "accelerate", "datasets")
 
 
 def run_bert_positions(
@@ -64,9 +61,9 @@ def run_bert_positions(
 
     Args:
         config: what to train, and on what; `load_config` makes one.
-        output: the folder of all results, new or empty: `config.yaml`; the text as tokens in `data`; metrics,
-            TensorBoard's files and trained weights of each model in `runs/SCHEME-SEED`; `record.jsonl`, and what is
-            made of it, `learning.png`, `speed.png` and `tables.md`.
+        output: the folder of all results, new or empty: `config.yaml`; the text as tokens in `data`; checkpoints of
+            each model and what came of it in `runs/SCHEME-SEED`; `record.jsonl`, and what is made of it,
+            `learning.png`, `speed.png` and `tables.md`.
         resume: go on with what is in `output`, which must be of the same configuration.
         device: "cpu" or "cuda"; None for the GPU, if there is one. In several processes, started by torchrun, each has
             its own GPU.
@@ -81,7 +78,7 @@ def run_bert_positions(
     Raises:
         ValueError: an output that holds something, or has nothing to resume, or is of another configuration; files in
             it that are damaged; a corpus that is empty or too small; a device that is not there; a loss that is not
-            finite. The message names the file and the key.
+            finite.
         ModuleNotFoundError: a package that is missing.
 
     Example:
@@ -90,174 +87,160 @@ def run_bert_positions(
         >>> from ropewalk.experiments.bert_positions.run import run_bert_positions
         >>> run_bert_positions(load_config("smoke"), output=Path("bert-positions"))  # doctest: +SKIP
     """
-    _check_packages(config)
     target = choose_device(device)
-    if jobs < 1:
-        raise ValueError(f"jobs is {jobs}, but must be at least 1")
+    state = PartialState(cpu=target.type == "cpu")
+    if jobs < 1 or (jobs > 1 and state.num_processes > 1):
+        raise ValueError(f"jobs is {jobs}, but must be at least 1, and 1 where several processes train one model")
     if record is not None and record.exists() and not resume:
         raise ValueError(f"{record} exists already, and is not overwritten")
-    with make_accelerator(config, target) as accelerator:
-        _check_batch(config, accelerator)
-        if jobs > 1 and accelerator.num_processes > 1:
-            raise ValueError(f"jobs is {jobs}, but must be 1 where several processes train one model")
-        console = (console or default_console()) if accelerator.is_main_process else Console(quiet=True)
-        with accelerator.main_process_first(), _claimed(output, config, resume or not accelerator.is_main_process):
+    console = (console or default_console()) if state.is_main_process else Console(quiet=True)
+    with state.main_process_first():
+        _claim(output, config, resume or not state.is_main_process)
+        try:
             corpus = prepare_corpus(config, output / DATA, console)
-        if jobs > 1:  # what is done, is loaded below
-            train_side_by_side(config, output, target, jobs, console)
-        rows, band_weights = _train_and_evaluate(config, corpus, output, accelerator, console)
-        if accelerator.is_main_process:
-            _report(config, corpus, output, accelerator, jobs, console, record, rows, band_weights)
-        accelerator.wait_for_everyone()
+        except (ValueError, ModuleNotFoundError):
+            if not resume and state.is_main_process:  # another text may go here
+                shutil.rmtree(output / DATA, ignore_errors=True)
+                (output / CONFIG).unlink()
+            raise
+    runs = [(scheme, seed) for seed in config.seeds for scheme in config.schemes]
+    if jobs > 1:  # what is done, is read below
+        _train_side_by_side(config, output, target, jobs, runs, console)
+    results = [_train_and_evaluate(config, corpus, output, target, console, *run) for run in runs]
+    if state.is_main_process:
+        rows: list[Any] = [row for training, evaluation, _ in results for row in (training, *evaluation)]
+        evaluation_rows = [row for _, evaluation, _ in results for row in evaluation]
+        weights = {training.seed: found for training, _, found in results if found is not None}
+        rows += measure_speed(config, len(corpus.tokenizer), target, console)
+        rows += check_exposb(config, evaluation_rows, weights)
+        run = _describe(config, corpus, target) | {"processes": state.num_processes, "jobs": jobs}
+        _report(output, run, rows, record, console)
+    state.wait_for_everyone()
     return output / RECORD
 
 
 def _train_and_evaluate(
-    config: Config, corpus: Corpus, output: Path, accelerator: Any, console: Console
-) -> tuple[list[TrainingRow | EvaluationRow], dict[int, Tensor]]:
-    """Train all models in turn; returns rows, on the main process alone, and ExpoSB's learned weights by seed."""
-    rows: list[TrainingRow | EvaluationRow] = []
-    band_weights = {}
-    runs = list_runs(config)
-    for number, (scheme, seed) in enumerate(runs, start=1):
-        folder = folder_of(output, scheme, seed)
-        title = f"{scheme}, seed {seed} ({number} of {len(runs)})"
-        model = train_run(config, corpus, scheme, seed, folder, accelerator, console, title)
-        if accelerator.is_main_process:
-            n_parameters = sum(parameter.numel() for parameter in model.parameters())
-            rows.append(training_row(scheme, seed, read_metrics(folder), n_parameters))
-            rows += _evaluate_once(model, corpus, config, scheme, seed, folder, accelerator)
-            if scheme == "exposb":
-                band_weights[seed] = trained_band_weights(model)
-        accelerator.wait_for_everyone()
-    return rows, band_weights
+    config: Config, corpus: Corpus, output: Path, device: torch.device, console: Console, scheme: str, seed: int
+) -> tuple[TrainingRow, list[EvaluationRow], torch.Tensor | None]:
+    """Train and evaluate a model, or read what came of it: its rows, and ExpoSB's learned weights."""
+    folder = output / "runs" / f"{scheme}-{seed}"
+    path = folder / RESULT
+    state = PartialState()
+    if not path.exists():
+        model, training = train_run(config, corpus, scheme, seed, folder, device, console)
+        if state.is_main_process:
+            rows = evaluate(model, corpus, config, scheme, seed, next(model.parameters()).device)
+            learnt = trained_band_weights(model).tolist() if scheme == "exposb" else None
+            content = {"training": asdict(training), "evaluation": [asdict(row) for row in rows], "weights": learnt}
+            _write(path, json.dumps(content))
+    state.wait_for_everyone()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for row in (found["training"], *found["evaluation"]):
+            del row["kind"]
+        evaluation = [EvaluationRow(**row) for row in found["evaluation"]]
+        weights = None if found["weights"] is None else torch.tensor(found["weights"], dtype=torch.float64)
+        return TrainingRow(**found["training"]), evaluation, weights
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: delete it to evaluate the model anew ({error})") from error
 
 
-def training_row(scheme: str, seed: int, metrics: list[dict[str, Any]], n_parameters: int) -> TrainingRow:
-    """Summarise the metrics of a finished run; the speed is the median over their lines."""
-    before = [{"tokens": 0, "seconds": 0.0}, *metrics[:-1]]
-    speeds = [
-        (line["tokens"] - last["tokens"]) / max(line["seconds"] - last["seconds"], 1e-3)
-        for last, line in zip(before, metrics, strict=True)
-    ]
-    return TrainingRow(
-        scheme=scheme,
-        seed=seed,
-        steps=[line["step"] for line in metrics],
-        losses=[line["loss"] for line in metrics],
-        tokens_per_second=statistics.median(speeds),
-        seconds=metrics[-1]["seconds"],
-        parameters=n_parameters,
-    )
-
-
-def _evaluate_once(
-    model: Any, corpus: Corpus, config: Config, scheme: str, seed: int, folder: Path, accelerator: Any
-) -> list[EvaluationRow]:
-    """Evaluate a run, or read an earlier evaluation of it."""
-    path = folder / EVALUATION
-    if path.exists():
+def _train_side_by_side(
+    config: Config, output: Path, device: torch.device, jobs: int, runs: Sequence[tuple[str, int]], console: Console
+) -> None:
+    """Train all models, `jobs` at a time. If one fails, no further one is begun."""
+    context = multiprocessing.get_context("spawn")  # a GPU cannot be used after a fork
+    # If each process had as many threads as there are cores, they would wait for each other.
+    threads = 1 if device.type == "cuda" else max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (threads,)) as pool:
+        futures = [pool.submit(_train_alone, config.as_dict(), output, device, *run) for run in runs]
         try:
-            rows = [row_of_line(line) for line in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: delete it to evaluate the model anew ({error})") from error
-        return [row for row in rows if isinstance(row, EvaluationRow)]
-    found = evaluate(model, corpus, config, scheme, seed, accelerator.device)
-    _write(path, json.dumps([dataclasses.asdict(row) for row in found]))
-    return found
+            for number, future in enumerate(futures, start=1):
+                row = future.result()
+                line = f"{row.scheme}, seed {row.seed} ({number} of {len(runs)}): loss {row.losses[-1]:.3f}"
+                console.print(f"{line}, {row.seconds:.0f} s", highlight=False, markup=False)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _train_alone(config: dict[str, Any], output: Path, device: torch.device, scheme: str, seed: int) -> TrainingRow:
+    own, quiet = Config(**config), Console(quiet=True)
+    corpus = prepare_corpus(own, output / DATA, quiet)
+    return _train_and_evaluate(own, corpus, output, device, quiet, scheme, seed)[0]
+
+
+def _begin(threads: int) -> None:
+    """Let this process end when its parent does, in whatever way: nothing must go on to write to the folder."""
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _describe(config: Config, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    """Describe the run: machine, versions, configuration and text, without a path of the machine."""
+    settings = config.as_dict()
+    settings["corpus"] = [PurePath(path).name for path in config.corpus]
+    if config.dataset is not None and PurePath(config.dataset).is_absolute():
+        settings["dataset"] = PurePath(config.dataset).name
+    return {
+        **describe_run(BENCHMARK, device, {name: version_of(name) or "missing" for name in TRAINED_BY}),
+        "config": settings,
+        "corpus": {
+            **corpus.facts,
+            "vocab_size": len(corpus.tokenizer),
+            "n_tokens": len(corpus.tokens),
+            "n_windows": len(corpus.windows),
+            "held_out": list(corpus.held_out.shape),
+        },
+        "precision": config.precision_on(device),
+    }
 
 
 def _report(
-    config: Config,
-    corpus: Corpus,
     output: Path,
-    accelerator: Any,
-    jobs: int,
-    console: Console,
+    run: dict[str, Any],
+    rows: Iterable[TrainingRow | EvaluationRow | SpeedRow | ExpoSBRow],
     copy: Path | None,
-    rows: Sequence[TrainingRow | EvaluationRow],
-    band_weights: Mapping[int, Tensor],
+    console: Console,
 ) -> None:
-    """Measure speed, check the claims about ExpoSB, and write and print it all."""
-    evaluation = [row for row in rows if isinstance(row, EvaluationRow)]
-    found = check_exposb(config, evaluation, band_weights)
-    speed = measure_speed(config, corpus.vocab_size, accelerator.device, console)
-    run = {
-        **describe_experiment(config, corpus, accelerator.device),
-        "processes": accelerator.num_processes,
-        "jobs": jobs,
-        "precision": accelerator.mixed_precision,
-    }
+    """Write the record, and draw and print what it says."""
     for path in (output / RECORD, *(() if copy is None else (copy,))):
-        write_bert_record(path, run, [*rows, *speed, *found])
+        write_bert_record(path, run, rows)
     result = read_bert_record(output / RECORD)
     draw_learning(result, output / LEARNING)
     draw_speed(result, output / SPEED)
     _write(output / TABLES, markdown_tables(result))
     for table in bert_tables(result):
         console.print(table)
-    for path in (RECORD, LEARNING, SPEED, TABLES):
-        console.print(str(output / path), highlight=False, markup=False)
+    for name in (RECORD, LEARNING, SPEED, TABLES):
+        console.print(str(output / name), highlight=False, markup=False)
 
 
-def _check_packages(config: Config) -> None:
-    wanted = (*_PACKAGES, *(("datasets",) if config.dataset is not None else ()))
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    if missing:
-        names = ", ".join(missing)
-        raise ModuleNotFoundError(f"{names}: not installed, but needed for training (pip install 'ropewalk[train]')")
-
-
-def _check_batch(config: Config, accelerator: Any) -> None:
-    parts = config.accumulation_steps * accelerator.num_processes
-    if config.batch_size % parts:
-        raise ValueError(
-            f"batch_size is {config.batch_size}, but must be divisible by the accumulation steps times the processes, "
-            f"{config.accumulation_steps} × {accelerator.num_processes}"
-        )
-
-
-@contextmanager
-def _claimed(output: Path, config: Config, resume: bool) -> Iterator[None]:
-    """Claim the folder to write to: new, or of this configuration. A failure within leaves no new folder behind."""
-    import yaml
-
+def _claim(output: Path, config: Config, resume: bool) -> None:
+    """Claim the folder to write to: new, or of this configuration."""
     file = output / CONFIG
-    if resume:
-        _check_same(file, config)
-        yield
+    if not resume:
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise ValueError(f"{output} exists already and is not an empty folder: resume it, or choose another output")
+        output.mkdir(parents=True, exist_ok=True)
+        _write(file, yaml.safe_dump(config.as_dict(), sort_keys=False))
         return
-    was_there = output.exists()
-    if was_there and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists already and is not an empty folder: resume it, or choose another output")
-    output.mkdir(parents=True, exist_ok=True)
-    _write(file, yaml.safe_dump(config.as_dict(), sort_keys=False))
-    try:
-        yield
-    except (ValueError, ModuleNotFoundError):
-        shutil.rmtree(output / DATA, ignore_errors=True)
-        file.unlink()
-        if not was_there:
-            output.rmdir()
-        raise
-
-
-def _check_same(file: Path, config: Config) -> None:
-    """Raise unless the configuration in a file is this one."""
-    import yaml
-
     if not file.is_file():
-        raise ValueError(f"{file} is missing: there is nothing to resume in {file.parent}")
+        raise ValueError(f"{file} is missing: there is nothing to resume in {output}")
     try:
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        before = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(before, Mapping):
-        raise ValueError(f"{file} is damaged: it has no keys and values")
-    difference = first_difference(before, config.as_dict())
-    if difference is not None:
-        key, there, here = difference
-        raise ValueError(f"{file}: {key} is {there!r} there, but {here!r} here: only the same run can be resumed")
+    for key, now in config.as_dict().items():
+        if before.get(key) != now:
+            raise ValueError(f"{file}: {key} is {before.get(key)!r} there, but {now!r} here: it must be the same run")
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,60 +13,41 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TaskID
-from torch import nn
+from torch import Tensor, nn
 
 from ropewalk.bench.core.terminal import progress_bar
 from ropewalk.bench.core.timing import peak_memory
-from ropewalk.experiments.bert_positions.batches import NO_LABEL, Batch, n_masked_of
-from ropewalk.experiments.bert_positions.evaluation import autocast_of
-from ropewalk.experiments.bert_positions.model import bert_config, make_model, mlm_loss
+from ropewalk.experiments.bert_positions.batches import make_batch
+from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.model import autocast, make_model, plain_bert
 from ropewalk.experiments.bert_positions.record import HUGGING_FACE, SpeedRow
 from ropewalk.experiments.bert_positions.training import make_optimizer
-
-if TYPE_CHECKING:
-    from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.integrations.huggingface import register
 
 ATTENTIONS = ("sdpa", "eager", "ropewalk")
 MULTIPLES = (1, 4)  # of the training length
-_PAD_ID = 0
-_SEED = 0
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+_PAD_ID = _SEED = 0
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """The amount of measurement on a kind of device."""
 
     tokens: int  # of a batch, at most, with the padding
     warmup: int  # steps of each candidate
     steps: int  # of one candidate between two waits for the device
-    least_rounds: int
-    most_rounds: int
     seconds: float  # after so many, no further round of a length begins
 
 
 EFFORTS = {
-    "cpu": Effort(tokens=1 << 9, warmup=1, steps=1, least_rounds=3, most_rounds=15, seconds=1.5),
-    "cuda": Effort(tokens=1 << 15, warmup=3, steps=5, least_rounds=3, most_rounds=15, seconds=7.0),
+    "cpu": Effort(tokens=1 << 9, warmup=1, steps=1, seconds=1.5),
+    "cuda": Effort(tokens=1 << 15, warmup=3, steps=5, seconds=7.0),
 }
-
-
-@dataclass
-class _Candidate:
-    """A model to measure, and its times: milliseconds of a step, each the mean of a group."""
-
-    name: str
-    attention: str
-    step: Callable[[Batch], None]
-    milliseconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    failed: bool = False
 
 
 def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[SpeedRow]:
@@ -76,84 +57,58 @@ def measure_speed(config: Config, vocab_size: int, device: torch.device, console
     Times are the 20 %, 50 % and 80 % quantiles over rounds, tokens/s the tokens without padding over the median. The
     peak of memory is of one step, after the first: what PyTorch has allocated at the most in it, beyond what it found,
     which is weights, the optimiser's moments and the batch. So it has activations, gradients and what is temporary.
-
-    Args:
-        config: of the experiment; its scheme's models, sizes, dropout and precision are measured.
-        vocab_size: that of the tokeniser.
-        device: of the models.
-        console: where a bar is shown.
     """
     effort = EFFORTS[device.type]
     if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
-        config = dataclasses.replace(config, length_multiples=MULTIPLES)
+        config = dataclasses.replace(config, length_multiples=list(MULTIPLES))
     rows: list[SpeedRow] = []
-    with progress_bar(console, seconds_between_lines=5.0) as progress:
-        task = progress.add_task("speed", total=len(MULTIPLES) * effort.most_rounds)
+    with progress_bar(console) as progress:
+        task = progress.add_task("speed", total=len(MULTIPLES))
         for multiple in MULTIPLES:
-            batch = make_batch(config, multiple, vocab_size, device, effort.tokens)
-            candidates = list(_candidates(config, vocab_size, device))
-            _measure(candidates, batch, device, effort, progress, task)
-            rows += [_as_row(candidate, batch) for candidate in candidates]
-            del candidates
+            batch = draw_batch(config, multiple, vocab_size, effort.tokens)
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            models = {
+                (scheme, "ropewalk"): make_model(config, scheme, _SEED, vocab_size, _PAD_ID)
+                for scheme in config.schemes
+            }
+            register()
+            for name in ATTENTIONS:
+                models[HUGGING_FACE, name] = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=name)
+            steps = {name: _make_step(model, config, device, batch) for name, model in models.items()}
+            rows += _measure(steps, batch, device, effort)
+            progress.advance(task)
+            del models, steps
     return rows
 
 
-def make_batch(config: Config, multiple: int, vocab_size: int, device: torch.device, most_tokens: int) -> Batch:
+def draw_batch(config: Config, multiple: int, vocab_size: int, most_tokens: int) -> dict[str, Tensor]:
     """Draw random tokens, as many windows as training has in a part, or as fit; a fourth of them four times as long.
 
     At the training length there are four windows or more, a multiple of four.
     """
     windows = min(config.batch_size // config.accumulation_steps, most_tokens // config.train_length)
-    batch, length = max(1, windows // max(MULTIPLES)) * max(MULTIPLES) // multiple, config.train_length * multiple
+    n_rows, length = max(1, windows // max(MULTIPLES)) * max(MULTIPLES) // multiple, config.train_length * multiple
     generator = torch.Generator().manual_seed(_SEED)
-    lengths = torch.randint((length + 1) // 2, length + 1, (batch, 1), generator=generator)
-    mask = torch.arange(length) < lengths
-    tokens = torch.randint(_PAD_ID + 1, vocab_size, (batch, length), generator=generator)
-    count = n_masked_of(length, config.mask_probability)
-    masked = torch.rand(batch, length, generator=generator).masked_fill(~mask, -1).topk(count).indices
-    scored = torch.arange(count) < (config.mask_probability * lengths.double() + 0.5).long().clamp(1)
-    return Batch(
-        input_ids=tokens.masked_fill(~mask, _PAD_ID).to(device),
-        attention_mask=mask.long().to(device),
-        masked=masked.to(device),
-        labels=tokens.gather(1, masked).masked_fill(~scored, NO_LABEL).to(device),
-        n_labels=int(scored.sum()),
-        n_tokens=int(mask.sum()),
-    )
+    lengths = torch.randint((length + 1) // 2, length + 1, (n_rows, 1), generator=generator)
+    is_token = torch.arange(length) < lengths
+    ids = torch.randint(_PAD_ID + 1, vocab_size, (n_rows, length), generator=generator)
+    is_masked = is_token & (torch.rand(n_rows, length, generator=generator) < config.mask_probability)
+    is_masked[0, 0] = True
+    return make_batch(ids.masked_fill(~is_token, _PAD_ID), is_token, ids.masked_fill(~is_masked, -100))
 
 
-def _candidates(config: Config, vocab_size: int, device: torch.device) -> Iterator[_Candidate]:
-    """Make Ropewalk's models, and transformers' own of the same size."""
-    for scheme in config.schemes:
-        model = make_model(config, scheme, _SEED, vocab_size, _PAD_ID)
-        yield _Candidate(scheme, "ropewalk", _make_step(model, config, device))
-    for attention in ATTENTIONS:
-        yield _Candidate(HUGGING_FACE, attention, _make_step(plain_bert(config, vocab_size, attention), config, device))
-
-
-def plain_bert(config: Config, vocab_size: int, attention: str) -> Any:
-    """Make transformers' `BertForMaskedLM` of the experiment's size, by one of its attention implementations."""
-    from transformers import BertForMaskedLM
-
-    from ropewalk.integrations.huggingface import register
-
-    register()
-    return BertForMaskedLM(bert_config(config, vocab_size, _PAD_ID, attn_implementation=attention))
-
-
-def _make_step(model: nn.Module, config: Config, device: torch.device) -> Callable[[Batch], None]:
+def _make_step(model: nn.Module, config: Config, device: torch.device, batch: dict[str, Tensor]) -> Callable[[], None]:
     """Make a training step of a model, as training does it."""
     model.to(device).train()
-    optimizer = make_optimizer(model, config, fused=device.type == "cuda")
-    parameters = list(model.parameters())
+    optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
 
-    def step(batch: Batch) -> None:
-        with autocast_of(config.precision, device):
-            loss = mlm_loss(model, batch)
+    def step() -> None:
+        with autocast(config, device):
+            loss = model(**batch)["loss"]
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -162,59 +117,47 @@ def _make_step(model: nn.Module, config: Config, device: torch.device) -> Callab
 
 
 def _measure(
-    candidates: Sequence[_Candidate],
-    batch: Batch,
-    device: torch.device,
-    effort: Effort,
-    progress: Progress,
-    task: TaskID,
-) -> None:
-    """Warm up, measure memory, then time in rounds; a candidate that runs out of memory is left out from there on."""
-    for candidate in candidates:
-        progress.update(task, description=f"{candidate.name} at {batch.input_ids.shape[1]}")
-        _warm_up(candidate, batch, device, effort)
-    order, shuffle = [c for c in candidates if not c.failed], random.Random(_SEED).shuffle
+    steps: dict[tuple[str, str], Callable[[], None]], batch: dict[str, Tensor], device: torch.device, effort: Effort
+) -> list[SpeedRow]:
+    """Warm up, measure memory, then time in rounds those that did not run out of memory."""
+    milliseconds: dict[tuple[str, str], list[float]] = {}
+    peaks: dict[tuple[str, str], int] = {}
+    for name, step in steps.items():
+        try:
+            for _ in range(effort.warmup):
+                step()
+            if device.type == "cuda":
+                peaks[name] = peak_memory(step, device)
+            milliseconds[name] = []
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    order, shuffle = list(milliseconds), random.Random(_SEED).shuffle
     deadline = time.perf_counter() + effort.seconds
-    for done in range(effort.most_rounds):
-        if done >= effort.least_rounds and time.perf_counter() > deadline:
-            progress.advance(task, effort.most_rounds - done)
+    for done in range(MOST_ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() > deadline:
             break
         shuffle(order)
-        for candidate in order:
-            candidate.milliseconds.append(_time_steps(candidate, batch, device, effort.steps))
-        progress.advance(task)
+        for name in order:
+            milliseconds[name].append(_time(steps[name], effort.steps, device))
+    n_rows, length = batch["input_ids"].shape
+    n_tokens = int(batch["attention_mask"].sum())
+    rows = []
+    for name in steps:
+        if name not in milliseconds:
+            rows.append(SpeedRow(*name, length, n_rows, None, None, None))
+            continue
+        p20, *_, p80 = statistics.quantiles(milliseconds[name], n=5, method="inclusive")
+        p50 = statistics.median(milliseconds[name])
+        rows.append(SpeedRow(*name, length, n_rows, n_tokens / p50 * 1e3, (p20, p50, p80), peaks.get(name)))
+    return rows
 
 
-def _warm_up(candidate: _Candidate, batch: Batch, device: torch.device, effort: Effort) -> None:
-    """Run the first steps, measure the memory of one more, and note candidates without enough."""
-    try:
-        for _ in range(effort.warmup):
-            candidate.step(batch)
-        if device.type == "cuda":
-            candidate.peak_bytes = peak_memory(lambda: candidate.step(batch), device)
-    except torch.OutOfMemoryError:
-        candidate.failed = True
-        torch.cuda.empty_cache()
-
-
-def _time_steps(candidate: _Candidate, batch: Batch, device: torch.device, steps: int) -> float:
+def _time(step: Callable[[], None], times: int, device: torch.device) -> float:
     """Time some steps: their mean in milliseconds, between two idle points of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
-    for _ in range(steps):
-        candidate.step(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / steps
-
-
-def _as_row(candidate: _Candidate, batch: Batch) -> SpeedRow:
-    size, length = batch.input_ids.shape
-    if candidate.failed:
-        return SpeedRow(candidate.name, candidate.attention, length, size, None, None, None)
-    p20, *_, p80 = statistics.quantiles(candidate.milliseconds, n=5, method="inclusive")
-    p50 = statistics.median(candidate.milliseconds)
-    tokens_per_second = batch.n_tokens / p50 * 1e3
-    step_ms = (p20, p50, p80)
-    return SpeedRow(candidate.name, candidate.attention, length, size, tokens_per_second, step_ms, candidate.peak_bytes)
+    for _ in range(times):
+        step()
+    wait()
+    return (time.perf_counter() - start) * 1e3 / times

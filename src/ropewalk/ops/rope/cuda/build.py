@@ -40,8 +40,8 @@ _DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 
 # nvcc compiles operators.cpp too: it finds its own headers, wherever it is installed.
 _FLAGS = ("-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden")
-_CUDA_FLAGS = ("-O3", "--threads=0")  # the architectures of one file, side by side
-_CXX_FLAGS = ("-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000")  # the stable ABI of torch 2.10
+_CUDA_FLAGS = ("-O3", "--threads=0")  # files and architectures side by side
+_CXX_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)  # the stable ABI of torch 2.10
 # The operators need libtorch_cuda, which a torch without CUDA lacks; libtorch depends on what there is. Unless it is
 # named, some linkers leave libstdc++ out because of libtorch's, and the first exception ends the process.
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed,-lstdc++,-ltorch,-ltorch_cpu")
@@ -62,13 +62,6 @@ class Compilers(NamedTuple):
     nvcc: str | None
     cxx: str | None  # the host compiler, for nvcc to call
     missing: str | None  # the missing program and the folders without it; None if both exist
-
-
-class _Command(NamedTuple):
-    task: str  # "compile rotate.cu"
-    argv: tuple[str, ...]
-    output: Path
-    log: Path
 
 
 # Names and places of libraries
@@ -220,36 +213,24 @@ def _chosen(variable: str) -> tuple[str | None, str | None] | None:
     return os.path.abspath(program), None
 
 
-def _commands(compilers: Compilers, architectures: Sequence[str], scratch: Path) -> list[list[_Command]]:
-    """Return the commands of a build: those of a list run side by side, one list after the other."""
-    nvcc = [str(compilers.nvcc)]
-    # nvcc takes its default by itself: an installation may name a host compiler that suits it better.
-    if compilers.cxx != shutil.which("g++"):
-        nvcc += ["-ccbin", str(compilers.cxx)]
+def _command(compilers: Compilers, architectures: Sequence[str], library: Path) -> list[str]:
+    """Return the command that compiles and links the library."""
     package = Path(torch.__file__).parent
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")  # for GPUs to come
-    includes = ["-isystem", str(package / "include")]
-
-    def command(task: str, name: str, *arguments: str) -> _Command:
-        output = scratch / name
-        return _Command(task, (*nvcc, *arguments, "-o", str(output)), output, scratch / f"{name}.log")
-
-    kernels = command(
-        "compile rotate.cu", "rotate.o", *_FLAGS, *_CUDA_FLAGS, *targets, "-c", str(SOURCES / "rotate.cu")
-    )
-    operators = command(
-        "compile operators.cpp", "operators.o", *_FLAGS, *_CXX_FLAGS, *includes, "-c", str(SOURCES / "operators.cpp")
-    )
-    objects = [str(operators.output), str(kernels.output)]
+    # nvcc takes its default by itself: an installation may name a host compiler that suits it better.
+    host = [] if compilers.cxx == shutil.which("g++") else ["-ccbin", str(compilers.cxx)]
     folders = [package / "lib"]
     # From Python packages the runtime is in lib, and nvcc looks for it in lib64.
     toolkit = Path(str(compilers.nvcc)).resolve().parents[1]
     if (toolkit / "lib" / "libcudart_static.a").is_file():
         folders.append(toolkit / "lib")
-    # No run path: a process that loads the library has loaded torch.
-    library = command("link", LIBRARY, *objects, *(f"-L{folder}" for folder in folders), *_LINK_FLAGS)
-    return [[kernels, operators], [library]]
+    return [
+        *(str(compilers.nvcc), *host, *_FLAGS, *_CUDA_FLAGS, *_CXX_FLAGS, *targets),
+        *("-isystem", str(package / "include"), str(SOURCES / "rotate.cu"), str(SOURCES / "operators.cpp")),
+        # No run path: a process that loads the library has loaded torch.
+        *(*(f"-L{folder}" for folder in folders), *_LINK_FLAGS, "-o", str(library)),
+    ]
 
 
 # Building
@@ -278,7 +259,7 @@ def build(architectures: Sequence[str], *, force: bool = False) -> Path:
             if not force and _stamp(folder / _FAILURE) not in (None, asked):
                 raise BuildError(failed_before(architectures))  # another process has just tried in vain
             with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
-                _build(_commands(compilers, architectures, Path(scratch)), folder, Path(scratch))
+                _build(_command(compilers, architectures, Path(scratch, LIBRARY)), folder, Path(scratch))
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise BuildError(
@@ -320,34 +301,29 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _build(steps: list[list[_Command]], folder: Path, scratch: Path) -> None:
-    """Run the commands, and put the library, or the reason why there is none, into a folder."""
-    ran: list[_Command] = []
-    for commands in steps:
-        ran += commands
-        failed = _run(commands, scratch)
-        if failed is not None:
-            command, how = failed
-            log, output = folder / LOG, _read(command.log)
-            _publish(_text_of(ran), scratch, log)
-            lines = "\n".join(f"    {line}" for line in output.splitlines()[-_LAST_LINES:]) or "    (nothing)"
-            reason = (
-                f"the native extension was not built: {os.path.basename(command.argv[0])} {how} as it was to "
-                f"{command.task}\n"
-                f"  command: {shlex.join(command.argv)}\n"
-                f"  the end of its output:\n{lines}\n"
-                f"  the whole log: {log}"
-            )
-            _publish(reason, scratch, folder / _FAILURE)
-            raise BuildError(reason)
-    _publish(_text_of(ran), scratch, folder / LOG)
-    library = ran[-1].output
-    if _CXX_RUNTIME not in library.read_bytes():
-        reason = (
-            f"the native extension was not built: it does not use {_CXX_RUNTIME.decode()} as PyTorch does, and its "
-            f"first exception would end the process; name another C++ compiler in NVCC_CCBIN\n"
-            f"  the whole log: {folder / LOG}"
+def _build(command: Sequence[str], folder: Path, scratch: Path) -> None:
+    """Run the command, and put the library, or the reason why there is none, into a folder."""
+    log, library = scratch / "log", scratch / LIBRARY
+    code = _run(command, scratch, log)
+    output, shown = _read(log), shlex.join(command)
+    _publish(f"$ {shown}\n{output}", scratch, folder / LOG)
+    failure = ""
+    if code < 0:
+        failure = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    elif code > 0:
+        failure = f"exited with {code}"
+    elif not library.is_file():
+        failure = "wrote no library"
+    if failure:
+        lines = "\n".join(f"    {line}" for line in output.splitlines()[-_LAST_LINES:]) or "    (nothing)"
+        failure = f"{os.path.basename(command[0])} {failure}\n  command: {shown}\n  the end of its output:\n{lines}"
+    elif _CXX_RUNTIME not in library.read_bytes():
+        failure = (
+            f"it does not use {_CXX_RUNTIME.decode()} as PyTorch does, and its first exception would end the process; "
+            "name another C++ compiler in NVCC_CCBIN"
         )
+    if failure:
+        reason = f"the native extension was not built: {failure}\n  the whole log: {folder / LOG}"
         _publish(reason, scratch, folder / _FAILURE)
         raise BuildError(reason)
     with library.open("rb") as file:
@@ -356,58 +332,25 @@ def _build(steps: list[list[_Command]], folder: Path, scratch: Path) -> None:
     (folder / _FAILURE).unlink(missing_ok=True)
 
 
-def _run(commands: Sequence[_Command], scratch: Path) -> tuple[_Command, str] | None:
-    """Run commands side by side until all have ended; return the first that fails, and its error, or None."""
+def _run(command: Sequence[str], scratch: Path, log: Path) -> int:
+    """Run the command, its output into a file; returns its exit code. It and all that it started end with this."""
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": scratch, "start_new_session": True}
     # Temporary files of compilers are removed with the folder.
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    running: dict[_Command, subprocess.Popen[bytes]] = {}
+    with log.open("wb") as file:
+        try:
+            process = subprocess.Popen(command, stdout=file, env=environment, **options)  # type: ignore[call-overload]
+        except OSError as error:
+            raise BuildError(
+                f"the native extension cannot be built: {command[0]} does not run: {error.strerror}"
+            ) from error
     try:
-        for command in commands:
-            with command.log.open("wb") as log:
-                try:
-                    # In a group of its own: nvcc starts others, and they must end with it.
-                    running[command] = subprocess.Popen(
-                        command.argv,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        cwd=scratch,
-                        env=environment,
-                        start_new_session=True,
-                    )
-                except OSError as error:
-                    raise BuildError(
-                        f"the native extension cannot be built: {command.argv[0]} does not run: {error.strerror}"
-                    ) from error
-        while running:
-            for command, process in list(running.items()):
-                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    continue
-                del running[command]
-                code = _end(process)
-                if code < 0:
-                    return command, f"was ended by signal {-code} ({signal.strsignal(-code)})"
-                if code > 0:
-                    return command, f"exited with {code}"
-                if not command.output.is_file():
-                    return command, f"wrote no {command.output.name}"
-            time.sleep(0.02)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     finally:
-        for process in running.values():
-            _end(process)
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a process that was not waited for yet, and all that it started; return its exit code."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def _text_of(commands: Sequence[_Command]) -> str:
-    """Join the logs of commands."""
-    return "\n".join(f"$ {shlex.join(command.argv)}\n{_read(command.log)}" for command in commands)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code: int = process.wait()
+    return code
 
 
 def _read(log: Path) -> str:
