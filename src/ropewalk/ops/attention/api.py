@@ -13,7 +13,8 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
+from ropewalk.ops.attention.blocks.tables import find_tables, has_rows
+from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -52,6 +53,7 @@ _ELSEWHERE = {
     "key_padding_mask": "for padding pass key_lengths, or a mask of (B, 1, 1, Tk)",
     "page_table": "block_table",
     "block_tables": "block_table",
+    "block_mask": "blocks",
     "position_ids": "positions_q",
     "positions": "positions_q",
     "softcapping": "softcap",
@@ -97,6 +99,7 @@ def attention(
     key_starts: Tensor | None = None,
     query_starts: Tensor | None = None,
     block_table: Tensor | None = None,
+    blocks: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -255,15 +258,22 @@ def attention(
         if not goes_with_rotation(norm, position):
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
-    flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
+    flags: tuple[Any, ...] = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout)
+    flags += (deterministic, impl)
     key = norm_key = None
     may_plan = not (attend_parts or return_max_logits or torch.compiler.is_compiling())
+    may_plan = may_plan and (blocks is None or has_rows(q, k))  # of thd, which takes no blocks
     if may_plan:
         if torch._C._is_any_autocast_enabled() and _is_autocast(q):
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given = (q, k, v, *masks, *bounds, positions_q, positions_k, gate, sinks)
+        given_blocks: tuple[Any, ...] = NO_BLOCKS[:4]
+        if blocks is not None:
+            blocks = find_tables(blocks, q, k, layout, block_table)
+            given_blocks = blocks[:4]
+            flags += blocks[4:]
+        given = (q, k, v, *masks, *bounds, positions_q, positions_k, *given_blocks, gate, sinks)
     elif gate is not None and _is_autocast(q):
         gate = _lower(gate)
     if may_plan and norm is not None:
@@ -271,7 +281,7 @@ def attention(
         found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
         if found is not None:
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
-            given = (q, k, v, *masks, *bounds, None, None, gate, sinks)
+            given = (q, k, v, *masks, *bounds, None, None, *given_blocks, gate, sinks)
     if may_plan and norm is None:
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
@@ -297,6 +307,7 @@ def attention(
         key_starts=key_starts,
         query_starts=query_starts,
         block_table=block_table,
+        blocks=blocks,
         softcap=softcap,
         sinks=sinks,
         dropout_p=dropout_p,

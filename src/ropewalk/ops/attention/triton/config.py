@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, BlockTables
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
 
@@ -203,7 +203,12 @@ def choose_tiles(
     tiles = table["any"][key]
     for special in _specials(score_mod, call):
         tiles = table.get(special, {}).get(key, tiles)
-    return tiles
+    return tiles if call.blocks is None else _within_blocks(tiles, call.blocks)
+
+
+def _within_blocks(tiles: Tiles, blocks: BlockTables) -> Tiles:
+    """Return tiles that lie in one block each."""
+    return tiles._replace(block_m=min(tiles.block_m, blocks.block_q), block_n=min(tiles.block_n, blocks.block_k))
 
 
 def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:

@@ -25,6 +25,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Bounds,
     Dropout,
     Gate,
+    Lists,
     Mask,
     Packed,
     Positions,
@@ -39,6 +40,7 @@ from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
 NO_MASK = Mask(None, None, None, None, None)
+NO_LISTS = Lists(*(None,) * len(Lists._fields))
 NO_GATE = Gate(None, None, None, None, None, None)
 
 
@@ -77,6 +79,26 @@ def mask_args(call: AttentionCall) -> Mask:
         return NO_MASK
     batch, head, query, key = broadcast_strides(mask, 4)
     return Mask(mask.view(torch.uint8), batch, head, key, None if is_of_keys(mask) else query)
+
+
+def lists_args(call: AttentionCall, of: str) -> Lists:
+    """Return the lists of a call's "rows" or "columns", with their strides; 0 for a dimension of one."""
+    blocks = call.blocks
+    if blocks is None:
+        return NO_LISTS
+    lists = blocks.rows if of == "rows" else blocks.columns
+    assert lists is not None
+    args = Lists(lists, *broadcast_strides(lists, 3), None, None, None, None, None)
+    if blocks.slots is None:
+        return args
+    batch, head, query = broadcast_strides(blocks.slots, 3)
+    return args._replace(
+        slots=blocks.slots,
+        slots_stride_batch=batch,
+        slots_stride_head=head,
+        slots_stride_query=query,
+        bits=blocks.bits,
+    )
 
 
 def gate_args(gate: Tensor | None, v_head_dim: int) -> Gate:
