@@ -268,11 +268,11 @@ def attention(
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         masks = (mask, key_lengths, key_starts, query_starts)
         bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, block_table)
-        given_blocks: tuple[Any, ...] = NO_BLOCKS[:4]
+        given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
         if blocks is not None:
             blocks = find_tables(blocks, q, k, layout, block_table)
-            given_blocks = blocks[:4]
-            flags += blocks[4:]
+            given_blocks = blocks[:5]
+            flags += blocks[5:]
         given = (q, k, v, *masks, *bounds, positions_q, positions_k, *given_blocks, gate, sinks)
     elif gate is not None and _is_autocast(q):
         gate = _lower(gate)

@@ -64,13 +64,14 @@ class BlockTables(NamedTuple):
     """Lists of blocks as kernels read them: M blocks of queries, N of keys; no block twice.
 
     A row of lists begins with two counts. Blocks that are taken as they are come first, then those whose pairs `bits`
-    choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share lists.
+    or `spans` choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share lists.
     """
 
     rows: Tensor  # (B, H, M, 2 + n), int32: for each block of queries, counts and blocks of keys
     columns: Tensor | None = None  # (B, H, N, 2 + M), int32: for each block of keys, those of queries; for a backward
     slots: Tensor | None = None  # (B, H, M, N), int32: where a block's bits are; None: there are none
     bits: Tensor | None = None  # (slots, block_q, block_k / 32), int32: bit n % 32 of word n // 32 is key n's
+    spans: Tensor | None = None  # (B, H, Tq, 2), int32: instead of bits, the first key of each query, and the end
     block_q: int = 128  # queries of a block
     block_k: int = 128
 
@@ -138,7 +139,7 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    rest = (*(call.blocks or NO_BLOCKS)[:4], call.gate, call.sinks, call.seed, call.score_mod_params)
+    rest = (*(call.blocks or NO_BLOCKS)[:5], call.gate, call.sinks, call.seed, call.score_mod_params)
     return (call.q, call.k, call.v, *masks, *indices, *rest, *given)
 
 
@@ -211,11 +212,11 @@ _NO_FAR_LEAVES = (None,) * 10
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
     q, k, v, *masks = leaves[:15]
-    rows, *others = leaves[15:21]
-    blocks, plain = None if rows is None else BlockTables(rows, *others), leaves[21:31]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[31:40]
+    rows, *others = leaves[15:22]
+    blocks, plain = None if rows is None else BlockTables(rows, *others), leaves[22:32]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[32:41]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[40:50]
+    window, *features = leaves[41:51]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -225,7 +226,7 @@ def unflatten(leaves: Any) -> AttentionCall:
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
     call = AttentionCall(q, k, v, None, *masks, blocks, *plain)
-    return call._replace(tables=tables, far=far, deterministic=leaves[50])
+    return call._replace(tables=tables, far=far, deterministic=leaves[51])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:
@@ -357,8 +358,12 @@ def expand_blocks(tables: BlockTables, queries: slice, n_keys: int) -> Tensor:
         return found.scatter(3, torch.where(listed, blocks, n_blocks), True)[..., :n_blocks]
 
     mask = mark(entry < n_full).repeat_interleave(tables.block_k, 3)
+    partial = mark((entry >= n_full) & (entry < n_listed))
+    if tables.spans is not None:
+        n, (starts, stops) = torch.arange(n_blocks * tables.block_k, device=device), tables.spans[:, :, m].unbind(-1)
+        inside = (n >= starts[..., None]) & (n < stops[..., None])
+        mask = mask | (partial.repeat_interleave(tables.block_k, 3) & inside)
     if tables.slots is not None and tables.bits is not None:
-        partial = mark((entry >= n_full) & (entry < n_listed))
         slots = torch.where(partial, tables.slots[:, :, m // tables.block_q], 0)
         words = tables.bits[slots, (m % tables.block_q)[:, None]]
         bits = words[..., None] >> torch.arange(32, dtype=torch.int32, device=device) & 1

@@ -35,6 +35,8 @@ class BlockLists:
             still act in them.
         block_q: queries of a block, 64 or 128.
         block_k: keys of a block, 64 or 128.
+        spans: (B or 1, H or 1, Tq, 2), int32: in blocks of `indices` that `full_indices` does not name, query m attends
+            keys from spans[..., m, 0] to below spans[..., m, 1] alone. Full blocks are taken as they are.
 
     On a GPU no value is checked: a count above n counts as n, and an index of no block is left out.
 
@@ -59,3 +61,4 @@ class BlockLists:
     full_indices: Tensor | None = None
     block_q: int = 128
     block_k: int = 128
+    spans: Tensor | None = None

@@ -32,12 +32,13 @@ class Source(NamedTuple):
     full_indices: Tensor | None
     block_q: int
     block_k: int
-    mask_mod: Callable[..., Tensor] | None  # of pairs in blocks that are not full
+    spans: Tensor | None  # of pairs in blocks that are not full
+    mask_mod: Callable[..., Tensor] | None  # likewise
 
     @property
     def tensors(self) -> list[Tensor]:
         """The lists."""
-        return [x for x in self[:4] if isinstance(x, Tensor)]
+        return [x for x in (*self[:4], self.spans) if isinstance(x, Tensor)]
 
 
 class Sizes(NamedTuple):
@@ -86,11 +87,14 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     source = _read(blocks)
     compiling = torch.compiler.is_compiling()
     kept = getattr(blocks, _ATTRIBUTE, None)
-    if not compiling and isinstance(kept, _Kept) and _is_current(kept, source, sizes):
-        if kept.tables.columns is not None or not columns:
-            return kept.tables
+    is_kept = not compiling and isinstance(kept, _Kept) and _is_current(kept, source, sizes)
+    if is_kept and (kept.tables.columns is not None or not columns):
+        tables: BlockTables = kept.tables
+        return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))
     _check_lengths(blocks, sizes)
+    if source.spans is not None:
+        _check_spans(source.spans, sizes, q)
     if source.mask_mod is not None and (compiling or is_intercepted()):
         if isinstance(kept, _Kept):
             return kept.tables
@@ -147,14 +151,14 @@ def _read(blocks: Any) -> Source:
     """Return the lists of an argument, or raise."""
     if isinstance(blocks, BlockLists):
         lists = (blocks.counts, blocks.indices, blocks.full_counts, blocks.full_indices)
-        return Source(*lists, blocks.block_q, blocks.block_k, None)
+        return Source(*lists, blocks.block_q, blocks.block_k, blocks.spans, None)
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     if not isinstance(blocks, BlockMask):
         raise TypeError(f"blocks is {type(blocks).__name__}, but must be a BlockLists or a BlockMask of FlexAttention")
     lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
     mask_mod = None if blocks.mask_mod is noop_mask else blocks.mask_mod
-    return Source(*lists, *blocks.BLOCK_SIZE, mask_mod)
+    return Source(*lists, *blocks.BLOCK_SIZE, None, mask_mod)
 
 
 _NAMES = {
@@ -206,6 +210,21 @@ def _check(source: Source, sizes: Sizes, q: Tensor, is_ours: bool) -> None:
             _check_values(counts, indices, of_counts, of_indices, n_blocks)
 
 
+def _check_spans(spans: Any, sizes: Sizes, q: Tensor) -> None:
+    if not isinstance(spans, Tensor) or spans.dtype != torch.int32:
+        kind = str(spans.dtype) if isinstance(spans, Tensor) else type(spans).__name__
+        raise TypeError(f"spans of blocks is {kind}, but must be a tensor of int32")
+    check_dense("spans", spans)
+    if spans.device != q.device:
+        raise ValueError(f"spans of blocks is on {spans.device}, but must be on q's device, {q.device}")
+    fits = spans.ndim == 4 and spans.shape[0] in (1, sizes.batch) and spans.shape[1] in (1, sizes.heads)
+    if not fits or spans.shape[2:] != (sizes.queries, 2):
+        raise ValueError(
+            f"spans of blocks has shape {tuple(spans.shape)}, but must be (B or 1, H or 1, Tq, 2) with "
+            f"B = {sizes.batch}, H = {sizes.heads} and Tq = {sizes.queries}"
+        )
+
+
 def _check_lengths(blocks: Any, sizes: Sizes) -> None:
     """Raise unless a BlockMask was made for a call's lengths, or for whole blocks that hold them."""
     made = getattr(blocks, "seq_lengths", None)
@@ -236,17 +255,18 @@ def _check_values(counts: Tensor, indices: Tensor, of_counts: str, of_indices: s
 def _make(source: Source, sizes: Sizes, columns: bool) -> BlockTables:
     """Return the tables of lists."""
     n_blocks = -(-sizes.keys // source.block_k)
-    *lists, block_q, block_k, mask_mod = source
+    *lists, block_q, block_k, spans, mask_mod = source
     if mask_mod is None:
         if is_plain_eager(*source.tensors) and not is_intercepted():
-            tables = make_lists(*lists, n_blocks, False, columns)
+            rows, of_columns = make_lists(*lists, n_blocks, spans is not None, columns)
         else:
-            tables = torch.ops.ropewalk.block_lists(*lists, n_blocks, columns)
-        return BlockTables(tables[0], tables[1] if columns else None, None, None, block_q, block_k)
+            rows, of_columns = torch.ops.ropewalk.block_lists(*lists, n_blocks, spans is not None, columns)
+        spans = None if spans is None else spans.contiguous()
+        return BlockTables(rows, of_columns if columns else None, None, None, spans, block_q, block_k)
     marks = _mark(*lists, n_blocks, True)
     rows, of_columns = _compact(marks, *lists, True, columns)
     slots, bits = _evaluate(mask_mod, marks == PARTIAL, source, sizes)
-    return BlockTables(rows, of_columns, slots, bits, block_q, block_k)
+    return BlockTables(rows, of_columns, slots, bits, None, block_q, block_k)
 
 
 def make_lists(
@@ -352,7 +372,7 @@ def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _LIBRARY.define(
     "block_lists(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt n_blocks, "
-    "bool columns) -> (Tensor, Tensor)"
+    "bool has_partial, bool columns) -> (Tensor, Tensor)"
 )
 
 
@@ -362,9 +382,10 @@ def _block_lists(
     full_counts: Tensor | None,
     full_indices: Tensor | None,
     n_blocks: int,
+    has_partial: bool,
     columns: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows, of_columns = make_lists(counts, indices, full_counts, full_indices, n_blocks, False, columns)
+    rows, of_columns = make_lists(counts, indices, full_counts, full_indices, n_blocks, has_partial, columns)
     return rows, rows.new_empty(0) if of_columns is None else of_columns
 
 
@@ -374,6 +395,7 @@ def _block_lists_fake(
     full_counts: Tensor | None,
     full_indices: Tensor | None,
     n_blocks: int,
+    has_partial: bool,
     columns: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows = counts.shape

@@ -58,17 +58,17 @@ class Mask(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Lists of blocks: the fields of `BlockTables`, dense; inside a kernel `ptr` is at one line, `slots` at one head."""
+    """The fields of `BlockTables`, dense; inside a kernel `ptr` is at one line, and `slots` at one head."""
 
     ptr: Any  # the rows, or the columns where a kernel loops over queries; None: all pairs, and no field
     stride_batch: Any  # 0: all batch rows have the same
     stride_head: Any
     stride_line: Any
-    slots: Any  # None: no pair is chosen by bits
+    slots: Any  # None: no pair is chosen by bits; with spans, they are in its place, and their strides
     slots_stride_batch: Any
     slots_stride_head: Any
     slots_stride_query: Any  # from one block of queries to the next
-    bits: Any
+    bits: Any  # None: no bits
 
 
 class MaskFlags(NamedTuple):

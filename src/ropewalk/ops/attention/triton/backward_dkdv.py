@@ -121,6 +121,7 @@ def _mainloop_q(
                     k_index[:, None],
                     q_start,
                     tile.start,
+                    seqlens.n_queries,
                     masking.lists,
                     blocks.LIST_Q,
                     blocks.LIST_K,
@@ -194,7 +195,7 @@ def _attend_heads(
             stream.sequence,
         )
         head_range = tile_range
-        if lists.bits is not None:
+        if slots is not None:
             state = _mainloop_q(
                 state,
                 keys,

@@ -110,6 +110,7 @@ def _mainloop_kv(
                     k_index[None, :],
                     tile.start,
                     k_start,
+                    seqlens.n_queries,
                     masking.lists,
                     blocks.LIST_Q,
                     blocks.LIST_K,
@@ -156,7 +157,7 @@ def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_fl
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
     HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
-    if masking.lists.bits is not None:
+    if masking.lists.slots is not None:
         state = _mainloop_kv(
             state,
             queries,

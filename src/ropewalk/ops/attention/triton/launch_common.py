@@ -89,6 +89,9 @@ def lists_args(call: AttentionCall, of: str) -> Lists:
     lists = blocks.rows if of == "rows" else blocks.columns
     assert lists is not None
     args = Lists(lists, *broadcast_strides(lists, 3), None, None, None, None, None)
+    if blocks.spans is not None:
+        batch, head = broadcast_strides(blocks.spans, 2)
+        return args._replace(slots=blocks.spans, slots_stride_batch=batch, slots_stride_head=head)
     if blocks.slots is None:
         return args
     batch, head, query = broadcast_strides(blocks.slots, 3)

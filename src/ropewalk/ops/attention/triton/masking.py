@@ -21,7 +21,7 @@ ALL = tl.constexpr(0)
 NEAR = tl.constexpr(1)
 FAR_PAST = tl.constexpr(2)
 FAR_FUTURE = tl.constexpr(3)
-# MASKED of a main loop, beside False and True: the pairs of each tile are chosen by the bits of `Lists` too.
+# MASKED of a main loop, beside False and True: the pairs of each tile are chosen by bits or spans of `Lists` too.
 BITS = tl.constexpr(2)
 
 
@@ -183,7 +183,7 @@ def lists_of_line(lists, batch, head, line):
 
 @triton.jit
 def slots_of_head(lists, batch, head):
-    """Return the pointer of the bits' slots at one head; None without bits."""
+    """Return the pointer of the bits' slots, or of the spans, at one head; None without either."""
     ptr = None
     if lists.slots is not None:
         ptr = lists.slots + wide(batch) * lists.slots_stride_batch + wide(head) * lists.slots_stride_head
@@ -237,11 +237,20 @@ def listed_token(index, ptr, LISTED: tl.constexpr):
 
 
 @triton.jit
-def apply_bits(attends, m, n, q_start, k_start, lists, LIST_Q: tl.constexpr, LIST_K: tl.constexpr):
-    """Return whether queries m attend keys n by the bits of their block too; a tile begins at q_start and k_start."""
-    slot = tl.load(lists.slots + wide(q_start // LIST_Q) * lists.slots_stride_query + k_start // LIST_K)
-    words = tl.load(lists.bits + (wide(slot) * LIST_Q + m % LIST_Q) * (LIST_K // 32) + n % LIST_K // 32)
-    return attends & ((words >> (n % 32) & 1) != 0)
+def apply_bits(attends, m, n, q_start, k_start, n_queries, lists, LIST_Q: tl.constexpr, LIST_K: tl.constexpr):
+    """Return whether queries m attend keys n by the bits of their block, or by their spans, too.
+
+    A tile begins at q_start and k_start.
+    """
+    if lists.bits is None:
+        start = tl.load(lists.slots + wide(m) * 2, m < n_queries, other=0)
+        stop = tl.load(lists.slots + wide(m) * 2 + 1, m < n_queries, other=0)
+        attends = attends & (n >= start) & (n < stop)
+    else:
+        slot = tl.load(lists.slots + wide(q_start // LIST_Q) * lists.slots_stride_query + k_start // LIST_K)
+        words = tl.load(lists.bits + (wide(slot) * LIST_Q + m % LIST_Q) * (LIST_K // 32) + n % LIST_K // 32)
+        attends = attends & ((words >> (n % 32) & 1) != 0)
+    return attends
 
 
 @triton.jit
