@@ -64,7 +64,8 @@ class BlockTables(NamedTuple):
     """Lists of blocks as kernels read them: M blocks of queries, N of keys; no block twice.
 
     A row of lists begins with two counts. Blocks that are taken as they are come first, then those whose pairs `bits`
-    or `spans` choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share lists.
+    or `spans` choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share
+    lists.
     """
 
     rows: Tensor  # (B, H, M, 2 + n), int32: for each block of queries, counts and blocks of keys
