@@ -65,11 +65,11 @@ class BlockTables(NamedTuple):
 
     A row of lists begins with two counts. Blocks that are taken as they are come first, then those whose pairs `bits`
     or `spans` choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share
-    lists.
+    lists, and each has room for one block more, which kernels load ahead.
     """
 
-    rows: Tensor  # (B, H, M, 2 + n), int32: for each block of queries, counts and blocks of keys
-    columns: Tensor | None = None  # (B, H, N, 2 + M), int32: for each block of keys, those of queries; for a backward
+    rows: Tensor  # (B, H, M, 3 + n), int32: for each block of queries, counts and blocks of keys
+    columns: Tensor | None = None  # (B, H, N, 3 + M), int32: for each block of keys, those of queries; for a backward
     slots: Tensor | None = None  # (B, H, M, N), int32: where a block's bits are; None: there are none
     bits: Tensor | None = None  # (slots, block_q, block_k / 32), int32: bit n % 32 of word n // 32 is key n's
     spans: Tensor | None = None  # (B, H, Tq, 2), int32: instead of bits, the first key of each query, and the end

@@ -123,10 +123,10 @@ def mark(marks: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
 
 
 def compact(marks: Tensor, of: str, width: int, has_partial: bool) -> Tensor:
-    """Return the lists of a map's "rows" or "columns", (B, H, lines, 2 + width), with one launch."""
+    """Return the lists of a map's "rows" or "columns", (B, H, lines, 3 + width), with one launch."""
     batch, heads, rows, columns = marks.shape
     lines, items, strides = (rows, columns, (columns, 1)) if of == "rows" else (columns, rows, (1, columns))
-    out = torch.empty(batch, heads, lines, 2 + width, dtype=torch.int32, device=marks.device)
+    out = torch.empty(batch, heads, lines, 3 + width, dtype=torch.int32, device=marks.device)
     block_lines, block_items = _WIDTHS[of]
     compact_kernel[(batch * heads * triton.cdiv(lines, block_lines),)](
         out,
@@ -134,7 +134,7 @@ def compact(marks: Tensor, of: str, width: int, has_partial: bool) -> Tensor:
         lines,
         items,
         *strides,
-        2 + width,
+        3 + width,
         HAS_PARTIAL=has_partial,
         FULL=FULL,
         PARTIAL=PARTIAL,

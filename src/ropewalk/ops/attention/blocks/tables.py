@@ -339,7 +339,7 @@ def _sort(marks: Tensor, width: int) -> Tensor:
     """Return the sorted lists of a map's rows, in plain PyTorch."""
     counts = [(marks == value).sum(3, keepdim=True) for value in (FULL, PARTIAL)]
     order = torch.argsort(marks, dim=3, descending=True, stable=True)[..., :width]
-    return torch.cat((*counts, order), 3).to(torch.int32)
+    return torch.cat((*counts, order, torch.zeros_like(counts[0])), 3).to(torch.int32)
 
 
 def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -405,8 +405,8 @@ def _block_lists_fake(
         width = width + full_indices.shape[3]
     width = torch.sym_min(width, n_blocks)
     empty = counts.new_empty
-    of_rows = empty((batch, heads, rows, 2 + width), dtype=torch.int32)
-    return of_rows, empty((batch, heads, n_blocks, 2 + rows) if columns else (0,), dtype=torch.int32)
+    of_rows = empty((batch, heads, rows, 3 + width), dtype=torch.int32)
+    return of_rows, empty((batch, heads, n_blocks, 3 + rows) if columns else (0,), dtype=torch.int32)
 
 
 _LIBRARY.impl("block_lists", _block_lists, "CompositeExplicitAutograd")

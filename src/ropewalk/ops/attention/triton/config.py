@@ -76,6 +76,7 @@ _HOPPER: Table = {
         ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 3),
     },
+    "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "mask": {
         ("forward", 64, 2): Tiles(64, 32, 4, 2),
@@ -223,6 +224,8 @@ def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
         yield "far"
     if call.dropout_p > 0:
         yield "dropout"
+    if call.blocks is not None and (call.blocks.slots is not None or call.blocks.spans is not None):
+        yield "bits"
     if call.mask is not None:
         yield "padding" if is_of_keys(call.mask) else "mask"
 

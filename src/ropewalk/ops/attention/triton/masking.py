@@ -230,10 +230,8 @@ def list_range(tile_range, ptr, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKE
 
 @triton.jit
 def listed_token(index, ptr, LISTED: tl.constexpr):
-    """Return the token of a sequence that is at an index of `list_range`; the index without lists."""
-    if ptr is not None:
-        index = tl.load(ptr + 2 + index // LISTED) * LISTED + index % LISTED
-    return index
+    """Return the token of a sequence that is at an index of `list_range`; anything at its end."""
+    return tl.load(ptr + 2 + index // LISTED) * LISTED + index % LISTED
 
 
 @triton.jit
