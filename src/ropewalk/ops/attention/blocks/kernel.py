@@ -92,9 +92,14 @@ def compact_kernel(
     none = tl.zeros((LINES,), tl.int32)
     n_full = _compact(map_ptrs, out_ptrs, line, n_lines, n_items, stride_item, none, FULL, LINES, ITEMS)
     n_partial = none
+    n_listed = n_full
     if HAS_PARTIAL:
         n_listed = _compact(map_ptrs, out_ptrs, line, n_lines, n_items, stride_item, n_full, PARTIAL, LINES, ITEMS)
         n_partial = n_listed - n_full
+    for start in tl.range(0, width - 2, ITEMS):  # defined, so that one list gives the same bits each time
+        item = start + tl.arange(0, ITEMS)
+        rest = (line < n_lines)[:, None] & (item < width - 2)[None, :] & (item[None, :] >= n_listed[:, None])
+        tl.store(out_ptrs[:, None] + 2 + item[None, :], tl.zeros((LINES, ITEMS), tl.int32), rest)
     tl.store(out_ptrs, n_full, line < n_lines)
     tl.store(out_ptrs + 1, n_partial, line < n_lines)
 

@@ -84,23 +84,26 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
         raise ValueError("blocks was given beside block_table, but paged keys take none")
     (batch, heads, queries, _), keys = as_bhtd(q, layout).shape, as_bhtd(k, layout).shape[2]
     sizes, columns = Sizes(batch, heads, queries, keys), torch.is_grad_enabled()
-    source = _read(blocks)
     compiling = torch.compiler.is_compiling()
-    kept = getattr(blocks, _ATTRIBUTE, None)
-    is_kept = not compiling and isinstance(kept, _Kept) and _is_current(kept, source, sizes)
-    if is_kept and (kept.tables.columns is not None or not columns):
-        tables: BlockTables = kept.tables
-        return tables
+    if compiling and not isinstance(blocks, BlockLists):  # to read a mask_mod would compile for each one
+        kept = getattr(blocks, _ATTRIBUTE, None)
+        if isinstance(kept, _Kept) and kept.sizes == sizes and kept.tables.columns is not None:
+            return kept.tables
+    source = _read(blocks)
+    if not compiling:
+        kept = vars(blocks).get(_ATTRIBUTE)
+        is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes)
+        if is_kept and (kept.tables.columns is not None or not columns):
+            tables: BlockTables = kept.tables
+            return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))
     _check_lengths(blocks, sizes)
     if source.spans is not None:
         _check_spans(source.spans, sizes, q)
     if source.mask_mod is not None and (compiling or is_intercepted()):
-        if isinstance(kept, _Kept):
-            return kept.tables
         raise ValueError(
             "blocks is a BlockMask whose mask_mod was not evaluated yet, but must be for torch.compile and tracers: "
-            "call attention with it once outside"
+            "call attention with it once before, where gradients are enabled"
         )
     tables = _make(source, sizes, columns)
     may_keep = not compiling and is_plain_eager(*source.tensors) and not is_intercepted()
@@ -349,7 +352,7 @@ def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, 
     count = of_blocks.shape[0]
     slots = torch.zeros(partial.shape, dtype=torch.int32, device=device)
     slots[partial] = torch.arange(count, dtype=torch.int32, device=device)
-    bits = torch.empty(max(count, 1), block_q, block_k // 32, dtype=torch.int32, device=device)
+    bits = torch.empty(max(count, 2), block_q, block_k // 32, dtype=torch.int32, device=device)
     evaluate = mask_mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         evaluate = torch.vmap(evaluate, in_dims=dims)
@@ -366,6 +369,7 @@ def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, 
             allowed = evaluate(b, h, m, n).expand(len(b), block_q, block_k)
             words = allowed.reshape(len(b), block_q, block_k // 32, 32).long() << shifts
             bits[start : start + step] = words.sum(3).to(torch.int32)
+    torch._dynamo.maybe_mark_dynamic(bits, 0)  # another mask has another number of blocks, and one program
     return slots, bits
 
 
