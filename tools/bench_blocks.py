@@ -106,9 +106,8 @@ def main() -> None:
             flex = torch.compile(flex_attention)
             counts = lists.counts
             zero = torch.zeros_like(counts)
-            block_mask = BlockMask.from_kv_blocks(
-                zero, lists.indices, counts, lists.indices, BLOCK_SIZE=BLOCK, seq_lengths=(T, T)
-            )
+            every = torch.argsort(mask.byte(), dim=-1, descending=True, stable=True).int()  # torch needs N entries
+            block_mask = BlockMask.from_kv_blocks(zero, every, counts, every, BLOCK_SIZE=BLOCK, seq_lengths=(T, T))
             call = lambda q, k, v: flex(q, k, v, block_mask=block_mask)  # noqa: B023, E731
             measure(f"{name} FlexAttention", call, tensors, listed, options.dim)
     if "lists" in options.names:

@@ -12,6 +12,7 @@ the same with an attention_mask, padded anywhere        uint8, (B, 1, 1, Tk), th
 causal with a sliding window, no attention_mask         None within the window; past it uint8, (1, window, 1, 0)
 the same with an attention_mask                         uint8, (B, window, 1, Tk), the padding, expanded; and both
 both ways, as in BERT                                   None; with an attention_mask bool, (B, 1, 1, Tk), and no more
+a BlockMask of FlexAttention as attention_mask          the BlockMask, and no more: it says all
 anything else                                           transformers' own bool mask, (B, 1, Tq, Tk), and no more
 ======================================================  ===============================================================
 
@@ -71,9 +72,9 @@ def register(name: str = "ropewalk") -> None:
     A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
     sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
-    cu_seq_lens_q, a BlockMask of FlexAttention as attention_mask, and any 4-D mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked
-    once. All else that a layer passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a
-    bias, a paged cache, and any keyword that may change the result. So T5 raises in its first forward; `attention` with
+    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0 and
+    the lowest numbers alone, which is checked once. All else that a layer passes raises, by name: output_attentions,
+    head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may change the result. So T5 raises in its first forward; `attention` with
     `T5Bias` has its kernel. Models that do not use transformers' interface, such as BLOOM and MPT, keep their own
     attention in `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first
     forward. A second call does nothing.

@@ -129,6 +129,8 @@ def attention(
         if window is not None:
             left, right = window if isinstance(window, tuple) else (window - 1, window - 1)  # -1: no bound
             allowed = allowed & ((left == -1) | (ahead >= -left)) & ((right == -1) | (ahead <= right))
+        if blocks is not None:
+            allowed = allowed & listed  # the pairs of listed blocks: see `BlockLists`
         scores = scores.masked_fill(~allowed, -torch.inf)
         if sinks is not None:  # one more key for each head, with a value of zero
             scores = torch.cat((scores, sinks[:, None, None].expand(B, H, Tq, 1)), dim=-1)
@@ -184,6 +186,13 @@ def attention(
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
             n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries
             stand at the end of all its pages unless query_starts says where: in decoding, say it.
+        blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
+            allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
+            64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
+            partial blocks once, at b and h of the mask, into bits, and the host waits for their number then. Full
+            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors that the
+            mask_mod captured, are written to. Under `torch.compile` a BlockMask with a mask_mod must have been in a
+            call outside before; and writes to it are not seen.
         softcap: bounds the scaled scores to ±softcap by tanh, before the scheme changes them (Gemma 2's).
         sinks: (H,), a logit for each head that takes part in the softmax and attends nothing (gpt-oss's);
             differentiable, and part of the log-sum-exp. Neither scaled nor capped.
@@ -224,7 +233,8 @@ def attention(
             `torch.jit.trace`.
         ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
             query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
-            that cannot run the call.
+            that cannot run the call; blocks with "thd" or a block_table, lists of another shape, and on CPU tensors a
+            count or an index of no block.
 
     Under `torch.func` transforms and forward-mode differentiation the reference runs. `torch.compile` sees the
     operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.

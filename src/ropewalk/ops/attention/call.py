@@ -213,8 +213,8 @@ _NO_FAR_LEAVES = (None,) * 10
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
     q, k, v, *masks = leaves[:15]
-    rows, *others = leaves[15:22]
-    blocks, plain = None if rows is None else BlockTables(rows, *others), leaves[22:32]
+    blocks = None if leaves[15] is None else BlockTables._make(leaves[15:22])
+    plain = leaves[22:32]
     cos_q, sin_q, cos_k, sin_k, *rest = leaves[32:41]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
     window, *features = leaves[41:51]
@@ -226,7 +226,7 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    call = AttentionCall(q, k, v, None, *masks, blocks, *plain)
+    call = AttentionCall(q, k, v, None, *(*masks, blocks, *plain))
     return call._replace(tables=tables, far=far, deterministic=leaves[51])
 
 

@@ -16,6 +16,7 @@ CAUSAL, WINDOW, DOCUMENTS, FRAMES = range(4)
 SCORES, RANDOM, DILATED = range(3)
 _CAUSAL, _WINDOW, _DOCUMENTS, _FRAMES = (tl.constexpr(x) for x in range(4))
 _SCORES, _RANDOM = tl.constexpr(0), tl.constexpr(1)
+_STRIDES = ("stride_batch", "stride_head", "stride_row", "stride_block")  # of scores
 _NEVER, _ALWAYS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of blocks, beyond those of all scores
 
 
@@ -44,30 +45,32 @@ def span_kernel(
     row = tl.program_id(0)
     m = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
     exists = m < n_queries
-    place = m + (n_keys - n_queries)  # the query's index among the keys
+    index = m + (n_keys - n_queries)  # the query's entry_index among the keys
     start = tl.zeros((BLOCK_Q,), tl.int32)
     stop = tl.zeros((BLOCK_Q,), tl.int32) + n_keys
     if RULE == _WINDOW:
-        start = tl.where(place - before <= n_sinks, 0, place - before)
+        start = tl.where(index - before <= n_sinks, 0, index - before)
     if RULE == _FRAMES:
-        frame = tl.where(place >= 0, place // after, -1 - (-1 - place) // after)
+        frame = tl.where(index >= 0, index // after, -1 - (-1 - index) // after)
         start = (frame - before) * after
         stop = (frame + n_sinks + 1) * after
     if RULE == _DOCUMENTS:
         start -= 1  # of no document
         stop = tl.zeros((BLOCK_Q,), tl.int32)
         for first in tl.range(0, n_bounds, STEP):
-            index = first + tl.arange(0, STEP)
-            bound = tl.load(bounds_ptr + index, index < n_bounds, other=0).to(tl.int32)
+            entry_index = first + tl.arange(0, STEP)
+            bound = tl.load(bounds_ptr + entry_index, entry_index < n_bounds, other=0).to(tl.int32)
             bound = tl.minimum(tl.maximum(bound, 0), n_keys)
-            begun = (bound[None, :] <= place[:, None]) & (index < n_bounds)[None, :]
+            begun = (bound[None, :] <= index[:, None]) & (entry_index < n_bounds)[None, :]
             start = tl.maximum(start, tl.max(tl.where(begun, bound[None, :], -1), 1))
-            later = tl.where((bound[None, :] > place[:, None]) & (index < n_bounds)[None, :], bound[None, :], 2**30)
+            later = tl.where(
+                (bound[None, :] > index[:, None]) & (entry_index < n_bounds)[None, :], bound[None, :], 2**30
+            )
             least = tl.min(later, 1)
             stop = tl.where((least < 2**30) & ((stop == 0) | (least < stop)), least, stop)
-        stop = tl.where((place < 0) | (start < 0), 0, stop)
+        stop = tl.where((index < 0) | (start < 0), 0, stop)
     if CAUSAL:
-        stop = tl.minimum(stop, place + 1)
+        stop = tl.minimum(stop, index + 1)
     start = tl.minimum(tl.maximum(start, 0), n_keys)
     stop = tl.maximum(tl.minimum(tl.maximum(stop, 0), n_keys), start)
     tl.store(spans_ptr + m * 2, start, exists)
@@ -85,8 +88,8 @@ def span_kernel(
     full_stop = tl.minimum(tl.maximum(full_stop, full), last)
     n_before = 0
     if RULE == _WINDOW:  # whole blocks of sinks before the first query; that spans cut them too is no matter
-        place_0 = row * BLOCK_Q + (n_keys - n_queries)
-        n_before = tl.maximum(tl.minimum(n_sinks // BLOCK_K, (place_0 + 1) // BLOCK_K), 0)
+        first_index = row * BLOCK_Q + (n_keys - n_queries)
+        n_before = tl.maximum(tl.minimum(n_sinks // BLOCK_K, (first_index + 1) // BLOCK_K), 0)
     after_sinks = tl.minimum(tl.maximum(full, n_before), full_stop)
     n_full = n_before + (full_stop - after_sinks)
     n_cut = (full - first) + (last - full_stop)
@@ -197,9 +200,9 @@ def choose_kernel(
     n_equal = n_wanted - tl.sum(above.to(tl.int32))
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= n_equal))
     chosen = chosen & (n_wanted > 0)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(counts_ptr + program, n_wanted)
-    tl.store(indices_ptr + wide(program) * width + place, block, chosen)
+    tl.store(indices_ptr + wide(program) * width + slot, block, chosen)
 
 
 @triton.jit(do_not_specialize=("n_queries", "n_keys", "n_rows", "n_blocks"))
@@ -256,13 +259,15 @@ def make_spans(
     made = [_empty(device, 1, 1, rows), _empty(device, 1, 1, rows, n_blocks)]
     made += [_empty(device, 1, 1, rows), _empty(device, 1, 1, rows, n_blocks), _empty(device, 1, 1, n_queries, 2)]
     span_kernel[(rows,)](
-        *made,
-        bounds,
-        n_queries,
-        n_keys,
-        n_blocks,
-        *numbers,
-        0 if bounds is None else bounds.shape[0],
+        **dict(
+            zip(("counts_ptr", "indices_ptr", "full_counts_ptr", "full_indices_ptr", "spans_ptr"), made, strict=True)
+        ),
+        bounds_ptr=bounds,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        n_blocks=n_blocks,
+        **dict(zip(("before", "after", "n_sinks"), numbers, strict=True)),
+        n_bounds=0 if bounds is None else bounds.shape[0],
         RULE=rule,
         CAUSAL=causal,
         BLOCK_Q=block_q,
@@ -291,16 +296,16 @@ def choose(
     counts, indices = _empty(device, *shape, rows), _empty(device, *shape, rows, width)
     block = max(32, triton.next_power_of_2(n_blocks))
     choose_kernel[(counts.numel(),)](
-        counts,
-        indices,
-        scores,
-        *strides,
-        shape[1],
-        n_queries,
-        n_keys,
-        rows,
-        n_blocks,
-        *numbers,
+        counts_ptr=counts,
+        indices_ptr=indices,
+        scores_ptr=scores,
+        **dict(zip(_STRIDES, strides, strict=True)),
+        n_heads=shape[1],
+        n_queries=n_queries,
+        n_keys=n_keys,
+        n_rows=rows,
+        n_blocks=n_blocks,
+        **dict(zip(("n_chosen", "near", "n_global", "seed", "width"), numbers, strict=True)),
         RULE=rule,
         CAUSAL=causal,
         OWN=own,
@@ -318,15 +323,15 @@ def read_mask(mask: Tensor, block_q: int, block_k: int) -> list[Tensor]:
     rows, n_blocks = triton.cdiv(n_queries, block_q), triton.cdiv(n_keys, block_k)
     counts, indices = _empty(mask.device, batch, heads, rows), _empty(mask.device, batch, heads, rows, n_blocks)
     mask_kernel[(counts.numel(),)](
-        counts,
-        indices,
-        mask.view(torch.uint8),
-        *mask.stride(),
-        heads,
-        n_queries,
-        n_keys,
-        rows,
-        n_blocks,
+        counts_ptr=counts,
+        indices_ptr=indices,
+        mask_ptr=mask.view(torch.uint8),
+        **dict(zip(("stride_batch", "stride_head", "stride_query", "stride_key"), mask.stride(), strict=True)),
+        n_heads=heads,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        n_rows=rows,
+        n_blocks=n_blocks,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         num_warps=4,

@@ -1,4 +1,4 @@
-"""What the constructors of `BlockLists` compute: one launch each on a GPU, and PyTorch's operators elsewhere.
+"""The work of the constructors of `BlockLists`: one launch each on a GPU, and PyTorch's operators elsewhere.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M blocks of queries, N blocks of keys.
 """
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     block_k: int
 
 
-class Numbers(NamedTuple):
+class Choice(NamedTuple):
     """The numbers of a choice of blocks, as its kernel has them."""
 
     chosen: int
@@ -71,24 +71,24 @@ def make_spans(
         from ropewalk.ops.attention.blocks import build_kernel
 
         return build_kernel.make_spans(rule, bounds, sizes, numbers, causal, device)
-    place = torch.arange(sizes.queries, device=device) + (sizes.keys - sizes.queries)
-    start, stop = torch.zeros_like(place), torch.full_like(place, sizes.keys)
+    index = torch.arange(sizes.queries, device=device) + (sizes.keys - sizes.queries)
+    start, stop = torch.zeros_like(index), torch.full_like(index, sizes.keys)
     if rule == WINDOW:
         before, _, n_sinks = numbers
-        start = torch.where(place - before <= n_sinks, 0, place - before)
+        start = torch.where(index - before <= n_sinks, 0, index - before)
     elif rule == FRAMES:
         behind, per_frame, ahead = numbers
-        frame = place.div(per_frame, rounding_mode="floor")
+        frame = index.div(per_frame, rounding_mode="floor")
         start, stop = (frame - behind) * per_frame, (frame + ahead + 1) * per_frame
     elif rule == DOCUMENTS:
         assert bounds is not None
         clamped = bounds.long().clamp(0, sizes.keys)
-        begun = clamped <= place[:, None]
+        begun = clamped <= index[:, None]
         start = torch.where(begun, clamped, -1).amax(1)
         stop = torch.where(begun, 2**30, clamped).amin(1)
         stop = torch.where((stop == 2**30) | (start < 0), 0, stop)
     if causal:
-        stop = torch.minimum(stop, place + 1)
+        stop = torch.minimum(stop, index + 1)
     start = start.clamp(0, sizes.keys)
     stop = torch.maximum(stop.clamp(0, sizes.keys), start)
     n_sinks = numbers[2] if rule == WINDOW else 0
@@ -111,8 +111,8 @@ def _lists_of_spans(start: Tensor, stop: Tensor, sizes: Sizes, n_sinks: int) -> 
     begin, end = block * sizes.block_k, ((block + 1) * sizes.block_k).clamp(max=sizes.keys)
     listed = (end > least_start[:, None]) & (begin < most_stop[:, None])
     full = listed & (begin >= most_start[:, None]) & (end <= least_stop[:, None])
-    place_0 = m[:, :1] + (sizes.keys - sizes.queries)
-    sinks = (end <= n_sinks) & (end <= place_0 + 1)
+    first_index = m[:, :1] + (sizes.keys - sizes.queries)
+    sinks = (end <= n_sinks) & (end <= first_index + 1)
     return [*sorted_lists(listed & ~full), *sorted_lists(full | sinks)]
 
 
@@ -128,7 +128,7 @@ def choose(
     scores: Tensor | None,
     shape: tuple[int, int],
     sizes: Sizes,
-    numbers: Numbers,
+    numbers: Choice,
     causal: bool,
     own: bool,
     device: torch.device,

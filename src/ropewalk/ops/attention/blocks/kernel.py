@@ -62,8 +62,8 @@ def _compact(
         item = start + tl.arange(0, ITEMS)
         inside = (line < n_lines)[:, None] & (item < n_items)[None, :]
         found = tl.load(map_ptrs[:, None] + wide(item)[None, :] * stride_item, inside, other=0) == VALUE
-        place = n_before[:, None] + tl.cumsum(found.to(tl.int32), 1) - 1
-        tl.store(out_ptrs[:, None] + 2 + place, tl.zeros((LINES, ITEMS), tl.int32) + item[None, :], found)
+        slot = n_before[:, None] + tl.cumsum(found.to(tl.int32), 1) - 1
+        tl.store(out_ptrs[:, None] + 2 + slot, tl.zeros((LINES, ITEMS), tl.int32) + item[None, :], found)
         n_before += tl.sum(found.to(tl.int32), 1)
     return n_before
 
@@ -110,17 +110,20 @@ def mark(marks: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
     of_counts = [0 if size == 1 else stride for size, stride in zip(counts.shape[:2], counts.stride(), strict=False)]
     of_indices = [0 if size == 1 else stride for size, stride in zip(indices.shape[:2], indices.stride(), strict=False)]
     mark_kernel[(batch * heads * rows,)](
-        marks,
-        counts,
-        indices,
-        *of_counts,
-        counts.stride(2),
-        *of_indices,
-        *indices.stride()[2:],
-        heads,
-        rows,
-        indices.shape[3],
-        n_blocks,
+        map_ptr=marks,
+        counts_ptr=counts,
+        indices_ptr=indices,
+        counts_stride_batch=of_counts[0],
+        counts_stride_head=of_counts[1],
+        counts_stride_row=counts.stride(2),
+        stride_batch=of_indices[0],
+        stride_head=of_indices[1],
+        stride_row=indices.stride(2),
+        stride_entry=indices.stride(3),
+        n_heads=heads,
+        n_rows=rows,
+        n_listed=indices.shape[3],
+        n_blocks=n_blocks,
         VALUE=value,
         BLOCK=128,
         num_warps=1,
@@ -134,12 +137,13 @@ def compact(marks: Tensor, of: str, width: int, has_partial: bool) -> Tensor:
     out = torch.empty(batch, heads, lines, 3 + width, dtype=torch.int32, device=marks.device)
     block_lines, block_items = _WIDTHS[of]
     compact_kernel[(batch * heads * triton.cdiv(lines, block_lines),)](
-        out,
-        marks,
-        lines,
-        items,
-        *strides,
-        3 + width,
+        out_ptr=out,
+        map_ptr=marks,
+        n_lines=lines,
+        n_items=items,
+        stride_line=strides[0],
+        stride_item=strides[1],
+        width=3 + width,
         HAS_PARTIAL=has_partial,
         FULL=FULL,
         PARTIAL=PARTIAL,

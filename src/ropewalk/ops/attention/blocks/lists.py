@@ -137,7 +137,7 @@ class BlockLists:
         Example:
             >>> from ropewalk import BlockLists
             >>> BlockLists.sliding_window(1024, window=256, n_sinks=128).full_counts
-            tensor([[[0, 1, 1, 2, 2, 2, 2, 2]]], dtype=torch.int32)
+            tensor([[[0, 1, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
         """
         sizes = check_sizes(n_queries, n_keys, block_q, block_k)
         check_integer("window", window, block_q)
@@ -291,7 +291,7 @@ class BlockLists:
         check_integer("dilation", dilation, 1)
         total = _count_keys(sizes)
         width = min(total, (1 if causal else 2) * n_blocks + 3)
-        numbers = builders.Numbers(0, n_blocks, dilation, 0, width)
+        numbers = builders.Choice(0, n_blocks, dilation, 0, width)
         return cls._chosen(builders.DILATED, None, (1, 1), sizes, numbers, causal, True, device)
 
     @classmethod
@@ -345,7 +345,7 @@ class BlockLists:
         for name, number in (("window", window), ("n_global", n_global), ("n_random", n_random)):
             check_integer(name, number, 0)
         check_integer("seed", seed, 0, 2**31 - 1)
-        numbers = builders.Numbers(n_random, window, n_global, seed, _count_keys(sizes))
+        numbers = builders.Choice(n_random, window, n_global, seed, _count_keys(sizes))
         return cls._chosen(builders.RANDOM, None, (1, n_heads), sizes, numbers, causal, True, device)
 
     @classmethod
@@ -402,7 +402,7 @@ class BlockLists:
             )
         check_integer("k", k, 1, total)
         batch, heads = scores.shape[:2]
-        numbers = builders.Numbers(k, 0, 0, 0, k)
+        numbers = builders.Choice(k, 0, 0, 0, k)
         return cls._chosen(builders.SCORES, scores.detach(), (batch, heads), sizes, numbers, causal, own, scores.device)
 
     @classmethod
@@ -468,7 +468,8 @@ class BlockLists:
             sums = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, block)).sum(3, dtype=torch.float32)
             counts = torch.full((sums.shape[2], 1), block, device=x.device)
             counts[-1] -= missing
-            return sums / counts
+            means: Tensor = sums / counts
+            return means
 
         mean_q, mean_k = pool(q, block_q), pool(k, block_k)
         scores = (mean_q.unflatten(1, (mean_k.shape[1], -1)) @ mean_k.unsqueeze(2).mT).flatten(1, 2)
@@ -513,7 +514,8 @@ class BlockLists:
         if mask.ndim != 4 or mask.numel() == 0:
             raise ValueError(f"mask has shape {tuple(mask.shape)}, but must be (B or 1, H or 1, Tq, Tk), not empty")
         check_sizes(mask.shape[2], mask.shape[3], block_q, block_k)
-        return cls(*builders.read_mask(mask, block_q, block_k), None, None, block_q, block_k)
+        counts, indices = builders.read_mask(mask, block_q, block_k)
+        return cls(counts, indices, None, None, block_q, block_k)
 
     @classmethod
     def _of_spans(
@@ -525,8 +527,9 @@ class BlockLists:
         causal: bool,
         device: torch.device | str | None,
     ) -> BlockLists:
-        *lists, spans = builders.make_spans(rule, bounds, sizes, numbers, causal, torch.device(device or "cpu"))
-        return cls(*lists, sizes.block_q, sizes.block_k, spans)
+        where = torch.device(device or "cpu")
+        counts, indices, *full, spans = builders.make_spans(rule, bounds, sizes, numbers, causal, where)
+        return cls(counts, indices, full[0], full[1], sizes.block_q, sizes.block_k, spans)
 
     @classmethod
     def _chosen(
@@ -535,14 +538,14 @@ class BlockLists:
         scores: Tensor | None,
         shape: tuple[int, int],
         sizes: builders.Sizes,
-        numbers: builders.Numbers,
+        numbers: builders.Choice,
         causal: bool,
         own: bool,
         device: torch.device | str | None,
     ) -> BlockLists:
         where = torch.device(device or "cpu")
-        lists = builders.choose(rule, scores, shape, sizes, numbers, bool(causal), bool(own), where)
-        return cls(*lists, None, None, sizes.block_q, sizes.block_k)
+        counts, indices = builders.choose(rule, scores, shape, sizes, numbers, bool(causal), bool(own), where)
+        return cls(counts, indices, None, None, sizes.block_q, sizes.block_k)
 
 
 def _count_keys(sizes: builders.Sizes) -> int:

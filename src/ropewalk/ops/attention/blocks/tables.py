@@ -38,7 +38,12 @@ class Source(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The lists."""
-        return [x for x in (*self[:4], self.spans) if isinstance(x, Tensor)]
+        return [x for x in (*self.lists, self.spans) if isinstance(x, Tensor)]
+
+    @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Counts and indices, of both kinds."""
+        return self.counts, self.indices, self.full_counts, self.full_indices
 
 
 class Sizes(NamedTuple):
@@ -51,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 class _Kept:
-    """What was made of lists, and the state that they were in."""
+    """Tables that were made of lists, and the state that the lists were in."""
 
     __slots__ = ("sizes", "source", "tables", "versions", "watched")
 
@@ -173,9 +178,9 @@ _NAMES = {
 }
 
 
-def _check(source: Source, sizes: Sizes, q: Tensor, is_ours: bool) -> None:
+def _check(source: Source, sizes: Sizes, q: Tensor, of_lists: bool) -> None:
     """Raise unless lists are of the right types, for a call of these extents."""
-    names = _NAMES[is_ours]
+    names = _NAMES[of_lists]
     for name, size in zip(names[4:], source[4:6], strict=True):
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name} of blocks is {size!r}, but must be 64 or 128")
@@ -185,10 +190,10 @@ def _check(source: Source, sizes: Sizes, q: Tensor, is_ours: bool) -> None:
         missing, given = (names[2], names[3]) if source.full_counts is None else (names[3], names[2])
         raise ValueError(f"{missing} of blocks is None, but must be given beside {given}")
     rows, n_blocks = -(-sizes.queries // source.block_q), -(-sizes.keys // source.block_k)
-    for counts, indices, of_counts, of_indices in (
-        (*source[:2], *names[:2]),
-        *([(*source[2:4], *names[2:4])] if source.full_counts is not None else []),
-    ):
+    pairs: list[tuple[Any, ...]] = [(source.counts, source.indices, *names[:2])]
+    if source.full_counts is not None:
+        pairs.append((source.full_counts, source.full_indices, *names[2:4]))
+    for counts, indices, of_counts, of_indices in pairs:
         for name, x in ((of_counts, counts), (of_indices, indices)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} of blocks is {type(x).__name__}, but must be a tensor of int32 or int64")
@@ -258,7 +263,7 @@ def _check_values(counts: Tensor, indices: Tensor, of_counts: str, of_indices: s
 def _make(source: Source, sizes: Sizes, columns: bool) -> BlockTables:
     """Return the tables of lists."""
     n_blocks = -(-sizes.keys // source.block_k)
-    *lists, block_q, block_k, spans, mask_mod = source
+    lists, (block_q, block_k, spans, mask_mod) = source.lists, source[4:]
     if mask_mod is None:
         if is_plain_eager(*source.tensors) and not is_intercepted():
             rows, of_columns = make_lists(*lists, n_blocks, spans is not None, columns)

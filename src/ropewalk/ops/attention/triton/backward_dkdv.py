@@ -82,14 +82,10 @@ def _mainloop_q(
     dropout = scoring.dropout
     k_index = tile.start + tl.arange(0, blocks.N)
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
-    if masking.lists.ptr is not None:  # a tile's place is loaded one step ahead of it
-        upcoming = listed_token(loop_index(0, tile_range, MASKED), masking.lists.ptr, blocks.LIST_Q)
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.M):
-        if masking.lists.ptr is None:
-            q_start = loop_index(step, tile_range, MASKED)
-        else:
-            q_start = upcoming
-            upcoming = listed_token(loop_index(step + blocks.M, tile_range, MASKED), masking.lists.ptr, blocks.LIST_Q)
+        q_start = loop_index(step, tile_range, MASKED)
+        if masking.lists.ptr is not None:
+            q_start = listed_token(q_start, masking.lists.ptr, blocks.LIST_Q)
         q_index = q_start + tl.arange(0, blocks.M)
         q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + q_start, blocks.M, blocks.D, blocks.D_CHUNKS)
         if MASKED and flags.PACKED:  # rows of another sequence follow, and may hold anything

@@ -79,14 +79,10 @@ def _mainloop_kv(
     dropout = scoring.dropout
     q_index = tile.start + tl.arange(0, blocks.M)
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
-    if masking.lists.ptr is not None:  # a tile's place is loaded one step ahead of it
-        upcoming = listed_token(loop_index(0, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.N):
-        if masking.lists.ptr is None:
-            k_start = loop_index(step, tile_range, MASKED)
-        else:
-            k_start = upcoming
-            upcoming = listed_token(loop_index(step + blocks.N, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
+        k_start = loop_index(step, tile_range, MASKED)
+        if masking.lists.ptr is not None:
+            k_start = listed_token(k_start, masking.lists.ptr, blocks.LIST_K)
         k_index = k_start + tl.arange(0, blocks.N)
         k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
         if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):

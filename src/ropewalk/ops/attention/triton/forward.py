@@ -72,7 +72,7 @@ def _mainloop_kv(
     seqlens = masking.seqlens
     q_index = tile.start + tl.arange(0, blocks.M)
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
-    if masking.lists.ptr is not None:  # a tile's place is loaded one step ahead of it
+    if masking.lists.ptr is not None:  # loaded one step ahead: the loads of tiles wait for it
         upcoming = listed_token(loop_index(0, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.N):
         if masking.lists.ptr is None:

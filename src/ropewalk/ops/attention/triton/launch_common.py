@@ -88,7 +88,8 @@ def lists_args(call: AttentionCall, of: str) -> Lists:
         return NO_LISTS
     lists = blocks.rows if of == "rows" else blocks.columns
     assert lists is not None
-    args = Lists(lists, *broadcast_strides(lists, 3), None, None, None, None, None)
+    batch, head, line = broadcast_strides(lists, 3)
+    args = NO_LISTS._replace(ptr=lists, stride_batch=batch, stride_head=head, stride_line=line)
     if blocks.spans is not None:
         batch, head = broadcast_strides(blocks.spans, 2)
         return args._replace(slots=blocks.spans, slots_stride_batch=batch, slots_stride_head=head)
