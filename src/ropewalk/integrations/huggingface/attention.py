@@ -72,12 +72,12 @@ def register(name: str = "ropewalk") -> None:
     A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
     sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
-    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0 and
-    the lowest numbers alone, which is checked once. All else that a layer passes raises, by name: output_attentions,
-    head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may change the result. So T5 raises in its first forward; `attention` with
-    `T5Bias` has its kernel. Models that do not use transformers' interface, such as BLOOM and MPT, keep their own
-    attention in `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first
-    forward. A second call does nothing.
+    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0
+    and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
+    output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may
+    change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel. Models that do
+    not use transformers' interface, such as BLOOM and MPT, keep their own attention in `set_attn_implementation`,
+    with transformers' warning; made with this name, they raise in their first forward. A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
