@@ -38,6 +38,13 @@ def test_attention_layer(capsys):
     assert errors[-1] < 0.7 * errors[0]
 
 
+def test_sparse_text(capsys):
+    printed = run("sparse_text.py", capsys)
+    losses = [float(loss) for loss in re.findall(r"(\d+\.\d+) at last", printed)]
+    assert len(losses) == 2
+    assert all(0 < loss < 2.1 for loss in losses)  # the topic's letters alone leave log(8)
+
+
 def test_generate(capsys):
     printed = run("generate.py", capsys)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]

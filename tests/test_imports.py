@@ -31,7 +31,8 @@ LAYERS = {
     "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
     "ops.attention": "ops.dtensor schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
-    "ops.attention.backends ops.attention.plans ops.attention.gate.operation",
+    "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",
+    "ops.attention.blocks": "ops.attention.call ops.attention.triton.tiles",
     "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
@@ -62,6 +63,7 @@ LAYERS = {
 ROOTS = ("ropewalk", "ropewalk.__main__", "ropewalk.ops", "ropewalk.bench")
 KERNELS = (
     *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.gate.kernel"),
+    *("ropewalk.ops.attention.blocks.kernel", "ropewalk.ops.attention.blocks.build_kernel"),
     "ropewalk.ops.attention.libraries.merge",
     "ropewalk.modules.mask_kernel",
 )

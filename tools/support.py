@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from ropewalk import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias, mrope_axes
+from ropewalk import Alibi, BlockLists, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias, mrope_axes
 from ropewalk import device as gpu
 from ropewalk.ops.attention import backends
 from ropewalk.ops.attention.api import make_call
@@ -188,6 +188,7 @@ SECTIONS: dict[str, list[Case]] = {
             lambda device: {"causal": True, "layout": "thd", "cu_seqlens_q": _integers(device, 0, 30, 33, B * T)},
             packed=True,
         ),
+        Case("`blocks`, lists of blocks", lambda device: {"blocks": BlockLists.causal(T, device=device)}),
         Case("`block_table`", _pages, queries=1, page_size=16),
         Case(
             "`block_table`, keys not rotated", lambda device: _pages(device, position=Rope()), queries=1, page_size=16

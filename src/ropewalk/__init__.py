@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ropewalk.modules.rotary import TritonRotary as TritonRotary
     from ropewalk.ops.attention.api import attention as attention
     from ropewalk.ops.attention.api import explain_choice as explain_choice
+    from ropewalk.ops.attention.blocks.lists import BlockLists as BlockLists
     from ropewalk.ops.rope.api import apply_rope as apply_rope
     from ropewalk.ops.rope.norm import QKNorm as QKNorm
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
@@ -55,6 +56,7 @@ _MODULE_OF = {
     "ALiBiBERTAttention": "ropewalk.modules.bert",
     "AbsoluteBERTAttention": "ropewalk.modules.bert",
     "Alibi": "ropewalk.schemes",
+    "BlockLists": "ropewalk.ops.attention.blocks.lists",
     "ExpoSB": "ropewalk.schemes",
     "ExpoSBBERTAttention": "ropewalk.modules.bert",
     "FREQUENCIES": "ropewalk.frequencies",

@@ -1,8 +1,10 @@
 """Launches of the Triton kernels of attention, recorded for the compile checks and tools/kernel_figures.py."""
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from helpers.compile import Recorder, pretend_target
+from ropewalk import BlockLists
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.triton import launch as triton_launch
@@ -11,6 +13,18 @@ from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias
 
 KERNELS = ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel")
 H, T = 4, 128
+
+
+def lists_of_heads():
+    """Return lists that every query head has its own of."""
+    return BlockLists(torch.ones(1, H, 1, dtype=torch.int32), torch.zeros(1, H, 1, 1, dtype=torch.int32))
+
+
+def block_mask():
+    """Return a mask whose blocks have bits, one kind of which every kernel loops over apart."""
+    return create_block_mask(lambda b, h, m, n: m >= n, None, None, T, T, device="cpu")
+
+
 CALLS = {
     "plain": {},
     "rope-causal": {"position": Rope(), "causal": True},
@@ -25,6 +39,8 @@ CALLS = {
     "learned": {"position": Alibi(torch.ones(H).requires_grad_()), "causal": True},
     "learned-bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_()), "causal": True},
     "learned-t5": {"position": T5Bias(torch.ones(32, H).requires_grad_()), "causal": True},
+    "blocks": {"position": Rope(), "causal": True, "blocks": lists_of_heads()},
+    "block-mask": {"position": Rope(), "blocks": block_mask()},
     # The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
     "rerope": {"position": ReRope(48), "causal": True},
     "leaky-full": {"position": ReRope(48, leak=4.0)},

@@ -28,6 +28,7 @@ from helpers.huggingface_models import (
 )
 from helpers.writes import WRITES
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import ropewalk
 from ropewalk import attention
@@ -61,6 +62,31 @@ def calls(monkeypatch):
 def test_models_agree_with_eager_in_logits_and_gradients(name, kind, device):
     mask = padding(kind, device)
     assert_agrees(name, device, lambda model: logits_and_grads(model, "ropewalk", tokens(device), mask), mask=mask)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_a_block_mask_is_all_that_masks(name, device, calls):
+    """As FlexAttention takes it: 4 dimensions, made for the model's tokens."""
+    document = torch.arange(T, device=device) // 5
+
+    def mod(b, h, m, n):
+        return (document[m] == document[n]) & (m >= n)
+
+    block_mask = create_block_mask(mod, B, None, T, T, device=device)
+    pairs = create_mask(mod, B, 1, T, T, device=device)
+    model, ids = build(name, device), tokens(device)
+    results = []
+    for mask in (block_mask, pairs):
+        model.set_attn_implementation("ropewalk")
+        given = {"full_attention": mask, "sliding_attention": mask} if name == "Gemma2" else mask
+        results.append(model(input_ids=ids, attention_mask=given).logits)
+    assert_close_to_truth(results[0], results[1].double(), results[1], ROUNDINGS)
+    first, last = calls[0], calls[-1]
+    assert first["blocks"] is block_mask
+    assert first["mask"] is None
+    assert not first["causal"]
+    assert last["blocks"] is None
+    assert last["mask"] is not None
 
 
 def test_layers_of_gemma_4_with_512_features_a_head_agree_with_eager(device):

@@ -161,6 +161,8 @@ def attend(attention: Callable[..., Any], q: Any, k: Tensor, v: Tensor, keywords
         raise ValueError(f"dropout_p is {keywords['dropout_p']}, but must be 0 for DTensors: ranks would drop alike")
     if keywords["block_table"] is not None and shards.rows > 1:
         raise ValueError("block_table was given, but must be None where the batch is sharded")
+    if keywords["blocks"] is not None:
+        raise ValueError("blocks was given, but must be None for DTensors")
     local = dict(keywords)
     if keywords["gate"] is not None:
         local["gate"] = shards.local("gate", keywords["gate"])

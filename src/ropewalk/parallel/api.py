@@ -33,7 +33,7 @@ from ropewalk.schemes import PositionScheme
 _RUN = {"gather": attend_gathered, "halo": attend_halo, "ulysses": attend_by_heads, "ring": attend_ring}
 _TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # their dimension
 # Arguments of `attention` that speak of the keys of one process.
-_LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+_LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "blocks", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def context_parallel_attention(

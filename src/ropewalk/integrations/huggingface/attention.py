@@ -12,6 +12,7 @@ the same with an attention_mask, padded anywhere        uint8, (B, 1, 1, Tk), th
 causal with a sliding window, no attention_mask         None within the window; past it uint8, (1, window, 1, 0)
 the same with an attention_mask                         uint8, (B, window, 1, Tk), the padding, expanded; and both
 both ways, as in BERT                                   None; with an attention_mask bool, (B, 1, 1, Tk), and no more
+a BlockMask of FlexAttention as attention_mask          the BlockMask, and no more: it says all
 anything else                                           transformers' own bool mask, (B, 1, Tq, Tk), and no more
 ======================================================  ===============================================================
 
@@ -71,12 +72,12 @@ def register(name: str = "ropewalk") -> None:
     A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
     sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
-    cu_seq_lens_q, and any 4-D mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked
-    once. All else that a layer passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a
-    bias, a paged cache, and any keyword that may change the result. So T5 raises in its first forward; `attention` with
-    `T5Bias` has its kernel. Models that do not use transformers' interface, such as BLOOM and MPT, keep their own
-    attention in `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first
-    forward. A second call does nothing.
+    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0
+    and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
+    output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may
+    change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel. Models that do
+    not use transformers' interface, such as BLOOM and MPT, keep their own attention in `set_attn_implementation`,
+    with transformers' warning; made with this name, they raise in their first forward. A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -231,7 +232,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -255,8 +256,10 @@ def _attend(
     if of_shards:
         _check_position_ids(module, others.get("position_ids"))
     causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), sliding_window
-    mask, key_starts, key_lengths = attention_mask, None, None
-    if attention_mask is not None:
+    mask, key_starts, key_lengths, blocks = attention_mask, None, None, None
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):  # a BlockMask, which says all
+        causal, window, mask, blocks = False, None, None, attention_mask
+    elif attention_mask is not None:
         causal, window = _read_pattern(attention_mask, causal, sliding_window)
         of_keys = recall(attention_mask, batch, keys)
         mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
@@ -267,7 +270,7 @@ def _attend(
         causal = False  # one query is at the last key
     dropout_p = dropout if module.training else 0.0
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        if mask is not None or batch != 1:
+        if mask is not None or blocks is not None or batch != 1:
             raise ValueError(
                 "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
                 "attention_mask or position_ids that restart: pass one or the other"
@@ -285,6 +288,7 @@ def _attend(
         dropout_p=dropout_p,
         deterministic=deterministic or None,
         mask=mask,
+        blocks=blocks,
         key_starts=key_starts,
         key_lengths=key_lengths,
         cu_seqlens_q=cu_seq_lens_q,

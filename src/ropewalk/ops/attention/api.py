@@ -13,7 +13,8 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
+from ropewalk.ops.attention.blocks.tables import find_tables, has_rows
+from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -52,6 +53,7 @@ _ELSEWHERE = {
     "key_padding_mask": "for padding pass key_lengths, or a mask of (B, 1, 1, Tk)",
     "page_table": "block_table",
     "block_tables": "block_table",
+    "block_mask": "blocks",
     "position_ids": "positions_q",
     "positions": "positions_q",
     "softcapping": "softcap",
@@ -97,6 +99,7 @@ def attention(
     key_starts: Tensor | None = None,
     query_starts: Tensor | None = None,
     block_table: Tensor | None = None,
+    blocks: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -126,6 +129,8 @@ def attention(
         if window is not None:
             left, right = window if isinstance(window, tuple) else (window - 1, window - 1)  # -1: no bound
             allowed = allowed & ((left == -1) | (ahead >= -left)) & ((right == -1) | (ahead <= right))
+        if blocks is not None:
+            allowed = allowed & listed  # the pairs of listed blocks: see `BlockLists`
         scores = scores.masked_fill(~allowed, -torch.inf)
         if sinks is not None:  # one more key for each head, with a value of zero
             scores = torch.cat((scores, sinks[:, None, None].expand(B, H, Tq, 1)), dim=-1)
@@ -181,6 +186,13 @@ def attention(
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
             n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries
             stand at the end of all its pages unless query_starts says where: in decoding, say it.
+        blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
+            allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
+            64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
+            partial blocks once, at b and h of the mask, into bits, and the host waits for their number then. Full
+            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors that the
+            mask_mod captured, are written to. Under `torch.compile` a BlockMask with a mask_mod must have been in a
+            call outside before; and writes to it are not seen.
         softcap: bounds the scaled scores to ±softcap by tanh, before the scheme changes them (Gemma 2's).
         sinks: (H,), a logit for each head that takes part in the softmax and attends nothing (gpt-oss's);
             differentiable, and part of the log-sum-exp. Neither scaled nor capped.
@@ -221,7 +233,8 @@ def attention(
             `torch.jit.trace`.
         ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
             query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
-            that cannot run the call.
+            that cannot run the call; blocks with "thd" or a block_table, lists of another shape, and on CPU tensors a
+            count or an index of no block.
 
     Under `torch.func` transforms and forward-mode differentiation the reference runs. `torch.compile` sees the
     operator `torch.ops.ropewalk.attend`: no graph break, and no recompilation for each length.
@@ -255,17 +268,24 @@ def attention(
         if not goes_with_rotation(norm, position):
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
-    flags = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, layout, deterministic, impl)
+    how = (layout, deterministic, impl)
+    flags: tuple[Any, ...] = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, *how)
     key = norm_key = None
     is_compiling = torch.compiler.is_compiling()
     is_autocast = (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q)
     may_plan = not (attend_parts or return_max_logits or is_compiling)
+    may_plan = may_plan and (blocks is None or has_rows(q, k))  # of thd, which takes no blocks
     if may_plan:
         if is_autocast:
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
-        given = (q, k, v, *masks, positions_q, positions_k, gate, sinks)
+        given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
+        if blocks is not None:
+            blocks = find_tables(blocks, q, k, layout, block_table)
+            given_blocks = blocks[:5]
+            flags += blocks[5:]
+        given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, gate, sinks)
     elif gate is not None and is_autocast:
         gate = _lower(gate)
     if may_plan and norm is not None:
@@ -273,7 +293,7 @@ def attention(
         found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
         if found is not None:
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
-            given = (q, k, v, *masks, None, None, gate, sinks)
+            given = (q, k, v, *masks, None, None, *given_blocks, gate, sinks)
     if may_plan and norm is None:
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
@@ -297,6 +317,7 @@ def attention(
         key_starts=key_starts,
         query_starts=query_starts,
         block_table=block_table,
+        blocks=blocks,
         softcap=softcap,
         sinks=sinks,
         dropout_p=dropout_p,

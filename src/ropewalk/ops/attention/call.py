@@ -60,6 +60,23 @@ class FarRange(NamedTuple):
     given: FarQK | None = None  # rotated by the caller, and differentiable
 
 
+class BlockTables(NamedTuple):
+    """Lists of blocks as kernels read them: M blocks of queries, N of keys; no block twice.
+
+    A row of lists begins with two counts. Blocks that are taken as they are come first, then those whose pairs `bits`
+    or `spans` choose; each kind is sorted. What follows is undefined. B and H are 1 where all rows or heads share
+    lists, and each has room for one block more, which kernels load ahead.
+    """
+
+    rows: Tensor  # (B, H, M, 3 + n), int32: for each block of queries, counts and blocks of keys
+    columns: Tensor | None = None  # (B, H, N, 3 + M), int32: for each block of keys, those of queries; for a backward
+    slots: Tensor | None = None  # (B, H, M, N), int32: where a block's bits are; None: there are none
+    bits: Tensor | None = None  # (slots, block_q, block_k / 32), int32: bit n % 32 of word n // 32 is key n's
+    spans: Tensor | None = None  # (B, H, Tq, 2), int32: instead of bits, the first key of each query, and the end
+    block_q: int = 128  # queries of a block
+    block_k: int = 128
+
+
 class AttentionCall(NamedTuple):
     """A call of attention: validated, with defaults filled in, and with the scheme resolved to tables and numbers.
 
@@ -83,6 +100,7 @@ class AttentionCall(NamedTuple):
     block_table: Tensor | None  # (B, n_pages); None: k and v are not paged
     positions_q: Tensor | None  # (B or 1, Tq); None: as `token_positions` says
     positions_k: Tensor | None  # (B or 1, Tk)
+    blocks: BlockTables | None  # the blocks of pairs that are attended; None: all
     scale: float
     softcap: float | None
     gate: Tensor | None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
@@ -122,7 +140,8 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    return (call.q, call.k, call.v, *masks, *indices, call.gate, call.sinks, call.seed, call.score_mod_params, *given)
+    rest = (*(call.blocks or NO_BLOCKS)[:5], call.gate, call.sinks, call.seed, call.score_mod_params)
+    return (call.q, call.k, call.v, *masks, *indices, *rest, *given)
 
 
 def rope_tables(call: AttentionCall) -> list[Tensor]:
@@ -167,6 +186,7 @@ LEAVES = tuple(name for name, _, _ in _LEAVES)
 IS_TENSOR = tuple(kind is Tensor for _, kind, _ in _LEAVES)
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind, optional]} {name}" for name, kind, optional in _LEAVES)
 _NO_TABLE = (None, None)
+NO_BLOCKS = (None,) * len(BlockTables._fields)
 
 
 def flatten(call: AttentionCall) -> tuple[Any, ...]:
@@ -174,7 +194,9 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
     tables, far = call.tables, call.far
     leaves = (
         *call[:3],
-        *call[4:26],
+        *call[4:16],
+        *(call.blocks or NO_BLOCKS),
+        *call[17:27],
         *(tables.q or _NO_TABLE),
         *(tables.k or _NO_TABLE),
         *tables[2:],
@@ -190,10 +212,12 @@ _NO_FAR_LEAVES = (None,) * 10
 
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    q, k, v, *plain = leaves[:25]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[25:34]
+    q, k, v, *masks = leaves[:15]
+    blocks = None if leaves[15] is None else BlockTables._make(leaves[15:22])
+    plain = leaves[22:32]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[32:41]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[34:44]
+    window, *features = leaves[41:51]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -202,7 +226,8 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[44])
+    call = AttentionCall(q, k, v, None, *(*masks, blocks, *plain))
+    return call._replace(tables=tables, far=far, deterministic=leaves[51])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:
@@ -310,12 +335,41 @@ def allowed(block: slice, call: AttentionCall) -> Tensor | None:
             parts.append(exist[:, None, None])
     if call.mask is not None:
         parts.append(call.mask[:, :, block])
+    if call.blocks is not None:
+        parts.append(expand_blocks(call.blocks, block, call.k.shape[2]))
     if not parts:
         return None
     every = parts[0]
     for part in parts[1:]:
         every = every & part
     return every
+
+
+def expand_blocks(tables: BlockTables, queries: slice, n_keys: int) -> Tensor:
+    """Return the mask of pairs that lists of blocks leave, (B or 1, H or 1, M, Tk), for a slice of the queries."""
+    rows, device = tables.rows, tables.rows.device
+    m = torch.arange(queries.start, queries.stop, device=device)
+    of_queries = rows[:, :, m // tables.block_q]
+    n_full, n_listed = of_queries[..., :1], of_queries[..., :1] + of_queries[..., 1:2]
+    entry, blocks = torch.arange(rows.shape[3] - 2, device=device), of_queries[..., 2:].long()
+    n_blocks = -(-n_keys // tables.block_k)
+
+    def mark(listed: Tensor) -> Tensor:
+        found = torch.zeros(*blocks.shape[:3], n_blocks + 1, dtype=torch.bool, device=device)
+        return found.scatter(3, torch.where(listed, blocks, n_blocks), True)[..., :n_blocks]
+
+    mask = mark(entry < n_full).repeat_interleave(tables.block_k, 3)
+    partial = mark((entry >= n_full) & (entry < n_listed))
+    if tables.spans is not None:
+        n, (starts, stops) = torch.arange(n_blocks * tables.block_k, device=device), tables.spans[:, :, m].unbind(-1)
+        inside = (n >= starts[..., None]) & (n < stops[..., None])
+        mask = mask | (partial.repeat_interleave(tables.block_k, 3) & inside)
+    if tables.slots is not None and tables.bits is not None:
+        slots = torch.where(partial, tables.slots[:, :, m // tables.block_q], 0)
+        words = tables.bits[slots, (m % tables.block_q)[:, None]]
+        bits = words[..., None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
+        mask = mask | (partial[..., None] & (bits.flatten(4) != 0)).flatten(3)
+    return mask[..., :n_keys]
 
 
 def _unpack(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

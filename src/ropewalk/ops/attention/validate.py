@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
+from ropewalk.ops.attention.blocks.tables import find_tables
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd
 from ropewalk.ops.tracing import is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
@@ -48,6 +49,7 @@ class Arguments(NamedTuple):
     keys_rotated: bool = False
     layout: str = "bthd"
     gate: Tensor | None = None
+    blocks: Any = None  # BlockLists, BlockMask, or BlockTables
 
 
 def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
@@ -96,6 +98,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         positions_k = positions_q  # the checks made two views of one tensor
     if block_table is not None:
         _check_pages(q, k, v, given)
+    blocks = given.blocks
+    if blocks is not None:
+        blocks = find_tables(blocks, q, k, layout, block_table)
     softcap = given.softcap
     if softcap is not None:
         softcap = math.nan if isinstance(softcap, bool) else _as_float(softcap)
@@ -130,6 +135,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         block_table,
         positions_q,
         positions_k,
+        blocks,
         scale,
         softcap,
         None,

@@ -43,6 +43,8 @@ class Gluon:
                 return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but must be a multiple of 8 up to 128")
         if call.mask is not None:
             return Refusal("mask", "mask is not supported")
+        if call.blocks is not None:
+            return Refusal("blocks", "lists of blocks (blocks) are not supported")
         if call.block_table is not None:
             return Refusal("block_table", "paged keys (block_table) are not supported")
         if call.dropout_p > 0:

@@ -15,6 +15,7 @@ HALF = (torch.float16, torch.bfloat16)
 _UNSUPPORTED = {
     "cu_seqlens_q": "packed sequences (cu_seqlens_q) are not supported",
     "block_table": "paged keys (block_table) are not supported",
+    "blocks": "lists of blocks (blocks) are not supported",
     "key_starts": "key_starts, which may leave rows without a key, are not supported",
     "query_starts": "query_starts, a key index of the first query per batch row, are not supported",
     "softcap": "softcap is not supported",

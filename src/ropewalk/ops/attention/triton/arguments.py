@@ -57,6 +57,20 @@ class Mask(NamedTuple):
     stride_query: Any  # None: the mask is the same for all queries
 
 
+class Lists(NamedTuple):
+    """The fields of `BlockTables`, dense; inside a kernel `ptr` is at one line, and `slots` at one head."""
+
+    ptr: Any  # the rows, or the columns where a kernel loops over queries; None: all pairs, and no field
+    stride_batch: Any  # 0: all batch rows have the same
+    stride_head: Any
+    stride_line: Any
+    slots: Any  # None: no pair is chosen by bits; with spans, they are in its place, and their strides
+    slots_stride_batch: Any
+    slots_stride_head: Any
+    slots_stride_query: Any  # from one block of queries to the next
+    bits: Any  # None: no bits
+
+
 class MaskFlags(NamedTuple):
     """Constants of the conditions under which a query attends a key."""
 
@@ -188,6 +202,8 @@ class Blocks(NamedTuple):
     DV: Any  # features of v
     D_CHUNKS: Any  # 1, or 3 for 192 features
     PRECISION: Any
+    LIST_Q: Any = None  # queries of a block in `Lists`
+    LIST_K: Any = None
 
 
 class Schedule(NamedTuple):
@@ -206,6 +222,7 @@ class Masking(NamedTuple):
     seqlens: Any
     mask: Any  # at one head
     far_window: Any
+    lists: Any  # at one line
 
 
 class Scoring(NamedTuple):

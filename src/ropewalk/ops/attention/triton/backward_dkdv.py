@@ -14,6 +14,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Far,
     FarGrads,
     KeyTile,
+    Lists,
     Mask,
     Masking,
     QueryStream,
@@ -24,12 +25,17 @@ from ropewalk.ops.attention.triton.arguments import (
 )
 from ropewalk.ops.attention.triton.masking import (
     ALL,
+    BITS,
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
     PAST,
+    apply_bits,
     apply_mask,
     attention_mask,
+    list_range,
+    listed_token,
+    lists_of_line,
     loop_index,
     loop_length,
     mask_flags,
@@ -37,6 +43,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_flags,
     range_mask,
     range_seqlens,
+    slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
@@ -77,6 +84,8 @@ def _mainloop_q(
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.M):
         q_start = loop_index(step, tile_range, MASKED)
+        if masking.lists.ptr is not None:
+            q_start = listed_token(q_start, masking.lists.ptr, blocks.LIST_Q)
         q_index = q_start + tl.arange(0, blocks.M)
         q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + q_start, blocks.M, blocks.D, blocks.D_CHUNKS)
         if MASKED and flags.PACKED:  # rows of another sequence follow, and may hold anything
@@ -107,6 +116,18 @@ def _mainloop_q(
         if MASKED:
             attends = attention_mask(q_index[None, :], k_index[:, None], seqlens, flags)
             attends = apply_mask(attends, q_index[None, :], k_index[:, None], seqlens, masking.mask)
+            if MASKED == BITS:
+                attends = apply_bits(
+                    attends,
+                    q_index[None, :],
+                    k_index[:, None],
+                    q_start,
+                    tile.start,
+                    seqlens.n_queries,
+                    masking.lists,
+                    blocks.LIST_Q,
+                    blocks.LIST_K,
+                )
             if flags.RANGE != ALL and not flags.INDEX_POSITIONS:
                 q_pos = load_int_positions(scoring.positions, tile.batch, tile.q_offset, q_start, blocks.M)
                 attends = attends & range_mask(q_pos[None, :], keys.pos[:, None], masking.far_window, flags.RANGE)
@@ -154,7 +175,12 @@ def _attend_heads(
         mask = masking.mask
         mask_ptr = mask_of_head(mask, tile.batch, head)
         mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
-        head_masking = Masking(masking.seqlens, mask, masking.far_window)
+        lists = masking.lists
+        line = tile.start // blocks.LIST_K if lists.ptr is not None else 0
+        lists_ptr = lists_of_line(lists, tile.batch, head, line)
+        slots = slots_of_head(lists, tile.batch, head)
+        lists = Lists(lists_ptr, None, None, None, slots, None, None, lists.slots_stride_query, lists.bits)
+        head_masking = Masking(masking.seqlens, mask, masking.far_window, lists)
         scores = scoring.scores
         params = params_of_head(scores, tile.batch, head)
         scores = Scores(
@@ -170,13 +196,31 @@ def _attend_heads(
             stream.heads_per_key,
             stream.sequence,
         )
+        head_range = tile_range
+        if slots is not None:
+            state = _mainloop_q(
+                state,
+                keys,
+                q,
+                head_stream,
+                of_head,
+                list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, BITS),
+                head_masking,
+                head_scoring,
+                flags,
+                score_flags,
+                blocks,
+                BITS,
+            )
+        if lists_ptr is not None:
+            head_range = list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, True)
         state = _mainloop_q(
             state,
             keys,
             q,
             head_stream,
             of_head,
-            tile_range,
+            head_range,
             head_masking,
             head_scoring,
             flags,
@@ -191,7 +235,7 @@ def _attend_heads(
                 q,
                 head_stream,
                 of_head,
-                tile_range,
+                head_range,
                 head_masking,
                 head_scoring,
                 flags,
@@ -208,7 +252,7 @@ def _attend_range(state, q, k, keys, stream, tile, masking, scoring, flags, scor
     k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + tile.start, blocks.N, blocks.D, blocks.D_CHUNKS)
     keys = KeyTile(k_tile, keys.v, keys.pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
-    masking = Masking(seqlens, masking.mask, masking.far_window)
+    masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
     HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
     tile_range = query_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     return _attend_heads(
@@ -299,6 +343,7 @@ def backward_dkdv_kernel(
     table_far,  # of far keys
     weights_ptr,  # (D,), multiplies the features of dk; or None
     mask,  # Mask
+    lists,  # Lists, of columns
     packed,  # Packed | None
     bounds,  # Bounds
     positions_q,  # Positions | None
@@ -322,6 +367,8 @@ def backward_dkdv_kernel(
     SEPARATE_FAR: tl.constexpr,  # far gradients are stored in targets of their own
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -358,7 +405,7 @@ def backward_dkdv_kernel(
         k_pos = load_positions(positions_k, batch, k_offset, tile.start, tile.start, origin, BLOCK_N)
     keys = KeyTile(None, v_tile, k_pos)
     stream = QueryStream(do, lse_ptr, delta_ptr, all_queries, n_kv_heads, heads_per_key, sequence)
-    masking = Masking(seqlens, mask, far_window)
+    masking = Masking(seqlens, mask, far_window, lists)
     rescale = 1.0
     if dropout is not None:
         rescale = dropout.rescale
@@ -381,7 +428,7 @@ def backward_dkdv_kernel(
             scoring,
             FLAGS,
             ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
         )
     acc_dk, acc_dv = _attend_range(
         state,
@@ -394,7 +441,7 @@ def backward_dkdv_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
         ALL if far_window is None else NEAR,
     )
 

@@ -13,6 +13,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Blocks,
     Far,
     FarGrads,
+    Lists,
     Mask,
     Masking,
     QueryTile,
@@ -23,19 +24,25 @@ from ropewalk.ops.attention.triton.arguments import (
 )
 from ropewalk.ops.attention.triton.masking import (
     ALL,
+    BITS,
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
     PAST,
+    apply_bits,
     apply_mask,
     attention_mask,
     key_ranges,
+    list_range,
+    listed_token,
+    lists_of_line,
     loop_index,
     loop_length,
     mask_flags,
     range_flags,
     range_mask,
     range_seqlens,
+    slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
@@ -74,6 +81,8 @@ def _mainloop_kv(
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.N):
         k_start = loop_index(step, tile_range, MASKED)
+        if masking.lists.ptr is not None:
+            k_start = listed_token(k_start, masking.lists.ptr, blocks.LIST_K)
         k_index = k_start + tl.arange(0, blocks.N)
         k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
         if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):
@@ -111,6 +120,18 @@ def _mainloop_kv(
         if MASKED:
             attends = attention_mask(q_index[:, None], k_index[None, :], seqlens, flags)
             attends = apply_mask(attends, q_index[:, None], k_index[None, :], seqlens, masking.mask)
+            if MASKED == BITS:
+                attends = apply_bits(
+                    attends,
+                    q_index[:, None],
+                    k_index[None, :],
+                    tile.start,
+                    k_start,
+                    seqlens.n_queries,
+                    masking.lists,
+                    blocks.LIST_Q,
+                    blocks.LIST_K,
+                )
             if flags.RANGE != ALL and not flags.INDEX_POSITIONS:
                 k_pos = load_int_positions(scoring.positions, tile.batch, tile.k_offset, k_start, blocks.N)
                 attends = attends & range_mask(queries.pos[:, None], k_pos[None, :], masking.far_window, flags.RANGE)
@@ -135,9 +156,26 @@ def _attend_range(state, q, queries, k, v, tile, masking, scoring, flags, score_
     q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + tile.start, blocks.M, blocks.D, blocks.D_CHUNKS)
     queries = QueryTile(q_tile, queries.pos, queries.do, queries.lse, queries.delta)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
-    masking = Masking(seqlens, masking.mask, masking.far_window)
+    masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
     HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
+    if masking.lists.slots is not None:
+        state = _mainloop_kv(
+            state,
+            queries,
+            k,
+            v,
+            tile,
+            list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS),
+            masking,
+            scoring,
+            range_flags(flags, RANGE),
+            score_flags,
+            blocks,
+            BITS,
+        )
+    if masking.lists.ptr is not None:
+        tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
     if HAS_MIDDLE:
         state = _mainloop_kv(
             state,
@@ -250,6 +288,7 @@ def backward_dq_kernel(
     table_far_past,  # of the queries as far keys read them
     table_far_future,
     mask,  # Mask
+    lists,  # Lists, of rows
     packed,  # Packed | None
     bounds,  # Bounds
     positions_q,  # Positions | None
@@ -273,6 +312,8 @@ def backward_dq_kernel(
     SEPARATE_FAR: tl.constexpr,  # far gradients are stored in targets of their own
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -333,7 +374,10 @@ def backward_dq_kernel(
     queries = QueryTile(None, q_pos, do_tile, lse, delta)
     mask_ptr = mask_of_head(mask, batch, head)
     mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
-    masking = Masking(seqlens, mask, far_window)
+    lists_ptr = lists_of_line(lists, batch, head, tile.start // LIST_Q if lists.ptr is not None else 0)
+    slots = slots_of_head(lists, batch, head)
+    lists = Lists(lists_ptr, None, None, None, slots, None, None, lists.slots_stride_query, lists.bits)
+    masking = Masking(seqlens, mask, far_window, lists)
     params = params_of_head(scores, batch, head)
     scores = Scores(
         params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
@@ -369,7 +413,7 @@ def backward_dq_kernel(
             scoring,
             FLAGS,
             ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
         )
     acc_dq, grad_params = _attend_range(
         state,
@@ -382,7 +426,7 @@ def backward_dq_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
         ALL if far_window is None else NEAR,
     )
 

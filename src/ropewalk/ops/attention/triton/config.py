@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, BlockTables
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
 
@@ -76,6 +76,7 @@ _HOPPER: Table = {
         ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 3),
     },
+    "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "mask": {
         ("forward", 64, 2): Tiles(64, 32, 4, 2),
@@ -203,7 +204,12 @@ def choose_tiles(
     tiles = table["any"][key]
     for special in _specials(score_mod, call):
         tiles = table.get(special, {}).get(key, tiles)
-    return tiles
+    return tiles if call.blocks is None else _within_blocks(tiles, call.blocks)
+
+
+def _within_blocks(tiles: Tiles, blocks: BlockTables) -> Tiles:
+    """Return tiles that lie in one block each."""
+    return tiles._replace(block_m=min(tiles.block_m, blocks.block_q), block_n=min(tiles.block_n, blocks.block_k))
 
 
 def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
@@ -218,6 +224,8 @@ def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
         yield "far"
     if call.dropout_p > 0:
         yield "dropout"
+    if call.blocks is not None and (call.blocks.slots is not None or call.blocks.spans is not None):
+        yield "bits"
     if call.mask is not None:
         yield "padding" if is_of_keys(call.mask) else "mask"
 

@@ -119,7 +119,7 @@ _TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
 def supports(call: AttentionCall) -> bool:
     """Return whether a call is for these kernels: pages, or few queries and many keys. Reads no values."""
     q, k = call.q, call.k
-    if call.dropout_p > 0 or call.cu_seqlens_q is not None:
+    if call.dropout_p > 0 or call.cu_seqlens_q is not None or call.blocks is not None:
         return False
     if call.far is not None and (not call.causal or call.positions_q is not None):
         return False

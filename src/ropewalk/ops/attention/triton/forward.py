@@ -8,6 +8,7 @@ import triton.language as tl
 from ropewalk.ops.attention.triton.arguments import (
     Blocks,
     Far,
+    Lists,
     Mask,
     Masking,
     QueryTile,
@@ -18,19 +19,25 @@ from ropewalk.ops.attention.triton.arguments import (
 )
 from ropewalk.ops.attention.triton.masking import (
     ALL,
+    BITS,
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
     PAST,
+    apply_bits,
     apply_mask,
     attention_mask,
     key_ranges,
+    list_range,
+    listed_token,
+    lists_of_line,
     loop_index,
     loop_length,
     mask_flags,
     range_flags,
     range_mask,
     range_seqlens,
+    slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, logit_factor, tanh
@@ -65,8 +72,14 @@ def _mainloop_kv(
     seqlens = masking.seqlens
     q_index = tile.start + tl.arange(0, blocks.M)
     NONE_AHEAD: tl.constexpr = flags.INDEX_POSITIONS and flags.SIDE == PAST and not MASKED
+    if masking.lists.ptr is not None:  # loaded one step ahead: the loads of tiles wait for it
+        upcoming = listed_token(loop_index(0, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
     for step in tl.range(0, loop_length(tile_range, MASKED), blocks.N):
-        k_start = loop_index(step, tile_range, MASKED)
+        if masking.lists.ptr is None:
+            k_start = loop_index(step, tile_range, MASKED)
+        else:
+            k_start = upcoming
+            upcoming = listed_token(loop_index(step + blocks.N, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
         k_index = k_start + tl.arange(0, blocks.N)
         k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
@@ -96,6 +109,18 @@ def _mainloop_kv(
         if MASKED:
             attends = attention_mask(q_index[:, None], k_index[None, :], seqlens, flags)
             attends = apply_mask(attends, q_index[:, None], k_index[None, :], seqlens, masking.mask)
+            if MASKED == BITS:
+                attends = apply_bits(
+                    attends,
+                    q_index[:, None],
+                    k_index[None, :],
+                    tile.start,
+                    k_start,
+                    seqlens.n_queries,
+                    masking.lists,
+                    blocks.LIST_Q,
+                    blocks.LIST_K,
+                )
             if flags.RANGE != ALL and not flags.INDEX_POSITIONS:
                 k_pos = load_int_positions(scoring.positions, tile.batch, tile.k_offset, k_start, blocks.N)
                 attends = attends & range_mask(queries.pos[:, None], k_pos[None, :], masking.far_window, flags.RANGE)
@@ -135,9 +160,26 @@ def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_fl
     q_tile = load_chunks(q, tile.batch, tile.head, tile.q_offset + tile.start, blocks.M, blocks.D, blocks.D_CHUNKS)
     queries = QueryTile(q_tile, q_pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
-    masking = Masking(seqlens, masking.mask, masking.far_window)
+    masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
     HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
+    if masking.lists.slots is not None:
+        state = _mainloop_kv(
+            state,
+            queries,
+            k,
+            v,
+            tile,
+            list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS),
+            masking,
+            scoring,
+            range_flags(flags, RANGE),
+            score_flags,
+            blocks,
+            BITS,
+        )
+    if masking.lists.ptr is not None:
+        tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
     if HAS_MIDDLE:
         state = _mainloop_kv(
             state,
@@ -197,6 +239,7 @@ def forward_kernel(
     lse_ptr,  # (B, H, Tq), dense: base-2 logarithms of the sums
     row_logits_ptr,  # likewise: each row's largest scaled score; or None
     mask,  # Mask
+    lists,  # Lists, of rows
     packed,  # Packed | None
     bounds,  # Bounds
     positions_q,  # Positions | None
@@ -217,6 +260,8 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D_CHUNKS: tl.constexpr,
+    LIST_Q: tl.constexpr,
+    LIST_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -251,7 +296,10 @@ def forward_kernel(
         q_pos = load_positions(positions_q, batch, q_offset, tile.start, first, origin, BLOCK_M)
     mask_ptr = mask_of_head(mask, batch, head)
     mask = Mask(mask_ptr, mask.stride_batch, mask.stride_head, mask.stride_key, mask.stride_query)
-    masking = Masking(seqlens, mask, far_window)
+    lists_ptr = lists_of_line(lists, batch, head, tile.start // LIST_Q if lists.ptr is not None else 0)
+    slots = slots_of_head(lists, batch, head)
+    lists = Lists(lists_ptr, None, None, None, slots, None, None, lists.slots_stride_query, lists.bits)
+    masking = Masking(seqlens, mask, far_window, lists)
     params = params_of_head(scores, batch, head)
     scores = Scores(
         params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
@@ -281,7 +329,7 @@ def forward_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
     )
 
     attends = row_sum != 0  # NaN is to be seen

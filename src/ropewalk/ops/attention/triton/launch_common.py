@@ -25,6 +25,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Bounds,
     Dropout,
     Gate,
+    Lists,
     Mask,
     Packed,
     Positions,
@@ -41,6 +42,7 @@ from ropewalk.ops.attention.triton.sums import sinks_grad_kernel
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
 NO_MASK = Mask(None, None, None, None, None)
+NO_LISTS = Lists(*(None,) * len(Lists._fields))
 NO_GATE = Gate(None, None, None, None, None, None)
 
 
@@ -79,6 +81,30 @@ def mask_args(call: AttentionCall) -> Mask:
         return NO_MASK
     batch, head, query, key = broadcast_strides(mask, 4)
     return Mask(mask.view(torch.uint8), batch, head, key, None if is_of_keys(mask) else query)
+
+
+def lists_args(call: AttentionCall, of: str) -> Lists:
+    """Return the lists of a call's "rows" or "columns", with their strides; 0 for a dimension of one."""
+    blocks = call.blocks
+    if blocks is None:
+        return NO_LISTS
+    lists = blocks.rows if of == "rows" else blocks.columns
+    assert lists is not None
+    batch, head, line = broadcast_strides(lists, 3)
+    args = NO_LISTS._replace(ptr=lists, stride_batch=batch, stride_head=head, stride_line=line)
+    if blocks.spans is not None:
+        batch, head = broadcast_strides(blocks.spans, 2)
+        return args._replace(slots=blocks.spans, slots_stride_batch=batch, slots_stride_head=head)
+    if blocks.slots is None:
+        return args
+    batch, head, query = broadcast_strides(blocks.slots, 3)
+    return args._replace(
+        slots=blocks.slots,
+        slots_stride_batch=batch,
+        slots_stride_head=head,
+        slots_stride_query=query,
+        bits=blocks.bits,
+    )
 
 
 def gate_args(gate: Tensor | None, v_head_dim: int) -> Gate:

@@ -21,6 +21,8 @@ ALL = tl.constexpr(0)
 NEAR = tl.constexpr(1)
 FAR_PAST = tl.constexpr(2)
 FAR_FUTURE = tl.constexpr(3)
+# MASKED of a main loop, beside False and True: the pairs of each tile are chosen by bits or spans of `Lists` too.
+BITS = tl.constexpr(2)
 
 
 # The flags are one constant: a jitted function of Triton 3.6 can return neither None nor constants, but makes tensors.
@@ -167,6 +169,86 @@ def loop_index(step, tile_range, MASKED: tl.constexpr):
         index = tile_range.start + step
         index = tl.where(index >= tile_range.full, index + (tile_range.full_stop - tile_range.full), index)
     return index
+
+
+@triton.jit
+def lists_of_line(lists, batch, head, line):
+    """Return the lists' pointer at a block of queries, or of keys; None without lists."""
+    ptr = None
+    if lists.ptr is not None:
+        ptr = lists.ptr + wide(batch) * lists.stride_batch + wide(head) * lists.stride_head
+        ptr += wide(line) * lists.stride_line
+    return ptr
+
+
+@triton.jit
+def slots_of_head(lists, batch, head):
+    """Return the pointer of the bits' slots, or of the spans, at one head; None without either."""
+    ptr = None
+    if lists.slots is not None:
+        ptr = lists.slots + wide(batch) * lists.slots_stride_batch + wide(head) * lists.slots_stride_head
+    return ptr
+
+
+@triton.jit
+def _count_listed(token, listed, stop, BLOCK: tl.constexpr, LISTED: tl.constexpr):
+    """Return how many tokens the tiles of blocks have that begin below a token."""
+    below = (tl.maximum(stop - token, 0) + (BLOCK - 1)) // BLOCK * BLOCK
+    return tl.sum(tl.where(listed, tl.minimum(below, LISTED), 0))
+
+
+@triton.jit
+def list_range(tile_range, ptr, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKED: tl.constexpr):
+    """Return the `TileRange` of a line's lists, whose blocks of LISTED tokens stand one after another.
+
+    It holds the tiles of BLOCK tokens that are in a range of the sequence. MASKED: of blocks that have bits, all of
+    which is partial.
+    """
+    first = 0
+    count = tl.load(ptr)
+    if MASKED == BITS:
+        first = count
+        count = tl.load(ptr + 1)
+    start = first * LISTED
+    full = start
+    full_stop = start
+    stop = start
+    for step in tl.range(0, count, 128):
+        entry = step + tl.arange(0, 128)
+        listed = entry < count
+        token = tl.load(ptr + 2 + first + entry, listed, other=0) * LISTED
+        start += _count_listed(token, listed, tile_range.start, BLOCK, LISTED)
+        stop += _count_listed(token, listed, tile_range.stop, BLOCK, LISTED)
+        if MASKED != BITS:
+            full += _count_listed(token, listed, tile_range.full, BLOCK, LISTED)
+            full_stop += _count_listed(token, listed, tile_range.full_stop, BLOCK, LISTED)
+    if MASKED == BITS:
+        full = start
+        full_stop = start
+    return TileRange(start, full, full_stop, stop)
+
+
+@triton.jit
+def listed_token(index, ptr, LISTED: tl.constexpr):
+    """Return the token of a sequence that is at an index of `list_range`; anything at its end."""
+    return tl.load(ptr + 2 + index // LISTED) * LISTED + index % LISTED
+
+
+@triton.jit
+def apply_bits(attends, m, n, q_start, k_start, n_queries, lists, LIST_Q: tl.constexpr, LIST_K: tl.constexpr):
+    """Return whether queries m attend keys n by the bits of their block, or by their spans, too.
+
+    A tile begins at q_start and k_start.
+    """
+    if lists.bits is None:
+        start = tl.load(lists.slots + wide(m) * 2, m < n_queries, other=0)
+        stop = tl.load(lists.slots + wide(m) * 2 + 1, m < n_queries, other=0)
+        attends = attends & (n >= start) & (n < stop)
+    else:
+        slot = tl.load(lists.slots + wide(q_start // LIST_Q) * lists.slots_stride_query + k_start // LIST_K)
+        words = tl.load(lists.bits + (wide(slot) * LIST_Q + m % LIST_Q) * (LIST_K // 32) + n % LIST_K // 32)
+        attends = attends & ((words >> (n % 32) & 1) != 0)
+    return attends
 
 
 @triton.jit

@@ -1,0 +1,422 @@
+"""Lists of blocks, validated and made into the `BlockTables` that kernels read, and kept beside the lists.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M blocks of queries, N blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk import device as gpu
+from ropewalk.ops.arguments import check_dense
+from ropewalk.ops.attention.blocks.lists import BlockLists
+from ropewalk.ops.attention.call import BlockTables, as_bhtd
+from ropewalk.ops.tracing import is_intercepted, is_plain_eager
+
+SIZES = (64, 128)
+FULL, PARTIAL = 2, 1  # as in `kernel`, which loads Triton
+_ATTRIBUTE = "_ropewalk_tables"  # of lists that were read
+_PAIRS = 1 << 22  # whose mask_mod is evaluated at a time
+
+
+class Source(NamedTuple):
+    """The lists of a `BlockLists` or a `BlockMask`."""
+
+    counts: Tensor
+    indices: Tensor
+    full_counts: Tensor | None
+    full_indices: Tensor | None
+    block_q: int
+    block_k: int
+    spans: Tensor | None  # of pairs in blocks that are not full
+    mask_mod: Callable[..., Tensor] | None  # likewise
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The lists."""
+        return [x for x in (*self.lists, self.spans) if isinstance(x, Tensor)]
+
+    @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Counts and indices, of both kinds."""
+        return self.counts, self.indices, self.full_counts, self.full_indices
+
+
+class Sizes(NamedTuple):
+    """The extents of a call."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+class _Kept:
+    """Tables that were made of lists, and the state that the lists were in."""
+
+    __slots__ = ("sizes", "source", "tables", "versions", "watched")
+
+    def __init__(self, source: Source, sizes: Sizes, tables: BlockTables) -> None:
+        self.source, self.sizes, self.tables = source, sizes, tables
+        self.watched = [*source.tensors, *_captured(source.mask_mod)]
+        self.versions = [x._version for x in self.watched]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()  # a copy of the lists keeps nothing, and any unpickler reads an empty set
+
+
+def has_rows(q: Any, k: Any) -> bool:
+    """Say whether q and k have the extents that lists of blocks are for; `validate` says what else is wrong."""
+    return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == 4 and k.ndim == 4
+
+
+def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Tensor | None) -> BlockTables:
+    """Return the tables of a call's `blocks`, made of them now or kept from an earlier call.
+
+    They have `columns` where a backward may come.
+    """
+    if isinstance(blocks, BlockTables):
+        return blocks
+    if layout == "thd":
+        raise ValueError(
+            "blocks was given with layout 'thd', but must come with 'bthd' or 'bhtd': documents are lists of blocks too"
+        )
+    if block_table is not None:
+        raise ValueError("blocks was given beside block_table, but paged keys take none")
+    (batch, heads, queries, _), keys = as_bhtd(q, layout).shape, as_bhtd(k, layout).shape[2]
+    sizes, columns = Sizes(batch, heads, queries, keys), torch.is_grad_enabled()
+    compiling = torch.compiler.is_compiling()
+    if compiling and not isinstance(blocks, BlockLists):  # to read a mask_mod would compile for each one
+        kept = getattr(blocks, _ATTRIBUTE, None)
+        if isinstance(kept, _Kept) and kept.sizes == sizes and kept.tables.columns is not None:
+            return kept.tables
+    source = _read(blocks)
+    if not compiling:
+        kept = vars(blocks).get(_ATTRIBUTE)
+        is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes)
+        if is_kept and (kept.tables.columns is not None or not columns):
+            tables: BlockTables = kept.tables
+            return tables
+    _check(source, sizes, q, isinstance(blocks, BlockLists))
+    _check_lengths(blocks, sizes)
+    if source.spans is not None:
+        _check_spans(source.spans, sizes, q)
+    if source.mask_mod is not None and (compiling or is_intercepted()):
+        raise ValueError(
+            "blocks is a BlockMask whose mask_mod was not evaluated yet, but must be for torch.compile and tracers: "
+            "call attention with it once before, where gradients are enabled"
+        )
+    tables = _make(source, sizes, columns)
+    may_keep = not compiling and is_plain_eager(*source.tensors) and not is_intercepted()
+    if may_keep and not any(x.is_inference() for x in source.tensors) and not _is_capturing(q):
+        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables)
+    return tables
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_current(kept: _Kept, source: Source, sizes: Sizes) -> bool:
+    """Say whether lists are those that tables were made of, and nothing was written to them since."""
+    return (
+        kept.sizes == sizes
+        and all(x is y for x, y in zip(kept.source, source, strict=True))
+        and [x._version for x in kept.watched] == kept.versions
+    )
+
+
+def _captured(function: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a function captured, or functions that it captured."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        x = waiting.pop()
+        if x is None or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            if not x.is_inference():
+                yield x
+        elif isinstance(x, (tuple, list)):
+            waiting += x
+        elif isinstance(x, dict):
+            waiting += x.values()
+        elif callable(x) and not isinstance(x, type):
+            waiting += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+            waiting += getattr(x, "__defaults__", None) or ()
+            names = getattr(getattr(x, "__code__", None), "co_names", ())
+            module = getattr(x, "__globals__", {})
+            waiting += [module[name] for name in names if isinstance(module.get(name), Tensor)]
+            waiting += [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
+
+
+def _read(blocks: Any) -> Source:
+    """Return the lists of an argument, or raise."""
+    if isinstance(blocks, BlockLists):
+        lists = (blocks.counts, blocks.indices, blocks.full_counts, blocks.full_indices)
+        return Source(*lists, blocks.block_q, blocks.block_k, blocks.spans, None)
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(blocks, BlockMask):
+        raise TypeError(f"blocks is {type(blocks).__name__}, but must be a BlockLists or a BlockMask of FlexAttention")
+    lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    mask_mod = None if blocks.mask_mod is noop_mask else blocks.mask_mod
+    return Source(*lists, *blocks.BLOCK_SIZE, None, mask_mod)
+
+
+_NAMES = {
+    True: ("counts", "indices", "full_counts", "full_indices", "block_q", "block_k"),
+    False: (
+        *("blocks.kv_num_blocks", "blocks.kv_indices", "blocks.full_kv_num_blocks", "blocks.full_kv_indices"),
+        *("blocks.BLOCK_SIZE[0] (block_q)", "blocks.BLOCK_SIZE[1] (block_k)"),
+    ),
+}
+
+
+def _check(source: Source, sizes: Sizes, q: Tensor, of_lists: bool) -> None:
+    """Raise unless lists are of the right types, for a call of these extents."""
+    names = _NAMES[of_lists]
+    for name, size in zip(names[4:], source[4:6], strict=True):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} of blocks is {size!r}, but must be 64 or 128")
+        if size not in SIZES:
+            raise ValueError(f"{name} of blocks is {size}, but must be 64 or 128")
+    if (source.full_counts is None) is not (source.full_indices is None):
+        missing, given = (names[2], names[3]) if source.full_counts is None else (names[3], names[2])
+        raise ValueError(f"{missing} of blocks is None, but must be given beside {given}")
+    rows, n_blocks = -(-sizes.queries // source.block_q), -(-sizes.keys // source.block_k)
+    pairs: list[tuple[Any, ...]] = [(source.counts, source.indices, *names[:2])]
+    if source.full_counts is not None:
+        pairs.append((source.full_counts, source.full_indices, *names[2:4]))
+    for counts, indices, of_counts, of_indices in pairs:
+        for name, x in ((of_counts, counts), (of_indices, indices)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} of blocks is {type(x).__name__}, but must be a tensor of int32 or int64")
+            if x.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} of blocks is a tensor of {x.dtype}, but must be one of int32 or int64")
+            check_dense(name, x)
+            if x.device != q.device:
+                raise ValueError(f"{name} of blocks is on {x.device}, but must be on q's device, {q.device}")
+        fits = counts.ndim == 3 and counts.shape[0] in (1, sizes.batch) and counts.shape[1] in (1, sizes.heads)
+        if not fits or counts.shape[2] != rows:
+            raise ValueError(
+                f"{of_counts} of blocks has shape {tuple(counts.shape)}, but must be (B or 1, H or 1, M) with "
+                f"B = {sizes.batch}, H = {sizes.heads} and M = {rows} blocks of {source.block_q} for {sizes.queries} "
+                "queries"
+            )
+        if indices.ndim != 4 or indices.shape[:3] != counts.shape:
+            raise ValueError(
+                f"{of_indices} of blocks has shape {tuple(indices.shape)}, but must be {of_counts}' and n: "
+                f"{(*counts.shape, 'n')}"
+            )
+        if _has_values(counts) and _has_values(indices):
+            _check_values(counts, indices, of_counts, of_indices, n_blocks)
+
+
+def _check_spans(spans: Any, sizes: Sizes, q: Tensor) -> None:
+    if not isinstance(spans, Tensor) or spans.dtype != torch.int32:
+        kind = str(spans.dtype) if isinstance(spans, Tensor) else type(spans).__name__
+        raise TypeError(f"spans of blocks is {kind}, but must be a tensor of int32")
+    check_dense("spans", spans)
+    if spans.device != q.device:
+        raise ValueError(f"spans of blocks is on {spans.device}, but must be on q's device, {q.device}")
+    fits = spans.ndim == 4 and spans.shape[0] in (1, sizes.batch) and spans.shape[1] in (1, sizes.heads)
+    if not fits or spans.shape[2:] != (sizes.queries, 2):
+        raise ValueError(
+            f"spans of blocks has shape {tuple(spans.shape)}, but must be (B or 1, H or 1, Tq, 2) with "
+            f"B = {sizes.batch}, H = {sizes.heads} and Tq = {sizes.queries}"
+        )
+
+
+def _check_lengths(blocks: Any, sizes: Sizes) -> None:
+    """Raise unless a BlockMask was made for a call's lengths, or for whole blocks that hold them."""
+    made = getattr(blocks, "seq_lengths", None)
+    if made is None:
+        return
+    for name, length, tokens, size in zip(("Tq", "Tk"), made, sizes[2:], blocks.BLOCK_SIZE, strict=True):
+        if length != tokens and length != -(-tokens // size) * size:
+            raise ValueError(f"blocks is a BlockMask for {name} = {length}, but must be made for {tokens}")
+
+
+def _has_values(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(x) or is_intercepted())
+
+
+def _check_values(counts: Tensor, indices: Tensor, of_counts: str, of_indices: str, n_blocks: int) -> None:
+    n = indices.shape[3]
+    wrong = (counts < 0) | (counts > n)
+    if bool(wrong.any()):
+        raise ValueError(f"{of_counts} of blocks holds {int(counts[wrong][0])}, but must be from 0 to n = {n}")
+    listed = torch.arange(n) < counts[..., None]
+    wrong = listed & ((indices < 0) | (indices >= n_blocks))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{of_indices} of blocks holds {int(indices[wrong][0])}, but must be from 0 to below N = {n_blocks} blocks"
+        )
+
+
+def _make(source: Source, sizes: Sizes, columns: bool) -> BlockTables:
+    """Return the tables of lists."""
+    n_blocks = -(-sizes.keys // source.block_k)
+    lists, (block_q, block_k, spans, mask_mod) = source.lists, source[4:]
+    if mask_mod is None:
+        if is_plain_eager(*source.tensors) and not is_intercepted():
+            rows, of_columns = make_lists(*lists, n_blocks, spans is not None, columns)
+        else:
+            rows, of_columns = torch.ops.ropewalk.block_lists(*lists, n_blocks, spans is not None, columns)
+        spans = None if spans is None else spans.contiguous()
+        return BlockTables(rows, of_columns if columns else None, None, None, spans, block_q, block_k)
+    marks = _mark(*lists, n_blocks, True)
+    rows, of_columns = _compact(marks, *lists, True, columns)
+    slots, bits = _evaluate(mask_mod, marks == PARTIAL, source, sizes)
+    return BlockTables(rows, of_columns, slots, bits, None, block_q, block_k)
+
+
+def make_lists(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    n_blocks: int,
+    has_partial: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return sorted lists without duplicates of rows, and of columns if they are wanted, as `BlockTables` has them."""
+    lists = (counts, indices, full_counts, full_indices)
+    return _compact(_mark(*lists, n_blocks, has_partial), *lists, has_partial, columns)
+
+
+def _mark(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    n_blocks: int,
+    has_partial: bool,
+) -> Tensor:
+    """Return the map (B or 1, H or 1, M, N) of listed blocks, bytes; a block in both kinds of lists is full."""
+    shape = list(counts.shape)
+    if full_counts is not None:
+        shape = [max(x, y) for x, y in zip(shape, full_counts.shape, strict=True)]
+    marks = torch.zeros(*shape, n_blocks, dtype=torch.uint8, device=counts.device)
+    for of_counts, of_indices, value in (
+        (counts, indices, PARTIAL if has_partial else FULL),
+        (full_counts, full_indices, FULL),
+    ):
+        if of_counts is None or of_indices is None or of_indices.shape[3] == 0 or marks.numel() == 0:
+            continue
+        if gpu.why_no_triton(counts.device) is None:
+            from ropewalk.ops.attention.blocks import kernel
+
+            kernel.mark(marks, of_counts, of_indices, value)
+            continue
+        listed = torch.arange(of_indices.shape[3], device=counts.device) < of_counts[..., None]
+        listed = listed & (of_indices >= 0) & (of_indices < n_blocks)
+        found = torch.zeros(*of_counts.shape, n_blocks + 1, dtype=torch.bool, device=counts.device)
+        found = found.scatter(3, torch.where(listed, of_indices, n_blocks).long(), True)[..., :n_blocks]
+        marks = torch.where(found, value, marks)
+    return marks
+
+
+def _compact(
+    marks: Tensor,
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    has_partial: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sorted lists of a map's rows, and of its columns if they are wanted."""
+    width = indices.shape[3] + (0 if full_indices is None else full_indices.shape[3])
+    width = min(width, marks.shape[3])
+    if gpu.why_no_triton(marks.device) is None and marks.numel():
+        from ropewalk.ops.attention.blocks import kernel
+
+        rows = kernel.compact(marks, "rows", width, has_partial)
+        return rows, kernel.compact(marks, "columns", marks.shape[2], has_partial) if columns else None
+    return _sort(marks, width), _sort(marks.mT, marks.shape[2]) if columns else None
+
+
+def _sort(marks: Tensor, width: int) -> Tensor:
+    """Return the sorted lists of a map's rows, in plain PyTorch."""
+    counts = [(marks == value).sum(3, keepdim=True) for value in (FULL, PARTIAL)]
+    order = torch.argsort(marks, dim=3, descending=True, stable=True)[..., :width]
+    return torch.cat((*counts, order, torch.zeros_like(counts[0])), 3).to(torch.int32)
+
+
+def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Return where the bits of partial blocks are, and the bits. The host waits for the number of blocks, once."""
+    device, block_q, block_k = partial.device, source.block_q, source.block_k
+    of_blocks = partial.nonzero()  # (count, 4)
+    count = of_blocks.shape[0]
+    slots = torch.zeros(partial.shape, dtype=torch.int32, device=device)
+    slots[partial] = torch.arange(count, dtype=torch.int32, device=device)
+    bits = torch.empty(max(count, 2), block_q, block_k // 32, dtype=torch.int32, device=device)
+    evaluate = mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        evaluate = torch.vmap(evaluate, in_dims=dims)
+    shifts = torch.arange(32, device=device)
+    step = _PAIRS // (block_q * block_k)
+    # FlexAttention's own: what is indexed by a number of a vmap is indexed by a tensor.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    with torch.no_grad(), TransformGetItemToIndex():
+        for start in range(0, count, step):
+            b, h, i, j = of_blocks[start : start + step].unbind(1)
+            m = (i[:, None] * block_q + torch.arange(block_q, device=device)).clamp(max=sizes.queries - 1)
+            n = (j[:, None] * block_k + torch.arange(block_k, device=device)).clamp(max=sizes.keys - 1)
+            allowed = evaluate(b, h, m, n).expand(len(b), block_q, block_k)
+            words = allowed.reshape(len(b), block_q, block_k // 32, 32).long() << shifts
+            bits[start : start + step] = words.sum(3).to(torch.int32)
+    torch._dynamo.maybe_mark_dynamic(bits, 0)  # another mask has another number of blocks, and one program
+    return slots, bits
+
+
+_LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
+_LIBRARY.define(
+    "block_lists(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt n_blocks, "
+    "bool has_partial, bool columns) -> (Tensor, Tensor)"
+)
+
+
+def _block_lists(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    n_blocks: int,
+    has_partial: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, of_columns = make_lists(counts, indices, full_counts, full_indices, n_blocks, has_partial, columns)
+    return rows, rows.new_empty(0) if of_columns is None else of_columns
+
+
+def _block_lists_fake(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    n_blocks: int,
+    has_partial: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, rows = counts.shape
+    width = indices.shape[3]
+    if full_counts is not None and full_indices is not None:
+        batch, heads = max(batch, full_counts.shape[0]), max(heads, full_counts.shape[1])
+        width = width + full_indices.shape[3]
+    width = torch.sym_min(width, n_blocks)
+    empty = counts.new_empty
+    of_rows = empty((batch, heads, rows, 3 + width), dtype=torch.int32)
+    return of_rows, empty((batch, heads, n_blocks, 3 + rows) if columns else (0,), dtype=torch.int32)
+
+
+_LIBRARY.impl("block_lists", _block_lists, "CompositeExplicitAutograd")
+torch.library.register_fake("ropewalk::block_lists", _block_lists_fake, lib=_LIBRARY)

@@ -1,0 +1,366 @@
+"""The Triton kernels over lists of blocks, against the reference with the expanded mask in float64."""
+
+import pytest
+import torch
+from helpers.block_lists import draw_lists, expand_lists, to_device
+from helpers.modes import KERNEL_DTYPES, needs_kernels
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils.checkpoint import checkpoint
+
+from ropewalk import Alibi, BlockLists, ExpoSB, QKNorm, ReRope, Rope, SelfExtend, T5Bias, attention
+from ropewalk.ops.attention import dropout, plans, reference
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.blocks import builders
+from ropewalk.ops.attention.blocks.tables import find_tables
+from ropewalk.ops.attention.gate.operation import gate_plainly
+from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
+
+pytestmark = needs_kernels
+B, H, K, D, DV = 2, 4, 2, 16, 24
+ROUNDINGS = 4
+
+
+def qkv(queries, keys, dtype, device, *, dims=(D, DV), heads=H):
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((B, queries, heads, dims[0]), (B, keys, K, dims[0]), (B, keys, K, dims[1]))
+    return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
+
+
+def results(tensors, grads, impl, learned=(), **keywords):
+    """The output, the finite log-sum-exp, and all gradients; "stepwise" rounds each step to the dtype."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if impl == "stepwise":
+        gate = keywords.pop("gate", None)
+        out, lse = reference.attend(make_call(*leaves, **keywords))
+        out = out.transpose(1, 2) if gate is None else gate_plainly(out.transpose(1, 2), gate)
+    else:
+        out, lse = attention(*leaves, impl=impl, return_lse=True, **keywords)
+    finite = torch.where(lse.isfinite(), lse, 0)
+    total = (out * grads[0].to(out.dtype)).sum(dtype=torch.float64) + (finite * grads[1]).sum(dtype=torch.float64)
+    return [out, finite, *torch.autograd.grad(total, (*leaves, *learned))], lse
+
+
+def compare(lists, mask, queries, keys, dtype, device, *, of_lists=None, dims=(D, DV), learn=None, **keywords):
+    """Compare kernels over lists with the reference and a mask: in float64, and in the dtype for the error's bound."""
+    tensors = qkv(queries, keys, dtype, device, dims=dims)
+    grads = [torch.randn(B, queries, H, dims[1], device=device), torch.randn(B, H, queries, device=device)]
+    mask = mask.to(device)
+    if "mask" in keywords:
+        mask = mask & keywords["mask"]
+
+    def run(impl, x_dtype, **masks):
+        given = {**keywords, **masks}
+        learned = []
+        if learn is not None:
+            given["position"], learned = learn(torch.float64 if x_dtype == torch.float64 else torch.float32)
+        if given.get("sinks") is not None:
+            given["sinks"] = given["sinks"].to(x_dtype).requires_grad_()
+            learned.append(given["sinks"])
+        if given.get("gate") is not None:
+            given["gate"] = given["gate"].to(x_dtype).requires_grad_()
+            learned.append(given["gate"])
+        return results([x.to(x_dtype) for x in tensors], grads, impl, learned, **given)
+
+    with unchanged([*tensors, *(of_lists or ())]), poisoned_memory():
+        ours, lse = run("triton", dtype, blocks=lists)
+    truth, true_lse = run("reference", torch.float64, mask=mask)
+    baseline, _ = run("stepwise", dtype, mask=mask)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(true_lse))
+    for name, actual, expected, rounded in zip(
+        ("out", "lse", "dq", "dk", "dv", *("learned",) * 9), ours, truth, baseline, strict=False
+    ):
+        assert not actual.isnan().any(), name
+        assert_close_to_truth(actual, expected, rounded, roundings=ROUNDINGS)
+
+
+def slopes(dtype):
+    values = torch.linspace(0.01, 0.1, H, dtype=dtype).requires_grad_()
+    return Alibi(values), [values]
+
+
+def biases(dtype):
+    table = torch.linspace(-1, 1, 8 * H, dtype=dtype).view(8, H).requires_grad_()
+    return T5Bias(table, max_distance=64), [table]
+
+
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True, "position": Rope()},
+    "window": {"window": (70, 30), "position": Rope(interleaved=True)},
+    "alibi": {"position": Alibi(), "softcap": 5.0},
+    "exposb": {"position": ExpoSB(distance_decay=True), "causal": True},
+    "rerope": {"position": ReRope(60)},
+    "rerope causal": {"position": ReRope(60), "causal": True, "dims": (D, D)},
+    "leaky": {"position": ReRope(40, leak=4.0), "causal": True},
+    "self-extend": {"position": SelfExtend(40, 4), "causal": True},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "causal": True},
+    "lengths": {"key_lengths": torch.tensor([150, 0]), "key_starts": torch.tensor([3, 0])},
+    "starts": {"query_starts": torch.tensor([20, -5]), "causal": True},
+    "learned slopes": {"learn": slopes},
+    "learned table": {"learn": biases, "causal": True},
+    "gate": {"gate": torch.linspace(-2, 2, B * 170 * H * DV).view(B, 170, H, DV)},
+}
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("blocks", [(64, 128), (128, 64)])
+@pytest.mark.parametrize("name", CALLS)
+def test_random_lists(device, name, blocks, dtype):
+    lists = draw_lists(B, H, 170, 200, blocks, 4, seed=len(name), full=True)
+    mask = expand_lists(lists, 170, 200)
+    keywords = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in CALLS[name].items()}
+    compare(to_device(lists, device), mask, 170, 200, dtype, device, **keywords)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, H), (B, 1)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lists_of_all_rows_or_heads(device, blocks, batch, heads, dtype):
+    lists = draw_lists(batch, heads, 200, 130, blocks, 3, dtype=dtype)
+    mask = expand_lists(lists, 200, 130)
+    given = to_device(lists, device)
+    compare(given, mask, 200, 130, torch.float32, device, of_lists=[given.counts, given.indices], position=Rope())
+
+
+@pytest.mark.parametrize("kind", ["none", "one block", "all blocks", "all blocks, backwards and twice"])
+def test_few_and_all_blocks(device, kind):
+    counts, indices = torch.zeros(1, 1, 3, dtype=torch.int32), torch.full((1, 1, 3, 8), -1, dtype=torch.int32)
+    if kind == "one block":
+        counts[..., 1], indices[..., 1, 0] = 1, 2
+    elif kind != "none":
+        order = [0, 1, 2, 3] if kind == "all blocks" else [3, 3, 2, 1, 0, 0, 2, 1]
+        counts[:] = len(order)
+        indices[..., : len(order)] = torch.tensor(order)
+    lists = BlockLists(counts, indices, None, None, 64, 64)
+    compare(to_device(lists, device), expand_lists(lists, 150, 200), 150, 200, torch.float32, device, causal=True)
+
+
+def test_all_blocks_give_the_bits_of_no_lists(device):
+    tensors = qkv(200, 200, torch.float32, device)
+    grads = [torch.randn(B, 200, H, DV, device=device), torch.randn(B, H, 200, device=device)]
+    lists = BlockLists(
+        torch.full((1, 1, 2), 2, dtype=torch.int32, device=device),
+        torch.tensor([1, 0], dtype=torch.int32, device=device).expand(1, 1, 2, 2),
+    )
+    for keywords in ({"causal": True, "position": Rope()}, {"position": ReRope(50)}, {}):
+        ours, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
+        dense, _ = results(tensors, grads, "triton", **keywords)
+        again, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
+        for x, y, z in zip(ours, dense, again, strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(x, z)
+
+
+def test_dropout_drops_what_it_drops_without_lists(device):
+    lists = draw_lists(B, H, 170, 200, (64, 64), 3)
+    mask = expand_lists(lists, 170, 200).to(device)
+    tensors = qkv(170, 200, torch.float32, device)
+    grads = [torch.randn(B, 170, H, DV, device=device), torch.randn(B, H, 170, device=device)]
+    runs = []
+    for masks in ({"blocks": to_device(lists, device)}, {"mask": mask}):
+        torch.manual_seed(5)
+        runs.append(results(tensors, grads, "triton", dropout_p=0.3, causal=True, **masks)[0])
+    for x, y in zip(*runs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert dropout.dropped_steps(0.3) > 0
+
+
+MODS = {
+    "causal": (lambda b, h, m, n: m >= n, None, None),
+    "per head and row": (lambda b, h, m, n: ((m - n).abs() < 30 + 20 * h) | (n < 3 + b), B, H),
+    "nothing": (lambda b, h, m, n: m < -1, None, H),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("blocks", [64, (128, 64)])
+@pytest.mark.parametrize("keywords", [{"position": Rope()}, {"position": ReRope(50), "causal": True}])
+def test_block_masks(device, name, blocks, keywords):
+    mod, batch, heads = MODS[name]
+    block_mask = create_block_mask(mod, batch, heads, 170, 200, device=device, BLOCK_SIZE=blocks)
+    mask = create_mask(mod, batch or 1, heads or 1, 170, 200, device=device)
+    compare(block_mask, mask, 170, 200, torch.float32, device, **keywords)
+
+
+def test_a_block_mask_of_documents(device):
+    document = torch.arange(200, device=device) // 77
+    mod = lambda b, h, m, n: document[m] == document[n]  # noqa: E731
+    block_mask = create_block_mask(mod, None, None, 200, 200, device=device, BLOCK_SIZE=64)
+    compare(block_mask, create_mask(mod, 1, 1, 200, 200, device=device), 200, 200, torch.float32, device, causal=True)
+
+
+@pytest.mark.parametrize("make", ["documents", "sliding_window", "frames"])
+def test_lists_with_spans(device, make):
+    if make == "documents":
+        bounds = torch.tensor([0, 70, 71, 200], device=device)
+        lists = BlockLists.documents(bounds, 200, block_q=64, block_k=64)
+    elif make == "sliding_window":
+        lists = BlockLists.sliding_window(200, window=70, n_sinks=64, block_q=64, block_k=64, device=device)
+    else:
+        lists = BlockLists.frames(200, tokens_per_frame=50, behind=1, block_q=64, block_k=128, device=device)
+    mask = expand_lists(lists, 200, 200)
+    compare(lists, mask, 200, 200, torch.float32, device, position=ReRope(60))
+
+
+def test_counts_and_indices_that_lie_read_nothing_else(device, monkeypatch):
+    """On a device no value is checked: a count beyond the memory counts as all of it, and no block is no block."""
+    counts = torch.tensor([[[2**30, -5, 3]]], dtype=torch.int32, device=device)
+    indices = torch.tensor([[[[1, -7, 2], [0, 0, 0], [2**30, 0, -(2**31)]]]], dtype=torch.int32, device=device)
+    true = BlockLists(
+        torch.tensor([[[2, 0, 1]]], dtype=torch.int32), torch.tensor([[[[1, 2], [0, 0], [0, 0]]]]), None, None, 64, 64
+    )
+    monkeypatch.setattr("ropewalk.ops.attention.blocks.tables._has_values", lambda x: False)
+    lists = BlockLists(counts, indices, None, None, 64, 64)
+    compare(lists, expand_lists(true, 150, 190), 150, 190, torch.float32, device)
+
+
+def test_tables_are_those_of_plain_pytorch(device, monkeypatch):
+    for full, batch in ((False, 1), (True, B)):
+        lists = to_device(draw_lists(batch, H, 400, 700, (64, 64), 9, full=full), device)
+        q, k = torch.empty(B, 400, H, D, device=device), torch.empty(B, 700, H, D, device=device)
+        ours = find_tables(lists, q, k, "bthd", None)
+        vars(lists).pop("_ropewalk_tables")
+        with monkeypatch.context() as patch:
+            patch.setattr("ropewalk.ops.attention.blocks.tables.gpu.why_no_triton", lambda device: "no")
+            plain = find_tables(lists, q, k, "bthd", None)
+        for x, y in ((ours.rows, plain.rows), (ours.columns, plain.columns)):
+            assert torch.equal(x[..., :2], y[..., :2])
+            count = x[..., :1] + x[..., 1:2]
+            listed = torch.arange(x.shape[3] - 2, device=device) < count
+            assert torch.equal(x[..., 2:][listed], y[..., 2:][listed])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_constructors_list_the_same_as_plain_pytorch(device, monkeypatch, causal):
+    scores = torch.randn(2, 3, 5, 9, generator=torch.Generator().manual_seed(0)).round().to(device)
+    scores[scores > 1] = -torch.inf
+    makers = [
+        lambda: BlockLists.causal(300, 515, device=device),
+        lambda: BlockLists.sliding_window(515, window=150, n_sinks=128, block_q=64, device=device),
+        lambda: BlockLists.documents(torch.tensor([3, 40, 300, 515], device=device), 515, causal=causal),
+        lambda: BlockLists.frames(515, 300, tokens_per_frame=70, behind=1, ahead=1, device=device),
+        lambda: BlockLists.dilated(515, n_blocks=2, dilation=2, causal=causal, block_k=64, device=device),
+        lambda: BlockLists.big_bird(515, n_heads=3, n_random=1, causal=causal, block_q=64, device=device),
+        lambda: BlockLists.top_k(scores, 3, n_queries=600, n_keys=570, causal=causal, own=causal, block_k=64),
+        lambda: BlockLists.from_mask(torch.rand(1, 2, 200, 300, device=device) > 2),
+    ]
+    for make in makers:
+        ours = make()
+        with monkeypatch.context() as patch:
+            patch.setattr(builders, "_runs_kernel", lambda device: False)
+            plain = make()
+        for (counts, indices), (true_counts, true_indices) in zip(lists_of(ours), lists_of(plain), strict=True):
+            assert torch.equal(counts, true_counts)
+            rows = zip(indices.flatten(0, 2), true_indices.flatten(0, 2), counts.flatten(), strict=True)
+            assert all(torch.equal(x[:n].sort().values, y[:n].sort().values) for x, y, n in rows)
+        assert (ours.spans is None) is (plain.spans is None)
+        assert ours.spans is None or torch.equal(ours.spans, plain.spans)
+
+
+def lists_of(lists):
+    pairs = ((lists.counts, lists.indices), (lists.full_counts, lists.full_indices))
+    return [pair for pair in pairs if pair[0] is not None]
+
+
+def test_plans_give_the_same_bits_and_read_new_lists(device, monkeypatch):
+    monkeypatch.setattr(plans, "on_cpu", True)
+    plans.FORWARDS.clear()
+    plans.CALLS.clear()
+    tensors = qkv(200, 200, torch.float32, device)
+    grads = [torch.randn(B, 200, H, DV, device=device), torch.randn(B, H, 200, device=device)]
+    planned = []
+    for seed in range(4):
+        lists = to_device(draw_lists(1, H, 200, 200, (64, 64), 3, seed=seed), device)
+        planned.append(results(tensors, grads, "triton", blocks=lists, causal=True)[0])
+    assert any(isinstance(plan, plans.PlannedCall) for plan in plans.CALLS.found.values())
+    dense = results(tensors, grads, "triton", causal=True)[0]
+    assert not torch.equal(dense[0], planned[0][0])
+    monkeypatch.setattr(plans, "on_cpu", False)
+    monkeypatch.setattr(plans, "on_gpu", False)
+    for seed, ours in enumerate(planned):
+        lists = to_device(draw_lists(1, H, 200, 200, (64, 64), 3, seed=seed), device)
+        plain = results(tensors, grads, "triton", blocks=lists, causal=True)[0]
+        assert all(torch.equal(x, y) for x, y in zip(ours, plain, strict=True))
+    plans.FORWARDS.clear()
+    plans.CALLS.clear()
+
+
+def test_compiled_calls_take_other_lists_without_a_new_program(device):
+    tensors = qkv(150, 150, torch.float32, device)
+
+    def run(q, k, v, blocks):
+        return attention(q, k, v, blocks=blocks, impl="triton", causal=True, position=Rope())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        lists = to_device(draw_lists(1, H, 150, 150, (64, 64), 3, seed=seed), device)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            ours = compiled(*leaves, lists)
+        eager = run(*leaves, lists)
+        assert torch.equal(ours, eager)
+        for x, y in zip(*(torch.autograd.grad(out.sum(), leaves) for out in (ours, eager)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_compiled_calls_take_other_block_masks_without_a_new_program(device):
+    tensors = qkv(150, 150, torch.float32, device)
+
+    def run(q, k, v, blocks):
+        return attention(q, k, v, blocks=blocks, impl="triton")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for index, length in enumerate((40, 60, 75)):
+        document = torch.arange(150, device=device) // length
+        mods = [
+            lambda b, h, m, n: document[m] == document[n],  # noqa: B023
+            lambda b, h, m, n: document[m] >= document[n],  # noqa: B023
+        ]
+        block_mask = create_block_mask(mods[index % 2], None, None, 150, 150, device=device, BLOCK_SIZE=64)
+        if index == 0:
+            with pytest.raises(Exception, match=r"mask_mod|exception"):
+                compiled(*tensors, block_mask)
+        eager = run(*tensors, block_mask)
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            assert torch.equal(compiled(*tensors, block_mask), eager)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_operator_of_lists(device, full):
+    lists = to_device(draw_lists(1, 2, 200, 330, (64, 64), 3, full=full), device)
+    given = (lists.counts, lists.indices, lists.full_counts, lists.full_indices)
+    torch.library.opcheck(torch.ops.ropewalk.block_lists, (*given, 6, full, True))
+
+
+def test_checkpoints_and_autocast(device):
+    tensors = qkv(150, 150, torch.float32, device)
+    lists = to_device(draw_lists(1, H, 150, 150, (64, 64), 3), device)
+
+    def run(q, k, v):
+        return attention(q, k, v, blocks=lists, impl="triton")
+
+    found = []
+    for call in (run, lambda *x: checkpoint(run, *x, use_reentrant=False)):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = call(*leaves)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    with torch.autocast(device.type, torch.float16):
+        out = run(*tensors)
+    assert out.dtype == torch.float16
+    assert torch.equal(out, run(*(x.half() for x in tensors)))
+
+
+def test_a_norm_and_the_largest_logits(device):
+    tensors = qkv(150, 150, torch.float32, device)
+    lists = draw_lists(1, H, 150, 150, (64, 64), 2)
+    mask = expand_lists(lists, 150, 150).to(device)
+    norm = QKNorm(torch.ones(D, device=device), torch.ones(D, device=device))
+    runs = [
+        attention(*tensors, norm=norm, position=Rope(), return_max_logits=True, impl=impl, **masks)
+        for impl, masks in (("triton", {"blocks": to_device(lists, device)}), ("reference", {"mask": mask}))
+    ]
+    for x, y in zip(*runs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
