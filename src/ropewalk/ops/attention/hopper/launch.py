@@ -58,12 +58,15 @@ class ForwardConfig(NamedTuple):
 
     CONSUMERS: int
     BLOCK_N: int
-    STAGES: int
+    K_STAGES: int
+    V_STAGES: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     PIN_EXP2: bool
     CONVERT_P_EARLY: bool
     PINGPONG: bool
+    Q_FEATURES: int = 0
+    OUT_IN_Q: bool = False
 
     @property
     def block_m(self) -> int:
@@ -71,15 +74,32 @@ class ForwardConfig(NamedTuple):
         return self.CONSUMERS * int(WG_ROWS.value)
 
 
-# By the block of features, and causality, as measured.
+class FeatureBlocks(NamedTuple):
+    """Blocks of a row's features, powers of two: d_chunks of block_d for q and k, one of block_dv for v."""
+
+    block_d: int
+    d_chunks: int
+    block_dv: int
+
+    @property
+    def widest(self) -> int:
+        """Return the features of a row of q, by which configurations are chosen."""
+        return self.block_d * self.d_chunks
+
+
+# By `FeatureBlocks.widest`, and causality, as measured.
 FORWARD = {
-    (64, False): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (64, True): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (128, False): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
-    (128, True): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+    (64, False): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (64, True): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
+    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+    (192, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
+    (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True),
+    (256, False): ForwardConfig(2, 64, 2, 2, 240, 24, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
+    (256, True): ForwardConfig(2, 64, 2, 2, 240, 24, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True),
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
-FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 
 
 class BackwardConfig(NamedTuple):
@@ -104,9 +124,11 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         return out, saved
     batch, heads, queries, head_dim = saved.q.shape
     key_heads, keys = saved.k.shape[1:3]
-    block_d = block_of_features(head_dim, v.shape[3])
+    blocks = cut_features(head_dim, v.shape[3])
     score_mod = load_score_mod(call)
-    config = FORWARD[block_d, call.causal] if score_mod is None or block_d == 128 else FORWARD_SCORE_MOD
+    config = FORWARD[blocks.widest, call.causal]
+    if score_mod is not None and blocks.widest == 64:
+        config = FORWARD_SCORE_MOD
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -120,8 +142,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     on.launch(
         forward_kernel,
         min(n_work, on.num_sms(saved.q)),
-        **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
-        out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
+        **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, blocks),
+        out=_describe(out, WG_ROWS.value, blocks.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,
         row_logits_ptr=call.row_logits,
         counter_ptr=on.per_stream(counter_of, saved.q),
@@ -136,6 +158,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         n_queries=queries,
         n_keys=keys,
         n_work=n_work,
+        D_CHUNKS=blocks.d_chunks,
         CAUSAL=call.causal,
         WINDOWED=call.has_window,
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
@@ -168,7 +191,7 @@ def backward(
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
     batch, heads, queries, head_dim = saved.q.shape
     keys = saved.k.shape[2]
-    block_d = block_of_features(head_dim, v.shape[3])
+    block_d = cut_features(head_dim, v.shape[3]).block_d
     block_m = BACKWARD[block_d].BLOCK_M
     rotates = rotates_in_registers(call, head_dim, Features(block_d, 1, block_d))
     # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
@@ -258,7 +281,8 @@ def _launch_kernel(
 ) -> None:
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
     (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
-    block_d, block_n = block_of_features(head_dim, v.shape[3]), BLOCK_N.value
+    blocks, block_n = cut_features(head_dim, v.shape[3]), BLOCK_N.value
+    block_d = blocks.block_d
     config = BACKWARD[block_d]
     chunk_lines = DQ_CHUNK.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
@@ -284,7 +308,7 @@ def _launch_kernel(
     on.launch(
         backward_kernel,
         n_tiles * key_heads,
-        **_describe_inputs(saved, v, config.BLOCK_M, block_n, block_d),
+        **_describe_inputs(saved, v, config.BLOCK_M, block_n, blocks),
         do=_describe(grad_out, config.BLOCK_M, block_d),
         dq_accum=TensorDescriptor(
             dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [chunk_lines, _LINE], layout
@@ -322,9 +346,16 @@ def _launch_kernel(
     )
 
 
-def block_of_features(head_dim: int, v_head_dim: int) -> int:
-    """Return how many features the tiles of queries, keys and values have: a power of two."""
-    return 64 if max(head_dim, v_head_dim) <= 64 else 128
+def cut_features(head_dim: int, v_head_dim: int) -> FeatureBlocks:
+    """Return the blocks of features of q and k, and of v: values are not wider than keys, but for 192."""
+    widest = max(head_dim, v_head_dim)
+    if widest <= 64:
+        return FeatureBlocks(64, 1, 64)
+    if widest <= 128:
+        return FeatureBlocks(128, 1, 128)
+    if widest <= 192 and v_head_dim <= 128:
+        return FeatureBlocks(64, 3, 128)
+    return FeatureBlocks(256, 1, 256)
 
 
 def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None, bounds: Bounds, block_n: int) -> bool:
@@ -334,17 +365,17 @@ def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None,
     return any(x is not None for x in bounds) or saved.k.shape[2] % block_n != 0
 
 
-def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, block_d: int) -> dict[str, Any]:
+def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, blocks: FeatureBlocks) -> dict[str, Any]:
     """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys."""
     tensors = {
-        "q": (saved.q, block_m),
-        "k": (saved.k, block_n),
-        "v": (v, block_n),
-        "q_far_past": (saved.q_past, block_m),
-        "q_far_future": (saved.q_future, block_m),
-        "k_far": (saved.k_far, block_n),
+        "q": (saved.q, block_m, blocks.block_d),
+        "k": (saved.k, block_n, blocks.block_d),
+        "v": (v, block_n, blocks.block_dv),
+        "q_far_past": (saved.q_past, block_m, blocks.block_d),
+        "q_far_future": (saved.q_future, block_m, blocks.block_d),
+        "k_far": (saved.k_far, block_n, blocks.block_d),
     }
-    return {name: None if x is None else _describe(x, rows, block_d) for name, (x, rows) in tensors.items()}
+    return {name: None if x is None else _describe(x, rows, width) for name, (x, rows, width) in tensors.items()}
 
 
 def _describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
