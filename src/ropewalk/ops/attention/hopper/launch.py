@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel
+from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
@@ -116,6 +117,22 @@ class BackwardConfig(NamedTuple):
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
 
 
+class WideConfig(NamedTuple):
+    """Constants of a backward kernel's pipeline for head dims above 128."""
+
+    BLOCK_M: int
+    Q_STAGES: int
+    DO_STAGES: int
+    K_FEATURES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
+# By `FeatureBlocks.widest`, as measured: of the kernel of dV, and of that of dK and dQ.
+BACKWARD_DV = {192: WideConfig(64, 2, 2, 0, 240, 24), 256: WideConfig(64, 2, 2, 128, 240, 24)}
+BACKWARD_DK = {192: WideConfig(64, 2, 2, 0, 240, 24), 256: WideConfig(64, 1, 1, 0, 240, 24)}
+
+
 @on_its_device
 def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend, as the Triton kernels' launcher does."""
@@ -191,9 +208,10 @@ def backward(
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
     batch, heads, queries, head_dim = saved.q.shape
     keys = saved.k.shape[2]
-    block_d = cut_features(head_dim, v.shape[3]).block_d
-    block_m = BACKWARD[block_d].BLOCK_M
-    rotates = rotates_in_registers(call, head_dim, Features(block_d, 1, block_d))
+    blocks = cut_features(head_dim, v.shape[3])
+    is_wide = blocks.widest > 128
+    block_m = BACKWARD_DK[blocks.widest].BLOCK_M if is_wide else BACKWARD[blocks.widest].BLOCK_M
+    rotates = rotates_in_registers(call, head_dim, Features(*blocks)) and (not is_wide or call.tables.q is None)
     # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
     separate_far_grads = given or not rotates
     grad_q, grad_k, grad_v = empty_aligned(saved.q), empty_aligned(saved.k), empty_aligned(v)
@@ -203,7 +221,7 @@ def backward(
     # Tiles are whole, and each sequence's rows begin with one.
     workspace_rows = n_tiles // batch * block_m if packed is None else n_tiles * block_m
     workspaces = sum(x is not None for x in (saved.q, saved.q_past, saved.q_future))
-    n_elements = batch * heads * workspace_rows * block_d
+    n_elements = batch * heads * workspace_rows * blocks.widest
     dq_accum = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=lse.device)
     delta = torch.empty_like(lse)
     of_rows: dict[str, Any] = {
@@ -216,27 +234,31 @@ def backward(
         "workspace_rows": workspace_rows,
         "n_elements": n_elements,
         "BLOCK_M": block_m,
-        "BLOCK_D": block_d,
+        "BLOCK_D": blocks.block_d,
+        "D_CHUNKS": blocks.d_chunks,
+        "BLOCK_DV": blocks.block_dv,
     }
     do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
     on.launch(
         bwd_preprocess_kernel,
         n_tiles * heads,
-        out=tiled(out, block_m, block_d),
-        do=tiled(grad_out, block_m, block_d),
+        out=tiled(out, block_m, blocks.block_dv),
+        do=tiled(grad_out, block_m, blocks.block_dv),
         lse_ptr=lse,
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
         gate=gate_args(call.gate, v.shape[3]),
         grad_gate=gate_args(grad_gate, v.shape[3]),
-        do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, block_d, packed),
+        do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, blocks.block_dv, packed),
         **of_rows,
         WORKSPACES=workspaces,
+        num_warps=8 if is_wide else 4,
     )
     if do_ungated is not None:
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
-    _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
+    launch_kernels = _launch_wide_kernels if is_wide else _launch_kernel
+    launch_kernels(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -247,7 +269,7 @@ def backward(
             on.launch(
                 bwd_postprocess_kernel,
                 n_tiles * heads,
-                dq=store_target(grad, block_m, block_d, packed),
+                dq=store_target(grad, block_m, blocks.block_d, packed),
                 table=table if workspace == 0 else None,
                 past_table=past_table,
                 future_table=future_table,
@@ -256,7 +278,7 @@ def backward(
                 R=width,
                 INTERLEAVED=call.tables.interleaved,
                 **of_rows,
-                num_warps=4 if future_table is None else 8,
+                num_warps=8 if is_wide or future_table is not None else 4,
             )
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
@@ -280,8 +302,7 @@ def _launch_kernel(
     on: Steps,
 ) -> None:
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
-    (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
-    blocks, block_n = cut_features(head_dim, v.shape[3]), BLOCK_N.value
+    blocks, block_n = cut_features(saved.q.shape[3], v.shape[3]), BLOCK_N.value
     block_d = blocks.block_d
     config = BACKWARD[block_d]
     chunk_lines = DQ_CHUNK.value**2 // _LINE
@@ -295,19 +316,10 @@ def _launch_kernel(
     far = None if call.far is None or not rotates else call.far.tables
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
-    score_mod = load_score_mod(call)
-    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
-    schedule = Schedule(
-        n_tiles=n_tiles // batch if packed is None else n_tiles,
-        n_rows=batch * key_heads,
-        n_heads=key_heads,
-        heads_per_key=heads // key_heads,
-        heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, block_d),
-    )
-    bounds = bounds_args(call)
+    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
     on.launch(
         backward_kernel,
-        n_tiles * key_heads,
+        n_programs,
         **_describe_inputs(saved, v, config.BLOCK_M, block_n, blocks),
         do=_describe(grad_out, config.BLOCK_M, block_d),
         dq_accum=TensorDescriptor(
@@ -323,27 +335,98 @@ def _launch_kernel(
         sin=sin,
         table=None if saved.k_far is None else table,
         far_table=None if far is None else rope_table_args(far.k)[0],
-        packed=packed,
-        bounds=bounds,
-        scores=scores_args(call, score_mod),
-        grad_scale=call.scale,
-        **window_args(call),
-        far_window=far_window_arg(call),
-        **schedule._asdict(),
-        n_queries=queries,
-        n_keys=keys,
-        workspace_rows=workspace_rows,
+        **arguments,
         R=width,
         INTERLEAVED=call.tables.interleaved,
-        CAUSAL=call.causal,
-        WINDOWED=call.has_window,
-        HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, block_n),
-        MOD=None if score_mod is None else score_mod.forward,
-        MOD_BWD=None if score_mod is None else score_mod.backward,
-        SOFTCAP=call.softcap is not None,
         **config._asdict(),
-        num_warps=4,
     )
+
+
+def _launch_wide_kernels(
+    call: AttentionCall,
+    saved: Saved,
+    v: Tensor,
+    grad_out: Tensor,
+    dq_accum: Tensor,
+    kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    delta: Tensor,
+    rotates: bool,
+    workspace_rows: int,
+    on: Steps,
+) -> None:
+    """Launch the backward kernels for head dims above 128, which rotate nothing."""
+    blocks = cut_features(saved.q.shape[3], v.shape[3])
+    config = BACKWARD_DK[blocks.widest]
+    weights = call.tables.feature_weights
+    dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
+    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
+    tiles = _describe_inputs(saved, v, config.BLOCK_M, BLOCK_N.value, blocks)
+    arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
+    on.launch(
+        backward_wide_kernel,
+        n_programs,
+        **tiles | {"v": None},
+        dq_accum_ptr=None,
+        dk=None,
+        dk_far=None,
+        dv=dv,
+        delta_ptr=None,
+        feature_weights_ptr=None,
+        D_CHUNKS=blocks.d_chunks,
+        **arguments,
+        **BACKWARD_DV[blocks.widest]._asdict(),
+    )
+    on.launch(
+        backward_wide_kernel,
+        n_programs,
+        **tiles,
+        dq_accum_ptr=dq_accum,
+        dk=dk,
+        dk_far=dk_far,
+        dv=None,
+        delta_ptr=delta,
+        feature_weights_ptr=None if weights is None else weights.contiguous(),
+        D_CHUNKS=blocks.d_chunks,
+        **arguments,
+        **config._asdict(),
+    )
+
+
+def _backward_args(
+    call: AttentionCall, saved: Saved, blocks: FeatureBlocks, workspace_rows: int, on: Steps
+) -> tuple[int, dict[str, Any]]:
+    """Return the programs of a backward kernel, and the arguments that all of them take."""
+    (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
+    block_n = BLOCK_N.value
+    score_mod = load_score_mod(call)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
+    schedule = Schedule(
+        n_tiles=n_tiles // batch if packed is None else n_tiles,
+        n_rows=batch * key_heads,
+        n_heads=key_heads,
+        heads_per_key=heads // key_heads,
+        heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, blocks.widest),
+    )
+    bounds = bounds_args(call)
+    return n_tiles * key_heads, {
+        "packed": packed,
+        "bounds": bounds,
+        "scores": scores_args(call, score_mod),
+        "grad_scale": call.scale,
+        **window_args(call),
+        "far_window": far_window_arg(call),
+        **schedule._asdict(),
+        "n_queries": queries,
+        "n_keys": keys,
+        "workspace_rows": workspace_rows,
+        "CAUSAL": call.causal,
+        "WINDOWED": call.has_window,
+        "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
+        "MOD": None if score_mod is None else score_mod.forward,
+        "MOD_BWD": None if score_mod is None else score_mod.backward,
+        "SOFTCAP": call.softcap is not None,
+        "num_warps": 4,
+    }
 
 
 def cut_features(head_dim: int, v_head_dim: int) -> FeatureBlocks:

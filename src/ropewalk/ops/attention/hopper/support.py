@@ -69,9 +69,6 @@ class Gluon:
             return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported")
         if call.q.numel() == 0 or call.k.shape[2] == 0:
             return Refusal("empty", "empty tensors are not supported")
-        head_dims = call.q.shape[3], call.v.shape[3]
-        if max(head_dims) > 128:
-            return Refusal("head_dim", f"head dims {head_dims[0]} and {head_dims[1]} are not supported by its backward")
         return None
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
