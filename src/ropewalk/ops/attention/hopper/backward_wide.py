@@ -178,8 +178,9 @@ def _await_keys(smem, k_tiles, start, tile, seqlens, flags, options, PHASE: gl.c
         if flags.PARTIAL_TILES:
             for chunk in gl.static_range(options.D_CHUNKS):
                 k_tile = k_tiles[chunk]
-                ROWS: gl.constexpr = k_tile.shape[0]
-                zero_missing_rows(k_tile, start, seqlens.kv_start, seqlens.n_keys, ROWS, flags.HAS_STARTS)
+                zero_missing_rows(
+                    k_tile, start, seqlens.kv_start, seqlens.n_keys, k_tile.shape[0], flags.HAS_STARTS
+                )
 
 
 @gluon.jit
