@@ -22,11 +22,11 @@ from helpers import compile_hopper as hopper
 def main() -> None:
     """Compile every call of the checks, and write."""
     spills: dict[str, int] = {}
-    for head_dim, dtype, name in hopper.CASES + hopper.FAR_CASES:
+    for head_dim, dtype, name in hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             forward, _ = hopper.forward_launch_of(patch, head_dim, dtype, name)
-            _, backward, _ = hopper.backward_launches_of(patch, head_dim, dtype, name)
-            for direction, launch in (("forward", forward), ("backward", backward)):
+            backward = hopper.backward_launches_of(patch, head_dim, dtype, name)
+            for direction, launch in (("forward", forward), *hopper.kernels_of(backward)):
                 report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
                 key = hopper.spill_key(direction, launch, name)
                 spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
