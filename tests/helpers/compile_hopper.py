@@ -163,10 +163,10 @@ CASES = [
     (96, torch.bfloat16, "rope-causal"),
 ]
 WIDE = [(192, 128), 256]  # head dims above 128
+WIDE_CALLS = ("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay")
 WIDE_CASES = [
-    *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (CALLS | FAR_CALLS)),
-    *((head_dim, torch.float16, "rope-causal") for head_dim in WIDE),
-    *(((136, 8), torch.bfloat16, "rope-causal"), (200, torch.bfloat16, "rope-causal")),
+    *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),
+    ((136, 8), torch.float16, "rope-causal"),
 ]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
