@@ -237,7 +237,9 @@ def _describe_roles(keywords: dict[str, Any]) -> str:
 
 def _stages_of(keywords: dict[str, Any]) -> str:
     """The stages of what is loaded: one number, or one for each tensor."""
-    stages = [keywords[name] for name in ("STAGES", "Q_STAGES", "DO_STAGES", "K_STAGES", "V_STAGES") if name in keywords]
+    stages = [
+        keywords[name] for name in ("STAGES", "Q_STAGES", "DO_STAGES", "K_STAGES", "V_STAGES") if name in keywords
+    ]
     return str(stages[0]) if len(set(stages)) == 1 else " and ".join(map(str, stages))
 
 

@@ -176,7 +176,7 @@ def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tm
         features, values, keys = block * chunks, width.block_shape[3], arguments["k"].block_shape[2]
         if arguments["v"] is None:  # scores, and dV, each twice in a range: S runs a step ahead
             assert products == ranges * 2 * 2 * (features + queries) // 16
-            scores = "P" * (2 if arguments["K_FEATURES"] else chunks)
+            scores = "P" * chunks
             assert marks == f"{scores}0{scores}P10P0" * ranges * 2
         else:  # scores and dP; dK; dQ, half of it, or a chunk and in every second step the last one
             dq = "P10" if chunks == 1 else "P10P0"

@@ -169,9 +169,7 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def differentiate_scores(
-    m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr
-):
+def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
     """Return dS = P dP, through the backward of the score function."""
     ds = p * dp
     if score_flags.MOD_BWD is not None:
@@ -217,9 +215,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    ds = differentiate_scores(
-        step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
-    )
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -278,9 +274,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = differentiate_scores(
-        step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
-    )
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)

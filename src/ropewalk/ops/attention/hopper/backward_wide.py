@@ -82,7 +82,6 @@ class Options(NamedTuple):
     """Constants of a kernel: chunks of features, and whether keys ahead may be far."""
 
     D_CHUNKS: Any
-    K_FEATURES: Any
     HAS_FUTURE: Any
 
 
@@ -178,9 +177,7 @@ def _await_keys(smem, k_tiles, start, tile, seqlens, flags, options, PHASE: gl.c
         if flags.PARTIAL_TILES:
             for chunk in gl.static_range(options.D_CHUNKS):
                 k_tile = k_tiles[chunk]
-                zero_missing_rows(
-                    k_tile, start, seqlens.kv_start, seqlens.n_keys, k_tile.shape[0], flags.HAS_STARTS
-                )
+                zero_missing_rows(k_tile, start, seqlens.kv_start, seqlens.n_keys, k_tile.shape[0], flags.HAS_STARTS)
 
 
 @gluon.jit
@@ -200,7 +197,7 @@ def _wg_rows(tiles, CONSUMER: gl.constexpr):
 def _zero_acc(options, BLOCK_D: gl.constexpr):
     """Return zeros for the sums of a warp group's keys, in chunks of features."""
     zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, wgmma_layout(BLOCK_D))
-    if options.D_CHUNKS == 1:
+    if options.D_CHUNKS == 1:  # noqa: SIM108
         result = (zeros,)
     else:
         result = (zeros, zeros, zeros)
@@ -208,24 +205,15 @@ def _zero_acc(options, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _start_s(wg_k, k_registers, q_tiles, m_start, seqlens, flags, options):
+def _start_s(wg_k, q_tiles, m_start, seqlens, flags, options):
     """Start the product S = K Q' of a step's queries."""
     BLOCK_M: gl.constexpr = q_tiles[0].shape[0]
     if flags.PACKED:
         for chunk in gl.static_range(options.D_CHUNKS):
             zero_missing_rows(q_tiles[chunk], m_start, 0, seqlens.n_queries, BLOCK_M, False)
     s = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, wgmma_layout(BLOCK_M))
-    if options.K_FEATURES:
-        (k_tile,) = wg_k
-        (q_tile,) = q_tiles
-        REST: gl.constexpr = q_tile.shape[1] - options.K_FEATURES
-        first = q_tile.slice(0, options.K_FEATURES, 1)
-        s = warpgroup_mma(k_registers, first.permute((1, 0)), s, use_acc=False, is_async=True)
-        k_rest, q_rest = k_tile.slice(options.K_FEATURES, REST, 1), q_tile.slice(options.K_FEATURES, REST, 1)
-        s = warpgroup_mma(k_rest, q_rest.permute((1, 0)), s, is_async=True)
-    else:
-        for chunk in gl.static_range(options.D_CHUNKS):
-            s = warpgroup_mma(wg_k[chunk], q_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
+    for chunk in gl.static_range(options.D_CHUNKS):
+        s = warpgroup_mma(wg_k[chunk], q_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
     return s
 
 
@@ -235,7 +223,6 @@ def _start_s(wg_k, k_registers, q_tiles, m_start, seqlens, flags, options):
 @gluon.jit
 def _mainloop_dv(
     state,
-    wg_k,
     k_idx,
     smem,
     tile,
@@ -267,11 +254,6 @@ def _mainloop_dv(
     wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
     # Steps of each head: the first ones, in which no query attends a key of this warp group.
     n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
-    k_registers = None
-    if options.K_FEATURES:
-        (k_tile,) = wg_k
-        operand_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        k_registers = k_tile.slice(0, options.K_FEATURES, 1).load(operand_layout)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
         params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
@@ -293,7 +275,7 @@ def _mainloop_dv(
             smem.q.wait_full(use)
             k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
             q_tiles = smem.q.chunk_tiles(use)
-            s = _start_s(_wg_rows(k_tiles, CONSUMER), k_registers, q_tiles, m_start, seqlens, flags, options)
+            s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
             s = warpgroup_mma_wait(0, deps=(s,))
             smem.q.release(use)
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
@@ -312,9 +294,7 @@ def _mainloop_dv(
                 m_start += BLOCK_M
                 k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
                 q_tiles = smem.q.chunk_tiles(use + 1)
-                s = _start_s(
-                    _wg_rows(k_tiles, CONSUMER), k_registers, q_tiles, m_start, seqlens, flags, options
-                )
+                s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
                 acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 smem.q.release(use + 1)
@@ -354,18 +334,17 @@ def _compute_dv(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     state = (gl.zeros([WG_ROWS, BLOCK_DV], gl.float32, dv_layout), 0)
     if problem.far_window is not None:
         state = _mainloop_dv(
-            state, wg_k, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+            state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
         )
         if options.HAS_FUTURE:
             state = _mainloop_dv(
-                state, wg_k, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
+                state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
             )
         fence_async_shared()
         mbarrier.arrive(smem.k_empty, count=1)
         _await_keys(smem, wg_k, wg_start, tile, seqlens, flags, options, 1)
     state = _mainloop_dv(
         state,
-        wg_k,
         k_idx,
         smem,
         tile,
@@ -451,8 +430,8 @@ def _step_dk(
 ):
     """Add a tile of queries to dK, and its dQ to memory. Both warp groups are in one step::
 
-        wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
-        threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
+    wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
+    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
     """
     DTYPE: gl.constexpr = smem.ds.dtype
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
@@ -471,7 +450,7 @@ def _step_dk(
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
     smem.q.wait_full(use)
-    s = _start_s(_wg_rows(k_tiles, CONSUMER), None, q_tiles, m_start, seqlens, flags, options)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
     smem.do.wait_full(use)
     if flags.PACKED:
         zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
@@ -501,7 +480,7 @@ def _step_dk(
     smem.q.release(use)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_in_thread_order(dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
-    if options.D_CHUNKS > 1:  # the last chunk is a warp group's in every second step
+    if options.D_CHUNKS > 1:  # noqa: SIM102; the last chunk is a warp group's in every second step
         if (use + CONSUMER) % 2 == 0:
             dq = _start_dq(ds_tile, k_tiles[2])
             dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -589,9 +568,7 @@ def _store_dk(
             dk = dk * gl.load(weights + feature, feature < target.head_dim, other=0.0)[None, :]
         wg_tile = wg_tiles[chunk]
         wg_tile.store(gl.where(exists, dk, 0.0).to(wg_tile.dtype))
-        store_rows(
-            target, wg_tile, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity, chunk * BLOCK_D
-        )
+        store_rows(target, wg_tile, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity, chunk * BLOCK_D)
 
 
 @gluon.jit
@@ -730,7 +707,6 @@ def backward_wide_kernel(
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
-    K_FEATURES: gl.constexpr,  # of K, the first ones, that are held in registers
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -783,9 +759,7 @@ def backward_wide_kernel(
                 _compute_dv if v is None else _compute_dk,
                 (
                     Targets(dv, dk, dk_far, dq_accum_ptr, workspace_rows, feature_weights_ptr),
-                    Smem(
-                        q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles
-                    ),
+                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
                     Problem(
                         packed,
                         bounds,
@@ -801,7 +775,7 @@ def backward_wide_kernel(
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
-                    Options(D_CHUNKS, K_FEATURES, q_far_future is not None),
+                    Options(D_CHUNKS, q_far_future is not None),
                     role,
                 ),
             )
@@ -810,9 +784,7 @@ def backward_wide_kernel(
                 _load_warp,
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, lse_ptr, delta_ptr),
-                    Smem(
-                        q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles
-                    ),
+                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
                     Problem(
                         packed,
                         bounds,
@@ -827,7 +799,7 @@ def backward_wide_kernel(
                         None,
                     ),
                     FLAGS,
-                    Options(D_CHUNKS, K_FEATURES, q_far_future is not None),
+                    Options(D_CHUNKS, q_far_future is not None),
                 ),
             )
             for role in (0, 1, 2)

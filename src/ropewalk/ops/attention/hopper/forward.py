@@ -64,7 +64,6 @@ class Options(NamedTuple):
 
     CONSUMERS: Any
     BLOCK_N: Any
-    Q_FEATURES: Any
     OUT_IN_Q: Any
     PIN_EXP2: Any
     CONVERT_P_EARLY: Any
@@ -105,7 +104,7 @@ def _loop_over_keys(
 @gluon.constexpr_function
 def _holds_q(OUT_IN_Q, RANGE):
     """Say whether a loop leaves its queries' memory to the output: then they are loaded also where it has no step."""
-    return OUT_IN_Q and (RANGE == ALL or RANGE == NEAR)
+    return OUT_IN_Q and (RANGE == ALL or RANGE == NEAR)  # noqa: SIM109
 
 
 @gluon.jit
@@ -201,32 +200,12 @@ def _zero_missing_keys(tile, n_start, seqlens, flags):
 
 
 @gluon.jit
-def _load_q(q_tiles, options):
-    """Load the first features of Q into registers: the product of S then reads less of shared memory."""
-    result = None
-    if options.Q_FEATURES:
-        operand_layout: gl.constexpr = gl.DotOperandLayout(0, wgmma_layout(options.BLOCK_N), 2)
-        (q_tile,) = q_tiles
-        result = q_tile.slice(0, options.Q_FEATURES, 1).load(operand_layout)
-    return result
-
-
-@gluon.jit
-def _start_s(q_tiles, q_registers, rings, use, options):
+def _start_s(q_tiles, rings, use, options):
     """Start the product S = Q K' of a tile of keys."""
-    REST: gl.constexpr = rings.k.tiles.shape[4] - options.Q_FEATURES
     s = gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, wgmma_layout(options.BLOCK_N))
     k_tiles = rings.k.chunk_tiles(use)
-    if options.Q_FEATURES:
-        (q_tile,) = q_tiles
-        (k_tile,) = k_tiles
-        first = k_tile.slice(0, options.Q_FEATURES, 1)
-        s = warpgroup_mma(q_registers, first.permute((1, 0)), s, use_acc=False, is_async=True)
-        q_rest, k_rest = q_tile.slice(options.Q_FEATURES, REST, 1), k_tile.slice(options.Q_FEATURES, REST, 1)
-        s = warpgroup_mma(q_rest, k_rest.permute((1, 0)), s, is_async=True)
-    else:
-        for chunk in gl.static_range(rings.k.chunks):
-            s = warpgroup_mma(q_tiles[chunk], k_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
+    for chunk in gl.static_range(rings.k.chunks):
+        s = warpgroup_mma(q_tiles[chunk], k_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
     return s
 
 
@@ -286,9 +265,8 @@ def _mainloop_kv(
         use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER)
         rings.q.wait_full(q_use)
         q_tiles = rings.q.chunk_tiles(q_use)
-        q_registers = _load_q(q_tiles, options)
         rings.k.wait_full(use)
-        s = _start_s(q_tiles, q_registers, rings, use, options)
+        s = _start_s(q_tiles, rings, use, options)
         s = warpgroup_mma_wait(0, deps=(s,))
         rings.k.release(use)
         n_start = start + (n_steps - 1 - n_before) * BLOCK_N
@@ -321,7 +299,7 @@ def _mainloop_kv(
             rings.k.wait_full(use + 1)
             if options.PINGPONG:
                 pingpong_sync(CONSUMER)
-            s = _start_s(q_tiles, q_registers, rings, use + 1, options)
+            s = _start_s(q_tiles, rings, use + 1, options)
             rings.v.wait_full(use)
             acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
             if options.PINGPONG:
@@ -518,7 +496,6 @@ def forward_kernel(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
-    Q_FEATURES: gl.constexpr,  # of Q, the first ones, that are held in registers
     OUT_IN_Q: gl.constexpr,  # the output's tile takes the memory of the queries
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -586,7 +563,6 @@ def forward_kernel(
                     Options(
                         CONSUMERS,
                         BLOCK_N,
-                        Q_FEATURES,
                         OUT_IN_Q,
                         PIN_EXP2,
                         CONVERT_P_EARLY,
@@ -624,7 +600,6 @@ def forward_kernel(
                     Options(
                         CONSUMERS,
                         BLOCK_N,
-                        Q_FEATURES,
                         OUT_IN_Q,
                         PIN_EXP2,
                         CONVERT_P_EARLY,

@@ -66,7 +66,6 @@ class ForwardConfig(NamedTuple):
     PIN_EXP2: bool
     CONVERT_P_EARLY: bool
     PINGPONG: bool
-    Q_FEATURES: int = 0
     OUT_IN_Q: bool = False
 
     @property
@@ -95,9 +94,11 @@ FORWARD = {
     (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
     (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
     (192, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
-    (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True),
+    (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, OUT_IN_Q=True),
     (256, False): ForwardConfig(2, 64, 2, 2, 240, 24, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
-    (256, True): ForwardConfig(2, 64, 2, 2, 240, 24, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True),
+    (256, True): ForwardConfig(
+        2, 64, 2, 2, 240, 24, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True
+    ),
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
@@ -123,14 +124,13 @@ class WideConfig(NamedTuple):
     BLOCK_M: int
     Q_STAGES: int
     DO_STAGES: int
-    K_FEATURES: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
 
 # By `FeatureBlocks.widest`, as measured: of the kernel of dV, and of that of dK and dQ.
-BACKWARD_DV = {192: WideConfig(64, 2, 2, 0, 240, 24), 256: WideConfig(64, 2, 2, 128, 240, 24)}
-BACKWARD_DK = {192: WideConfig(64, 2, 2, 0, 240, 24), 256: WideConfig(64, 1, 1, 0, 240, 24)}
+BACKWARD_DV = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 2, 2, 240, 24)}
+BACKWARD_DK = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 1, 1, 240, 24)}
 
 
 @on_its_device

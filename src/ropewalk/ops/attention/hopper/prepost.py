@@ -32,7 +32,13 @@ def workspace_start(q_offset, sequence, packed, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _workspace_offsets(
-    row, start, workspace_rows, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, D_CHUNKS: tl.constexpr
+    row,
+    start,
+    workspace_rows,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
 ):
     """Return the offsets of a tile's elements in the workspace, [BLOCK_M · BLOCK_D]: neighbours, in thread order.
 
