@@ -67,8 +67,8 @@ def place(row, feature, features):
     """Where an element of one head lies in the workspace.
 
     Parts have 64 rows and 64 features. In one, a warp has 16 rows, and a thread of it two that are eight apart, of
-    every eight features two neighbours: those four elements lie together, then the threads', then features, then warps. Above 128 features a part
-    has all of them, and warps come before features.
+    every eight features two neighbours: those four elements lie together, then the threads', then features, then warps.
+    Above 128 features a part has all of them, and warps come before features.
     """
     part = row // 64
     if features <= 128:

@@ -480,7 +480,8 @@ def _step_dk(
     smem.q.release(use)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_in_thread_order(dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
-    if options.D_CHUNKS > 1:  # noqa: SIM102; the last chunk is a warp group's in every second step
+    # The last chunk is a warp group's in every second step.
+    if options.D_CHUNKS > 1:  # noqa: SIM102
         if (use + CONSUMER) % 2 == 0:
             dq = _start_dq(ds_tile, k_tiles[2])
             dq = warpgroup_mma_wait(0, deps=(dq,))

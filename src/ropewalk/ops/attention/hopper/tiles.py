@@ -46,7 +46,7 @@ def key_mask(k_idx, seqlens, layout: gl.constexpr):
 
 @gluon.jit
 def store_rows(target, tile, batch, head, offset, start, n_rows, FEATURE: gl.constexpr = 0):
-    """Store a tile's rows below n_rows to a `RowTarget`, from a feature on: a packed batch's next sequence may follow."""
+    """Store a tile's rows below n_rows to a `RowTarget`, from FEATURE on: a packed batch's next sequence may follow."""
     width: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     row = start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
