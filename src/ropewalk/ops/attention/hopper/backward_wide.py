@@ -85,6 +85,15 @@ class Options(NamedTuple):
     HAS_FUTURE: Any
 
 
+class Step(NamedTuple):
+    """One tile of queries, as a warp group takes it."""
+
+    use: Any  # of the rings
+    m_start: Any  # the first query
+    masked: Any  # some pairs with the warp group's keys are not attended
+    dq_ptr: Any  # the tile's dQ in a workspace
+
+
 class Targets(NamedTuple):
     """Targets of the gradients."""
 
@@ -205,9 +214,8 @@ def _zero_acc(options, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _start_s(wg_k, q_tiles, m_start, seqlens, flags, options):
+def _start_s(wg_k, q_tiles, m_start, seqlens, flags, options, BLOCK_M: gl.constexpr):
     """Start the product S = K Q' of a step's queries."""
-    BLOCK_M: gl.constexpr = q_tiles[0].shape[0]
     if flags.PACKED:
         for chunk in gl.static_range(options.D_CHUNKS):
             zero_missing_rows(q_tiles[chunk], m_start, 0, seqlens.n_queries, BLOCK_M, False)
@@ -275,7 +283,7 @@ def _mainloop_dv(
             smem.q.wait_full(use)
             k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
             q_tiles = smem.q.chunk_tiles(use)
-            s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
+            s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
             s = warpgroup_mma_wait(0, deps=(s,))
             smem.q.release(use)
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
@@ -294,7 +302,7 @@ def _mainloop_dv(
                 m_start += BLOCK_M
                 k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
                 q_tiles = smem.q.chunk_tiles(use + 1)
-                s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
+                s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
                 acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 smem.q.release(use + 1)
@@ -415,10 +423,7 @@ def _start_dq(ds, k_tile):
 @gluon.jit
 def _step_dk(
     acc,
-    use,
-    m_start,
-    masked,
-    dq_ptr,
+    step,
     k_idx,
     smem,
     seqlens,
@@ -438,33 +443,33 @@ def _step_dk(
     BLOCK_D: gl.constexpr = smem.k.shape[4]
     s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, wgmma_layout(BLOCK_D), 2)
-    stage = use % smem.q.stages
-    zero = zero_of_step(use)
+    stage = step.use % smem.q.stages
+    zero = zero_of_step(step.use)
     k_tiles = chunks_of(smem.k, zero, options.D_CHUNKS)
     q_tiles = chunks_of(smem.q.tiles, zero + stage, options.D_CHUNKS)
-    (do_tile,) = chunks_of(smem.do.tiles, zero + use % smem.do.stages, 1)
+    (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
     (v_tile,) = chunks_of(smem.v, zero, 1)
     wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
     # All reads go before products: reads wait in one queue behind those.
-    mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
-    smem.q.wait_full(use)
-    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options)
-    smem.do.wait_full(use)
+    smem.q.wait_full(step.use)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
+    smem.do.wait_full(step.use)
     if flags.PACKED:
-        zero_missing_rows(do_tile, m_start, 0, seqlens.n_queries, BLOCK_M, False)
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
     dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, capped, scaled = recompute_p(s, lse, m_start, k_idx, masked, seqlens, scores, flags, score_flags)
+    p, capped, scaled = recompute_p(s, lse, step.m_start, k_idx, step.masked, seqlens, scores, flags, score_flags)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    smem.do.release(use)
-    ds = differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    smem.do.release(step.use)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
-    ds_tile = smem.ds.index(use % 2)
+    ds_tile = smem.ds.index(step.use % 2)
     ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
     ds_operand = gl.convert_layout(ds_half, operand_layout)
     acc = _accumulate(ds_operand, q_tiles, acc, options)
@@ -477,22 +482,22 @@ def _step_dk(
     else:
         dq = _start_dq(ds_tile, k_tiles[CONSUMER])
     acc = _await_dk(acc, ds_operand, options, 1)
-    smem.q.release(use)
+    smem.q.release(step.use)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_in_thread_order(dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
+    add_in_thread_order(step.dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
     # The last chunk is a warp group's in every second step.
-    if options.D_CHUNKS > 1:  # noqa: SIM102
-        if (use + CONSUMER) % 2 == 0:
-            dq = _start_dq(ds_tile, k_tiles[2])
+    if options.D_CHUNKS > 1:
+        _, _, last_tile = k_tiles
+        if (step.use + CONSUMER) % 2 == 0:
+            dq = _start_dq(ds_tile, last_tile)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_in_thread_order(dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
+            add_in_thread_order(step.dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
     return acc
 
 
 @gluon.jit
 def _mainloop_dk(
     state,
-    first_row,
     k_idx,
     targets,
     smem,
@@ -506,7 +511,7 @@ def _mainloop_dk(
     RANGE: gl.constexpr,
 ):
     """Add the queries of a range of pairs to dK, and their dQ to a workspace; return dK with the rings' next use."""
-    acc, first_use = state
+    acc, first_use, first_row = state
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
     ROW: gl.constexpr = options.D_CHUNKS * smem.k.shape[4]
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
@@ -526,10 +531,7 @@ def _mainloop_dk(
         for _step in range(steps_per_head):
             acc = _step_dk(
                 acc,
-                use,
-                m_start,
-                (m_start < wg_range.full) | (m_start >= wg_range.full_stop),
-                dq_ptr,
+                Step(use, m_start, (m_start < wg_range.full) | (m_start >= wg_range.full_stop), dq_ptr),
                 k_idx,
                 smem,
                 seqlens,
@@ -593,12 +595,12 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
         zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
 
     # === mainloop
-    state = (_zero_acc(options, BLOCK_D), 0)
+    acc = _zero_acc(options, BLOCK_D)
+    use = 0
     if problem.far_window is not None:
         rows = problem.schedule.n_rows * problem.schedule.heads_per_key * targets.workspace_rows  # of a workspace
-        state = _mainloop_dk(
-            state,
-            first_row + rows,
+        acc, use = _mainloop_dk(
+            (acc, use, first_row + rows),
             k_idx,
             targets,
             smem,
@@ -612,9 +614,8 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
             FAR_PAST,
         )
         if options.HAS_FUTURE:
-            state = _mainloop_dk(
-                state,
-                first_row + 2 * rows,
+            acc, use = _mainloop_dk(
+                (acc, use, first_row + 2 * rows),
                 k_idx,
                 targets,
                 smem,
@@ -627,17 +628,15 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
                 CONSUMER,
                 FAR_FUTURE,
             )
-        acc, use = state
         _store_dk(
             acc, targets.dk_far, wg_k, None, problem.grad_scale, exists, tile, wg_start, kv_capacity, options, BLOCK_D
         )
         fence_async_shared()
         mbarrier.arrive(smem.k_empty, count=1)
         _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 1)
-        state = (_zero_acc(options, BLOCK_D), use)
-    state = _mainloop_dk(
-        state,
-        first_row,
+        acc = _zero_acc(options, BLOCK_D)
+    acc, _ = _mainloop_dk(
+        (acc, use, first_row),
         k_idx,
         targets,
         smem,
@@ -652,7 +651,6 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     )
 
     # === epilogue
-    acc, _ = state
     if options.D_CHUNKS == 1:
         wg_tiles = (wg_v,)  # keys are read by both warp groups
     else:
