@@ -439,10 +439,12 @@ def _compute_warps(
         q_use, use = uses
         if options.OUT_IN_Q:
             rings.q.wait_full(q_use)
-            Q_CHUNKS: gl.constexpr = rings.q.chunks
-            out_memory = rings.q.tiles.index(q_use % options.CONSUMERS * Q_CHUNKS)
-            if Q_CHUNKS > 1:  # of the first ones
-                out_memory = reinterpret(out_memory, out_memory.dtype, [1, 1, WG_ROWS, BLOCK_D], out_memory.layout)
+            out_memory = rings.q.tiles.index(CONSUMER)
+            if rings.q.chunks > 1:  # two of the warp group's three chunks: the first ones, or the last ones
+                N_PAIRS: gl.constexpr = rings.q.tiles.shape[0] // 2
+                shape: gl.constexpr = [N_PAIRS, 1, 1, WG_ROWS, BLOCK_D]
+                pairs = reinterpret(rings.q.tiles, rings.q.tiles.dtype, shape, rings.q.tiles.layout)
+                out_memory = pairs.index(2 * CONSUMER)
         else:
             await_stores(0)
             out_memory = out_tiles.index(CONSUMER)
