@@ -86,10 +86,15 @@ def _attention_rows(*kernels: str) -> Iterator[Row]:
         yield Row(kernel, "RoPE, causal, D 128, float32", {"call": "rope-causal", "dims": (128, 128), "dtype": FP32})
 
 
-def _hopper_rows(kernel: str, calls: dict[str, str]) -> Iterator[Row]:
+def _hopper_rows(
+    kernel: str, calls: dict[str, str], head_dims: tuple[Any, ...] = (64, 128), of: str = ""
+) -> Iterator[Row]:
+    """A kernel's rows, or those of one of its gradients."""
     for name, call in calls.items():
-        for head_dim in (64, 128):
-            yield Row(kernel, f"{name}, D {head_dim}", {"call": call, "head_dim": head_dim}, for_hopper=True)
+        for dims in head_dims:
+            head_dim = f"D {dims[0]}, Dv {dims[1]}" if isinstance(dims, tuple) else f"D {dims}"
+            full_name = f"{of}, {name}, {head_dim}" if of else f"{name}, {head_dim}"
+            yield Row(kernel, full_name, {"call": call, "head_dim": dims, "of": of}, for_hopper=True)
 
 
 HOPPER_CALLS = {
@@ -101,6 +106,7 @@ HOPPER_CALLS = {
     "softcap": "softcap",
     "ReRoPE, causal": "rerope-causal",
 }
+WIDE = ((192, 128), 256)  # head dims of q and k, and of v if it differs
 ACROSS_HEADS = {"weight": "across", "norm": {"across_heads": True}}
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
 ROWS: dict[str, list[Row]] = {
@@ -143,10 +149,12 @@ ROWS: dict[str, list[Row]] = {
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
     ],
-    "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS)),
+    "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256))),
     "attention-backward": list(_attention_rows("backward_dq_kernel", "backward_dkdv_kernel")),
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),
+        *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
+        *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dK"),
         *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),
         *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal"}),
     ],
@@ -199,7 +207,7 @@ def plan(row: Row, target: str) -> Plan:
         return partial(norm_kernel.compile_kernel, norm_kernel.weight_sum_kernel, sum_spec, TARGETS[target]), tile
     with pytest.MonkeyPatch.context() as patch:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
-    if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel"):
+    if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel"):
         return partial(compile_hopper.compile_gluon, launch), _describe_roles(launch[2])
     return partial(compile_launch, *launch, TARGETS[target]), _describe_tile(launch[2])
 
@@ -223,8 +231,16 @@ def _describe_roles(keywords: dict[str, Any]) -> str:
         queries, keys = keywords["BLOCK_M"], BLOCK_N.value
     names = [name for name in ("PIN_EXP2", "CONVERT_P_EARLY", "PINGPONG", "DEFER_DQ") if keywords.get(name)]
     return ", ".join(
-        [f"{queries} × {keys}", f"{keywords['STAGES']} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names]
+        [f"{queries} × {keys}", f"{_stages_of(keywords)} s", f"≤ {keywords['CONSUMER_REGISTERS']} r", *names]
     )
+
+
+def _stages_of(keywords: dict[str, Any]) -> str:
+    """The stages of what is loaded: one number, or one for each tensor."""
+    stages = [
+        keywords[name] for name in ("STAGES", "Q_STAGES", "DO_STAGES", "K_STAGES", "V_STAGES") if name in keywords
+    ]
+    return str(stages[0]) if len(set(stages)) == 1 else " and ".join(map(str, stages))
 
 
 def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
@@ -232,7 +248,10 @@ def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     if row.kernel == "forward_kernel":
         launch, _schedules = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
         return _find(row.kernel, [launch])
-    return _find(row.kernel, compile_hopper.backward_launches_of(patch, head_dim, BF16, call))
+    launches = compile_hopper.backward_launches_of(patch, head_dim, BF16, call)
+    if row.kernel == "backward_wide_kernel":
+        return dict(compile_hopper.kernels_of(launches))[f"backward of {row.arguments['of']}"]
+    return _find(row.kernel, launches)
 
 
 def _launch_of_attention(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:

@@ -67,12 +67,14 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def call_of(monkeypatch, head_dim, dtype, name):
-    """Return a call, and a list to which launches of schedules will be added."""
+    """Return a call, and a list to which launches of schedules will be added; a pair of head dims is of q and of v."""
     keywords = dict((CALLS | LONE_CALLS | FAR_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
-    q, k, v = (torch.randn(batch, tokens, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads))
+    dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    shapes = ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
+    q, k, v = (torch.randn(batch, tokens, *shape).to(dtype) for shape in shapes)
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     schedules = []
@@ -94,15 +96,22 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
 
 
 def backward_launches_of(monkeypatch, head_dim, dtype, name):
-    """Return what the backward of a call would launch: preprocess, the kernel, postprocess."""
+    """Return what the backward of a call would launch: preprocess, the kernel or, if wide, both, and postprocess."""
     call, _ = call_of(monkeypatch, head_dim, dtype, name)
     launches = []
-    for kernel in ("bwd_preprocess_kernel", "backward_kernel", "bwd_postprocess_kernel"):
+    for kernel in ("bwd_preprocess_kernel", "backward_kernel", "backward_wide_kernel", "bwd_postprocess_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), launches))
     out, _, saved, _ = launch_common.begin_forward(call, AT_ONCE)
     read = without_inputs(call, saved)
     hopper_launch.backward(read, out, saved, torch.randn_like(out), None, Wanted())
     return launches
+
+
+def kernels_of(launches):
+    """Return the launches of Gluon's kernels among those of a backward, with the names of their directions."""
+    narrow = [("backward", launch) for launch in launches if "DEFER_DQ" in launch[2]]
+    wide = [launch for launch in launches if "DO_STAGES" in launch[2]]
+    return [*narrow, *(("backward of dV" if launch[2]["v"] is None else "backward of dK", launch) for launch in wide)]
 
 
 def arguments_of(launch):
@@ -153,6 +162,12 @@ CASES = [
     *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
     (96, torch.bfloat16, "rope-causal"),
 ]
+WIDE = [(192, 128), 256]  # head dims above 128
+WIDE_CALLS = ("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay")
+WIDE_CASES = [
+    *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),
+    ((136, 8), torch.float16, "rope-causal"),
+]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
 # accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.
@@ -163,7 +178,8 @@ VERSION = ".".join(triton.__version__.split(".")[:2])
 
 def spill_key(direction, launch, name):
     """Return the name of a launch in the record of spills."""
-    return f"{direction}, D {arguments_of(launch)['q'].block_shape[3]}, {name}"
+    arguments = arguments_of(launch)
+    return f"{direction}, D {arguments['q'].block_shape[3] * arguments.get('D_CHUNKS', 1)}, {name}"
 
 
 def allowed_spills(direction, launch, name):

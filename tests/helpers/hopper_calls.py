@@ -25,10 +25,13 @@ GLUON = backends.KERNELS["gluon"]
 
 
 B, H, K, TQ, TK = 2, 4, 2, 200, 333
+HEAD_DIMS = [64, 128, (192, 128), 256]  # one for each configuration; of q and k, and of v if it differs
 
 
 def draw(device, dtype=torch.bfloat16, queries=TQ, keys=TK, head_dim=64, v_head_dim=None, heads=H, key_heads=K):
-    """q, k and v in layout "bhtd"."""
+    """q, k and v in layout "bhtd"; the head dim may be a pair, that of v second."""
+    if isinstance(head_dim, tuple):
+        head_dim, v_head_dim = head_dim
     q = torch.randn(B, heads, queries, head_dim, device=device).to(dtype)
     k, v = (torch.randn(B, key_heads, keys, dim, device=device).to(dtype) for dim in (head_dim, v_head_dim or head_dim))
     return q, k, v
@@ -67,6 +70,11 @@ def compute(kernels, call, grad_out):
     return out, saved.lse, *launch_backward(kernels, call, out, saved, grad_out)[:3]
 
 
+def random_grad(call):
+    """A gradient of a call's output."""
+    return torch.randn(*call.q.shape[:3], call.v.shape[3], device=call.q.device, dtype=call.q.dtype)
+
+
 def integers(device, *numbers):
     return torch.tensor(numbers, device=device)
 
@@ -82,7 +90,8 @@ LENGTHS = {
 def pack(device, lengths_q, lengths_k, head_dim=64, rest=70):
     """q, k and v of packed sequences, some rows that belong to none, and cu_seqlens."""
     total_q, total_k = sum(lengths_q) + rest, sum(lengths_k) + 2 * rest
-    shapes = [(total_q, H, head_dim), (total_k, K, head_dim), (total_k, K, head_dim)]
+    head_dim, v_head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    shapes = [(total_q, H, head_dim), (total_k, K, head_dim), (total_k, K, v_head_dim)]
     starts = {
         f"cu_seqlens_{name}": torch.tensor([0, *lengths], device=device).cumsum(0).int()
         for name, lengths in (("q", lengths_q), ("k", lengths_k))
@@ -95,7 +104,7 @@ def check_what_is_read(kernels, tensors, position):
     device = tensors[0].device
     starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
     call = make_call(*tensors, position=position, key_starts=starts, key_lengths=lengths, layout="bhtd")
-    grad_out = torch.randn_like(tensors[0])
+    grad_out = random_grad(call)
     expected = compute(kernels, call, grad_out)
     for x in tensors[1:]:
         x[0, :, 20:] = x[1, :, :140] = x[1, :, 300:] = torch.nan

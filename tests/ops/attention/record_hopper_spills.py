@@ -1,7 +1,8 @@
 """Record the spills of the Gluon kernels, compiled by the installed Triton, in hopper_spills.json.
 
-PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py
+PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide]
 
+With `wide`, only those of head dims above 128 are recorded anew.
 The compile checks fail on more. No GPU is needed.
 """
 
@@ -11,30 +12,33 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from helpers import compile_hopper as hopper
 
 
-def main() -> None:
-    """Compile every call of the checks, and write."""
+def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
+    """Compile calls of the checks, and write."""
     spills: dict[str, int] = {}
-    for head_dim, dtype, name in hopper.CASES + hopper.FAR_CASES:
+    for head_dim, dtype, name in cases:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             forward, _ = hopper.forward_launch_of(patch, head_dim, dtype, name)
-            _, backward, _ = hopper.backward_launches_of(patch, head_dim, dtype, name)
-            for direction, launch in (("forward", forward), ("backward", backward)):
+            backward = hopper.backward_launches_of(patch, head_dim, dtype, name)
+            for direction, launch in (("forward", forward), *hopper.kernels_of(backward)):
                 report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
                 key = hopper.spill_key(direction, launch, name)
                 spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
                 print(key, spills[key], flush=True)
     recorded = json.loads(hopper.SPILLS.read_text(encoding="utf-8"))
+    spills = {**recorded.get(hopper.VERSION, {}), **spills}
     recorded[hopper.VERSION] = {key: spilled for key, spilled in spills.items() if spilled}
     hopper.SPILLS.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(hopper.WIDE_CASES if sys.argv[1:] == ["wide"] else hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES)

@@ -14,6 +14,7 @@ import support
 import torch
 from helpers.hopper_calls import (
     GLUON,
+    HEAD_DIMS,
     LENGTHS,
     TK,
     TQ,
@@ -29,6 +30,7 @@ from helpers.hopper_calls import (
     is_equal,
     on_hopper,
     pack,
+    random_grad,
 )
 from helpers.kernel_checks import launch_backward
 from torch import Tensor
@@ -124,9 +126,9 @@ REFUSED = {
     "what Triton refuses": ({}, {"position": InPyTorch()}, "score_mod"),
     "float64": ({"dtype": torch.float64}, {}, "dtype"),
     "float32": ({"dtype": torch.float32}, {}, "dtype"),
-    "wide": ({"head_dim": 136}, {}, "head_dim"),
+    "wide": ({"head_dim": 264}, {}, "head_dim"),
     "odd": ({"head_dim": 60}, {}, "head_dim"),
-    "wide values": ({"v_head_dim": 192}, {}, "head_dim"),
+    "wide values": ({"v_head_dim": 264}, {}, "head_dim"),
     "mask": ({}, {"mask": torch.ones(TQ, TK, dtype=torch.bool)}, "mask"),
     "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
     "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
@@ -353,20 +355,27 @@ CALLS = {
 
 @on_hopper
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_every_call(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
 
 
 @on_hopper
 @pytest.mark.parametrize("name", ["plain", "cache", "decay-causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_float16(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, torch.float16, head_dim=head_dim), **CALLS[name](device))
 
 
 @on_hopper
-@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 128), (80, 80), (96, 96), (120, 72), (128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        *((8, 8), (24, 40), (64, 128), (80, 80), (96, 96), (120, 72), (128, 64)),
+        *((136, 8), (160, 128), (184, 96), (136, 136), (64, 256), (192, 192), (200, 64), (248, 240)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["plain", "cache"])
 def test_head_dims(kernels, device, name, dims):
     check_supported(kernels, draw(device, head_dim=dims[0], v_head_dim=dims[1]), **CALLS[name](device))
@@ -374,7 +383,7 @@ def test_head_dims(kernels, device, name, dims):
 
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize(
     ("queries", "keys"),
     [
@@ -389,23 +398,22 @@ def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("queries", [64, 65, 500])
 def test_tiles_without_a_walk_stand_between_others(kernels, device, queries, head_dim):
     """And a program has more tiles than its rings have stages."""
-    q = torch.randn(40, H, queries, head_dim, device=device).bfloat16()
-    k, v = (torch.randn(40, K, 200, head_dim, device=device).bfloat16() for _ in range(2))
+    tensors = [x.repeat(20, 1, 1, 1) for x in draw(device, queries=queries, keys=200, head_dim=head_dim)]
     lengths = integers(device, 0, 200, 1, 0, 130).repeat(8)
-    check_supported(kernels, (q, k, v), position=Rope(), key_lengths=lengths)
+    check_supported(kernels, tensors, position=Rope(), key_lengths=lengths)
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
     """Those of a batch row without keys show nowhere, and those of a query only in its own row and in gradients."""
     tensors = draw(device, head_dim=head_dim)
     call = make_call(*tensors, position=Rope(), key_lengths=integers(device, 0, TK), layout="bhtd")
-    grad_out = torch.randn_like(tensors[0])
+    grad_out = random_grad(call)
 
     expected = compute(kernels, call, grad_out)
     tensors[0][0] = torch.nan
@@ -423,13 +431,13 @@ def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
 @pytest.mark.parametrize("position", [NoPosition(), ReRope(300)], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("growth", [3, 9, 60, 200])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, growth, position):
     """By few powers of two, which add up before anything is multiplied, or many; in some rows of a warp, or in none."""
     q, k, v = draw(device, dtype, keys=900, head_dim=head_dim)
     some = torch.arange(TQ, device=device) % 3 == 0
     some[64:128] = False
-    q[..., 0] = growth * math.sqrt(head_dim) * math.log(2) * some
+    q[..., 0] = growth * math.sqrt(q.shape[3]) * math.log(2) * some
     k[..., 0] = torch.arange(900, device=device).flip(0) // 128  # walks begin with the last keys
     check_supported(kernels, (q, k, v), position=position)
     check_supported(kernels, (q, k, v), position=position, causal=True)
@@ -498,7 +506,7 @@ def test_more_rows_than_a_grid_has_in_its_second_dimension(kernels, device):
 
 @on_hopper
 @pytest.mark.parametrize("call", [{}, {"causal": True}, {"causal": True, "window": 66}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_packed_sequences(kernels, device, lengths, head_dim, call):
     tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
@@ -514,7 +522,7 @@ def test_changed_scores_of_packed_sequences(kernels, device, scheme):
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_sequences_see_nothing_of_each_other(kernels, device, head_dim):
     """NaN in one sequence, and in what belongs to none, stays there: in values and in all gradients."""
     rest = 70
@@ -527,7 +535,7 @@ def test_sequences_see_nothing_of_each_other(kernels, device, head_dim):
         grads = launch_backward(kernels, call, out, saved, as_bhtd(grad_out, "thd"))[:3]
         return [x[0].transpose(0, 1) for x in (out, *grads)]
 
-    tensors = (q, k, v, torch.randn_like(q))
+    tensors = (q, k, v, torch.randn(*q.shape[:2], v.shape[2], device=device).bfloat16())
     expected = run(tensors[3])
     for x, rows, more in zip(tensors, (rows_q, rows_k, rows_k, rows_q), (1, 2, 2, 1), strict=True):
         x[rows] = x[len(x) - more * rest :] = torch.nan
@@ -553,7 +561,7 @@ def test_offsets_that_are_wrong_read_nothing_out_of_bounds(kernels, device, offs
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
     check_what_is_read(kernels, draw(device, head_dim=head_dim), Rope())
 
@@ -574,17 +582,19 @@ def random_call(number, device):
         return int(64 * (longest / 64) ** source.random())
 
     group, key_heads = source.choice([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
-    heads, head_dim = group * key_heads, source.choice([64, 128])
+    heads, dims = group * key_heads, source.choice(HEAD_DIMS)
+    head_dim, v_head_dim = dims if isinstance(dims, tuple) else (dims, dims)
     if source.random() < PACKED_SHARE:
         lengths = [source.randint(0, 1500) for _ in range(source.randint(1, 5))] + [64]
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        shapes = [(sum(lengths), count, head_dim) for count in (heads, key_heads, key_heads)]
+        sizes = ((heads, head_dim), (key_heads, head_dim), (key_heads, v_head_dim))
+        shapes = [(sum(lengths), *size) for size in sizes]
         call = {"layout": "thd", "cu_seqlens_q": starts, "position": Rope(), "causal": source.random() < 0.5}
     else:
         queries, keys = length(5000), length(5000)
         if source.random() < 0.3:
             keys = queries
-        shapes = [(1, heads, queries, head_dim), *[(1, key_heads, keys, head_dim)] * 2]
+        shapes = [(1, heads, queries, head_dim), *[(1, key_heads, keys, dim) for dim in (head_dim, v_head_dim)]]
         call = CALLS[source.choice(RANDOM)](device)
         for name in ("position", "sinks"):  # made for H heads
             if name == "sinks" and name in call:
@@ -603,7 +613,7 @@ def test_random_shapes(kernels, device, number):
 
 @on_hopper
 @pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim, position):
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
     call = make_call(*tensors, position=position, causal=True, layout="bhtd")
@@ -617,12 +627,12 @@ def test_ten_thousand_launches_give_the_same_bits(kernels, device, head_dim, pos
 
 @on_hopper
 @pytest.mark.parametrize("position", [NoPosition(), ReRope(200)], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_ten_thousand_backwards_differ_by_roundings(device, head_dim, position):
     """And in the deterministic mode not at all."""
     tensors = draw(device, queries=700, keys=700, head_dim=head_dim)
     call = make_call(*tensors, position=position, causal=True, layout="bhtd")
-    grad_out = torch.randn_like(tensors[0])
+    grad_out = random_grad(call)
     for name, kernels in VARIANTS.items():
         out, saved = kernels.forward(call, True)
         first = [x.float() for x in launch_backward(kernels, call, out, saved, grad_out)[:3]]
@@ -639,7 +649,7 @@ def test_ten_thousand_backwards_differ_by_roundings(device, head_dim, position):
 @on_hopper
 def test_two_streams_at_once(kernels, device):
     calls = []
-    for head_dim in (64, 128):
+    for head_dim in HEAD_DIMS:
         tensors = draw(device, queries=1500, keys=1500, head_dim=head_dim)
         call = make_call(*tensors, causal=True, layout="bhtd")
         calls.append((call, kernels.forward(call, True)[0]))

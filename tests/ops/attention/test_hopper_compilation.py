@@ -19,12 +19,15 @@ from helpers.compile_hopper import (
     FAR_CASES,
     LONE_CALLS,
     SPILLS,
+    WIDE,
+    WIDE_CASES,
     allowed_spills,
     arguments_of,
     backward_launches_of,
     compile_gluon,
     forward_launch_of,
     instructions_of,
+    kernels_of,
     ptxas_report,
     spilled_bytes,
 )
@@ -80,7 +83,7 @@ def order_of_work(instructions):
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + WIDE_CASES, ids=str)
 def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     launch, schedules = forward_launch_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)
@@ -88,7 +91,8 @@ def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, d
         compile_launch(*schedule, TARGETS["sm_90"])
     compiled = compile_gluon(launch)
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
-    block, consumers, block_n = arguments["q"].block_shape[3], arguments["CONSUMERS"], arguments["BLOCK_N"]
+    block = arguments["q"].block_shape[3] * arguments["D_CHUNKS"]
+    consumers, block_n = arguments["CONSUMERS"], arguments["BLOCK_N"]
 
     report = ptxas_report(compiled, tmp_path)
     assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
@@ -154,23 +158,54 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
         assert work[place + 2][1] + work[place + 3][1] >= 64 * queries // 128
 
 
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), WIDE_CASES, ids=str)
+def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
+    ranges = RANGES.get(name, 1)
+    for direction, launch in kernels_of(backward_launches_of(monkeypatch, head_dim, dtype, name)):
+        arguments = arguments_of(launch)
+        compiled = compile_gluon(launch)
+        assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+        report = ptxas_report(compiled, tmp_path)
+        assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
+        assert spilled_bytes(report) <= allowed_spills(direction, launch, name)
+        instructions = instructions_of(compiled, tmp_path)
+        assert not barriers_among_tiles(instructions, compiled.metadata.shared)
+        marks = "".join(mark for mark, _ in order_of_work(instructions))
+        products = sum(line.startswith("HGMMA") for line in instructions)
+        chunks, (queries, block), width = arguments["D_CHUNKS"], arguments["q"].block_shape[2:], arguments["do"]
+        features, values, keys = block * chunks, width.block_shape[3], arguments["k"].block_shape[2]
+        if arguments["v"] is None:  # scores, and dV, each twice in a range: S runs a step ahead
+            assert products == ranges * 2 * 2 * (features + queries) // 16
+            scores = "P" * chunks
+            assert marks == f"{scores}0{scores}P10P0" * ranges * 2
+        else:  # scores and dP; dK; dQ, half of it, or a chunk and in every second step the last one
+            dq = "P10" if chunks == 1 else "P10P0"
+            of_dq = keys * (1 if chunks == 1 else 2)
+            assert products == ranges * 2 * (features + values + chunks * queries + of_dq) // 16
+            assert marks == f"{'P' * chunks}P10{'P' * chunks}{dq}" * ranges * 2
+            # Four elements of dQ at a time.
+            added = [line for line in instructions if line.startswith("RED")]
+            assert all("ADD.F32x4" in line for line in added)
+            assert len(added) == ranges * 2 * queries * block // 128 // 4 * (1 if chunks > 1 else 0.5) * min(chunks, 2)
+
+
 @pytest.mark.parametrize("name", list(LONE_CALLS))
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, *WIDE], ids=str)
 def test_one_head_and_one_sequence_compile(monkeypatch, head_dim, name):
     forward, schedules = forward_launch_of(monkeypatch, head_dim, torch.bfloat16, name)
-    before, backward, after = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
-    for launch in (*schedules, before, after):
+    launches = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    for launch in (*schedules, launches[0], launches[-1]):
         compile_launch(*launch, TARGETS["sm_90"])
-    for launch in (forward, backward):
+    for launch in (forward, *(launch for _, launch in kernels_of(launches))):
         assert compile_gluon(launch).metadata.shared <= SHARED_MEMORY["sm_90"]
 
 
 # What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, *WIDE], ids=str)
 @pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"])
 def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
-    rows, _, finish = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
-    for launch in (rows, finish):
+    launches = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
+    for launch in (launches[0], launches[-1]):
         compiled = compile_launch(*launch, TARGETS["sm_90"])
         # Triton 3.7.1 spills 16 bytes where it turns back interleaved pairs of 64 features, 3.6 none.
         allowed = 16 if head_dim == 64 and launch[2].get("INTERLEAVED") else 0
@@ -202,6 +237,7 @@ def test_no_length_makes_another_binary():
     of_schedule = {"n_tiles", "n_rows", "heads_per_l2_section", "n_work", "workspace_rows"}
     of_lengths = of_schedule | {"n_queries", "n_keys", "window", "far_window", "n_elements", "workspace"}
     passes = (hopper_launch.bwd_preprocess_kernel, hopper_launch.bwd_postprocess_kernel)
-    for kernel in (hopper_launch.forward_kernel, hopper_launch.backward_kernel, *passes):
+    kernels = (hopper_launch.forward_kernel, hopper_launch.backward_kernel, hopper_launch.backward_wide_kernel)
+    for kernel in (*kernels, *passes):
         specialised = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
         assert not specialised & of_lengths

@@ -1,6 +1,7 @@
 """The passes around the backward kernel for Hopper, against PyTorch: in Triton's interpreter, or on a GPU."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,16 +18,32 @@ SEQUENCES = [0, 5, 5, 197, 261, 270]  # and three tokens that belong to none
 TOKENS = 273
 
 
-@pytest.fixture(params=[(64, 128), (128, 64)], ids=["64-queries", "128-queries"])
+class Shape(NamedTuple):
+    """How many queries are in a tile, and how many features they have, in chunks, and values."""
+
+    tile: int
+    features: int
+    chunks: int
+    values: int
+
+
+NARROW = [Shape(64, 128, 1, 128), Shape(128, 64, 1, 64)]
+WIDE = [Shape(64, 192, 3, 128), Shape(64, 256, 1, 256)]
+
+
+def name_of(shape):
+    return f"{shape.tile}-queries-{shape.features}"
+
+
+@pytest.fixture(params=NARROW + WIDE, ids=name_of)
 def shape(request):
-    """How many queries are in a tile, and how many features they have."""
     return request.param
 
 
 @pytest.fixture(params=["dense", "packed"])
 def batch(request, device, shape):
     """The batch's rows; of a packed one, where sequences lie; each token's row in the workspace; its rows; tiles."""
-    TILE = shape[0]
+    TILE = shape.tile
     from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.triton.launch_common import schedule_tiles
 
@@ -51,11 +68,18 @@ def place(row, feature, features):
 
     Parts have 64 rows and 64 features. In one, a warp has 16 rows, and a thread of it two that are eight apart, of
     every eight features two neighbours: those four elements lie together, then the threads', then features, then warps.
+    Above 128 features a part has all of them, and warps come before features.
     """
-    part = row // 64 * (features // 64) + feature // 64
-    row, feature = row % 64, feature % 64
+    part = row // 64
+    if features <= 128:
+        part = part * (features // 64) + feature // 64
+        feature = feature % 64
+    row = row % 64
     warp, half, thread_row = row // 16, row % 16 // 8, row % 8
     eighth, thread_column, side = feature // 8, feature % 8 // 2, feature % 2
+    if features > 128:
+        of_warp = ((eighth * 4 + warp) * 8 + thread_row) * 4 + thread_column
+        return part * 64 * features + of_warp * 4 + half * 2 + side
     within = (((warp * 8 + eighth) * 8 + thread_row) * 4 + thread_column) * 4 + half * 2 + side
     return part * 4096 + within
 
@@ -71,9 +95,11 @@ def arguments_of(batch, shape):
         "n_queries": TOKENS,
         "n_keys": TOKENS,
         "workspace_rows": n_rows,
-        "n_elements": size * H * n_rows * shape[1],
-        "BLOCK_M": shape[0],
-        "BLOCK_D": shape[1],
+        "n_elements": size * H * n_rows * shape.features,
+        "BLOCK_M": shape.tile,
+        "BLOCK_D": shape.features // shape.chunks,
+        "D_CHUNKS": shape.chunks,
+        "BLOCK_DV": shape.values,
     }
 
 
@@ -84,7 +110,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
     from ropewalk.ops.attention.triton.launch_common import gate_args, store_target, tiled
 
     size, packed, rows, n_rows, n_tiles = batch
-    TILE, D = shape
+    TILE, FEATURES, _, D = shape
     out, grad_out = (torch.randn(size, TOKENS, H, D, device=device).half().transpose(1, 2) for _ in range(2))
     lse, grad_lse = (torch.randn(size, H, TOKENS, device=device) for _ in range(2))
     lse[:, 1, ::7] = -math.inf
@@ -96,7 +122,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
     given = [x for x in (out, grad_out, lse, grad_lse, gate) if x is not None]
     with unchanged(given), poisoned_memory():
         delta = torch.empty_like(lse)
-        sums = torch.empty(workspaces * size * H, n_rows * D, device=device)
+        sums = torch.empty(workspaces * size * H, n_rows * FEATURES, device=device)
         do_ungated, grad_gate = (None, None) if gate is None else (torch.empty_like(grad_out), torch.empty_like(gate))
         bwd_preprocess_kernel[(n_tiles * H,)](
             out=tiled(out, TILE, D),
@@ -117,7 +143,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
         taken = torch.where(lse == -math.inf, 0, grad_lse)
         truth, plain = truth - taken.double(), plain - taken
     assert_close_to_truth(delta, truth, plain)
-    assert (sums[:, place(rows[:, None], torch.arange(D, device=device), D)] == 0).all()
+    assert (sums[:, place(rows[:, None], torch.arange(FEATURES, device=device), FEATURES)] == 0).all()
     if gate is not None:
         for mine, exact, plain in zip(
             (do_ungated, grad_gate),
@@ -136,6 +162,7 @@ def differentiate_gate(gated, grad, gate):
     return grad * sigma, grad * gated * (1 - sigma)
 
 
+@pytest.mark.parametrize("shape", NARROW, ids=name_of)
 @pytest.mark.parametrize("far", [0, 1, 2], ids=["near", "past", "past-and-future"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_finish(device, batch, shape, interleaved, far):
@@ -144,7 +171,7 @@ def test_finish(device, batch, shape, interleaved, far):
     from ropewalk.ops.rope.api import apply_rope
 
     sums, whole = draw_sums(device, batch, shape, 1 + far)
-    angles = torch.randn(1 + far, batch[0], TOKENS, shape[1] // 2, device=device)
+    angles = torch.randn(1 + far, batch[0], TOKENS, shape.features // 2, device=device)
     tables = [rope_table_args(RopeTable(x.cos(), x.sin())) for x in angles]
     with unchanged((sums, angles)):
         grad_q = finish(
@@ -173,7 +200,7 @@ def test_finish_of_one_workspace(device, batch, shape, workspace):
 def draw_sums(device, batch, shape, workspaces):
     """Workspaces, and what they hold of each token, (workspaces, B, H, T, D)."""
     size, _, rows, n_rows, _ = batch
-    D = shape[1]
+    D = shape.features
     places = place(rows[:, None], torch.arange(D, device=device), D)
     assert len(places.unique()) == TOKENS * D
     with poisoned_memory():
@@ -188,13 +215,13 @@ def finish(batch, shape, sums, *tables, workspace=0, **keywords):
     from ropewalk.ops.attention.triton.launch_common import store_target
 
     size, packed, _, _, n_tiles = batch
-    TILE, D = shape
+    TILE, D, CHUNKS, _ = shape
     table, past_table, future_table = tables
     with poisoned_memory():
         grad_q = torch.empty(size, TOKENS, H, D, dtype=torch.float16, device=sums.device).transpose(1, 2)
     bwd_postprocess_kernel[(n_tiles * H,)](
         dq_accum_ptr=sums,
-        dq=store_target(grad_q, TILE, D, packed),
+        dq=store_target(grad_q, TILE, D // CHUNKS, packed),
         table=table,
         past_table=past_table,
         future_table=future_table,

@@ -52,6 +52,7 @@ from ropewalk.ops.attention.hopper.tiles import (
     WG_ROWS,
     init_neg_delta,
     inverse_rotate,
+    key_mask,
     load_shared_table,
     rebase_rotation,
     store_rows,
@@ -168,12 +169,12 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
+def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
     """Return dS = P dP, through the backward of the score function."""
     ds = p * dp
     if score_flags.MOD_BWD is not None:
         column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_M)))
-        k_pos = (wg_kv.idx - (step.m_start + seqlens.causal_offset)).to(gl.float32)
+        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
         ds = score_flags.MOD_BWD(
             ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
         )
@@ -214,7 +215,8 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    ds_half = _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M).to(DTYPE)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
@@ -272,7 +274,8 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds_half = _ds(step, p, dp, scaled, wg_kv, seqlens, scores, flags, score_flags, BLOCK_M).to(DTYPE)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
     fence_async_shared()
@@ -362,13 +365,6 @@ def _mainloop_q(
 
 
 @gluon.jit
-def _key_mask(k_idx, seqlens, layout: gl.constexpr):
-    """Return whether keys exist, for the rows of a layout."""
-    exists = (k_idx >= seqlens.kv_start) & (k_idx < seqlens.n_keys)
-    return gl.convert_layout(exists, gl.SliceLayout(1, layout))[:, None]
-
-
-@gluon.jit
 def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
     """Compute dK and dV of WG_ROWS keys of the tile, and a chunk of each step's dQ."""
     # === prologue
@@ -417,7 +413,7 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
         acc_dk, acc_dv, use = state
         if grads.dk_far is not None:  # no warp reads the far keys any more
             wg_far = far_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-            wg_far.store(gl.where(_key_mask(k_idx, seqlens, dk_layout), acc_dk * problem.grad_scale, 0.0).to(DTYPE))
+            wg_far.store(gl.where(key_mask(k_idx, seqlens, dk_layout), acc_dk * problem.grad_scale, 0.0).to(DTYPE))
             store_rows(grads.dk_far, wg_far, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
             acc_dk = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
         else:
@@ -449,7 +445,7 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
 
     # === epilogue
     acc_dk, acc_dv, use = state
-    exists = _key_mask(k_idx, seqlens, dk_layout)
+    exists = key_mask(k_idx, seqlens, dk_layout)
     acc_dk = acc_dk * problem.grad_scale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))

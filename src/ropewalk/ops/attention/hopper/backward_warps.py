@@ -111,7 +111,7 @@ def has_keys(start, seqlens):
 
 
 @gluon.jit
-def _next_step(m_start, member, tile_range, BLOCK_M: gl.constexpr):
+def next_step(m_start, member, tile_range, BLOCK_M: gl.constexpr):
     """Return the next step's queries, and the member of the key head's group that they are of."""
     m_start += BLOCK_M
     is_last = m_start >= tile_range.stop
@@ -141,7 +141,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
         smem.stats.index(2 * stage + 1).store(delta)
         mbarrier.arrive(smem.stats_full.index(stage), count=1)
-        m_start, member = _next_step(m_start, member, tile_range, BLOCK_M)
+        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
         use += 1
     return use
 
@@ -209,7 +209,7 @@ def _reduce_loop(
         for consumer in gl.static_range(2):
             named_barrier_sync(DQ_FULL, consumer)
             tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_chunks.index(consumer))
-        m_start, member = _next_step(m_start, member, tile_range, BLOCK_M)
+        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
 
 
 @gluon.jit

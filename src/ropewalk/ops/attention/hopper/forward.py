@@ -11,11 +11,12 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
     store_tile,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ropewalk.ops.attention.hopper.pipeline import make_ring
+from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.softmax import online_softmax, rescale, sum_in_threads
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
@@ -63,6 +64,7 @@ class Options(NamedTuple):
 
     CONSUMERS: Any
     BLOCK_N: Any
+    OUT_IN_Q: Any
     PIN_EXP2: Any
     CONVERT_P_EARLY: Any
     PINGPONG: Any
@@ -99,6 +101,21 @@ def _loop_over_keys(
     return seqlens, tile_range, n_steps
 
 
+@gluon.constexpr_function
+def _holds_q(OUT_IN_Q, RANGE):
+    """Say whether a loop leaves its queries' memory to the output: then they are loaded also where it has no step."""
+    return OUT_IN_Q and (RANGE == ALL or RANGE == NEAR)  # noqa: SIM109
+
+
+@gluon.jit
+def _fill_q(q_use, q, rings, tile, options):
+    """Load the queries of all compute warp groups; return the next use of their ring."""
+    for consumer in gl.static_range(options.CONSUMERS):
+        rings.q.fill(q_use, q, [tile.batch, tile.head, tile.q_offset + tile.start + consumer * WG_ROWS, 0])
+        q_use += 1
+    return q_use
+
+
 @gluon.jit
 def _load_loop(uses, q, k, v, rings, tile, seqlens, far_window, flags, options, RANGE: gl.constexpr):
     """Load queries, and keys one tile ahead of values, from the last tile back; return the uses of the rings."""
@@ -107,10 +124,11 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, far_window, flags, options, 
     _, tile_range, n_steps = _loop_over_keys(
         tile.start, seqlens, far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
     )
+    if _holds_q(options.OUT_IN_Q, RANGE):
+        q_use = _fill_q(q_use, q, rings, tile, options)
     if n_steps > 0:
-        for consumer in gl.static_range(options.CONSUMERS):
-            rings.q.fill(q_use, q, [tile.batch, tile.head, tile.q_offset + tile.start + consumer * WG_ROWS, 0])
-            q_use += 1
+        if not _holds_q(options.OUT_IN_Q, RANGE):
+            q_use = _fill_q(q_use, q, rings, tile, options)
         first = tile.k_offset + tile_range.start
         rings.k.fill(use, k, [tile.batch, tile.kv_head, first + (n_steps - 1) * BLOCK_N, 0])
         for step in range(1, n_steps):
@@ -182,6 +200,16 @@ def _zero_missing_keys(tile, n_start, seqlens, flags):
 
 
 @gluon.jit
+def _start_s(q_tiles, rings, use, options):
+    """Start the product S = Q K' of a tile of keys."""
+    s = gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, wgmma_layout(options.BLOCK_N))
+    k_tiles = rings.k.chunk_tiles(use)
+    for chunk in gl.static_range(rings.k.chunks):
+        s = warpgroup_mma(q_tiles[chunk], k_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
+    return s
+
+
+@gluon.jit
 def _mainloop_kv(
     state,
     uses,
@@ -209,7 +237,6 @@ def _mainloop_kv(
     BLOCK_N: gl.constexpr = options.BLOCK_N
     MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
     DTYPE: gl.constexpr = rings.v.tiles.dtype
-    s_layout: gl.constexpr = wgmma_layout(BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
     seqlens, tile_range, n_steps = _loop_over_keys(
         tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
@@ -237,15 +264,9 @@ def _mainloop_kv(
     if n_steps > 0:
         use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER)
         rings.q.wait_full(q_use)
-        q_tile = rings.q.tile(q_use)
+        q_tiles = rings.q.chunk_tiles(q_use)
         rings.k.wait_full(use)
-        s = warpgroup_mma(
-            q_tile,
-            rings.k.tile(use).permute((1, 0)),
-            gl.zeros([WG_ROWS, BLOCK_N], gl.float32, s_layout),
-            use_acc=False,
-            is_async=True,
-        )
+        s = _start_s(q_tiles, rings, use, options)
         s = warpgroup_mma_wait(0, deps=(s,))
         rings.k.release(use)
         n_start = start + (n_steps - 1 - n_before) * BLOCK_N
@@ -278,13 +299,7 @@ def _mainloop_kv(
             rings.k.wait_full(use + 1)
             if options.PINGPONG:
                 pingpong_sync(CONSUMER)
-            s = warpgroup_mma(
-                q_tile,
-                rings.k.tile(use + 1).permute((1, 0)),
-                gl.zeros([WG_ROWS, BLOCK_N], gl.float32, s_layout),
-                use_acc=False,
-                is_async=True,
-            )
+            s = _start_s(q_tiles, rings, use + 1, options)
             rings.v.wait_full(use)
             acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
             if options.PINGPONG:
@@ -320,8 +335,9 @@ def _mainloop_kv(
             use += 1
 
         # === epilogue
-        rings.q.release(q_use)
-        q_use += options.CONSUMERS
+        if not _holds_q(options.OUT_IN_Q, RANGE):
+            rings.q.release(q_use)
+            q_use += options.CONSUMERS
         rings.v.wait_full(use)
         if MISSING_KEYS:  # noqa: SIM102
             if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
@@ -376,11 +392,10 @@ def _compute_warps(
     CONSUMER: gl.constexpr,
 ):
     """Attend with WG_ROWS queries of each work item's tile."""
-    BLOCK_D: gl.constexpr = out_tiles.shape[4]
+    BLOCK_D: gl.constexpr = rings.v.tiles.shape[4]
     s_layout: gl.constexpr = wgmma_layout(options.BLOCK_N)
     o_layout: gl.constexpr = wgmma_layout(BLOCK_D)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    out_tile = out_tiles.index(CONSUMER).reshape([WG_ROWS, BLOCK_D])
     exp2_scale = problem.scores.exp2_scale
     n_done = 0
     uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0))
@@ -421,13 +436,30 @@ def _compute_warps(
             feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
             exists = row < seqlens.n_queries
             acc_o *= load_sigmoid(row_inputs.gate, tile.batch, tile.head, tile.q_offset + row, exists, feature)
-        await_stores(0)
+        q_use, use = uses
+        if options.OUT_IN_Q:
+            rings.q.wait_full(q_use)
+            out_memory = rings.q.tiles.index(CONSUMER)
+            if rings.q.chunks > 1:  # two of the warp group's three chunks: the first ones, or the last ones
+                N_PAIRS: gl.constexpr = rings.q.tiles.shape[0] // 2
+                shape: gl.constexpr = [N_PAIRS, 1, 1, WG_ROWS, BLOCK_D]
+                pairs = reinterpret(rings.q.tiles, rings.q.tiles.dtype, shape, rings.q.tiles.layout)
+                out_memory = pairs.index(2 * CONSUMER)
+        else:
+            await_stores(0)
+            out_memory = out_tiles.index(CONSUMER)
+        out_tile = out_memory.reshape([WG_ROWS, BLOCK_D])
         out_tile.store(acc_o.to(out_tile.dtype))
         if flags.PACKED:
             store_rows(out, out_tile, tile.batch, tile.head, tile.q_offset, wg_start, seqlens.n_queries)
-        else:
+        if options.OUT_IN_Q or not flags.PACKED:
             fence_async_shared()
-            store_tile(out, [tile.batch, tile.head, wg_start, 0], out_tiles.index(CONSUMER))
+        if not flags.PACKED:
+            store_tile(out, [tile.batch, tile.head, wg_start, 0], out_memory)
+        if options.OUT_IN_Q:
+            await_stores(0)
+            rings.q.release(q_use)
+            uses = (q_use + options.CONSUMERS, use)
         n_done += 1
         work_idx = scheduler.receive(n_done)
     await_stores(0)
@@ -463,7 +495,10 @@ def forward_kernel(
     n_work,  # work items
     CONSUMERS: gl.constexpr,  # compute warp groups
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
+    OUT_IN_Q: gl.constexpr,  # the output's tile takes the memory of the queries
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -482,10 +517,12 @@ def forward_kernel(
         group 0  S, O wgmma | softmax    | S, O wgmma | softmax
         group 1  softmax    | S, O wgmma | softmax    | S, O wgmma
     """
-    q_ring = make_ring(q, CONSUMERS, 1)
-    k_ring = make_ring(k, STAGES, CONSUMERS)
-    v_ring = make_ring(v, STAGES, CONSUMERS)
-    out_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, WG_ROWS, q.block_shape[3]], q.layout)
+    q_ring = make_ring(q, CONSUMERS, 1, D_CHUNKS)
+    k_ring = make_ring(k, K_STAGES, CONSUMERS, D_CHUNKS)
+    v_ring = make_ring(v, V_STAGES, CONSUMERS)
+    out_tiles = q_ring.tiles  # never read
+    if not OUT_IN_Q:
+        out_tiles = allocate_chunks(q, CONSUMERS)
     scheduler = make_scheduler(CONSUMERS)
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     N_OTHERS: gl.constexpr = CONSUMERS - 1  # compute warp groups but the first
@@ -525,7 +562,15 @@ def forward_kernel(
                     ),
                     FLAGS,
                     ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),
-                    Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
+                    Options(
+                        CONSUMERS,
+                        BLOCK_N,
+                        OUT_IN_Q,
+                        PIN_EXP2,
+                        CONVERT_P_EARLY,
+                        PINGPONG,
+                        q_far_future is not None,
+                    ),
                     role,
                 ),
             )
@@ -554,7 +599,15 @@ def forward_kernel(
                         n_work,
                     ),
                     FLAGS,
-                    Options(CONSUMERS, BLOCK_N, PIN_EXP2, CONVERT_P_EARLY, PINGPONG, q_far_future is not None),
+                    Options(
+                        CONSUMERS,
+                        BLOCK_N,
+                        OUT_IN_Q,
+                        PIN_EXP2,
+                        CONVERT_P_EARLY,
+                        PINGPONG,
+                        q_far_future is not None,
+                    ),
                 ),
             )
             for role in (0, 1, 2, 3)[: CONSUMERS + 1]

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel
+from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
@@ -58,12 +59,14 @@ class ForwardConfig(NamedTuple):
 
     CONSUMERS: int
     BLOCK_N: int
-    STAGES: int
+    K_STAGES: int
+    V_STAGES: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     PIN_EXP2: bool
     CONVERT_P_EARLY: bool
     PINGPONG: bool
+    OUT_IN_Q: bool = False
 
     @property
     def block_m(self) -> int:
@@ -71,15 +74,34 @@ class ForwardConfig(NamedTuple):
         return self.CONSUMERS * int(WG_ROWS.value)
 
 
-# By the block of features, and causality, as measured.
+class FeatureBlocks(NamedTuple):
+    """Blocks of a row's features, powers of two: d_chunks of block_d for q and k, one of block_dv for v."""
+
+    block_d: int
+    d_chunks: int
+    block_dv: int
+
+    @property
+    def widest(self) -> int:
+        """Return the features of a row of q, by which configurations are chosen."""
+        return self.block_d * self.d_chunks
+
+
+# By `FeatureBlocks.widest`, and causality, as measured.
 FORWARD = {
-    (64, False): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (64, True): ForwardConfig(3, 128, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (128, False): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
-    (128, True): ForwardConfig(2, 128, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+    (64, False): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (64, True): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
+    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+    (192, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
+    (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, OUT_IN_Q=True),
+    (256, False): ForwardConfig(2, 64, 2, 2, 240, 24, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
+    (256, True): ForwardConfig(
+        2, 64, 2, 2, 240, 24, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True
+    ),
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
-FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 
 
 class BackwardConfig(NamedTuple):
@@ -96,6 +118,21 @@ class BackwardConfig(NamedTuple):
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
 
 
+class WideConfig(NamedTuple):
+    """Constants of a backward kernel's pipeline for head dims above 128."""
+
+    BLOCK_M: int
+    Q_STAGES: int
+    DO_STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+
+# By `FeatureBlocks.widest`, as measured: of the kernel of dV, and of that of dK and dQ.
+BACKWARD_DV = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 2, 2, 240, 24)}
+BACKWARD_DK = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 1, 1, 240, 24)}
+
+
 @on_its_device
 def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend, as the Triton kernels' launcher does."""
@@ -104,9 +141,11 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         return out, saved
     batch, heads, queries, head_dim = saved.q.shape
     key_heads, keys = saved.k.shape[1:3]
-    block_d = block_of_features(head_dim, v.shape[3])
+    blocks = cut_features(head_dim, v.shape[3])
     score_mod = load_score_mod(call)
-    config = FORWARD[block_d, call.causal] if score_mod is None or block_d == 128 else FORWARD_SCORE_MOD
+    config = FORWARD[blocks.widest, call.causal]
+    if score_mod is not None and blocks.widest == 64:
+        config = FORWARD_SCORE_MOD
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -120,8 +159,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     on.launch(
         forward_kernel,
         min(n_work, on.num_sms(saved.q)),
-        **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, block_d),
-        out=_describe(out, WG_ROWS.value, block_d) if packed is None else row_target(out),
+        **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, blocks),
+        out=_describe(out, WG_ROWS.value, blocks.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,
         row_logits_ptr=call.row_logits,
         counter_ptr=on.per_stream(counter_of, saved.q),
@@ -136,6 +175,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         n_queries=queries,
         n_keys=keys,
         n_work=n_work,
+        D_CHUNKS=blocks.d_chunks,
         CAUSAL=call.causal,
         WINDOWED=call.has_window,
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
@@ -168,9 +208,10 @@ def backward(
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
     batch, heads, queries, head_dim = saved.q.shape
     keys = saved.k.shape[2]
-    block_d = block_of_features(head_dim, v.shape[3])
-    block_m = BACKWARD[block_d].BLOCK_M
-    rotates = rotates_in_registers(call, head_dim, Features(block_d, 1, block_d))
+    blocks = cut_features(head_dim, v.shape[3])
+    is_wide = blocks.widest > 128
+    block_m = BACKWARD_DK[blocks.widest].BLOCK_M if is_wide else BACKWARD[blocks.widest].BLOCK_M
+    rotates = rotates_in_registers(call, head_dim, Features(*blocks)) and (not is_wide or call.tables.q is None)
     # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
     separate_far_grads = given or not rotates
     grad_q, grad_k, grad_v = empty_aligned(saved.q), empty_aligned(saved.k), empty_aligned(v)
@@ -180,7 +221,7 @@ def backward(
     # Tiles are whole, and each sequence's rows begin with one.
     workspace_rows = n_tiles // batch * block_m if packed is None else n_tiles * block_m
     workspaces = sum(x is not None for x in (saved.q, saved.q_past, saved.q_future))
-    n_elements = batch * heads * workspace_rows * block_d
+    n_elements = batch * heads * workspace_rows * blocks.widest
     dq_accum = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=lse.device)
     delta = torch.empty_like(lse)
     of_rows: dict[str, Any] = {
@@ -193,27 +234,31 @@ def backward(
         "workspace_rows": workspace_rows,
         "n_elements": n_elements,
         "BLOCK_M": block_m,
-        "BLOCK_D": block_d,
+        "BLOCK_D": blocks.block_d,
+        "D_CHUNKS": blocks.d_chunks,
+        "BLOCK_DV": blocks.block_dv,
     }
     do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
     on.launch(
         bwd_preprocess_kernel,
         n_tiles * heads,
-        out=tiled(out, block_m, block_d),
-        do=tiled(grad_out, block_m, block_d),
+        out=tiled(out, block_m, blocks.block_dv),
+        do=tiled(grad_out, block_m, blocks.block_dv),
         lse_ptr=lse,
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
         gate=gate_args(call.gate, v.shape[3]),
         grad_gate=gate_args(grad_gate, v.shape[3]),
-        do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, block_d, packed),
+        do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, blocks.block_dv, packed),
         **of_rows,
         WORKSPACES=workspaces,
+        num_warps=8 if is_wide else 4,
     )
     if do_ungated is not None:
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
-    _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
+    launch_kernels = _launch_wide_kernels if is_wide else _launch_kernel
+    launch_kernels(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -224,7 +269,7 @@ def backward(
             on.launch(
                 bwd_postprocess_kernel,
                 n_tiles * heads,
-                dq=store_target(grad, block_m, block_d, packed),
+                dq=store_target(grad, block_m, blocks.block_d, packed),
                 table=table if workspace == 0 else None,
                 past_table=past_table,
                 future_table=future_table,
@@ -233,7 +278,7 @@ def backward(
                 R=width,
                 INTERLEAVED=call.tables.interleaved,
                 **of_rows,
-                num_warps=4 if future_table is None else 8,
+                num_warps=8 if is_wide or future_table is not None else 4,
             )
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
@@ -257,8 +302,8 @@ def _launch_kernel(
     on: Steps,
 ) -> None:
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
-    (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
-    block_d, block_n = block_of_features(head_dim, v.shape[3]), BLOCK_N.value
+    blocks, block_n = cut_features(saved.q.shape[3], v.shape[3]), BLOCK_N.value
+    block_d = blocks.block_d
     config = BACKWARD[block_d]
     chunk_lines = DQ_CHUNK.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
@@ -271,20 +316,11 @@ def _launch_kernel(
     far = None if call.far is None or not rotates else call.far.tables
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
-    score_mod = load_score_mod(call)
-    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
-    schedule = Schedule(
-        n_tiles=n_tiles // batch if packed is None else n_tiles,
-        n_rows=batch * key_heads,
-        n_heads=key_heads,
-        heads_per_key=heads // key_heads,
-        heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, block_d),
-    )
-    bounds = bounds_args(call)
+    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
     on.launch(
         backward_kernel,
-        n_tiles * key_heads,
-        **_describe_inputs(saved, v, config.BLOCK_M, block_n, block_d),
+        n_programs,
+        **_describe_inputs(saved, v, config.BLOCK_M, block_n, blocks),
         do=_describe(grad_out, config.BLOCK_M, block_d),
         dq_accum=TensorDescriptor(
             dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [chunk_lines, _LINE], layout
@@ -299,32 +335,110 @@ def _launch_kernel(
         sin=sin,
         table=None if saved.k_far is None else table,
         far_table=None if far is None else rope_table_args(far.k)[0],
-        packed=packed,
-        bounds=bounds,
-        scores=scores_args(call, score_mod),
-        grad_scale=call.scale,
-        **window_args(call),
-        far_window=far_window_arg(call),
-        **schedule._asdict(),
-        n_queries=queries,
-        n_keys=keys,
-        workspace_rows=workspace_rows,
+        **arguments,
         R=width,
         INTERLEAVED=call.tables.interleaved,
-        CAUSAL=call.causal,
-        WINDOWED=call.has_window,
-        HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, block_n),
-        MOD=None if score_mod is None else score_mod.forward,
-        MOD_BWD=None if score_mod is None else score_mod.backward,
-        SOFTCAP=call.softcap is not None,
         **config._asdict(),
-        num_warps=4,
     )
 
 
-def block_of_features(head_dim: int, v_head_dim: int) -> int:
-    """Return how many features the tiles of queries, keys and values have: a power of two."""
-    return 64 if max(head_dim, v_head_dim) <= 64 else 128
+def _launch_wide_kernels(
+    call: AttentionCall,
+    saved: Saved,
+    v: Tensor,
+    grad_out: Tensor,
+    dq_accum: Tensor,
+    kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    delta: Tensor,
+    rotates: bool,
+    workspace_rows: int,
+    on: Steps,
+) -> None:
+    """Launch the backward kernels for head dims above 128, which rotate nothing."""
+    blocks = cut_features(saved.q.shape[3], v.shape[3])
+    config = BACKWARD_DK[blocks.widest]
+    weights = call.tables.feature_weights
+    dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
+    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
+    tiles = _describe_inputs(saved, v, config.BLOCK_M, BLOCK_N.value, blocks)
+    arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
+    on.launch(
+        backward_wide_kernel,
+        n_programs,
+        **tiles | {"v": None},
+        dq_accum_ptr=None,
+        dk=None,
+        dk_far=None,
+        dv=dv,
+        delta_ptr=None,
+        feature_weights_ptr=None,
+        D_CHUNKS=blocks.d_chunks,
+        **arguments,
+        **BACKWARD_DV[blocks.widest]._asdict(),
+    )
+    on.launch(
+        backward_wide_kernel,
+        n_programs,
+        **tiles,
+        dq_accum_ptr=dq_accum,
+        dk=dk,
+        dk_far=dk_far,
+        dv=None,
+        delta_ptr=delta,
+        feature_weights_ptr=None if weights is None else weights.contiguous(),
+        D_CHUNKS=blocks.d_chunks,
+        **arguments,
+        **config._asdict(),
+    )
+
+
+def _backward_args(
+    call: AttentionCall, saved: Saved, blocks: FeatureBlocks, workspace_rows: int, on: Steps
+) -> tuple[int, dict[str, Any]]:
+    """Return the programs of a backward kernel, and the arguments that all of them take."""
+    (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
+    block_n = BLOCK_N.value
+    score_mod = load_score_mod(call)
+    packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
+    schedule = Schedule(
+        n_tiles=n_tiles // batch if packed is None else n_tiles,
+        n_rows=batch * key_heads,
+        n_heads=key_heads,
+        heads_per_key=heads // key_heads,
+        heads_per_l2_section=_key_heads_per_l2_section(saved.q, heads // key_heads, keys, blocks.widest),
+    )
+    bounds = bounds_args(call)
+    return n_tiles * key_heads, {
+        "packed": packed,
+        "bounds": bounds,
+        "scores": scores_args(call, score_mod),
+        "grad_scale": call.scale,
+        **window_args(call),
+        "far_window": far_window_arg(call),
+        **schedule._asdict(),
+        "n_queries": queries,
+        "n_keys": keys,
+        "workspace_rows": workspace_rows,
+        "CAUSAL": call.causal,
+        "WINDOWED": call.has_window,
+        "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
+        "MOD": None if score_mod is None else score_mod.forward,
+        "MOD_BWD": None if score_mod is None else score_mod.backward,
+        "SOFTCAP": call.softcap is not None,
+        "num_warps": 4,
+    }
+
+
+def cut_features(head_dim: int, v_head_dim: int) -> FeatureBlocks:
+    """Return the blocks of features of q and k, and of v: values are not wider than keys, but for 192."""
+    widest = max(head_dim, v_head_dim)
+    if widest <= 64:
+        return FeatureBlocks(64, 1, 64)
+    if widest <= 128:
+        return FeatureBlocks(128, 1, 128)
+    if widest <= 192 and v_head_dim <= 128:
+        return FeatureBlocks(64, 3, 128)
+    return FeatureBlocks(256, 1, 256)
 
 
 def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None, bounds: Bounds, block_n: int) -> bool:
@@ -334,17 +448,17 @@ def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None,
     return any(x is not None for x in bounds) or saved.k.shape[2] % block_n != 0
 
 
-def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, block_d: int) -> dict[str, Any]:
+def _describe_inputs(saved: Saved, v: Tensor, block_m: int, block_n: int, blocks: FeatureBlocks) -> dict[str, Any]:
     """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys."""
     tensors = {
-        "q": (saved.q, block_m),
-        "k": (saved.k, block_n),
-        "v": (v, block_n),
-        "q_far_past": (saved.q_past, block_m),
-        "q_far_future": (saved.q_future, block_m),
-        "k_far": (saved.k_far, block_n),
+        "q": (saved.q, block_m, blocks.block_d),
+        "k": (saved.k, block_n, blocks.block_d),
+        "v": (v, block_n, blocks.block_dv),
+        "q_far_past": (saved.q_past, block_m, blocks.block_d),
+        "q_far_future": (saved.q_future, block_m, blocks.block_d),
+        "k_far": (saved.k_far, block_n, blocks.block_d),
     }
-    return {name: None if x is None else _describe(x, rows, block_d) for name, (x, rows) in tensors.items()}
+    return {name: None if x is None else _describe(x, rows, width) for name, (x, rows, width) in tensors.items()}
 
 
 def _describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:

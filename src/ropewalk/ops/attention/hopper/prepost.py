@@ -31,9 +31,31 @@ def workspace_start(q_offset, sequence, packed, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _workspace_offsets(row, start, workspace_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the offsets of a tile's elements in the workspace, [BLOCK_M · BLOCK_D]: neighbours, in thread order."""
-    return (wide(row) * workspace_rows + start) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
+def _workspace_offsets(
+    row,
+    start,
+    workspace_rows,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+):
+    """Return the offsets of a tile's elements in the workspace, [BLOCK_M · BLOCK_D]: neighbours, in thread order.
+
+    Chunks of a tile's features follow each other.
+    """
+    first = (wide(row) * workspace_rows + start) * (D_CHUNKS * BLOCK_D)
+    return first + CHUNK * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+
+
+@triton.jit
+def _from_wide_thread_order(elements, BLOCK_D: tl.constexpr):
+    """Return a tile of the workspace as [64, BLOCK_D], of head dims above 128.
+
+    Its elements go by features eight at a time, then as `_from_thread_order` says of a warp group's threads.
+    """
+    pieces = tl.reshape(elements, (BLOCK_D // 8, 4, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(pieces, (1, 4, 2, 0, 3, 5)), (64, BLOCK_D))
 
 
 @triton.jit
@@ -66,7 +88,9 @@ def bwd_preprocess_kernel(
     workspace_rows,  # of each head
     n_elements,  # of a workspace
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # features of a chunk of dQ
+    D_CHUNKS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     WORKSPACES: tl.constexpr,
 ):
     """Zero the workspaces, compute delta = rowsum(dO · O) - grad_lse of each query, and differentiate the gate."""
@@ -76,13 +100,13 @@ def bwd_preprocess_kernel(
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
     row_offsets += q_offset + m
-    out_tile = load_tile(out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
-    do_tile = load_tile(do, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+    out_tile = load_tile(out, batch, head, q_offset + m_start, BLOCK_M, BLOCK_DV)
+    do_tile = load_tile(do, batch, head, q_offset + m_start, BLOCK_M, BLOCK_DV)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if gate.ptr is not None:
         exists = m < seqlens.n_queries
         do_tile = differentiate_gate(
-            out_tile, do_tile, gate, grad_gate, batch, head, q_offset + m, exists, tl.arange(0, BLOCK_D)
+            out_tile, do_tile, gate, grad_gate, batch, head, q_offset + m, exists, tl.arange(0, BLOCK_DV)
         )
         store_tile(
             do_ungated,
@@ -94,7 +118,7 @@ def bwd_preprocess_kernel(
             seqlens.n_queries,
             0,
             BLOCK_M,
-            BLOCK_D,
+            BLOCK_DV,
             packed is not None,
         )
     if grad_lse_ptr is not None:
@@ -102,9 +126,11 @@ def bwd_preprocess_kernel(
         delta -= tl.load(grad_lse_ptr + row_offsets, attends & (m < seqlens.n_queries), other=0.0)
     tl.store(delta_ptr + row_offsets, delta, m < seqlens.n_queries)
     start = workspace_start(q_offset, sequence, packed, BLOCK_M) + m_start
-    offsets = _workspace_offsets(batch * n_heads + head, start, workspace_rows, BLOCK_M, BLOCK_D)
-    for workspace in tl.static_range(WORKSPACES):
-        tl.store(dq_accum_ptr + workspace * wide(n_elements) + offsets, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+    row = batch * n_heads + head
+    for chunk in tl.static_range(D_CHUNKS):
+        offsets = _workspace_offsets(row, start, workspace_rows, chunk, BLOCK_M, BLOCK_D, D_CHUNKS)
+        for workspace in tl.static_range(WORKSPACES):
+            tl.store(dq_accum_ptr + workspace * wide(n_elements) + offsets, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
 
 
 @triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements", "workspace"))
@@ -125,6 +151,8 @@ def bwd_postprocess_kernel(
     workspace,  # the first one of the gradient
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
@@ -135,18 +163,27 @@ def bwd_postprocess_kernel(
     m_start = tile * BLOCK_M
     m = m_start + tl.arange(0, BLOCK_M)
     start = workspace_start(q_offset, sequence, packed, BLOCK_M) + m_start
-    offsets = _workspace_offsets(batch * n_heads + head, start, workspace_rows, BLOCK_M, BLOCK_D)
-    rows = q_offset + m
-    rows_end = q_offset + n_queries
+    row = batch * n_heads + head
     dq_accum_ptr += workspace * wide(n_elements)
-    dq_tile = _from_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_M, BLOCK_D)
-    if table is not None:
-        dq_tile = inverse_rotate(dq_tile, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
-    if past_table is not None:
-        dq_past = _from_thread_order(tl.load(dq_accum_ptr + wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
-        dq_tile += inverse_rotate(dq_past, past_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
-    if future_table is not None:
-        dq_future = _from_thread_order(tl.load(dq_accum_ptr + 2 * wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
-        dq_tile += inverse_rotate(dq_future, future_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
-    dq_tile *= grad_scale
-    store_tile(dq, dq_tile, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_D, packed is not None)
+    if D_CHUNKS * BLOCK_D > 128:
+        for chunk in tl.static_range(D_CHUNKS):
+            offsets = _workspace_offsets(row, start, workspace_rows, chunk, BLOCK_M, BLOCK_D, D_CHUNKS)
+            dq_tile = _from_wide_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_D) * grad_scale
+            store_tile(
+                dq, dq_tile, batch, head, q_offset, m_start, n_queries, chunk, BLOCK_M, BLOCK_D, packed is not None
+            )
+    else:
+        offsets = _workspace_offsets(row, start, workspace_rows, 0, BLOCK_M, BLOCK_D, D_CHUNKS)
+        rows = q_offset + m
+        rows_end = q_offset + n_queries
+        dq_tile = _from_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_M, BLOCK_D)
+        if table is not None:
+            dq_tile = inverse_rotate(dq_tile, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+        if past_table is not None:
+            dq_past = _from_thread_order(tl.load(dq_accum_ptr + wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
+            dq_tile += inverse_rotate(dq_past, past_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+        if future_table is not None:
+            dq_future = _from_thread_order(tl.load(dq_accum_ptr + 2 * wide(n_elements) + offsets), BLOCK_M, BLOCK_D)
+            dq_tile += inverse_rotate(dq_future, future_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
+        dq_tile *= grad_scale
+        store_tile(dq, dq_tile, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_D, packed is not None)

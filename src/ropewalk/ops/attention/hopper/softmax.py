@@ -58,10 +58,16 @@ def _operands(n):
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
+@gluon.constexpr_function
+def _at_once(n):
+    """Return how many of a thread's numbers one piece of PTX takes: its operands are three times as many."""
+    return min(n, 64)
+
+
 @gluon.jit
 def rescale(acc_o, alpha):
     """Multiply the rows of O by alpha, which is 1 in most steps: `online_softmax` lets maxima lag behind."""
-    PER_THREAD: gl.constexpr = acc_o.shape[0] * acc_o.shape[1] // 128
+    PER_THREAD: gl.constexpr = _at_once(acc_o.shape[0] * acc_o.shape[1] // 128)
     PTX: gl.constexpr = _rescaling(PER_THREAD)
     OPERANDS: gl.constexpr = _operands(PER_THREAD)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc_o.type.layout))[:, None]

@@ -15,6 +15,7 @@ from ropewalk.ops.attention.triton.support import Triton
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kernels compile with
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
+WIDEST = 256  # features of a row
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
     for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY")
@@ -39,8 +40,9 @@ class Gluon:
             dtype = str(q.dtype).removeprefix("torch.")
             return Refusal("dtype", f"{dtype} is not supported: its kernels need float16 or bfloat16")
         for name, x in (("q", q), ("v", call.v)):
-            if x.shape[3] % 8 or x.shape[3] > 128:
-                return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but must be a multiple of 8 up to 128")
+            if x.shape[3] % 8 or x.shape[3] > WIDEST:
+                needed = f"must be a multiple of 8 up to {WIDEST}"
+                return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but {needed}")
         if call.mask is not None:
             return Refusal("mask", "mask is not supported")
         if call.blocks is not None:

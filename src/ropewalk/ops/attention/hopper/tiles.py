@@ -38,12 +38,19 @@ def zero_missing_rows(tile, start, first, stop, BLOCK: gl.constexpr, HAS_FIRST: 
 
 
 @gluon.jit
-def store_rows(target, tile, batch, head, offset, start, n_rows):
-    """Store a tile's rows below n_rows to a `RowTarget`: a packed batch's next sequence may follow."""
+def key_mask(k_idx, seqlens, layout: gl.constexpr):
+    """Return whether keys exist, for the rows of a layout."""
+    exists = (k_idx >= seqlens.kv_start) & (k_idx < seqlens.n_keys)
+    return gl.convert_layout(exists, gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def store_rows(target, tile, batch, head, offset, start, n_rows, FEATURE: gl.constexpr = 0):
+    """Store a tile's rows below n_rows to a `RowTarget`, from FEATURE on: a packed batch's next sequence may follow."""
     width: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     row = start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
-    feature = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    feature = FEATURE + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
     offsets = (offset + row).to(gl.int64)[:, None] * target.stride_token + feature[None, :]
     mask = (row < n_rows)[:, None] & (feature < target.head_dim)[None, :]
     first = batch.to(gl.int64) * target.stride_batch + head.to(gl.int64) * target.stride_head
@@ -137,6 +144,38 @@ def to_thread_order(dq_chunk):
     """
     pieces = gl.permute(gl.reshape(dq_chunk, [4, 2, 8, 8, 4, 2]), (0, 3, 2, 4, 1, 5))
     return gl.reshape(pieces, [128, 32])
+
+
+@gluon.jit
+def zero_of_step(use):
+    """Return 0, given a number that is not below 0, so that the compiler cannot tell.
+
+    Addresses of a tile with such an index are computed in each step. Otherwise the compiler computes those of all
+    products before the loop, and spills them.
+    """
+    opaque = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(use)], gl.int32, False, 1)
+    return gl.minimum(opaque, 0)
+
+
+_ADD_FOUR = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def add_in_thread_order(ptr, dq):
+    """Add rows of dQ [64, features] to memory, four elements of a thread at a time: no element moves.
+
+    They go by features eight at a time, then by threads, of which each has two neighbouring features of two rows that
+    are eight apart. `bwd_postprocess_kernel` undoes it.
+    """
+    N_PIECES: gl.constexpr = dq.shape[0] * dq.shape[1] // 4
+    pieces = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    even, odd = gl.split(pieces)
+    even_above, even_below = gl.split(even)
+    odd_above, odd_below = gl.split(odd)
+    a, b = gl.reshape(even_above, [N_PIECES]), gl.reshape(odd_above, [N_PIECES])
+    c, d = gl.reshape(even_below, [N_PIECES]), gl.reshape(odd_below, [N_PIECES])
+    address = (ptr + 4 * gl.arange(0, N_PIECES, layout=a.type.layout)).to(gl.int64)
+    gl.inline_asm_elementwise(_ADD_FOUR, "=r,l,f,f,f,f", [address, a, b, c, d], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -1,0 +1,808 @@
+"""The backward kernels of attention for Hopper for head dims above 128: one for dV, one for dK and dQ.
+
+dK and dV of 128 keys and 256 features take all registers of a processor, so that no kernel can hold both beside scores.
+Half as many keys would double what is read for each product, and what is added to dQ. Two kernels compute scores twice,
+six products a step in place of five, and hold 128 keys each.
+
+A program has a tile of keys, and loops over the queries that attend them: a load warp, and two compute warp groups with
+half of the keys each. Scores are transposed, [keys, queries], so that P and dS go from registers into the products that
+sum over queries. Each step's dQ is added to a workspace in memory from registers, where programs add in any order: that
+sum differs from run to run. A two-range encoding has loops over far pairs first, whose keys lie in the same memory.
+
+Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
+"""
+
+from typing import Any, NamedTuple
+
+from ropewalk.ops.attention.hopper.backward import differentiate_scores
+from ropewalk.ops.attention.hopper.backward_warps import (
+    has_keys,
+    loop_over_queries,
+    next_step,
+    tile_of_program,
+    wg_query_range,
+)
+from ropewalk.ops.attention.hopper.barriers import DS_STORED, RANGE_DONE, named_barrier_sync
+from ropewalk.ops.attention.hopper.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
+from ropewalk.ops.attention.hopper.scheduler import Problem
+from ropewalk.ops.attention.hopper.softmax import recompute_p
+from ropewalk.ops.attention.hopper.tiles import (
+    BLOCK_N,
+    WG_ROWS,
+    add_in_thread_order,
+    init_neg_delta,
+    key_mask,
+    store_rows,
+    wgmma_layout,
+    zero_missing_rows,
+    zero_of_step,
+)
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores
+from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, mask_flags, range_flags
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
+
+
+class Inputs(NamedTuple):
+    """Tensors that the load warp reads: descriptors, but for lse and delta."""
+
+    q: Any
+    k: Any
+    v: Any  # None: the kernel of dV, which reads no values
+    far: Any  # Far
+    do: Any
+    lse: Any  # pointers to (B, H, Tq)
+    delta: Any  # or None, likewise
+
+
+class Smem(NamedTuple):
+    """Shared memory of a program."""
+
+    q: Any  # Ring
+    do: Any  # Ring
+    stats: Any  # [2 · stages of q, BLOCK_M]: lse and delta of a stage's queries
+    stats_full: Any  # mbarrier of each stage
+    k: Any  # chunks of the keys: first of far ones, then of near ones
+    k_full: Any  # mbarrier; its first phase is of the first keys, and of the values
+    k_empty: Any  # mbarrier: far keys are read no more
+    v: Any
+    ds: Any  # [2, BLOCK_N, BLOCK_M]: of even and odd steps
+    dv: Any  # [2, WG_ROWS, Dv]: on its way to memory
+
+
+class Options(NamedTuple):
+    """Constants of a kernel: chunks of features, and whether keys ahead may be far."""
+
+    D_CHUNKS: Any
+    HAS_FUTURE: Any
+
+
+class Step(NamedTuple):
+    """One tile of queries, as a warp group takes it."""
+
+    use: Any  # of the rings
+    m_start: Any  # the first query
+    masked: Any  # some pairs with the warp group's keys are not attended
+    dq_ptr: Any  # the tile's dQ in a workspace
+
+
+class Targets(NamedTuple):
+    """Targets of the gradients."""
+
+    dv: Any  # RowTarget
+    dk: Any  # RowTarget
+    dk_far: Any  # RowTarget; or None
+    dq_accum: Any  # pointer to the workspaces
+    workspace_rows: Any  # of each head
+    feature_weights: Any  # pointer to (D,), of the keys' features; or None
+
+
+@gluon.jit
+def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RANGE: gl.constexpr):
+    """Load each step's dO, Q, lse and delta; return the next use of the rings."""
+    BLOCK_M: gl.constexpr = q.block_shape[2]
+    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    column = gl.arange(0, BLOCK_M, layout=layout)
+    heads_per_key = problem.schedule.heads_per_key
+    m_start = tile_range.start
+    member = 0
+    for _step in range(n_steps):
+        head = tile.kv_head * heads_per_key + member
+        offset = (tile.batch * n_heads + head).to(gl.int64) * problem.n_queries + tile.q_offset + m_start
+        exists = column < seqlens.n_queries - m_start
+        lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
+        delta = lse  # never read
+        if inputs.delta is not None:
+            delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
+        if inputs.v is None:  # the kernel of dV needs a step's dO last
+            smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
+        else:  # that of dK releases it first
+            smem.do.fill(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
+            smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
+        stage = use % smem.q.stages
+        # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
+        smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
+        if inputs.delta is not None:
+            smem.stats.index(2 * stage + 1).store(delta)
+        mbarrier.arrive(smem.stats_full.index(stage), count=1)
+        if inputs.v is None:
+            smem.do.fill(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
+        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+        use += 1
+    return use
+
+
+@gluon.jit
+def _load_keys(k, inputs, smem, tile, options, WITH_VALUES: gl.constexpr):
+    """Load a tile's keys, and its values."""
+    coordinates = [tile.batch, tile.kv_head, tile.k_offset + tile.start, 0]
+    if WITH_VALUES:
+        mbarrier.expect(smem.k_full, options.D_CHUNKS * k.block_type.nbytes + inputs.v.block_type.nbytes)
+    else:
+        mbarrier.expect(smem.k_full, options.D_CHUNKS * k.block_type.nbytes)
+    load_chunks(k, coordinates, smem.k_full, smem.k, 0, options.D_CHUNKS)
+    if WITH_VALUES:
+        load_tile(inputs.v, coordinates, smem.k_full, smem.v.index(0))
+
+
+@gluon.jit
+def _load_warp(inputs, smem, problem, flags, options):
+    """Load keys and values, and the steps of each range of pairs."""
+    q, k, far = inputs.q, inputs.k, inputs.far
+    tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
+    n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
+    exist = has_keys(tile.start, seqlens)
+    use = 0
+    if problem.far_window is not None:
+        if exist:
+            _load_keys(far.k, inputs, smem, tile, options, inputs.v is not None)
+        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_PAST)
+        if options.HAS_FUTURE:
+            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_FUTURE)
+        if exist:
+            mbarrier.wait(smem.k_empty, 0)
+            _load_keys(k, inputs, smem, tile, options, False)
+    elif exist:
+        _load_keys(k, inputs, smem, tile, options, inputs.v is not None)
+    _load_loop(
+        use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, ALL if problem.far_window is None else NEAR
+    )
+
+
+@gluon.jit
+def _await_keys(smem, k_tiles, start, tile, seqlens, flags, options, PHASE: gl.constexpr):
+    """Wait for the keys of the first or second phase, and write zeros over those that do not exist, from `start` on."""
+    if has_keys(tile.start, seqlens):
+        mbarrier.wait(smem.k_full, PHASE)
+        if flags.PARTIAL_TILES:
+            for chunk in gl.static_range(options.D_CHUNKS):
+                k_tile = k_tiles[chunk]
+                zero_missing_rows(k_tile, start, seqlens.kv_start, seqlens.n_keys, k_tile.shape[0], flags.HAS_STARTS)
+
+
+@gluon.jit
+def _wg_rows(tiles, CONSUMER: gl.constexpr):
+    """Return a warp group's rows of the chunks of a tile of keys."""
+    start: gl.constexpr = CONSUMER * WG_ROWS
+    if len(tiles) == 1:
+        (tile,) = tiles
+        result = (tile.slice(start, WG_ROWS, 0),)
+    else:
+        a, b, c = tiles
+        result = (a.slice(start, WG_ROWS, 0), b.slice(start, WG_ROWS, 0), c.slice(start, WG_ROWS, 0))
+    return result
+
+
+@gluon.jit
+def _zero_acc(options, BLOCK_D: gl.constexpr):
+    """Return zeros for the sums of a warp group's keys, in chunks of features."""
+    zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, wgmma_layout(BLOCK_D))
+    if options.D_CHUNKS == 1:  # noqa: SIM108
+        result = (zeros,)
+    else:
+        result = (zeros, zeros, zeros)
+    return result
+
+
+@gluon.jit
+def _start_s(wg_k, q_tiles, m_start, seqlens, flags, options, BLOCK_M: gl.constexpr):
+    """Start the product S = K Q' of a step's queries."""
+    if flags.PACKED:
+        for chunk in gl.static_range(options.D_CHUNKS):
+            zero_missing_rows(q_tiles[chunk], m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    s = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, wgmma_layout(BLOCK_M))
+    for chunk in gl.static_range(options.D_CHUNKS):
+        s = warpgroup_mma(wg_k[chunk], q_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
+    return s
+
+
+# === dV
+
+
+@gluon.jit
+def _mainloop_dv(
+    state,
+    k_idx,
+    smem,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add the queries of a range of pairs to dV; return it with the next use of the rings.
+
+    Each step, but for the first product of S and the last one of dV, is::
+
+        wgmma    S(j+1) = K Q'   | dV += P(j)' dO
+        threads  lse             | P(j+1)         | release dO
+    """
+    acc_dv, first_use = state
+    DTYPE: gl.constexpr = smem.do.tiles.dtype
+    BLOCK_M: gl.constexpr = smem.do.tiles.shape[3]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    lse_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dv.type.layout, 2)
+    seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
+        tile.start, seqlens, problem, flags, BLOCK_M, RANGE
+    )
+    start = tile_range.start
+    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    # Steps of each head: the first ones, in which no query attends a key of this warp group.
+    n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
+    for member in range(problem.schedule.heads_per_key):
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
+        scores = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
+        use = first_use + member * steps_per_head
+        for _skipped in range(n_skipped):
+            mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
+            smem.q.wait_full(use)
+            smem.q.release(use)
+            smem.do.wait_full(use)
+            smem.do.release(use)
+            use += 1
+        if n_skipped < steps_per_head:
+            m_start = start + n_skipped * BLOCK_M
+            mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
+            lse = smem.stats.index(2 * (use % smem.q.stages)).load(lse_layout)
+            smem.q.wait_full(use)
+            k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
+            q_tiles = smem.q.chunk_tiles(use)
+            s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            smem.q.release(use)
+            masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
+            p, _, _ = recompute_p(
+                s, lse, m_start, k_idx, masked, seqlens, scores, range_flags(flags, RANGE), score_flags
+            )
+            p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+            for _step in range(n_skipped + 1, steps_per_head):
+                stage = (use + 1) % smem.q.stages
+                mbarrier.wait(smem.stats_full.index(stage), (use + 1) // smem.q.stages & 1)
+                lse = smem.stats.index(2 * stage).load(lse_layout)
+                smem.q.wait_full(use + 1)
+                smem.do.wait_full(use)
+                if flags.PACKED:
+                    zero_missing_rows(smem.do.tile(use), m_start, 0, seqlens.n_queries, BLOCK_M, False)
+                m_start += BLOCK_M
+                k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
+                q_tiles = smem.q.chunk_tiles(use + 1)
+                s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
+                acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                smem.q.release(use + 1)
+                masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
+                p, _, _ = recompute_p(
+                    s, lse, m_start, k_idx, masked, seqlens, scores, range_flags(flags, RANGE), score_flags
+                )
+                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                acc_dv, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half, next_p_half))
+                smem.do.release(use)
+                p_half = next_p_half
+                use += 1
+            smem.do.wait_full(use)
+            if flags.PACKED:
+                zero_missing_rows(smem.do.tile(use), m_start, 0, seqlens.n_queries, BLOCK_M, False)
+            acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
+            acc_dv, p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half))
+            smem.do.release(use)
+    return acc_dv, first_use + n_steps
+
+
+@gluon.jit
+def _compute_dv(targets, smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
+    """Compute dV of WG_ROWS keys of the tile."""
+    # === prologue
+    BLOCK_M: gl.constexpr = smem.do.tiles.shape[3]
+    BLOCK_DV: gl.constexpr = smem.do.tiles.shape[4]
+    dv_layout: gl.constexpr = wgmma_layout(BLOCK_DV)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
+    wg_k = _wg_rows(k_tiles, CONSUMER)
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    k_idx = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, wgmma_layout(BLOCK_M)))
+    _await_keys(smem, wg_k, wg_start, tile, seqlens, flags, options, 0)
+
+    # === mainloop
+    state = (gl.zeros([WG_ROWS, BLOCK_DV], gl.float32, dv_layout), 0)
+    if problem.far_window is not None:
+        state = _mainloop_dv(
+            state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+        )
+        if options.HAS_FUTURE:
+            state = _mainloop_dv(
+                state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
+            )
+        fence_async_shared()
+        mbarrier.arrive(smem.k_empty, count=1)
+        _await_keys(smem, wg_k, wg_start, tile, seqlens, flags, options, 1)
+    state = _mainloop_dv(
+        state,
+        k_idx,
+        smem,
+        tile,
+        seqlens,
+        problem,
+        flags,
+        score_flags,
+        options,
+        CONSUMER,
+        ALL if problem.far_window is None else NEAR,
+    )
+
+    # === epilogue
+    acc_dv, _ = state
+    if options.D_CHUNKS == 1:
+        (dv_tile,) = wg_k  # which the other warp group does not read
+    else:
+        dv_tile = smem.dv.index(CONSUMER)
+        dv_tile = dv_tile.reshape([WG_ROWS, BLOCK_DV])
+    dv_tile.store(gl.where(key_mask(k_idx, seqlens, dv_layout), acc_dv, 0.0).to(dv_tile.dtype))
+    store_rows(targets.dv, dv_tile, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+
+
+# === dK and dQ
+
+
+@gluon.jit
+def _accumulate(ds_operand, q_tiles, acc, options):
+    """Start the products dK += dS' Q of all chunks of features."""
+    if options.D_CHUNKS == 1:
+        (q_tile,) = q_tiles
+        (total,) = acc
+        result = (warpgroup_mma(ds_operand, q_tile, total, is_async=True),)
+    else:
+        q_a, q_b, q_c = q_tiles
+        a, b, c = acc
+        result = (
+            warpgroup_mma(ds_operand, q_a, a, is_async=True),
+            warpgroup_mma(ds_operand, q_b, b, is_async=True),
+            warpgroup_mma(ds_operand, q_c, c, is_async=True),
+        )
+    return result
+
+
+@gluon.jit
+def _await_dk(acc, ds_operand, options, PENDING: gl.constexpr):
+    """Wait for the products of dK, and leave so many others going."""
+    if options.D_CHUNKS == 1:
+        (total,) = acc
+        total, ds_operand = warpgroup_mma_wait(PENDING, deps=(total, ds_operand))
+        result = (total,)
+    else:
+        a, b, c = acc
+        a, b, c, ds_operand = warpgroup_mma_wait(PENDING, deps=(a, b, c, ds_operand))
+        result = (a, b, c)
+    return result
+
+
+@gluon.jit
+def _start_dq(ds, k_tile):
+    """Start the product dQ = dS' K of some features, over all keys."""
+    WIDTH: gl.constexpr = k_tile.shape[1]
+    BLOCK_M: gl.constexpr = ds.shape[1]
+    acc = gl.zeros([BLOCK_M, WIDTH], gl.float32, wgmma_layout(WIDTH))
+    return warpgroup_mma(ds.permute((1, 0)), k_tile, acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step_dk(
+    acc,
+    step,
+    k_idx,
+    smem,
+    seqlens,
+    scores,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+):
+    """Add a tile of queries to dK, and its dQ to memory. Both warp groups are in one step::
+
+    wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
+    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
+    """
+    DTYPE: gl.constexpr = smem.ds.dtype
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    BLOCK_D: gl.constexpr = smem.k.shape[4]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, wgmma_layout(BLOCK_D), 2)
+    stage = step.use % smem.q.stages
+    zero = zero_of_step(step.use)
+    k_tiles = chunks_of(smem.k, zero, options.D_CHUNKS)
+    q_tiles = chunks_of(smem.q.tiles, zero + stage, options.D_CHUNKS)
+    (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
+    (v_tile,) = chunks_of(smem.v, zero, 1)
+    wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    # All reads go before products: reads wait in one queue behind those.
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    smem.q.wait_full(step.use)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
+    smem.do.wait_full(step.use)
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p, capped, scaled = recompute_p(s, lse, step.m_start, k_idx, step.masked, seqlens, scores, flags, score_flags)
+    if score_flags.SOFTCAP:  # before p and the scores are both needed
+        p *= 1 - capped * capped
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    smem.do.release(step.use)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds_half = ds.to(DTYPE)
+    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+    ds_tile = smem.ds.index(step.use % 2)
+    ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    ds_operand = gl.convert_layout(ds_half, operand_layout)
+    acc = _accumulate(ds_operand, q_tiles, acc, options)
+    fence_async_shared()
+    named_barrier_sync(DS_STORED, 0)
+    if options.D_CHUNKS == 1:
+        (k_tile,) = k_tiles
+        HALF: gl.constexpr = BLOCK_D // 2
+        dq = _start_dq(ds_tile, k_tile.slice(CONSUMER * HALF, HALF, 1))
+    else:
+        dq = _start_dq(ds_tile, k_tiles[CONSUMER])
+    acc = _await_dk(acc, ds_operand, options, 1)
+    smem.q.release(step.use)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    add_in_thread_order(step.dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
+    # The last chunk is a warp group's in every second step.
+    if options.D_CHUNKS > 1:
+        _, _, last_tile = k_tiles
+        if (step.use + CONSUMER) % 2 == 0:
+            dq = _start_dq(ds_tile, last_tile)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_in_thread_order(step.dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
+    return acc
+
+
+@gluon.jit
+def _mainloop_dk(
+    state,
+    k_idx,
+    targets,
+    smem,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add the queries of a range of pairs to dK, and their dQ to a workspace; return dK with the rings' next use."""
+    acc, first_use, first_row = state
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    ROW: gl.constexpr = options.D_CHUNKS * smem.k.shape[4]
+    seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
+        tile.start, seqlens, problem, flags, BLOCK_M, RANGE
+    )
+    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    for member in range(problem.schedule.heads_per_key):
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
+        scores = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
+        use = first_use + member * steps_per_head
+        m_start = tile_range.start
+        row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)
+        dq_ptr = targets.dq_accum + row * ROW
+        for _step in range(steps_per_head):
+            acc = _step_dk(
+                acc,
+                Step(use, m_start, (m_start < wg_range.full) | (m_start >= wg_range.full_stop), dq_ptr),
+                k_idx,
+                smem,
+                seqlens,
+                scores,
+                range_flags(flags, RANGE),
+                score_flags,
+                options,
+                CONSUMER,
+            )
+            use += 1
+            m_start += BLOCK_M
+            dq_ptr += BLOCK_M * ROW
+    if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
+        named_barrier_sync(RANGE_DONE, 0)
+    return acc, first_use + n_steps
+
+
+@gluon.jit
+def _store_dk(
+    acc,
+    target,
+    wg_tiles,
+    weights,
+    grad_scale,
+    exists,
+    tile,
+    wg_start,
+    kv_capacity,
+    options,
+    BLOCK_D: gl.constexpr,
+):
+    """Store dK of a warp group's keys by way of shared memory, a chunk of features after another."""
+    for chunk in gl.static_range(options.D_CHUNKS):
+        dk = acc[chunk] * grad_scale
+        if weights is not None:
+            feature = chunk * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_D)))
+            dk = dk * gl.load(weights + feature, feature < target.head_dim, other=0.0)[None, :]
+        wg_tile = wg_tiles[chunk]
+        wg_tile.store(gl.where(exists, dk, 0.0).to(wg_tile.dtype))
+        store_rows(target, wg_tile, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity, chunk * BLOCK_D)
+
+
+@gluon.jit
+def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
+    """Compute dK of WG_ROWS keys of the tile, and half of each step's dQ."""
+    # === prologue
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    BLOCK_D: gl.constexpr = smem.k.shape[4]
+    BLOCK_DV: gl.constexpr = smem.v.shape[4]
+    tile, kv_capacity, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
+    k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
+    wg_k = _wg_rows(k_tiles, CONSUMER)
+    wg_v = smem.v.index(0).reshape([BLOCK_N, BLOCK_DV]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    k_idx = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, wgmma_layout(BLOCK_M)))
+    exists = key_mask(k_idx, seqlens, wgmma_layout(BLOCK_D))
+    head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
+    first_row = head * targets.workspace_rows + workspace_row
+    _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 0)
+    if flags.PARTIAL_TILES:
+        zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
+
+    # === mainloop
+    acc = _zero_acc(options, BLOCK_D)
+    use = 0
+    if problem.far_window is not None:
+        rows = problem.schedule.n_rows * problem.schedule.heads_per_key * targets.workspace_rows  # of a workspace
+        acc, use = _mainloop_dk(
+            (acc, use, first_row + rows),
+            k_idx,
+            targets,
+            smem,
+            tile,
+            seqlens,
+            problem,
+            flags,
+            score_flags,
+            options,
+            CONSUMER,
+            FAR_PAST,
+        )
+        if options.HAS_FUTURE:
+            acc, use = _mainloop_dk(
+                (acc, use, first_row + 2 * rows),
+                k_idx,
+                targets,
+                smem,
+                tile,
+                seqlens,
+                problem,
+                flags,
+                score_flags,
+                options,
+                CONSUMER,
+                FAR_FUTURE,
+            )
+        _store_dk(
+            acc, targets.dk_far, wg_k, None, problem.grad_scale, exists, tile, wg_start, kv_capacity, options, BLOCK_D
+        )
+        fence_async_shared()
+        mbarrier.arrive(smem.k_empty, count=1)
+        _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 1)
+        acc = _zero_acc(options, BLOCK_D)
+    acc, _ = _mainloop_dk(
+        (acc, use, first_row),
+        k_idx,
+        targets,
+        smem,
+        tile,
+        seqlens,
+        problem,
+        flags,
+        score_flags,
+        options,
+        CONSUMER,
+        ALL if problem.far_window is None else NEAR,
+    )
+
+    # === epilogue
+    if options.D_CHUNKS == 1:
+        wg_tiles = (wg_v,)  # keys are read by both warp groups
+    else:
+        first, second = wg_v.slice(0, BLOCK_D, 1), wg_v.slice(BLOCK_D, BLOCK_D, 1)
+        wg_tiles = (first, second, first)
+    _store_dk(
+        acc,
+        targets.dk,
+        wg_tiles,
+        targets.feature_weights,
+        problem.grad_scale,
+        exists,
+        tile,
+        wg_start,
+        kv_capacity,
+        options,
+        BLOCK_D,
+    )
+
+
+@gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
+def backward_wide_kernel(
+    q,  # descriptors of (B, H, Tq, D), for tiles of BLOCK_M; features rotated already, as those of k
+    k,  # (B, K, Tk, D), for tiles of BLOCK_N
+    v,  # (B, K, Tk, Dv), likewise; None: compute dV, otherwise dK and dQ
+    q_far_past,  # fields of `Far`
+    q_far_future,
+    k_far,
+    do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
+    dq_accum_ptr,  # the workspaces: near pairs, far ones behind, then ahead; or None
+    dk,  # RowTarget; or None
+    dk_far,  # RowTarget, of far keys; or None
+    dv,  # RowTarget; or None
+    lse_ptr,  # (B, H, Tq), dense
+    delta_ptr,  # likewise; or None
+    feature_weights_ptr,  # (D,), of the keys' features; or None
+    packed,  # Packed | None
+    bounds,  # Bounds
+    scores,  # Scores
+    grad_scale,  # of dK
+    window,
+    window_right,  # or None: as `window`
+    far_window,  # pairs at least so many tokens apart are far; or None
+    n_tiles,  # fields of `Schedule`, of keys' tiles and heads
+    n_rows,
+    n_heads,
+    heads_per_key,
+    heads_per_l2_section,
+    n_queries,
+    n_keys,
+    workspace_rows,  # of each head
+    BLOCK_M: gl.constexpr,  # queries of a step
+    Q_STAGES: gl.constexpr,
+    DO_STAGES: gl.constexpr,
+    D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_PARTIAL_TILES: gl.constexpr,
+    MOD: gl.constexpr,
+    MOD_BWD: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    """Compute dV of a tile of one key head; or dK, and add its part of dQ.
+
+    `_mainloop_dv` and `_step_dk` show the timelines of a step.
+    """
+    schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
+    q_ring = make_ring(q, Q_STAGES, 2, D_CHUNKS)
+    do_ring = make_ring(do, DO_STAGES, 2)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * Q_STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(stats_full.index(stage), count=1)
+    k_tiles = allocate_chunks(k, D_CHUNKS)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    k_empty = k_full  # never read
+    if k_far is not None:
+        k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(k_empty, count=2)
+    v_tiles = k_tiles  # never read, as the next ones
+    ds_tiles = k_tiles
+    dv_tiles = k_tiles
+    if v is not None:
+        v_tiles = allocate_chunks(v, 1)
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
+        ds_tiles = gl.allocate_shared_memory(k.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    elif D_CHUNKS > 1:
+        dv_tiles = gl.allocate_shared_memory(do.dtype, [2, 1, 1, WG_ROWS, do.block_shape[3]], do.layout)
+    FLAGS: gl.constexpr = mask_flags(
+        packed is not None,
+        bounds.key_lengths,
+        bounds.key_starts,
+        bounds.query_starts,
+        CAUSAL,
+        WINDOWED,
+        True,
+        HAS_PARTIAL_TILES,
+    )
+    gl.warp_specialize(
+        [
+            (
+                _compute_dv if v is None else _compute_dk,
+                (
+                    Targets(dv, dk, dk_far, dq_accum_ptr, workspace_rows, feature_weights_ptr),
+                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
+                    FLAGS,
+                    ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
+                    Options(D_CHUNKS, q_far_future is not None),
+                    role,
+                ),
+            )
+            if role < 2
+            else (
+                _load_warp,
+                (
+                    Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, lse_ptr, delta_ptr),
+                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
+                    FLAGS,
+                    Options(D_CHUNKS, q_far_future is not None),
+                ),
+            )
+            for role in (0, 1, 2)
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
