@@ -30,6 +30,8 @@ LAYERS = {
     "ops.rope": "ops.rope.* ops.dtensor",
     "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
+    "ops.cache": "ops.rope.norm ops.rope.reference ops.rope.validate ops.cache.*",
+    "ops.cache.triton": "ops.cache.call ops.cache.formats",
     "ops.attention": "ops.dtensor schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation",
     "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",

@@ -1,0 +1,525 @@
+"""Norm, rotation, quantisation and the write into pages as one Triton kernel, its specialisation and its compilation.
+
+Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of values, R rotary dim (R/2 pairs).
+
+A tile holds whole heads in the order of memory, so that a group of features that shares a scale, and the two numbers
+of a byte, are neighbours in a thread. The partner of a half-split pair is loaded again, from the cache of the
+multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+
+@dataclass(frozen=True)
+class AppendSpecialisation:
+    """The values that the kernel is compiled for: each distinct set is one binary."""
+
+    dtype: str  # of q, k and v, in Triton's letters: bf16, fp16, fp32
+    table_dtype: str  # of cos and sin
+    slots_dtype: str  # i32 or i64
+    positions_dtype: str | None  # None: row n of the tables is token n's
+    axes_dtype: str | None  # None: one position for each token
+    q_weight_dtype: str | None
+    k_weight_dtype: str | None
+    q_per_head: bool  # whether each head has weights of its own
+    k_per_head: bool
+    format: int  # of the caches, a `Format`
+    n_q_heads: int  # 0 without q
+    n_kv_heads: int
+    head_dim: int
+    value_dim: int
+    half: int  # R / 2
+    rotary_offset: int
+    interleaved: bool
+    n_axes: int
+    has_norm: bool
+    eps: float
+    weight_offset: float
+    after: bool
+    across_heads: bool
+    page_size: int
+    k_feature_stride: int  # of the caches, in elements
+    v_feature_stride: int
+    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
+    stride_unit: int  # elements: strides of q, k, v and the rotated q are given in multiples of it
+    cache_stride_unit: int
+    table_stride_unit: int
+    stride_dtype: str  # i32, or i64 where a stride needs it
+    block_tokens: int
+    block_heads: int
+    threads: int
+
+
+class Rows(NamedTuple):
+    """Heads of tokens in memory."""
+
+    ptr: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Pages(NamedTuple):
+    """A cache, or the scales beside it."""
+
+    ptr: Any
+    stride_page: Any
+    stride_offset: Any
+    stride_head: Any
+
+
+class Tables(NamedTuple):
+    """cos and sin, and what a token's row is looked up by."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    cos_stride: Any
+    sin_stride: Any
+    n_rows: Any
+    positions_ptr: Any  # None: row n is token n's
+    positions_stride: Any
+    positions_stride_axis: Any
+    axes_ptr: Any  # None: one position for each token
+
+
+class Rotation(NamedTuple):
+    """Constants of the rotation of a row, all constexpr."""
+
+    D: Any
+    HALF: Any
+    OFFSET: Any
+    INTERLEAVED: Any
+    N_AXES: Any
+    UNIT: Any  # of the tables' strides
+    BLOCK: Any  # features of a tile
+
+
+class Norm(NamedTuple):
+    """Constants of the norm, all constexpr."""
+
+    IS_ON: Any
+    EPS: Any
+    OFFSET: Any
+    AFTER: Any
+    ACROSS: Any
+
+
+@triton.jit
+def _wide(index):
+    return index.to(tl.int64)
+
+
+@triton.jit
+def _positions_of_pairs(token, token_mask, pair, is_rotated, tables, ROTATION: tl.constexpr):
+    """Return the row of the tables of each rotated feature, and whether it is one; with axes, its pair's own."""
+    if tables.axes_ptr is not None:
+        axis = tl.load(tables.axes_ptr + pair, is_rotated, other=-1)
+        is_axis = (axis >= 0) & (axis < ROTATION.N_AXES)
+        ptrs = tables.positions_ptr + token * _wide(tables.positions_stride)
+        ptrs += _wide(axis) * _wide(tables.positions_stride_axis)
+        row = _wide(tl.load(ptrs, token_mask & is_rotated & is_axis, other=-1))
+    elif tables.positions_ptr is not None:
+        row = _wide(tl.load(tables.positions_ptr + token * _wide(tables.positions_stride), token_mask, other=-1))
+    else:
+        row = token
+    return row, (row >= 0) & (row < tables.n_rows)
+
+
+@triton.jit
+def _load_tables(token, token_mask, pair, is_rotated, tables, ROTATION: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Load cos and sin of pairs, at a tile's shape: 1 and 0 where a feature is not rotated, NaN outside the tables."""
+    if tables.axes_ptr is None:
+        # The copies for each head have the same addresses, and the layout in which they are multiplied.
+        pair += tl.zeros((1, BLOCK_HEADS, 1), tl.int32)
+    row, inside = _positions_of_pairs(token, token_mask, pair, is_rotated, tables, ROTATION)
+    mask = inside & is_rotated
+    row = tl.where(inside, row, 0)
+    cos_ptrs = tables.cos_ptr + row * _wide(tables.cos_stride) * ROTATION.UNIT + pair
+    sin_ptrs = tables.sin_ptr + row * _wide(tables.sin_stride) * ROTATION.UNIT + pair
+    if tables.axes_ptr is not None:  # one pair outside makes its token NaN
+        inside = tl.min((inside | (is_rotated == 0)).to(tl.int32), axis=2, keep_dims=True) > 0
+        cos = tl.load(cos_ptrs, mask, other=1.0).to(tl.float32)
+        cos = tl.where(inside, cos, float("nan"))
+    else:
+        cos = tl.load(cos_ptrs, mask, other=tl.where(inside, 1.0, float("nan")).to(tables.cos_ptr.dtype.element_ty))
+    sin = tl.load(sin_ptrs, mask, other=0.0).to(tl.float32)
+    return cos.to(tl.float32), sin
+
+
+@triton.jit
+def _rstd(squares, width, NORM: tl.constexpr):
+    total = tl.sum(squares, axis=2, keep_dims=True)
+    if NORM.ACROSS:
+        total = tl.sum(total, axis=1, keep_dims=True)
+    return tl.rsqrt(total / width + NORM.EPS)
+
+
+@triton.jit
+def _load_weights(ptr, head, feature, mask, PER_HEAD: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr):
+    """Load the factors of features: at a tile's shape, as the copies for each head cost little."""
+    ptrs = ptr + (feature + head * D if PER_HEAD else feature + head * 0)
+    return tl.load(ptrs, mask, other=0.0).to(tl.float32) + OFFSET
+
+
+@triton.jit
+def _map_features(
+    ptrs, mask, head, token, token_mask, weight_ptr, width, tables, PER_HEAD: tl.constexpr, NORM: tl.constexpr,
+    ROTATION: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Load heads, normalise and rotate them, in float32: [BLOCK_TOKENS, BLOCK_HEADS, BLOCK]. `ptrs` are of rows."""
+    D: tl.constexpr = ROTATION.D
+    HALF: tl.constexpr = ROTATION.HALF
+    BLOCK: tl.constexpr = ROTATION.BLOCK
+    IN_REGISTERS: tl.constexpr = ROTATION.INTERLEAVED and ROTATION.OFFSET % 2 == 0
+    feature = tl.arange(0, BLOCK)[None, None, :]
+    mask = mask & (feature < D)
+    x = tl.load(ptrs + feature, mask, other=0.0)
+    if IN_REGISTERS:  # the pairs are neighbours: one wide load, split in registers
+        column = tl.arange(0, BLOCK // 2)[None, None, :] - ROTATION.OFFSET // 2
+        is_rotated = (column >= 0) & (column < HALF)
+        cos, sin = _load_tables(token, token_mask, column, is_rotated, tables, ROTATION, BLOCK_HEADS)
+    else:
+        rotary_feature = feature - ROTATION.OFFSET
+        is_rotated = (rotary_feature >= 0) & (rotary_feature < 2 * HALF)
+        if ROTATION.INTERLEAVED:
+            is_second = rotary_feature % 2 == 1
+            pair = rotary_feature // 2
+            partner = tl.where(is_second, feature - 1, feature + 1)
+        else:
+            # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
+            is_second = rotary_feature >= HALF
+            pair = rotary_feature % HALF
+            partner = (rotary_feature + HALF) % (2 * HALF) + ROTATION.OFFSET
+        cos, sin = _load_tables(token, token_mask, pair, is_rotated, tables, ROTATION, BLOCK_HEADS)
+        sin = tl.where(is_second, sin, -sin)
+        partner_mask = mask & is_rotated
+        y = tl.load(ptrs + partner, partner_mask, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
+    HAS_WEIGHT: tl.constexpr = weight_ptr is not None
+    if HAS_WEIGHT:
+        weight = _load_weights(weight_ptr, head, feature, mask, PER_HEAD, NORM.OFFSET, D)
+    if NORM.IS_ON and not NORM.AFTER:
+        rstd = _rstd(x * x, width, NORM)
+        x = x * rstd
+        if HAS_WEIGHT:
+            x = x * weight
+        if not IN_REGISTERS:
+            y = y * rstd
+            if HAS_WEIGHT:
+                y = y * _load_weights(weight_ptr, head, partner, partner_mask, PER_HEAD, NORM.OFFSET, D)
+    if IN_REGISTERS:
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK // 2, 2)))
+        x = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (x.shape[0], x.shape[1], BLOCK))
+    else:
+        x = x * cos + y * sin
+    if NORM.IS_ON and NORM.AFTER:
+        x = x * _rstd(x * x, width, NORM)
+        if HAS_WEIGHT:
+            x = x * weight
+    return x
+
+
+@triton.jit
+def _round(x):
+    """Round numbers of less than 2²² to the nearest integer, half to even: int32."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _clamp(x, limit: tl.constexpr):
+    return tl.minimum(tl.maximum(x, -limit), limit)
+
+
+@triton.jit
+def _to_fp8(x):
+    """Round to float8_e4m3fn, saturating: its bits, uint8. GPUs before sm_89 have no instruction for it."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    clamped = tl.minimum(magnitude, 448.0)
+    of_normal = clamped.to(tl.int32, bitcast=True)
+    of_normal = ((of_normal + 0x7FFFF + ((of_normal >> 20) & 1)) >> 20) - (120 << 3)
+    of_subnormal = (clamped + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    number = tl.where(clamped < 0.015625, of_subnormal, of_normal)
+    number = tl.where(magnitude == magnitude, number, 0x7F)
+    return (number | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _largest(x, axis: tl.constexpr):
+    """Return the largest magnitude along an axis, infinity where there is a NaN: no NaN is lost by the comparison."""
+    magnitude = tl.abs(x)
+    return tl.max(tl.where(magnitude == magnitude, magnitude, float("inf")), axis=axis, keep_dims=True)
+
+
+@triton.jit
+def _divide(x, scale):
+    """Divide by scales, 0 by that of zeros."""
+    return tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), x.shape))
+
+
+@triton.jit
+def _store(
+    x, pages, scales, page, offset, head, mask, FORMAT: tl.constexpr, D: tl.constexpr, FEATURE_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Store heads as a cache's numbers, and the scales of those that are written with them."""
+    T: tl.constexpr = x.shape[0]
+    H: tl.constexpr = x.shape[1]
+    BLOCK: tl.constexpr = x.shape[2]
+    rows = page * _wide(pages.stride_page) + offset * _wide(pages.stride_offset) + head * _wide(pages.stride_head)
+    ptrs = pages.ptr + rows * UNIT
+    if FORMAT == 3:
+        # 4-bit numbers in groups of 32, two in a byte.
+        groups = tl.reshape(x, (T, H, BLOCK // 32, 32))
+        largest = _largest(groups, 3)
+        scale = tl.where(largest < float("inf"), tl.minimum(largest / 7.0, 65504.0), largest).to(tl.float16)
+        scale_as_read = scale.to(tl.float32)
+        number = _round(_clamp(_divide(groups, scale_as_read), 7.0))
+        number = tl.where(scale_as_read == 0.0, 0, number) + 8
+        low, high = tl.split(tl.reshape(number, (T, H, BLOCK // 2, 2)))
+        feature = tl.arange(0, BLOCK // 2)[None, None, :]
+        tl.store(ptrs + feature * FEATURE_STRIDE, ((low & 15) | (high << 4)).to(tl.uint8), mask & (feature < D // 2))
+        group = tl.arange(0, BLOCK // 32)[None, None, :]
+        scale_rows = page * _wide(scales.stride_page) + offset * _wide(scales.stride_offset)
+        scale_rows += head * _wide(scales.stride_head.head)
+        scale = tl.reshape(scale, (T, H, BLOCK // 32))
+        tl.store(scales.ptr + scale_rows + group * _wide(scales.stride_head.group), scale, mask & (group < D // 32))
+    else:
+        feature = tl.arange(0, BLOCK)[None, None, :]
+        ptrs = ptrs + feature * FEATURE_STRIDE
+        if FORMAT == 0:
+            tl.store(ptrs, x.to(pages.ptr.dtype.element_ty), mask & (feature < D))
+        elif FORMAT == 1:
+            scale = tl.load(scales.ptr + head * _wide(scales.stride_head.head), mask, other=1.0)
+            tl.store(ptrs, _to_fp8(tl.div_rn(x, tl.broadcast_to(scale, x.shape))), mask & (feature < D))
+        else:
+            scale = _largest(x, 2) / 127.0
+            number = _round(_clamp(_divide(x, scale), 127.0))
+            tl.store(ptrs, number.to(tl.int8), mask & (feature < D))
+            scale_rows = page * _wide(scales.stride_page) + offset * _wide(scales.stride_offset)
+            scale_rows += head * _wide(scales.stride_head.head)
+            tl.store(scales.ptr + scale_rows, scale, mask)
+
+
+class ScaleStrides(NamedTuple):
+    """Strides of scales within a token."""
+
+    head: Any
+    group: Any
+
+
+@triton.jit
+def append_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,  # None where there is none, and so are all that follow but the slots
+    k_weight_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    axes_ptr,
+    positions_ptr,
+    slots_ptr,
+    n_tokens,
+    n_written,  # tokens that have a slot
+    n_slots,  # of the cache
+    n_rows,  # of cos and sin
+    q_stride_token,
+    q_stride_head,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    q_out_stride_token,
+    q_out_stride_head,
+    k_cache_stride_page,
+    k_cache_stride_offset,
+    k_cache_stride_head,
+    v_cache_stride_page,
+    v_cache_stride_offset,
+    v_cache_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_offset,
+    k_scale_stride_head,
+    k_scale_stride_group,
+    v_scale_stride_page,
+    v_scale_stride_offset,
+    v_scale_stride_head,
+    v_scale_stride_group,
+    cos_stride_row,
+    sin_stride_row,
+    positions_stride_token,
+    positions_stride_axis,
+    slots_stride,
+    FORMAT: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    N_AXES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    AFTER: tl.constexpr,
+    ACROSS: tl.constexpr,
+    Q_PER_HEAD: tl.constexpr,
+    K_PER_HEAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    K_FEATURE_STRIDE: tl.constexpr,
+    V_FEATURE_STRIDE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CACHE_STRIDE_UNIT: tl.constexpr,
+    TABLE_STRIDE_UNIT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Map the features of a group of heads of some tokens, and write them: groups of q, then of k, then of v."""
+    Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
+    K_GROUPS: tl.constexpr = (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    ROTATION: tl.constexpr = Rotation(D, HALF, ROTARY_OFFSET, INTERLEAVED, N_AXES, TABLE_STRIDE_UNIT, BLOCK_D)
+    NORM: tl.constexpr = Norm(HAS_NORM, EPS, WEIGHT_OFFSET, AFTER, ACROSS)
+    group = tl.program_id(0) % (Q_GROUPS + 2 * K_GROUPS)
+    block = tl.program_id(0) // (Q_GROUPS + 2 * K_GROUPS)
+    token = (_wide(block + tl.zeros((), tl.int32)) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[:, None, None]
+    token_mask = token < n_tokens
+    tables = Tables(
+        cos_ptr, sin_ptr, cos_stride_row, sin_stride_row, n_rows, positions_ptr, positions_stride_token,
+        positions_stride_axis, axes_ptr,
+    )  # fmt: skip
+    lane = tl.arange(0, BLOCK_HEADS)[None, :, None]
+    if group < Q_GROUPS:
+        head = group * BLOCK_HEADS + lane
+        mask = token_mask & (head < HQ)
+        rows = token * _wide(q_stride_token) + head * _wide(q_stride_head)
+        x = _map_features(
+            q_ptr + rows * STRIDE_UNIT, mask, head, token, token_mask, q_weight_ptr, HQ * D if ACROSS else D, tables,
+            Q_PER_HEAD, NORM, ROTATION, BLOCK_HEADS,
+        )  # fmt: skip
+        feature = tl.arange(0, BLOCK_D)[None, None, :]
+        rows = token * _wide(q_out_stride_token) + head * _wide(q_out_stride_head)
+        ptrs = q_out_ptr + rows * STRIDE_UNIT + feature
+        tl.store(ptrs, x.to(q_out_ptr.dtype.element_ty), mask & (feature < D))
+    else:
+        # Loads need not wait for the slots: features of a token that is not written are read in vain.
+        has_slot = token < n_written
+        slot = _wide(tl.load(slots_ptr + token * _wide(slots_stride), has_slot, other=-1))
+        is_written = (slot >= 0) & (slot < n_slots)
+        slot = tl.where(is_written, slot, 0)
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        if group < Q_GROUPS + K_GROUPS:
+            head = (group - Q_GROUPS) * BLOCK_HEADS + lane
+            mask = is_written & (head < HK)
+            rows = token * _wide(k_stride_token) + head * _wide(k_stride_head)
+            x = _map_features(
+                k_ptr + rows * STRIDE_UNIT, has_slot & (head < HK), head, token, has_slot, k_weight_ptr,
+                HK * D if ACROSS else D, tables, K_PER_HEAD, NORM, ROTATION, BLOCK_HEADS,
+            )  # fmt: skip
+            pages = Pages(k_cache_ptr, k_cache_stride_page, k_cache_stride_offset, k_cache_stride_head)
+            strides = ScaleStrides(k_scale_stride_head, k_scale_stride_group)
+            scales = Pages(k_scale_ptr, k_scale_stride_page, k_scale_stride_offset, strides)
+            _store(x, pages, scales, page, offset, head, mask, FORMAT, D, K_FEATURE_STRIDE, CACHE_STRIDE_UNIT)
+        else:
+            head = (group - Q_GROUPS - K_GROUPS) * BLOCK_HEADS + lane
+            mask = is_written & (head < HK)
+            feature = tl.arange(0, BLOCK_DV)[None, None, :]
+            rows = token * _wide(v_stride_token) + head * _wide(v_stride_head)
+            exists = has_slot & (head < HK) & (feature < DV)
+            x = tl.load(v_ptr + rows * STRIDE_UNIT + feature, exists, other=0.0).to(tl.float32)
+            pages = Pages(v_cache_ptr, v_cache_stride_page, v_cache_stride_offset, v_cache_stride_head)
+            strides = ScaleStrides(v_scale_stride_head, v_scale_stride_group)
+            scales = Pages(v_scale_ptr, v_scale_stride_page, v_scale_stride_offset, strides)
+            _store(x, pages, scales, page, offset, head, mask, FORMAT, DV, V_FEATURE_STRIDE, CACHE_STRIDE_UNIT)
+
+
+STORED = {0: None, 1: "u8", 2: "i8", 3: "u8"}  # Triton's letters of a format's elements; None: those of k
+OPTIONAL = ("q_weight_ptr", "k_weight_ptr", "k_scale_ptr", "v_scale_ptr", "axes_ptr", "positions_ptr")
+
+
+def kernel_constants(spec: AppendSpecialisation) -> dict[str, Any]:
+    """Return the kernel's compile-time arguments."""
+    least = 32 if spec.format == 3 else 16
+    return {
+        "FORMAT": spec.format,
+        "HQ": spec.n_q_heads,
+        "HK": spec.n_kv_heads,
+        "D": spec.head_dim,
+        "DV": spec.value_dim,
+        "HALF": spec.half,
+        "ROTARY_OFFSET": spec.rotary_offset,
+        "INTERLEAVED": spec.interleaved,
+        "N_AXES": spec.n_axes,
+        "HAS_NORM": spec.has_norm,
+        "EPS": spec.eps,
+        "WEIGHT_OFFSET": spec.weight_offset,
+        "AFTER": spec.after,
+        "ACROSS": spec.across_heads,
+        "Q_PER_HEAD": spec.q_per_head,
+        "K_PER_HEAD": spec.k_per_head,
+        "PAGE_SIZE": spec.page_size,
+        "K_FEATURE_STRIDE": spec.k_feature_stride,
+        "V_FEATURE_STRIDE": spec.v_feature_stride,
+        "STRIDE_UNIT": spec.stride_unit,
+        "CACHE_STRIDE_UNIT": spec.cache_stride_unit,
+        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
+        "BLOCK_TOKENS": spec.block_tokens,
+        "BLOCK_HEADS": spec.block_heads,
+        "BLOCK_D": max(least, triton.next_power_of_2(spec.head_dim)),
+        "BLOCK_DV": max(least, triton.next_power_of_2(spec.value_dim)),
+    }
+
+
+def kernel_source(spec: AppendSpecialisation) -> ASTSource:
+    """Return the source that Triton compiles for `spec`; it needs no GPU."""
+    stored = STORED[spec.format] or spec.dtype
+    scales = {0: None, 1: "fp32", 2: "fp32", 3: "fp16"}[spec.format]
+    dtypes = {
+        "k_cache_ptr": stored,
+        "v_cache_ptr": stored,
+        "cos_ptr": spec.table_dtype,
+        "sin_ptr": spec.table_dtype,
+        "q_weight_ptr": spec.q_weight_dtype,
+        "k_weight_ptr": spec.k_weight_dtype,
+        "k_scale_ptr": scales,
+        "v_scale_ptr": scales,
+        "axes_ptr": spec.axes_dtype,
+        "positions_ptr": spec.positions_dtype,
+        "slots_ptr": spec.slots_dtype,
+    }
+    constants = kernel_constants(spec)
+    signature, attributes = {}, {}
+    for index, name in enumerate(append_kernel.arg_names):
+        if name.endswith("_ptr") and name in OPTIONAL and dtypes[name] is None:
+            constants[name] = None
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*" + (dtypes.get(name) or spec.dtype)
+            if name not in ("positions_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr", "axes_ptr"):
+                attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
+        else:
+            signature[name] = spec.stride_dtype if "_stride" in name else "i64" if name == "n_slots" else "i32"
+    return ASTSource(append_kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compile_kernel(spec: AppendSpecialisation, target: Any = None) -> Any:
+    """Compile the kernel for `target`, by default the current GPU."""
+    target = target or triton.runtime.driver.active.get_current_target()
+    num_warps = max(1, spec.threads // target.warp_size)
+    return triton.compile(kernel_source(spec), target=target, options={"num_warps": num_warps})
