@@ -86,6 +86,8 @@ class AttentionCall(NamedTuple):
     scale: float
     softcap: float | None
     gate: Tensor | None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
+    k_scale: Tensor | None  # of quantised pages, as `append_kv` has them
+    v_scale: Tensor | None
     sinks: Tensor | None  # (H,)
     dropout_p: float
     seed: Tensor | None  # (1,), int64: of dropout
@@ -100,6 +102,12 @@ class AttentionCall(NamedTuple):
     needs_backward: bool = False
     return_max_logits: bool = False
     row_logits: Tensor | None = None  # (B, H, Tq), float32: kernels write each row's largest scaled score here
+
+    @property
+    def value_dim(self) -> int:
+        """Return Dv, of which a byte of 4-bit pages holds two."""
+        width = int(self.v.shape[3])
+        return 2 * width if self.v_scale is not None and self.v_scale.dtype == torch.float16 else width
 
     @property
     def has_window(self) -> bool:
@@ -122,7 +130,7 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    return (call.q, call.k, call.v, *masks, *indices, call.gate, call.sinks, call.seed, call.score_mod_params, *given)
+    return (call.q, call.k, call.v, *masks, *indices, call.gate, call.k_scale, call.v_scale, call.sinks, call.seed, call.score_mod_params, *given)
 
 
 def rope_tables(call: AttentionCall) -> list[Tensor]:
@@ -174,7 +182,7 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
     tables, far = call.tables, call.far
     leaves = (
         *call[:3],
-        *call[4:26],
+        *call[4:28],
         *(tables.q or _NO_TABLE),
         *(tables.k or _NO_TABLE),
         *tables[2:],
@@ -190,10 +198,10 @@ _NO_FAR_LEAVES = (None,) * 10
 
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    q, k, v, *plain = leaves[:25]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[25:34]
+    q, k, v, *plain = leaves[:27]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[27:36]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[34:44]
+    window, *features = leaves[36:46]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -202,7 +210,7 @@ def unflatten(leaves: Any) -> AttentionCall:
             far = FarRange(window, FarTables(*pairs))
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[44])
+    return AttentionCall(q, k, v, None, *plain)._replace(tables=tables, far=far, deterministic=leaves[46])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:

@@ -87,7 +87,7 @@ def _attend_call(call: AttentionCall, save: bool, impl: str) -> tuple[Tensor, ..
             _laid_out_like(x, result) if save and is_rotated and result is not None else call.q.new_empty(0)
             for (x, is_rotated), result in zip(_features(call), mine, strict=True)
         )
-        promised = _output_of(torch.empty_like(call.q, device="meta"), call.v)
+        promised = _output_of(torch.empty_like(call.q, device="meta"), call.value_dim)
         return _laid_out_like(promised, out), saved.lse, *rotated
 
 
@@ -95,18 +95,18 @@ def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
     *leaves, save, _ = arguments
     call = unflatten(leaves)
     rotated = (torch.empty_like(x) if save and is_rotated else call.q.new_empty(0) for x, is_rotated in _features(call))
-    return _output_of(call.q, call.v), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
+    return _output_of(call.q, call.value_dim), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
 
 
 def _attend_with_row_logits_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return *_attend_fake(*arguments), empty_row_logits(unflatten(arguments[:-2]))
 
 
-def _output_of(q: Tensor, v: Tensor) -> Tensor:
+def _output_of(q: Tensor, value_dim: int) -> Tensor:
     """Memory for the output: like q, or with (B, T, H, Dv) in a row where Dv is another than D."""
-    if q.shape[3] == v.shape[3]:
+    if q.shape[3] == value_dim:
         return torch.empty_like(q)
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], value_dim).transpose(1, 2)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -498,7 +498,7 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
         strides = mask.stride()
         is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
         of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
-    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, *positions, gate, sinks = others
+    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, *positions, gate, _, _, sinks = others
     if not (bounds_q is bounds_k is block_table is positions[0] is positions[1] is None):
         return None
     bounds = (key_lengths, key_starts, query_starts, gate, sinks)
