@@ -2,9 +2,10 @@
 
 Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of values, R rotary dim (R/2 pairs).
 
-A tile holds whole heads in the order of memory, so that a group of features that shares a scale, and the two numbers
-of a byte, are neighbours in a thread. The partner of a half-split pair is loaded again, from the cache of the
-multiprocessor.
+A tile holds a head as two halves, the first and the second features of its half-split pairs, as `norm_kernel` does;
+or, of interleaved pairs and of values, in the order of memory. 4-bit numbers need that order too, so that a group that
+shares a scale, and the two numbers of a byte, are neighbours in a thread: where a half is not a whole number of groups,
+the partners of pairs are loaded again, from the cache of the multiprocessor.
 """
 
 from __future__ import annotations
@@ -55,14 +56,7 @@ class AppendSpecialisation:
     block_tokens: int
     block_heads: int
     threads: int
-
-
-class Rows(NamedTuple):
-    """Heads of tokens in memory."""
-
-    ptr: Any
-    stride_token: Any
-    stride_head: Any
+    native_fp8: bool  # the GPU rounds to float8 by an instruction
 
 
 class Pages(NamedTuple):
@@ -164,15 +158,76 @@ def _rstd(squares, width, NORM: tl.constexpr):
 def _load_weights(ptr, head, feature, mask, PER_HEAD: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr):
     """Load the factors of features: at a tile's shape, as the copies for each head cost little."""
     ptrs = ptr + (feature + head * D if PER_HEAD else feature + head * 0)
-    return tl.load(ptrs, mask, other=0.0).to(tl.float32) + OFFSET
+    weights = tl.load(ptrs, mask, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        weights += OFFSET
+    return weights
 
 
 @triton.jit
-def _map_features(
+def half_features(ROTATION: tl.constexpr):
+    """Return the first and the second features of half-split pairs, and masks of those that exist.
+
+    The pairs after the first HALF are of features that are not rotated; an odd one of these has no partner.
+    """
+    HALF: tl.constexpr = ROTATION.HALF
+    REST: tl.constexpr = ROTATION.D - 2 * HALF
+    REST_HALF: tl.constexpr = (REST + 1) // 2
+    pair = tl.arange(0, ROTATION.BLOCK // 2)[None, None, :]
+    if REST == 0:
+        first = pair
+        second = pair + HALF
+    elif ROTATION.OFFSET == 0:
+        first = tl.where(pair < HALF, pair, pair + HALF)
+        second = tl.where(pair < HALF, pair + HALF, pair + (HALF + REST_HALF))
+    else:
+        is_rotated = pair < HALF
+        rest = pair - HALF
+        partner = rest + REST_HALF
+        first = tl.where(is_rotated, pair + ROTATION.OFFSET, rest + tl.where(rest < ROTATION.OFFSET, 0, 2 * HALF))
+        second = partner + tl.where(partner < ROTATION.OFFSET, 0, 2 * HALF)
+        second = tl.where(is_rotated, pair + (HALF + ROTATION.OFFSET), second)
+    return first, second, pair < HALF + REST_HALF, pair < HALF + REST // 2
+
+
+@triton.jit
+def map_halves(
     ptrs, mask, head, token, token_mask, weight_ptr, width, tables, PER_HEAD: tl.constexpr, NORM: tl.constexpr,
     ROTATION: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Load heads, normalise and rotate them, in float32: [BLOCK_TOKENS, BLOCK_HEADS, BLOCK]. `ptrs` are of rows."""
+    """Load heads, normalise and rotate them, in float32: the first and the second features of half-split pairs."""
+    D: tl.constexpr = ROTATION.D
+    first, second, has_first, has_second = half_features(ROTATION)
+    a = tl.load(ptrs + first, mask & has_first, other=0.0)
+    b = tl.load(ptrs + second, mask & has_second, other=0.0)
+    HAS_WEIGHT: tl.constexpr = weight_ptr is not None
+    if HAS_WEIGHT:
+        weight_a = _load_weights(weight_ptr, head, first, mask & has_first, PER_HEAD, NORM.OFFSET, D)
+        weight_b = _load_weights(weight_ptr, head, second, mask & has_second, PER_HEAD, NORM.OFFSET, D)
+    pair = tl.arange(0, ROTATION.BLOCK // 2)[None, None, :]
+    cos, sin = _load_tables(token, token_mask, pair, pair < ROTATION.HALF, tables, ROTATION, BLOCK_HEADS)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    if NORM.IS_ON and NORM.AFTER:
+        a, b = a * cos - b * sin, a * sin + b * cos
+    if NORM.IS_ON:
+        rstd = _rstd(a * a + b * b, width, NORM)
+        a = a * rstd
+        b = b * rstd
+        if HAS_WEIGHT:
+            a = a * weight_a
+            b = b * weight_b
+    if not (NORM.IS_ON and NORM.AFTER):
+        a, b = a * cos - b * sin, a * sin + b * cos
+    return a, b
+
+
+@triton.jit
+def map_features(
+    ptrs, mask, head, token, token_mask, weight_ptr, width, tables, PER_HEAD: tl.constexpr, NORM: tl.constexpr,
+    ROTATION: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Load heads, normalise and rotate them, in float32 and in the order of memory: [tokens, heads, features]."""
     D: tl.constexpr = ROTATION.D
     HALF: tl.constexpr = ROTATION.HALF
     BLOCK: tl.constexpr = ROTATION.BLOCK
@@ -227,27 +282,26 @@ def _map_features(
 
 @triton.jit
 def _round(x):
-    """Round numbers of less than 2²² to the nearest integer, half to even: int32."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    """Round numbers of less than 2²² to the nearest integer, half to even: int32, of which the low bits count."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _clamp(x, limit: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -limit), limit)
-
-
-@triton.jit
-def _to_fp8(x):
+def _to_fp8(x, NATIVE: tl.constexpr):
     """Round to float8_e4m3fn, saturating: its bits, uint8. GPUs before sm_89 have no instruction for it."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.abs(x)
-    clamped = tl.minimum(magnitude, 448.0)
-    of_normal = clamped.to(tl.int32, bitcast=True)
-    of_normal = ((of_normal + 0x7FFFF + ((of_normal >> 20) & 1)) >> 20) - (120 << 3)
-    of_subnormal = (clamped + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    number = tl.where(clamped < 0.015625, of_subnormal, of_normal)
-    number = tl.where(magnitude == magnitude, number, 0x7F)
-    return (number | ((bits >> 24) & 0x80)).to(tl.uint8)
+    if NATIVE:
+        number = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.abs(x)
+        clamped = tl.minimum(magnitude, 448.0)
+        of_normal = clamped.to(tl.int32, bitcast=True)
+        of_normal = ((of_normal + 0x7FFFF + ((of_normal >> 20) & 1)) >> 20) - (120 << 3)
+        of_subnormal = (clamped + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        number = tl.where(clamped < 0.015625, of_subnormal, of_normal)
+        number = tl.where(magnitude == magnitude, number, 0x7F)
+        number = (number | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return number
 
 
 @triton.jit
@@ -258,60 +312,98 @@ def _largest(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, scale):
-    """Divide by scales, 0 by that of zeros."""
-    return tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), x.shape))
-
-
-@triton.jit
-def _store(
-    x, pages, scales, page, offset, head, mask, FORMAT: tl.constexpr, D: tl.constexpr, FEATURE_STRIDE: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """Store heads as a cache's numbers, and the scales of those that are written with them."""
+def store_4bit(
+    x, rows, scale_rows, group_stride, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, FEATURE_STRIDE: tl.constexpr
+):
+    """Store WIDTH features from FIRST on as 4-bit numbers in groups of 32, two in a byte, and their scales."""
     T: tl.constexpr = x.shape[0]
     H: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = x.shape[2]
-    rows = page * _wide(pages.stride_page) + offset * _wide(pages.stride_offset) + head * _wide(pages.stride_head)
-    ptrs = pages.ptr + rows * UNIT
-    if FORMAT == 3:
-        # 4-bit numbers in groups of 32, two in a byte.
-        groups = tl.reshape(x, (T, H, BLOCK // 32, 32))
-        largest = _largest(groups, 3)
-        scale = tl.where(largest < float("inf"), tl.minimum(largest / 7.0, 65504.0), largest).to(tl.float16)
-        scale_as_read = scale.to(tl.float32)
-        number = _round(_clamp(_divide(groups, scale_as_read), 7.0))
-        number = tl.where(scale_as_read == 0.0, 0, number) + 8
-        low, high = tl.split(tl.reshape(number, (T, H, BLOCK // 2, 2)))
-        feature = tl.arange(0, BLOCK // 2)[None, None, :]
-        tl.store(ptrs + feature * FEATURE_STRIDE, ((low & 15) | (high << 4)).to(tl.uint8), mask & (feature < D // 2))
-        group = tl.arange(0, BLOCK // 32)[None, None, :]
-        scale_rows = page * _wide(scales.stride_page) + offset * _wide(scales.stride_offset)
-        scale_rows += head * _wide(scales.stride_head.head)
-        scale = tl.reshape(scale, (T, H, BLOCK // 32))
-        tl.store(scales.ptr + scale_rows + group * _wide(scales.stride_head.group), scale, mask & (group < D // 32))
+    groups = tl.reshape(x, (T, H, BLOCK // 32, 32))
+    largest = _largest(groups, 3)
+    scale = tl.where(largest < float("inf"), tl.minimum(largest * (1.0 / 7.0), 65504.0), largest).to(tl.float16)
+    scale_as_read = scale.to(tl.float32)
+    inverse = tl.where(scale_as_read > 0.0, 1.0 / scale_as_read, 0.0)
+    number = _round(tl.minimum(tl.maximum(groups * inverse, -7.0), 7.0) + 8.0)
+    low, high = tl.split(tl.reshape(number, (T, H, BLOCK // 2, 2)))
+    byte = tl.arange(0, BLOCK // 2)[None, None, :]
+    ptrs = rows + (byte + FIRST // 2) * FEATURE_STRIDE
+    tl.store(ptrs, ((low & 15) | (high << 4)).to(tl.uint8), mask & (byte < WIDTH // 2))
+    group = tl.arange(0, BLOCK // 32)[None, None, :]
+    ptrs = scale_rows + (group + FIRST // 32) * _wide(group_stride)
+    tl.store(ptrs, tl.reshape(scale, (T, H, BLOCK // 32)), mask & (group < WIDTH // 32))
+
+
+@triton.jit
+def factors_of_8bit(largest, scale_rows, mask, FORMAT: tl.constexpr):
+    """Return two factors that make values numbers, and store the scale of int8: [tokens, heads, 1]."""
+    small = tl.full(mask.shape, 1.0, tl.float32)
+    if FORMAT == 1:
+        inverse = 1.0 / tl.load(scale_rows, mask, other=1.0)
     else:
-        feature = tl.arange(0, BLOCK)[None, None, :]
-        ptrs = ptrs + feature * FEATURE_STRIDE
+        tl.store(scale_rows, largest * (1.0 / 127.0), mask)
+        small = tl.where(largest < 7.9e-31, 1.8446744073709552e19, 1.0)  # 2⁶⁴, before the inverse would be infinite
+        inverse = tl.where(largest > 0.0, 127.0 / (largest * small), 0.0)
+    return small, inverse
+
+
+@triton.jit
+def store_8bit(x, small, inverse, ptrs, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Store features as 8-bit numbers."""
+    if FORMAT == 1:
+        tl.store(ptrs, _to_fp8(x * inverse, NATIVE), mask)
+    else:
+        tl.store(ptrs, _round(x * small * inverse).to(tl.int8), mask)
+
+
+@triton.jit
+def store_features(
+    x, rows, scale_rows, group_stride, mask, FORMAT: tl.constexpr, D: tl.constexpr, FEATURE_STRIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store heads whose features are in the order of memory as a cache's numbers, with the scales that are written."""
+    feature = tl.arange(0, x.shape[2])[None, None, :]
+    ptrs = rows + feature * FEATURE_STRIDE
+    if FORMAT == 3:
+        store_4bit(x.to(tl.float32), rows, scale_rows, group_stride, mask, 0, D, FEATURE_STRIDE)
+    elif FORMAT == 0:
+        tl.store(ptrs, x.to(rows.dtype.element_ty), mask & (feature < D))
+    else:
+        x = x.to(tl.float32)
+        small, inverse = factors_of_8bit(_largest(x, 2), scale_rows, mask, FORMAT)
+        store_8bit(x, small, inverse, ptrs, mask & (feature < D), FORMAT, NATIVE)
+
+
+@triton.jit
+def store_halves(
+    a, b, rows, scale_rows, group_stride, mask, FORMAT: tl.constexpr, ROTATION: tl.constexpr,
+    FEATURE_STRIDE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store first and second features of half-split pairs as a cache's numbers, with the scales that are written."""
+    if FORMAT == 3:  # then all features are rotated, and each half has groups of its own
+        store_4bit(a, rows, scale_rows, group_stride, mask, 0, ROTATION.HALF, FEATURE_STRIDE)
+        store_4bit(b, rows, scale_rows, group_stride, mask, ROTATION.HALF, ROTATION.HALF, FEATURE_STRIDE)
+    else:
+        first, second, has_first, has_second = half_features(ROTATION)
+        first_ptrs = rows + first * FEATURE_STRIDE
+        second_ptrs = rows + second * FEATURE_STRIDE
+        has_first = mask & has_first
+        has_second = mask & has_second
         if FORMAT == 0:
-            tl.store(ptrs, x.to(pages.ptr.dtype.element_ty), mask & (feature < D))
-        elif FORMAT == 1:
-            scale = tl.load(scales.ptr + head * _wide(scales.stride_head.head), mask, other=1.0)
-            tl.store(ptrs, _to_fp8(tl.div_rn(x, tl.broadcast_to(scale, x.shape))), mask & (feature < D))
+            tl.store(first_ptrs, a.to(rows.dtype.element_ty), has_first)
+            tl.store(second_ptrs, b.to(rows.dtype.element_ty), has_second)
         else:
-            scale = _largest(x, 2) / 127.0
-            number = _round(_clamp(_divide(x, scale), 127.0))
-            tl.store(ptrs, number.to(tl.int8), mask & (feature < D))
-            scale_rows = page * _wide(scales.stride_page) + offset * _wide(scales.stride_offset)
-            scale_rows += head * _wide(scales.stride_head.head)
-            tl.store(scales.ptr + scale_rows, scale, mask)
+            largest = tl.maximum(_largest(a, 2), _largest(b, 2))
+            small, inverse = factors_of_8bit(largest, scale_rows, mask, FORMAT)
+            store_8bit(a, small, inverse, first_ptrs, has_first, FORMAT, NATIVE)
+            store_8bit(b, small, inverse, second_ptrs, has_second, FORMAT, NATIVE)
 
 
-class ScaleStrides(NamedTuple):
-    """Strides of scales within a token."""
-
-    head: Any
-    group: Any
+@triton.jit
+def _rows_of(pages, page, offset, head, UNIT: tl.constexpr):
+    """Point at heads of tokens in a cache, or at their first scales."""
+    rows = page * _wide(pages.stride_page) + offset * _wide(pages.stride_offset) + head * _wide(pages.stride_head)
+    return pages.ptr + rows * UNIT
 
 
 @triton.jit
@@ -388,6 +480,7 @@ def append_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    NATIVE: tl.constexpr,  # instructions round to float8
 ):
     """Map the features of a group of heads of some tokens, and write them: groups of q, then of k, then of v."""
     Q_GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -404,17 +497,23 @@ def append_kernel(
     )  # fmt: skip
     lane = tl.arange(0, BLOCK_HEADS)[None, :, None]
     if group < Q_GROUPS:
-        head = group * BLOCK_HEADS + lane
-        mask = token_mask & (head < HQ)
-        rows = token * _wide(q_stride_token) + head * _wide(q_stride_head)
-        x = _map_features(
-            q_ptr + rows * STRIDE_UNIT, mask, head, token, token_mask, q_weight_ptr, HQ * D if ACROSS else D, tables,
-            Q_PER_HEAD, NORM, ROTATION, BLOCK_HEADS,
-        )  # fmt: skip
-        feature = tl.arange(0, BLOCK_D)[None, None, :]
-        rows = token * _wide(q_out_stride_token) + head * _wide(q_out_stride_head)
-        ptrs = q_out_ptr + rows * STRIDE_UNIT + feature
-        tl.store(ptrs, x.to(q_out_ptr.dtype.element_ty), mask & (feature < D))
+        q_head = group * BLOCK_HEADS + lane
+        q_mask = token_mask & (q_head < HQ)
+        q_ptrs = q_ptr + (token * _wide(q_stride_token) + q_head * _wide(q_stride_head)) * STRIDE_UNIT
+        out_ptrs = q_out_ptr + (token * _wide(q_out_stride_token) + q_head * _wide(q_out_stride_head)) * STRIDE_UNIT
+        Q_WIDTH: tl.constexpr = HQ * D if ACROSS else D
+        if INTERLEAVED:
+            q = map_features(
+                q_ptrs, q_mask, q_head, token, token_mask, q_weight_ptr, Q_WIDTH, tables, Q_PER_HEAD, NORM, ROTATION,
+                BLOCK_HEADS,
+            )  # fmt: skip
+            store_features(q, out_ptrs, None, None, q_mask, 0, D, 1, NATIVE)
+        else:
+            q_a, q_b = map_halves(
+                q_ptrs, q_mask, q_head, token, token_mask, q_weight_ptr, Q_WIDTH, tables, Q_PER_HEAD, NORM, ROTATION,
+                BLOCK_HEADS,
+            )  # fmt: skip
+            store_halves(q_a, q_b, out_ptrs, None, None, q_mask, 0, ROTATION, 1, NATIVE)
     else:
         # Loads need not wait for the slots: features of a token that is not written are read in vain.
         has_slot = token < n_written
@@ -423,29 +522,43 @@ def append_kernel(
         slot = tl.where(is_written, slot, 0)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
+        head = (group - Q_GROUPS) % K_GROUPS * BLOCK_HEADS + lane
+        exists = has_slot & (head < HK)
+        mask = is_written & (head < HK)
         if group < Q_GROUPS + K_GROUPS:
-            head = (group - Q_GROUPS) * BLOCK_HEADS + lane
-            mask = is_written & (head < HK)
-            rows = token * _wide(k_stride_token) + head * _wide(k_stride_head)
-            x = _map_features(
-                k_ptr + rows * STRIDE_UNIT, has_slot & (head < HK), head, token, has_slot, k_weight_ptr,
-                HK * D if ACROSS else D, tables, K_PER_HEAD, NORM, ROTATION, BLOCK_HEADS,
-            )  # fmt: skip
-            pages = Pages(k_cache_ptr, k_cache_stride_page, k_cache_stride_offset, k_cache_stride_head)
-            strides = ScaleStrides(k_scale_stride_head, k_scale_stride_group)
-            scales = Pages(k_scale_ptr, k_scale_stride_page, k_scale_stride_offset, strides)
-            _store(x, pages, scales, page, offset, head, mask, FORMAT, D, K_FEATURE_STRIDE, CACHE_STRIDE_UNIT)
+            k_ptrs = k_ptr + (token * _wide(k_stride_token) + head * _wide(k_stride_head)) * STRIDE_UNIT
+            k_pages = Pages(k_cache_ptr, k_cache_stride_page, k_cache_stride_offset, k_cache_stride_head)
+            k_rows = _rows_of(k_pages, page, offset, head, CACHE_STRIDE_UNIT)
+            k_scales = None
+            if FORMAT > 0:
+                k_scales = Pages(k_scale_ptr, k_scale_stride_page, k_scale_stride_offset, k_scale_stride_head)
+                k_scales = _rows_of(k_scales, page, offset, head, 1)
+            K_WIDTH: tl.constexpr = HK * D if ACROSS else D
+            if INTERLEAVED or (FORMAT == 3 and (2 * HALF != D or HALF % 32 != 0)):
+                k = map_features(
+                    k_ptrs, exists, head, token, has_slot, k_weight_ptr, K_WIDTH, tables, K_PER_HEAD, NORM, ROTATION,
+                    BLOCK_HEADS,
+                )  # fmt: skip
+                store_features(k, k_rows, k_scales, k_scale_stride_group, mask, FORMAT, D, K_FEATURE_STRIDE, NATIVE)
+            else:
+                k_a, k_b = map_halves(
+                    k_ptrs, exists, head, token, has_slot, k_weight_ptr, K_WIDTH, tables, K_PER_HEAD, NORM, ROTATION,
+                    BLOCK_HEADS,
+                )  # fmt: skip
+                store_halves(
+                    k_a, k_b, k_rows, k_scales, k_scale_stride_group, mask, FORMAT, ROTATION, K_FEATURE_STRIDE, NATIVE
+                )
         else:
-            head = (group - Q_GROUPS - K_GROUPS) * BLOCK_HEADS + lane
-            mask = is_written & (head < HK)
             feature = tl.arange(0, BLOCK_DV)[None, None, :]
-            rows = token * _wide(v_stride_token) + head * _wide(v_stride_head)
-            exists = has_slot & (head < HK) & (feature < DV)
-            x = tl.load(v_ptr + rows * STRIDE_UNIT + feature, exists, other=0.0).to(tl.float32)
-            pages = Pages(v_cache_ptr, v_cache_stride_page, v_cache_stride_offset, v_cache_stride_head)
-            strides = ScaleStrides(v_scale_stride_head, v_scale_stride_group)
-            scales = Pages(v_scale_ptr, v_scale_stride_page, v_scale_stride_offset, strides)
-            _store(x, pages, scales, page, offset, head, mask, FORMAT, DV, V_FEATURE_STRIDE, CACHE_STRIDE_UNIT)
+            v_ptrs = v_ptr + (token * _wide(v_stride_token) + head * _wide(v_stride_head)) * STRIDE_UNIT
+            v = tl.load(v_ptrs + feature, exists & (feature < DV), other=0.0)
+            v_pages = Pages(v_cache_ptr, v_cache_stride_page, v_cache_stride_offset, v_cache_stride_head)
+            v_rows = _rows_of(v_pages, page, offset, head, CACHE_STRIDE_UNIT)
+            v_scales = None
+            if FORMAT > 0:
+                v_scales = Pages(v_scale_ptr, v_scale_stride_page, v_scale_stride_offset, v_scale_stride_head)
+                v_scales = _rows_of(v_scales, page, offset, head, 1)
+            store_features(v, v_rows, v_scales, v_scale_stride_group, mask, FORMAT, DV, V_FEATURE_STRIDE, NATIVE)
 
 
 STORED = {0: None, 1: "u8", 2: "i8", 3: "u8"}  # Triton's letters of a format's elements; None: those of k
@@ -482,6 +595,7 @@ def kernel_constants(spec: AppendSpecialisation) -> dict[str, Any]:
         "BLOCK_HEADS": spec.block_heads,
         "BLOCK_D": max(least, triton.next_power_of_2(spec.head_dim)),
         "BLOCK_DV": max(least, triton.next_power_of_2(spec.value_dim)),
+        "NATIVE": spec.native_fp8,
     }
 
 

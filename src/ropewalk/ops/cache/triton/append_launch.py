@@ -224,6 +224,7 @@ def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCal
         block_tokens=tiles.block_tokens,
         block_heads=tiles.block_heads,
         threads=tiles.threads,
+        native_fp8=_rounds_to_fp8(k),
     )
     n_groups = math.ceil(n_q_heads / tiles.block_heads) + 2 * math.ceil(n_kv_heads / tiles.block_heads)
     numbers = (
@@ -247,6 +248,11 @@ def _append_dense(call: AppendCall, q_out: Tensor | None) -> None:
     prepare(dense)(dense, out)
     if q_out is not None and out is not None:
         q_out.copy_(out)
+
+
+def _rounds_to_fp8(k: Tensor) -> bool:
+    """Say whether the GPU rounds to float8 by an instruction."""
+    return gpu.is_nvidia(k.device) and not gpu.is_interpreted() and gpu.capability(k.device) >= (8, 9)
 
 
 def _is_dense(x: Tensor) -> bool:
