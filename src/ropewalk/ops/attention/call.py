@@ -130,7 +130,20 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    return (call.q, call.k, call.v, *masks, *indices, call.gate, call.k_scale, call.v_scale, call.sinks, call.seed, call.score_mod_params, *given)
+    return (
+        call.q,
+        call.k,
+        call.v,
+        *masks,
+        *indices,
+        call.gate,
+        call.k_scale,
+        call.v_scale,
+        call.sinks,
+        call.seed,
+        call.score_mod_params,
+        *given,
+    )
 
 
 def rope_tables(call: AttentionCall) -> list[Tensor]:

@@ -65,7 +65,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
-    batch, heads, queries, head_dim, value_dim, keys = _check_tensors(q, k, v, layout, block_table, (given.k_scale, given.v_scale))
+    batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
+        q, k, v, layout, block_table, (given.k_scale, given.v_scale)
+    )
     window_left, window_right = _as_window(given.window)
     causal = bool(given.causal) or window_right == 0
     scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
@@ -190,7 +192,12 @@ _SHAPES = {"bthd": "(B, T, H, D)", "bhtd": "(B, H, T, D)", "thd": "(total, H, D)
 
 
 def _check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, block_table: Tensor | None, scales: tuple[Tensor | None, Tensor | None]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    block_table: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[int, int, int, int, int, int]:
     """B, H, Tq, D, Dv and Tk."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -227,7 +234,12 @@ def _check_tensors(
 
 
 def _check_quantized(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, block_table: Tensor | None, scales: tuple[Tensor | None, Tensor | None]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    block_table: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[int, int]:
     """Return D and Dv of quantised pages."""
     if v.dtype != k.dtype:
@@ -289,9 +301,7 @@ def _check_table(block_table: Tensor, batch: int, page_size: int, q: Tensor) -> 
         )
     _check_device("block_table", block_table, q)
     if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise ValueError(
-            f"k has pages of {page_size} keys, but with block_table they must be of 1 to {MAX_PAGE_SIZE}"
-        )
+        raise ValueError(f"k has pages of {page_size} keys, but with block_table they must be of 1 to {MAX_PAGE_SIZE}")
     return batch, block_table.shape[1] * page_size
 
 

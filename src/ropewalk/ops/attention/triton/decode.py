@@ -163,8 +163,8 @@ class Cache(NamedTuple):
 class Accumulator(NamedTuple):
     """Running results of the online softmax."""
 
-    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum; of 4-bit pages the even features
-    acc_odd: Any  # of 4-bit pages the odd features; None of others
+    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum; of quantised pages the even features
+    acc_odd: Any  # of quantised pages the odd features; else None
     row_max: Any  # [BLOCK_M], base 2
     row_sum: Any
 
@@ -324,7 +324,7 @@ def load_page(pages, n_start, stop, CONFIG: tl.constexpr):
 class QuantizedQueries(NamedTuple):
     """Rows of queries divided by a power of two, so that float16 holds them, and what their products are multiplied by."""
 
-    rows: Any  # [BLOCK_M, BLOCK_D]; of 4-bit pages whose keys are not rotated here, the even features
+    rows: Any  # [BLOCK_M, BLOCK_D]; if keys are not rotated here, the even features
     odd: Any  # then the odd ones; else None
     factor: Any  # [BLOCK_M, 1]
 
@@ -342,67 +342,77 @@ def prepare_queries(queries, scales, SPLIT_PAIRS: tl.constexpr, CONFIG: tl.const
         factor = tl.where((power > 0) & (power < float("inf")), power, 1.0)
         queries = (queries.to(tl.float32) / factor).to(tl.float16)
     odd = None
+    if SPLIT_PAIRS:
+        queries, odd = tl.split(tl.reshape(queries, (CONFIG.BLOCK_M, CONFIG.BLOCK_D // 2, 2)))
     if CONFIG.FORMAT == 3:
         factor = factor * SCALE_4BIT
-        if SPLIT_PAIRS:
-            queries, odd = tl.split(tl.reshape(queries, (CONFIG.BLOCK_M, CONFIG.BLOCK_D // 2, 2)))
     elif CONFIG.FORMAT == 1:
         factor = factor * tl.load(scales.k_ptr)
     return QuantizedQueries(queries, odd, factor)
 
 
 @triton.jit
-def numbers_of_fp8(stored, PTX: tl.constexpr):
-    """Return the bits of float8_e4m3fn as float16."""
-    if PTX:
-        numbers = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def number_of_byte(byte, FORMAT: tl.constexpr):
+    """Return the number of a byte, int32, as float16: float8_e4m3fn or int8."""
+    if FORMAT == 1:
+        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)  # the number times 2⁻⁸
+        number = half.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+        number = tl.where((byte & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
     else:
-        bits = stored.to(tl.int32)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # a number times 2⁻⁸
-        numbers = half.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
-        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers).to(tl.float16)
-    return numbers
+        number = ((byte ^ 0x80) - 128).to(tl.float16)
+    return number
 
 
 @triton.jit
-def numbers_of_int8(stored, PTX: tl.constexpr):
-    """Return int8 as float16: by bits, as the conversion takes a quarter of an instruction's rate or less."""
-    if PTX:
-        # A byte plus 128 in the mantissa of 1024.
-        numbers = tl.inline_asm_elementwise(
+def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """Load 8-bit numbers as float16: even and odd features, [BLOCK_N, BLOCK / 2] each.
+
+    They are loaded in pairs of 16 bits, since matrices of bytes are not transposed by one instruction.
+    """
+    pair = tl.arange(0, BLOCK // 2)[None, :]
+    stored = tl.load(rows[:, None] + pair, exists[:, None] & (pair < WIDTH // 2), other=0)
+    if PTX and FORMAT == 1:
+        even, odd = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 x, y, z;
-            .reg .b32 bias;
+            .reg .b32 x;
+            .reg .b16 low, high;
+            prmt.b32 x, $2, 0, 0x3120;
+            mov.b32 {low, high}, x;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            [stored],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif PTX:
+        # A byte plus 128 in the mantissa of 1024: a conversion has a quarter of an instruction's rate or less.
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 x, y, z, bias;
             mov.b32 bias, 0x64806480;
             xor.b32 x, $2, 0x80808080;
-            prmt.b32 y, x, 0x64646464, 0x4140;
-            prmt.b32 z, x, 0x64646464, 0x4342;
+            prmt.b32 y, x, 0x64646464, 0x4240;
+            prmt.b32 z, x, 0x64646464, 0x4341;
             sub.rn.f16x2 $0, y, bias;
             sub.rn.f16x2 $1, z, bias;
             }
             """,
             "=r,=r,r",
             [stored],
-            dtype=tl.float16,
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     else:
-        numbers = stored.to(tl.float16)
-    return numbers
-
-
-@triton.jit
-def load_numbers(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """Load 8-bit numbers, [BLOCK_N, BLOCK], float16: exact."""
-    feature = tl.arange(0, BLOCK)[None, :]
-    stored = tl.load(rows[:, None] + feature, exists[:, None] & (feature < WIDTH), other=0)
-    if FORMAT == 1:
-        numbers = numbers_of_fp8(stored, PTX)
-    else:
-        numbers = numbers_of_int8(stored, PTX)
-    return numbers
+        even = number_of_byte(stored.to(tl.int32) & 0xFF, FORMAT)
+        odd = number_of_byte((stored.to(tl.int32) >> 8) & 0xFF, FORMAT)
+    return even, odd
 
 
 @triton.jit
@@ -413,7 +423,7 @@ def load_scales(ptr, strides, page, token, exists):
 
 
 @triton.jit
-def load_pairs(
+def load_4bit(
     rows, scale_ptr, strides, page, token, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CONFIG: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -422,7 +432,7 @@ def load_pairs(
     group = tl.arange(0, GROUPS)[None, :, None]
     byte = tl.arange(0, 16)[None, None, :]
     exists = exists[:, None, None] & (group < WIDTH // 32)
-    stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0x88)
+    stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0)  # the scale is 0 there
     offsets = wide(page) * wide(strides.page) + wide(token) * wide(strides.token)
     offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * strides.group
     scale = (tl.load(scale_ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
@@ -468,16 +478,13 @@ def load_pairs(
 def load_features(rows, feature, scale_ptr, scale_strides, scale_offsets, exists, CONFIG: tl.constexpr):
     """Load keys at features of any order, float32; times their scales if those differ within a head."""
     if CONFIG.FORMAT == 3:
-        stored = tl.load(rows[:, None] + feature // 2, exists, other=0x88).to(tl.int32)
+        stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
         numbers = (((stored >> (feature % 2 * 4)) & 15) - 8).to(tl.float32)
         scale_ptrs = scale_ptr + scale_offsets[:, None] + (feature // 32) * scale_strides.group
         numbers *= tl.load(scale_ptrs, exists, other=0.0).to(tl.float32) * 0.125
     else:
-        stored = tl.load(rows[:, None] + feature, exists, other=0)
-        if CONFIG.FORMAT == 1:
-            numbers = numbers_of_fp8(stored, CONFIG.PTX).to(tl.float32)
-        else:
-            numbers = stored.to(tl.float32)
+        stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
+        numbers = number_of_byte((stored >> (feature % 2 * 8)) & 0xFF, CONFIG.FORMAT).to(tl.float32)
     return numbers
 
 
@@ -508,15 +515,15 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
     if table is not None:
         keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
         s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
-    elif CONFIG.FORMAT == 3:
-        even, odd = load_pairs(
-            rows, scales.k_ptr, scales.k_strides, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE
-        )
-        s = tl.dot(queries.rows, even.T, input_precision=CONFIG.PRECISION)
-        s = tl.dot(queries.odd, odd.T, s, input_precision=CONFIG.PRECISION)
     else:
-        keys = load_numbers(rows, exists, CONFIG.FORMAT, CONFIG.D, CONFIG.BLOCK_D, CONFIG.PTX)
-        s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
+        if CONFIG.FORMAT == 3:
+            even, odd = load_4bit(
+                rows, scales.k_ptr, scales.k_strides, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE
+            )
+        else:
+            even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.D, CONFIG.BLOCK_D, CONFIG.PTX)
+        s = tl.dot(queries.rows, even.to(DTYPE).T, input_precision=CONFIG.PRECISION)
+        s = tl.dot(queries.odd, odd.to(DTYPE).T, s, input_precision=CONFIG.PRECISION)
     s = s * queries.factor
     if CONFIG.FORMAT == 2:
         s = s * load_scales(scales.k_ptr, scales.k_strides, page, token, exists)[None, :]
@@ -527,26 +534,27 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
 def add_quantized_values(
     acc_o, acc_odd, alpha, p, rows, page, token, exists, scales, DTYPE: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Add a tile of values of quantised pages to the accumulators."""
-    DV: tl.constexpr = CONFIG.DV
+    """Add a tile of values of quantised pages to the accumulators of even and of odd features."""
+    alpha = alpha[:, None]
     if CONFIG.FORMAT == 3:
-        even, odd = load_pairs(
-            rows, scales.v_ptr, scales.v_strides, page, token, exists, DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
+        even, odd = load_4bit(
+            rows, scales.v_ptr, scales.v_strides, page, token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
         )
-        p = p.to(DTYPE)
-        acc_o = tl.dot(p, even, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
-        acc_odd = tl.dot(p, odd, acc_odd * alpha[:, None], input_precision=CONFIG.PRECISION)
     else:
-        values = load_numbers(rows, exists, CONFIG.FORMAT, DV, CONFIG.BLOCK_DV, CONFIG.PTX).to(DTYPE)
-        if CONFIG.FORMAT == 2:
-            # Divided by the tile's largest scale, probabilities keep to the range of float16.
-            scale = load_scales(scales.v_ptr, scales.v_strides, page, token, exists)
-            largest = tl.max(scale, 0)
-            scale = tl.where(largest > 0, scale / largest, scale)
-            tile = tl.dot((p * scale[None, :]).to(DTYPE), values, input_precision=CONFIG.PRECISION)
-            acc_o = acc_o * alpha[:, None] + tile * largest
-        else:
-            acc_o = tl.dot(p.to(DTYPE), values, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
+        even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.PTX)
+    even = even.to(DTYPE)
+    odd = odd.to(DTYPE)
+    if CONFIG.FORMAT == 2:
+        # Divided by the tile's largest scale, probabilities keep to the range of float16.
+        scale = load_scales(scales.v_ptr, scales.v_strides, page, token, exists)
+        largest = tl.max(scale, 0)
+        p = (p * tl.where(largest > 0, scale / largest, scale)[None, :]).to(DTYPE)
+        acc_o = acc_o * alpha + tl.dot(p, even, input_precision=CONFIG.PRECISION) * largest
+        acc_odd = acc_odd * alpha + tl.dot(p, odd, input_precision=CONFIG.PRECISION) * largest
+    else:
+        p = p.to(DTYPE)
+        acc_o = tl.dot(p, even, acc_o * alpha, input_precision=CONFIG.PRECISION)
+        acc_odd = tl.dot(p, odd, acc_odd * alpha, input_precision=CONFIG.PRECISION)
     return acc_o, acc_odd
 
 
@@ -636,7 +644,9 @@ def mainloop_kv(
             page_of_tile = load_page(pages, n_next, split.stop, CONFIG)
         # Zeros in place of missing keys: zero times NaN is NaN.
         if CONFIG.FORMAT > 0:
-            s = quantized_scores(queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.scales, CONFIG)
+            s = quantized_scores(
+                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.scales, CONFIG
+            )
         elif keys.k_table is not None:
             k_offsets = k_start + token * k_stride_token * UNIT
             k_tile = load_rotated(cache.k_ptr, k_offsets, keys.k_table, rows.batch, n, exists, CONFIG)
@@ -884,9 +894,7 @@ def decode_kernel(
         k_scale_ptr = scales.k_ptr + wide(kv_head) * wide(scales.k_strides.head)
         v_scale_ptr = scales.v_ptr + wide(kv_head) * wide(scales.v_strides.head)
         head_scales = Scales(k_scale_ptr, scales.k_strides, v_scale_ptr, scales.v_strides)
-    cache = Cache(
-        k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, head_scales
-    )
+    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, head_scales)
 
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -894,7 +902,7 @@ def decode_kernel(
     if tensors.sinks is not None:
         row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    if CONFIG.FORMAT == 3:
+    if CONFIG.FORMAT > 0:
         acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
         acc = Accumulator(acc_even, tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32), row_max, row_sum)
     else:
@@ -909,8 +917,10 @@ def decode_kernel(
     attends = acc.row_sum != 0  # true for NaN, which results must show
     row_sum = tl.where(attends, acc.row_sum, 1.0)
     acc_o = acc.acc_o
+    if CONFIG.FORMAT > 0:
+        acc_o = tl.reshape(tl.join(acc_o, acc.acc_odd), (BLOCK_M, BLOCK_DV))
     if CONFIG.FORMAT == 3:
-        acc_o = tl.reshape(tl.join(acc_o, acc.acc_odd), (BLOCK_M, BLOCK_DV)) * SCALE_4BIT
+        acc_o = acc_o * SCALE_4BIT
     elif CONFIG.FORMAT == 1:
         acc_o = acc_o * tl.load(head_scales.v_ptr)
     acc_o = acc_o / row_sum[:, None]

@@ -41,7 +41,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     rope_table_args,
     window_args,
 )
-from ropewalk.ops.cache.formats import Format
+from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
 MIN_KEYS = 256  # of calls with several queries; fewer keys are not split
@@ -166,8 +166,9 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         q, k = map_features(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    if k.dtype == torch.float8_e4m3fn:
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    kind = _format(call)
+    if kind in (Format.FP8, Format.INT8):
+        k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads pairs
     call = call._replace(q=q, k=k, v=v)
 
     n_kv_heads = k.shape[1]
@@ -178,13 +179,12 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     block_table = call.block_table
     # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
     is_crowded = call.tables.k is not None or (call.mask is not None and _has_rows(call.mask))
-    kind = _format(call)
     tiles = choose_tiles(block_m, block, q.element_size(), is_crowded, kind)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
     work = Work(programs, block_m, on.num_sms(q), _reach(n_queries, call), _stride_unit(q, k, v))
     sizes = on.measure(measure_cache, work, k, v, call.mask, n_keys)
     n_splits = sizes.n_splits
-    config = _config(call, tiles, block_m, n_splits, kind)
+    config = _config(call, tiles, block_m, n_splits, kind, value_dim)
     score_mod = load_score_mod(call)
     partial, partial_lse = out, lse
     if n_splits > 1:
@@ -331,15 +331,17 @@ def _reach(n_queries: int, call: AttentionCall) -> int | None:
     return call.window_left + (call.window_right or 0) + 1 + n_queries
 
 
-def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int, kind: Format) -> DecodeConfig:
+def _config(
+    call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int, kind: Format, value_dim: int
+) -> DecodeConfig:
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
     return DecodeConfig(
         D=q.shape[3],
-        DV=call.value_dim,
+        DV=value_dim,
         BLOCK_D=_block_of(q.shape[3], kind),
-        BLOCK_DV=_block_of(call.value_dim, kind),
+        BLOCK_DV=_block_of(value_dim, kind),
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         ROTARY_DIM=rotary_dim,
@@ -400,16 +402,12 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _block_of(head_dim: int, kind: Format = Format.OWN) -> int:
-    return int(max(32 if kind is Format.INT4 else 16, triton.next_power_of_2(head_dim)))
+    return int(max(16 if kind is Format.OWN else 32, triton.next_power_of_2(head_dim)))
 
 
 def _format(call: AttentionCall) -> Format:
-    """Return the format of a call's pages; those of float8 come as bytes."""
-    if call.k_scale is None:
-        return Format.OWN
-    if call.k.dtype == torch.int8:
-        return Format.INT8
-    return Format.INT4 if call.k_scale.dtype == torch.float16 else Format.FP8
+    """Return the format of a call's pages."""
+    return Format.OWN if call.k_scale is None else QUANTIZED[call.k.dtype]
 
 
 def _has_ptx(kind: Format) -> bool:
