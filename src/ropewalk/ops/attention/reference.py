@@ -40,7 +40,7 @@ class Reference(LibraryBackend):
 
 
 def in_dtype(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
-    """The call with q, k, v and given features of far pairs in another dtype; quantised pages as the numbers they mean."""
+    """The call with q, k, v and given features of far pairs in another dtype, quantised pages as numbers."""
     far = call.far
     if far is not None and far.given is not None:
         q_past, q_future, k_far = far.given
@@ -55,10 +55,8 @@ def in_dtype(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
 
 def read_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers of quantised pages (pages, K, page_size, D), in a dtype."""
-    if pages.dtype == torch.float8_e4m3fn:
-        scale = scale[:, None] if scale.ndim else scale
-    else:
-        scale = scale.transpose(1, 2)
+    if scale.ndim:
+        scale = scale[:, None] if scale.ndim == 1 else scale.transpose(1, 2)
     return dequantize(pages, scale, dtype)
 
 

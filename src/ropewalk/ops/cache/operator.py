@@ -76,13 +76,7 @@ def append(call: AppendCall) -> Tensor | None:
 def _prepare(call: AppendCall) -> tuple[Append, bool, bool]:
     """Check a call, and return the function of calls like it, and whether it reads slots and writes scales."""
     check(call)
-    name = choose(call)
-    if name == "triton":
-        from ropewalk.ops.cache.triton.append_launch import prepare
-
-        run = prepare(call)
-    else:
-        run = _append_by_reference
+    run = _PREPARE[choose(call)](call)
     writes_scales = format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
     return run, not call.k.is_cuda, writes_scales
 
@@ -90,12 +84,28 @@ def _prepare(call: AppendCall) -> tuple[Append, bool, bool]:
 def choose(call: AppendCall) -> str:
     """Return the implementation of a call; raise if the one that is named cannot run it."""
     impl = call.flags.impl
-    if impl not in (None, "triton", "reference"):
+    if impl is not None and impl not in _PREPARE:
         raise ValueError(f"impl is {impl!r}, but must be None, 'triton' or 'reference'")
+    if impl in _ALWAYS:
+        return impl
     reason = gpu.why_no_triton(call.k.device)
-    if impl == "triton" and reason is not None:
-        raise ValueError(f"impl is 'triton', but cannot run: {reason}")
-    return impl or ("triton" if reason is None else "reference")
+    if impl is not None and reason is not None:
+        raise ValueError(f"impl is {impl!r}, but cannot run: {reason}")
+    return _KERNELS if reason is None else _ALWAYS[0]
+
+
+def _prepare_kernels(call: AppendCall) -> Append:
+    from ropewalk.ops.cache.triton.append_launch import prepare
+
+    return prepare(call)
+
+
+def _prepare_reference(call: AppendCall) -> Append:
+    return _append_by_reference
+
+
+_KERNELS, _ALWAYS = "triton", ("reference",)
+_PREPARE: dict[str, Callable[[AppendCall], Append]] = {_KERNELS: _prepare_kernels, _ALWAYS[0]: _prepare_reference}
 
 
 def _append_by_reference(call: AppendCall, out: Tensor | None) -> None:

@@ -322,7 +322,7 @@ def load_page(pages, n_start, stop, CONFIG: tl.constexpr):
 
 
 class QuantizedQueries(NamedTuple):
-    """Rows of queries divided by a power of two, so that float16 holds them, and what their products are multiplied by."""
+    """Rows of queries divided by a power of two, so that float16 holds them, and the factors of their products."""
 
     rows: Any  # [BLOCK_M, BLOCK_D]; if keys are not rotated here, the even features
     odd: Any  # then the odd ones; else None
@@ -436,7 +436,7 @@ def load_4bit(
     offsets = wide(page) * wide(strides.page) + wide(token) * wide(strides.token)
     offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * strides.group
     scale = (tl.load(scale_ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
-    if CONFIG.PTX and DTYPE == tl.float16:
+    if CONFIG.PTX and tl.float16 == DTYPE:
         # A number in the mantissa of 1024; that of a high nibble is 16 times as large.
         even, odd = tl.inline_asm_elementwise(
             """
@@ -889,7 +889,7 @@ def decode_kernel(
         pages = Pages(block_table + wide(batch) * block_table_stride_batch, block_table_stride_page)
     k_ptr = tensors.k + wide(kv_head) * wide(k_stride_head) * CONFIG.STRIDE_UNIT
     v_ptr = tensors.v + wide(kv_head) * wide(v_stride_head) * CONFIG.STRIDE_UNIT
-    head_scales = None
+    head_scales: Any = None
     if CONFIG.FORMAT > 0:
         k_scale_ptr = scales.k_ptr + wide(kv_head) * wide(scales.k_strides.head)
         v_scale_ptr = scales.v_ptr + wide(kv_head) * wide(scales.v_strides.head)
