@@ -124,7 +124,7 @@ def test_plans_give_the_same_bits(kind, device, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_quantisers_error_bounds_that_of_the_output(kind):
-    """Keys with outlier features, rounded once: the weights' error is bounded by the scores', and so is the output's."""
+    """Keys with outlier features: the scores' error bounds that of the weights, and so the output's."""
     torch.manual_seed(3)
     n, d = 64, 64
     k, v = torch.randn(2, n, 1, d)
@@ -192,13 +192,13 @@ def test_refusals(kind):
     for name in ("k_scale", "v_scale"):
         with pytest.raises(ValueError, match=f"{name} is None"):
             attention(q, k_cache, v_cache, **keywords | {name: None})
-        with pytest.raises(TypeError, match=f"{name} has dtype torch.bfloat16"):
+        with pytest.raises(TypeError, match=rf"{name} has dtype torch\.bfloat16"):
             attention(q, k_cache, v_cache, **keywords | {name: keywords[name].bfloat16()})
     with pytest.raises(ValueError, match="block_table is None"):
         attention(q, k_cache[:2], v_cache[:2], k_scale=keywords["k_scale"], v_scale=keywords["v_scale"])
     with pytest.raises(ValueError, match="q requires grad"):
         attention(q.clone().requires_grad_(), k_cache, v_cache, **keywords)
-    with pytest.raises(TypeError, match="q has dtype torch.float64"):
+    with pytest.raises(TypeError, match=r"q has dtype torch\.float64"):
         attention(q.double(), k_cache, v_cache, **keywords)
     with pytest.raises(TypeError, match="v has dtype"):
         attention(q, k_cache, v_cache.view(torch.uint8).to(torch.int16).to(torch.float32), **keywords)

@@ -15,6 +15,9 @@ from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+
+
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -126,7 +129,7 @@ def append_kv(
         raise TypeError(f"norm is {type(norm).__name__}, but must be a ropewalk.QKNorm")
     tensors = (k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale)
     call = tuple.__new__(AppendCall, (*tensors, flags))
-    if is_plain_eager(*tensors) and not is_transformed():
+    if _PLAIN_TYPES.issuperset(map(type, tensors)) and is_plain_eager(*tensors[:8]) and not is_transformed():
         return operator.append(call)
     if not torch.compiler.is_compiling():
         check(call)

@@ -562,6 +562,7 @@ def append_kernel(
 
 
 STORED = {0: None, 1: "u8", 2: "i8", 3: "u8"}  # Triton's letters of a format's elements; None: those of k
+N_POINTERS = sum(name.endswith("_ptr") for name in append_kernel.arg_names)
 OPTIONAL = ("q_weight_ptr", "k_weight_ptr", "k_scale_ptr", "v_scale_ptr", "axes_ptr", "positions_ptr")
 
 

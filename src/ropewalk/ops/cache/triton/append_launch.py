@@ -17,9 +17,11 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
+from ropewalk.ops.attention.triton.bind import bind, join
 from ropewalk.ops.cache.call import AppendCall
 from ropewalk.ops.cache.formats import Format, format_of
 from ropewalk.ops.cache.triton.append_kernel import (
+    N_POINTERS,
     AppendSpecialisation,
     append_kernel,
     compile_kernel,
@@ -67,7 +69,7 @@ class Launch:
     def __init__(self, spec: AppendSpecialisation, n_programs: int, device: int, numbers: tuple[int, ...]) -> None:
         self.spec, self.n_programs, self.device = spec, n_programs, device
         self.constants = (*numbers, *kernel_constants(spec).values())
-        self._by_alignment: dict[int, Callable[..., None]] = {}
+        self._by_alignment: dict[int, Callable[[list[int], int], None]] = {}
 
     def __call__(self, call: AppendCall, q_out: Tensor | None) -> None:
         """Append on the current stream of the tensors' device."""
@@ -79,15 +81,15 @@ class Launch:
             return
         cos_ptr, sin_ptr = cos.data_ptr(), sin.data_ptr()
         q_ptr, q_out_ptr = (k_ptr, k_ptr) if q is None or q_out is None else (q.data_ptr(), q_out.data_ptr())
-        q_weight_ptr = None if q_weight is None else q_weight.data_ptr()
-        k_weight_ptr = None if k_weight is None else k_weight.data_ptr()
+        q_weight_ptr = 0 if q_weight is None else q_weight.data_ptr()
+        k_weight_ptr = 0 if k_weight is None else k_weight.data_ptr()
         union = k_ptr | v_ptr | k_cache_ptr | v_cache_ptr | cos_ptr | sin_ptr | q_ptr | q_out_ptr | _WIDEST_ACCESS
-        union |= (q_weight_ptr or 0) | (k_weight_ptr or 0)
+        union |= q_weight_ptr | k_weight_ptr
         alignment = union & -union
         launch = self._by_alignment.get(alignment)
         if launch is None:
-            launch = self._by_alignment[alignment] = _binary(self._aligned(alignment), self.device)
-        arguments = (
+            launch = self._by_alignment[alignment] = self._bind(replace(self.spec, pointer_alignment=alignment))
+        addresses = [
             q_ptr,
             k_ptr,
             v_ptr,
@@ -98,21 +100,41 @@ class Launch:
             sin_ptr,
             q_weight_ptr,
             k_weight_ptr,
-            None if k_scale is None else k_scale.data_ptr(),
-            None if v_scale is None else v_scale.data_ptr(),
-            None if axes is None else axes.data_ptr(),
-            None if positions is None else positions.data_ptr(),
+            0 if k_scale is None else k_scale.data_ptr(),
+            0 if v_scale is None else v_scale.data_ptr(),
+            0 if axes is None else axes.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
             slots.data_ptr(),
-        )
+        ]
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
-            launch(self.n_programs, stream, *arguments, *self.constants)
+            launch(addresses, stream)
         else:
             with torch.cuda.device(self.device):
-                launch(self.n_programs, stream, *arguments, *self.constants)
+                launch(addresses, stream)
 
-    def _aligned(self, alignment: int) -> AppendSpecialisation:
-        return replace(self.spec, pointer_alignment=alignment)
+    def _bind(self, spec: AppendSpecialisation) -> Callable[[list[int], int], None]:
+        """Return the launch of a binary, which reads addresses from a list."""
+        with torch.cuda.device(self.device):
+            compiled = _compile(spec, self.device)
+            if gpu.is_rocm():
+                return self._launch_of(compiled)
+            twins = [torch.empty(0, device="meta") for _ in range(N_POINTERS)]
+            indices = {id(x): index for index, x in enumerate(twins)}
+            kinds = compiled.src.signature.values()
+            pointers = [None if kind == "constexpr" else x for x, kind in zip(twins, kinds, strict=False)]
+            bound = bind(compiled, self.n_programs, (*pointers, *self.constants), lambda x: (indices[id(x)], 0))
+            return join([bound])[0]
+
+    def _launch_of(self, compiled: Any) -> Callable[[list[int], int], None]:
+        """Return the launch of a binary by Triton's own launcher."""
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+        def launch(addresses: list[int], stream: int) -> None:
+            arguments = (*addresses, *self.constants)
+            run(self.n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+        return launch
 
 
 class InterpretedLaunch(Launch):
@@ -135,17 +157,11 @@ class InterpretedLaunch(Launch):
 
 
 @cache
-def _binary(spec: AppendSpecialisation, device: int) -> Callable[..., None]:
-    """Compile the kernel for `device`; call the result with the number of programs, the stream and its arguments."""
-    with torch.cuda.device(device):
-        compiled = compile_kernel(spec)
-        run = compiled.run  # loads the binary onto the device
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launch(n_programs: int, stream: int, *arguments: Any) -> None:
-        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    return launch
+def _compile(spec: AppendSpecialisation, device: int) -> Any:
+    """Compile the kernel for `device`, and load it."""
+    compiled = compile_kernel(spec)
+    _ = compiled.run  # loads the binary onto the device
+    return compiled
 
 
 def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCall, Tensor | None], None]:
