@@ -257,7 +257,7 @@ def paged(x: Tensor, page_size: int, table: Tensor, pages: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-@pytest.mark.parametrize("page_size", (1, 16, 24, 32, 64, 128, 256, 512))
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_in_any_order_are_one_cache(device, scheme, page_size, layout):
     n_pages, queries = 3, 4

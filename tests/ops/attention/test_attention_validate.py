@@ -436,7 +436,7 @@ def test_a_good_call_of_packed_sequences_gets_its_batch_dimension(device):
     assert alone.cu_seqlens_k is alone.cu_seqlens_q
 
 
-@pytest.mark.parametrize("page_size", (1, 16, 24, 256, MAX_PAGE_SIZE))
+@pytest.mark.parametrize("page_size", [1, 16, 24, 256, MAX_PAGE_SIZE])
 def test_pages_of_every_size_are_taken_in_both_layouts(page_size, device):
     k = torch.ones(4, page_size, K, D, device=device)
     lengths = torch.tensor([page_size, 2 * page_size + 1])

@@ -14,7 +14,6 @@ from ropewalk.ops.cache.validate import check, check_no_grad
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
-
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 
 
