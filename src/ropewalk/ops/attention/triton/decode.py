@@ -418,7 +418,7 @@ def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
 @triton.jit
 def load_scales(ptr, strides, page, token, exists):
     """Load one scale for each key of a tile."""
-    offsets = wide(page) * wide(strides.page) + wide(token) * wide(strides.token)
+    offsets = wide(page) * strides.page + wide(token) * strides.token
     return tl.load(ptr + offsets, exists, other=0.0)
 
 
@@ -433,7 +433,7 @@ def load_4bit(
     byte = tl.arange(0, 16)[None, None, :]
     exists = exists[:, None, None] & (group < WIDTH // 32)
     stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0)  # the scale is 0 there
-    offsets = wide(page) * wide(strides.page) + wide(token) * wide(strides.token)
+    offsets = wide(page) * strides.page + wide(token) * strides.token
     offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * strides.group
     scale = (tl.load(scale_ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
     if CONFIG.PTX and tl.float16 == DTYPE:
@@ -495,7 +495,7 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
     strides = scales.k_strides
     feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     exists = exists[:, None] & (feature < CONFIG.D)
-    scale_offsets = wide(page) * wide(strides.page) + wide(token) * wide(strides.token)
+    scale_offsets = wide(page) * strides.page + wide(token) * strides.token
     x = load_features(rows, feature, scales.k_ptr, strides, scale_offsets, exists, CONFIG)
     rotary_feature = feature - CONFIG.ROTARY_OFFSET
     is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
@@ -889,10 +889,11 @@ def decode_kernel(
         pages = Pages(block_table + wide(batch) * block_table_stride_batch, block_table_stride_page)
     k_ptr = tensors.k + wide(kv_head) * wide(k_stride_head) * CONFIG.STRIDE_UNIT
     v_ptr = tensors.v + wide(kv_head) * wide(v_stride_head) * CONFIG.STRIDE_UNIT
-    head_scales: Any = None
+    # A stride of 1 is a constant, which has no other type.
+    head_scales = None
     if CONFIG.FORMAT > 0:
-        k_scale_ptr = scales.k_ptr + wide(kv_head) * wide(scales.k_strides.head)
-        v_scale_ptr = scales.v_ptr + wide(kv_head) * wide(scales.v_strides.head)
+        k_scale_ptr = scales.k_ptr + wide(kv_head) * scales.k_strides.head
+        v_scale_ptr = scales.v_ptr + wide(kv_head) * scales.v_strides.head
         head_scales = Scales(k_scale_ptr, scales.k_strides, v_scale_ptr, scales.v_strides)
     cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, head_scales)
 
@@ -922,7 +923,7 @@ def decode_kernel(
     if CONFIG.FORMAT == 3:
         acc_o = acc_o * SCALE_4BIT
     elif CONFIG.FORMAT == 1:
-        acc_o = acc_o * tl.load(head_scales.v_ptr)
+        acc_o = acc_o * tl.load(cache.scales.v_ptr)
     acc_o = acc_o / row_sum[:, None]
     lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
     tl.store(tensors.lse + result, lse, row_exists)
