@@ -66,10 +66,10 @@ def append(call: AppendCall) -> Tensor | None:
     if reads_values:
         check_values(call)
     out = None if q is None else torch.empty_like(q)
-    run(call, out)
-    if not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
         written = (k_cache, v_cache, k_scale, v_scale) if writes_scales else (k_cache, v_cache)
         torch._C._increment_version(written)  # type: ignore[arg-type]
+    run(call, out)
     return out
 
 
