@@ -7,7 +7,7 @@ import torch
 from helpers.append_definition import assert_stored, expect
 from helpers.modes import KERNEL_DTYPES, ON_GPU, needs_kernels, on_gpu
 
-from ropewalk import QKNorm, append_kv, inverse_frequencies, rope_table
+from ropewalk import QKNorm, append_kv, apply_rope, inverse_frequencies, rope_table
 from ropewalk.ops.cache.call import AppendCall, AppendFlags
 
 N, H, K, PAGES = 9, 4, 2, 5
@@ -418,3 +418,23 @@ def test_one_memory_for_both_caches_is_refused():
     call, _ = make_call("own", torch.float32, "cpu", dv=64)
     with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
         run(call._replace(v_cache=call.k_cache), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cached_keys_are_moved_with_one_rounding(dtype):
+    """The recipe of docs/serving.md: pages rotated back in place, all others bit for bit as they were."""
+    k_cache = torch.randn(6, 16, K, 64).to(dtype)
+    before, moved, shift = k_cache.clone(), [4, 1], 13
+    cos, sin = rope_table(50, inverse_frequencies("default", rotary_dim=64, base=100.0)[0])
+    shifts = torch.zeros(6, 16, dtype=torch.int64)
+    shifts[moved] = shift
+    apply_rope(
+        k_cache.flatten(0, 1), None, cos, sin, positions=shifts.flatten(), layout="thd", inverse=True, inplace=True
+    )
+    others = [0, 2, 3, 5]
+    assert torch.equal(k_cache[others], before[others])
+    a, b = before[moved].double().chunk(2, dim=-1)
+    c, s = cos[shift].double(), sin[shift].double()
+    expected = torch.cat((a * c + b * s, b * c - a * s), dim=-1)
+    budget = 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-6
+    assert ((k_cache[moved].double() - expected).abs() <= budget).all()
