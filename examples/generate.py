@@ -1,4 +1,4 @@
-"""A small language model: trained on packed texts, then it generates from padded prompts over a cache of keys.
+"""A small language model: trained on packed texts, then it generates from padded prompts over 8-bit pages of keys.
 
 python examples/generate.py
 """
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ropewalk import Rope, apply_rope, attention, inverse_frequencies, rope_table
+from ropewalk import Rope, append_kv, attention, inverse_frequencies, rope_table
 
 VOCABULARY, H, D = 12, 4, 16
+PAGE_SIZE = 16
 PERIOD = 3  # a text repeats its first 3 tokens for ever
 ROPE = Rope()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,19 +34,36 @@ class Model(nn.Module):
 
 
 class Cache:
-    """The rotated keys and the values of all tokens so far, in memory for more of them."""
+    """The rotated keys and the values of all tokens so far, as int8 in pages, with memory for more of them."""
 
     def __init__(self, key_starts, capacity):
+        rows = len(key_starts)
+        pages = rows * capacity // PAGE_SIZE
         self.key_starts, self.length = key_starts, 0
-        self.k, self.v = torch.full((2, len(key_starts), capacity, H, D), torch.nan, device=device)
-        self.table = rope_table(capacity, inverse_frequencies("default", D, ROPE.base)[0], device=device)
+        self.k, self.v = torch.zeros(2, pages, PAGE_SIZE, H, D, dtype=torch.int8, device=device)
+        # What no token was written to is NaN.
+        self.k_scale, self.v_scale = torch.full((2, pages, PAGE_SIZE, H), torch.nan, device=device)
+        self.block_table = torch.randperm(pages, device=device).view(rows, -1)
+        self.cos, self.sin = rope_table(capacity, inverse_frequencies("default", D, ROPE.base)[0], device=device)
 
     def __call__(self, q, k, v):
         """Keep k and v, and attend to all that is kept."""
         first, self.length = self.length, self.length + q.shape[1]
-        places = torch.arange(first, self.length, device=device) - self.key_starts[:, None]
-        self.k[:, first : self.length] = apply_rope(k, None, *self.table, positions=places.clamp(min=0))
-        self.v[:, first : self.length] = v
+        index = torch.arange(first, self.length, device=device)
+        slots = self.block_table[:, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+        positions = (index - self.key_starts[:, None]).clamp(min=0)
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        append_kv(
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            self.k,
+            self.v,
+            slots.flatten(),
+            cos=self.cos,
+            sin=self.sin,
+            positions=positions.flatten(),
+            **scales,
+        )
         return attention(
             q,
             self.k,
@@ -56,6 +74,8 @@ class Cache:
             key_starts=self.key_starts,
             key_lengths=torch.full_like(self.key_starts, self.length),
             query_starts=torch.full_like(self.key_starts, first),
+            block_table=self.block_table,
+            **scales,
         )
 
 
@@ -89,7 +109,7 @@ with torch.no_grad():
     difference = max((a - b).abs().max().item() for a, b in zip(packed, alone, strict=True))
     print(f"packed texts and the same texts alone: logits differ by {difference:.1e}")
 
-    # Generation: prompts end together, so they are padded on the left; what the cache does not hold yet is NaN.
+    # Generation: prompts end together, so they are padded on the left.
     prompts = draw_texts([7, 4, 12])
     longest = max(len(prompt) for prompt in prompts)
     key_starts = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
@@ -100,7 +120,7 @@ with torch.no_grad():
         tokens = model(tokens, cache)[:, -1:].argmax(-1)  # the whole prompts first, then a token a step
         generated = torch.cat((generated, tokens), dim=1)
 
-print("\ngenerating from a left-padded batch, over a cache of 64 keys:")
+print("\ngenerating from a left-padded batch, over int8 pages of 16 keys:")
 right = 0
 for row, prompt, start in zip(generated.tolist(), prompts, key_starts.tolist(), strict=True):
     expected = (prompt[:PERIOD].tolist() * len(row))[: len(row) - start]

@@ -21,7 +21,7 @@ MODULES = (
     "ropewalk.parallel",
     "ropewalk.testing",
 )
-OPERATORS = ("rope", "rope_", "rotary_embedding", "attend", "attend_backward")
+OPERATORS = ("rope", "rope_", "rotary_embedding", "append_kv", "attend", "attend_backward")
 
 
 def describe_api():

@@ -30,14 +30,18 @@ LAYERS = {
     "ops.rope": "ops.rope.* ops.dtensor",
     "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
-    "ops.attention": "ops.dtensor schemes ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
+    "ops.cache": "ops.rope.norm ops.rope.reference ops.rope.validate ops.cache.*",
+    "ops.cache.triton": "ops.cache.call ops.cache.formats ops.attention.triton.bind",
+    "ops.attention": "ops.dtensor schemes ops.cache.formats ops.cache.validate "
+    "ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",
     "ops.attention.blocks": "ops.attention.call ops.attention.triton.tiles",
     "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
     "ops.attention.triton.table_rows",
-    "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.attention.gate.kernel ops.rope.api",
+    "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
+    "ops.attention.gate.kernel",
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ropewalk.ops.attention.api import attention as attention
     from ropewalk.ops.attention.api import explain_choice as explain_choice
     from ropewalk.ops.attention.blocks.lists import BlockLists as BlockLists
+    from ropewalk.ops.cache.api import append_kv as append_kv
     from ropewalk.ops.rope.api import apply_rope as apply_rope
     from ropewalk.ops.rope.norm import QKNorm as QKNorm
     from ropewalk.ops.rope.rotary_embedding import rotary_embedding as rotary_embedding
@@ -74,6 +75,7 @@ _MODULE_OF = {
     "T5Bias": "ropewalk.schemes",
     "TritonRotary": "ropewalk.modules.rotary",
     "absolute_attention": "ropewalk.compat.attention",
+    "append_kv": "ropewalk.ops.cache.api",
     "apply_rope": "ropewalk.ops.rope.api",
     "apply_rotary_emb": "ropewalk.compat.rope",
     "attention": "ropewalk.ops.attention.api",

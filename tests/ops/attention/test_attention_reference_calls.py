@@ -21,7 +21,6 @@ from ropewalk.ops.attention import reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import REFERENCE
 from ropewalk.ops.attention.call import as_bhtd, from_bhtd
-from ropewalk.ops.attention.validate import PAGE_SIZES
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.schemes import Alibi, ExpoSB, Rope
 from ropewalk.testing import unchanged
@@ -258,7 +257,7 @@ def paged(x: Tensor, page_size: int, table: Tensor, pages: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_in_any_order_are_one_cache(device, scheme, page_size, layout):
     n_pages, queries = 3, 4

@@ -248,7 +248,7 @@ def paged(x, page_size, order, extra):
 
 
 @pytest.mark.parametrize("token_major", [False, True])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 64, 128, 256])
 def test_pages_hold_what_a_contiguous_cache_holds(kernels, device, cut, change_tiles, page_size, token_major):
     change_tiles(block_n=32 if INTERPRETED else 64)
     pages_of_row = 2 if page_size == 256 else 256 // page_size

@@ -106,6 +106,8 @@ def attention(
     keys_rotated: bool = False,
     norm: QKNorm | None = None,
     gate: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     layout: str = "bthd",
@@ -184,7 +186,7 @@ def attention(
             the first key, at an index below 0, attends nothing where `causal` is set.
         block_table: (B, pages of a row), int32 or int64: k is pages, (pages, page_size, K, D) for "bthd" or (pages, K,
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
-            n % page_size. Pages have 16, 32, 64, 128 or 256 keys. It needs key_lengths, and has no backward. Queries
+            n % page_size. Pages have 1 to 512 keys. It needs key_lengths, and has no backward. Queries
             stand at the end of all its pages unless query_starts says where: in decoding, say it.
         blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
@@ -193,6 +195,10 @@ def attention(
             blocks are taken as they are. What was made of lists is kept beside them until they, or tensors that the
             mask_mod captured, are written to. Under `torch.compile` a BlockMask with a mask_mod must have been in a
             call outside before; and writes to it are not seen.
+        k_scale: the scales of quantised pages, k of float8_e4m3fn, int8 or uint8 (two 4-bit numbers a byte, D/2 bytes
+            a head), as `append_kv` reads or writes them: a key is its number times its scale. Their shape is the same
+            in both layouts. They need a block_table; q, of float16, bfloat16 or float32, decides the output's dtype.
+        v_scale: likewise of v, whose dtype is k's.
         softcap: bounds the scaled scores to ±softcap by tanh, before the scheme changes them (Gemma 2's).
         sinks: (H,), a logit for each head that takes part in the softmax and attends nothing (gpt-oss's);
             differentiable, and part of the log-sum-exp. Neither scaled nor capped.
@@ -285,7 +291,7 @@ def attention(
             blocks = find_tables(blocks, q, k, layout, block_table)
             given_blocks = blocks[:5]
             flags += blocks[5:]
-        given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, gate, sinks)
+        given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, k_scale, v_scale, gate, sinks)
     elif gate is not None and is_autocast:
         gate = _lower(gate)
     if may_plan and norm is not None:
@@ -293,7 +299,7 @@ def attention(
         found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
         if found is not None:
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
-            given = (q, k, v, *masks, None, None, *given_blocks, gate, sinks)
+            given = (q, k, v, *masks, None, None, *given_blocks, k_scale, v_scale, gate, sinks)
     if may_plan and norm is None:
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
@@ -323,6 +329,8 @@ def attention(
         dropout_p=dropout_p,
         keys_rotated=keys_rotated,
         gate=gate,
+        k_scale=k_scale,
+        v_scale=v_scale,
         return_lse=return_lse,
         return_max_logits=return_max_logits,
         layout=layout,
@@ -544,6 +552,6 @@ def lower_for_autocast(q: Tensor, *others: Any) -> tuple[Any, ...]:
 
 def _lower(x: Any) -> Any:
     """Cast as autocast does for PyTorch's scaled_dot_product_attention."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.dtype.itemsize == 1:
+        return x  # float8 is of quantised pages
     return x.to(torch.get_autocast_dtype(x.device.type))

@@ -103,6 +103,8 @@ class AttentionCall(NamedTuple):
     blocks: BlockTables | None  # the blocks of pairs that are attended; None: all
     scale: float
     softcap: float | None
+    k_scale: Tensor | None  # of quantised pages, as `append_kv` has them
+    v_scale: Tensor | None
     gate: Tensor | None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
     sinks: Tensor | None  # (H,)
     dropout_p: float
@@ -118,6 +120,12 @@ class AttentionCall(NamedTuple):
     needs_backward: bool = False
     return_max_logits: bool = False
     row_logits: Tensor | None = None  # (B, H, Tq), float32: kernels write each row's largest scaled score here
+
+    @property
+    def value_dim(self) -> int:
+        """Return Dv, of which a byte of 4-bit pages holds two."""
+        width = int(self.v.shape[3])
+        return 2 * width if self.v_scale is not None and self.v_scale.dtype == torch.float16 else width
 
     @property
     def has_window(self) -> bool:
@@ -140,8 +148,9 @@ def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     given = () if call.far is None or call.far.given is None else call.far.given
     masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
     indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    rest = (*(call.blocks or NO_BLOCKS)[:5], call.gate, call.sinks, call.seed, call.score_mod_params)
-    return (call.q, call.k, call.v, *masks, *indices, *rest, *given)
+    rest = (*(call.blocks or NO_BLOCKS)[:5], call.k_scale, call.v_scale, call.gate, call.sinks)
+    of_scheme = (call.seed, call.score_mod_params)
+    return (call.q, call.k, call.v, *masks, *indices, *rest, *of_scheme, *given)
 
 
 def rope_tables(call: AttentionCall) -> list[Tensor]:
@@ -196,7 +205,7 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
         *call[:3],
         *call[4:16],
         *(call.blocks or NO_BLOCKS),
-        *call[17:27],
+        *call[17:29],
         *(tables.q or _NO_TABLE),
         *(tables.k or _NO_TABLE),
         *tables[2:],
@@ -214,10 +223,10 @@ def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
     q, k, v, *masks = leaves[:15]
     blocks = None if leaves[15] is None else BlockTables._make(leaves[15:22])
-    plain = leaves[22:32]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[32:41]
+    plain = leaves[22:34]
+    cos_q, sin_q, cos_k, sin_k, *rest = leaves[34:43]
     tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[41:51]
+    window, *features = leaves[43:53]
     far = None
     if window is not None:
         q_past, q_future, k_far = features[6:]
@@ -227,7 +236,7 @@ def unflatten(leaves: Any) -> AttentionCall:
         else:
             far = FarRange(window, None, FarQK(q_past, q_future, k_far))
     call = AttentionCall(q, k, v, None, *(*masks, blocks, *plain))
-    return call._replace(tables=tables, far=far, deterministic=leaves[51])
+    return call._replace(tables=tables, far=far, deterministic=leaves[53])
 
 
 def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:

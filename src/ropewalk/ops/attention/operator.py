@@ -8,6 +8,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ _LIBRARY.define(f"attend({SCHEMA}, bool save, str impl) -> ({_RESULTS})")
 # The same, and each row's largest scaled score, which has no gradient.
 _LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RESULTS}, Tensor row_logits)")
 # The call's q, k and given features of far pairs are those that the forward left. All gradients but the first three
-# are empty unless they are wanted.
+# are empty unless they are wanted: score parameters, sinks, the gate. A schema has at most 64 arguments.
 _LIBRARY.define(
     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? q_past, Tensor? q_future, "
-    f"Tensor? k_far, bool wants_params, bool wants_sinks, bool wants_gate, str impl, {SCHEMA}) -> (Tensor grad_q, "
+    f"Tensor? k_far, bool[] wanted, str impl, {SCHEMA}) -> (Tensor grad_q, "
     "Tensor grad_k, Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, "
     "Tensor grad_sinks, Tensor grad_gate)"
 )
@@ -87,7 +88,7 @@ def _attend_call(call: AttentionCall, save: bool, impl: str) -> tuple[Tensor, ..
             _laid_out_like(x, result) if save and is_rotated and result is not None else call.q.new_empty(0)
             for (x, is_rotated), result in zip(_features(call), mine, strict=True)
         )
-        promised = _output_of(torch.empty_like(call.q, device="meta"), call.v)
+        promised = _output_of(torch.empty_like(call.q, device="meta"), call.value_dim)
         return _laid_out_like(promised, out), saved.lse, *rotated
 
 
@@ -95,18 +96,18 @@ def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
     *leaves, save, _ = arguments
     call = unflatten(leaves)
     rotated = (torch.empty_like(x) if save and is_rotated else call.q.new_empty(0) for x, is_rotated in _features(call))
-    return _output_of(call.q, call.v), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
+    return _output_of(call.q, call.value_dim), call.q.new_empty(call.q.shape[:3], dtype=torch.float32), *rotated
 
 
 def _attend_with_row_logits_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return *_attend_fake(*arguments), empty_row_logits(unflatten(arguments[:-2]))
 
 
-def _output_of(q: Tensor, v: Tensor) -> Tensor:
+def _output_of(q: Tensor, value_dim: int) -> Tensor:
     """Memory for the output: like q, or with (B, T, H, Dv) in a row where Dv is another than D."""
-    if q.shape[3] == v.shape[3]:
+    if q.shape[3] == value_dim:
         return torch.empty_like(q)
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], value_dim).transpose(1, 2)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -141,7 +142,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     needed = ctx.needs_input_grad
     grads = torch.ops.ropewalk.attend_backward(
         *(grad_out, grad_lse, out, lse, q_past, q_future, k_far),
-        *(needed[_PARAMS], needed[_SINKS], needed[_GATE], ctx.impl, *leaves),
+        *([needed[_PARAMS], needed[_SINKS], needed[_GATE]], ctx.impl, *leaves),
     )
     of_leaves: list[Tensor | None] = [None] * len(LEAVES)
     of_leaves[:3] = grads[0], grads[1], grads[2] if reads_v else None  # as `autograd` does
@@ -159,20 +160,17 @@ def _attend_backward(
     q_past: Tensor | None,
     q_future: Tensor | None,
     k_far: Tensor | None,
-    wants_params: bool,
-    wants_sinks: bool,
-    wants_gate: bool,
+    wanted: Sequence[bool],
     impl: str,
     *leaves: Any,
 ) -> tuple[Tensor, ...]:
-    call = unflatten(leaves)
-    wanted = Wanted(wants_params, wants_sinks, wants_gate)
+    call, wants = unflatten(leaves), Wanted(*wanted)
     with torch.no_grad():
         if grad_lse is not None:
             grad_lse = grad_lse / LN_2  # the kernels take the gradient of the natural logarithm
         saved = Saved(call.q, call.k, lse, q_past, q_future, k_far)
-        backend = backward_of(KERNELS[impl], call, wanted)
-        grads = backend.backward(call, out, saved, grad_out, grad_lse, wanted)
+        backend = backward_of(KERNELS[impl], call, wants)
+        grads = backend.backward(call, out, saved, grad_out, grad_lse, wants)
 
         def of(x: Tensor | None, grad: Tensor | None) -> Tensor:
             return lse.new_empty(0) if x is None or grad is None else _laid_out_like(x, grad)
@@ -180,8 +178,10 @@ def _attend_backward(
         return (
             *(of(x, grad) for x, grad in zip((call.q, call.k, call.v), grads[:3], strict=True)),
             *(of(x, grad) for x, grad in zip((q_past, q_future, k_far), grads[5:8], strict=True)),
-            grads.score_mod_params if wants_params and grads.score_mod_params is not None else lse.new_empty(0),
-            grads.sinks if wants_sinks and grads.sinks is not None else lse.new_empty(0),
+            grads.score_mod_params
+            if wants.score_mod_params and grads.score_mod_params is not None
+            else lse.new_empty(0),
+            grads.sinks if wants.sinks and grads.sinks is not None else lse.new_empty(0),
             of(call.gate, grads.gate),
         )
 
@@ -194,15 +194,14 @@ def _attend_backward_fake(
     q_past: Tensor | None,
     q_future: Tensor | None,
     k_far: Tensor | None,
-    wants_params: bool,
-    wants_sinks: bool,
-    wants_gate: bool,
+    wanted: Sequence[bool],
     impl: str,
     *leaves: Any,
 ) -> tuple[Tensor, ...]:
     call = unflatten(leaves)
     given = call.far is not None and call.far.given is not None
     far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (q_past, q_future, k_far))
+    wants_params, wants_sinks, wants_gate = wanted
     learned = (call.score_mod_params if wants_params else None), (call.sinks if wants_sinks else None)
     rest = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)
     grad_gate = torch.empty_like(call.gate) if wants_gate and call.gate is not None else lse.new_empty(0)

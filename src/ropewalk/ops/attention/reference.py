@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ropewalk.ops.attention import dropout
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
 from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, existing, token_indices, token_positions
+from ropewalk.ops.cache.formats import dequantize
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.schemes import PositionScheme, Rotation
 
@@ -39,13 +40,24 @@ class Reference(LibraryBackend):
 
 
 def in_dtype(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
-    """The call with q, k, v and given features of far pairs in another dtype."""
+    """The call with q, k, v and given features of far pairs in another dtype, quantised pages as numbers."""
     far = call.far
     if far is not None and far.given is not None:
         q_past, q_future, k_far = far.given
         given = FarQK(q_past.to(dtype), None if q_future is None else q_future.to(dtype), k_far.to(dtype))
         far = far._replace(given=given)
-    return call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype), far=far)
+    if call.k_scale is not None and call.v_scale is not None:
+        k, v = read_pages(call.k, call.k_scale, dtype), read_pages(call.v, call.v_scale, dtype)
+    else:
+        k, v = call.k.to(dtype), call.v.to(dtype)
+    return call._replace(q=call.q.to(dtype), k=k, v=v, k_scale=None, v_scale=None, far=far)
+
+
+def read_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of quantised pages (pages, K, page_size, D), in a dtype."""
+    if scale.ndim:
+        scale = scale[:, None] if scale.ndim == 1 else scale.transpose(1, 2)
+    return dequantize(pages, scale, dtype)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,14 @@ from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.tables import find_tables
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd
+from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
+from ropewalk.ops.cache.validate import check_scale
 from ropewalk.ops.tracing import is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_PAGE_SIZE = 512
 NO_POSITION = NoPosition()
 
 
@@ -50,6 +52,8 @@ class Arguments(NamedTuple):
     layout: str = "bthd"
     gate: Tensor | None = None
     blocks: Any = None  # BlockLists, BlockMask, or BlockTables
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
@@ -63,7 +67,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
-    batch, heads, queries, head_dim, keys = _check_tensors(q, k, v, layout, block_table)
+    batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
+        q, k, v, layout, block_table, (given.k_scale, given.v_scale)
+    )
     window_left, window_right = _as_window(given.window)
     causal = bool(given.causal) or window_right == 0
     scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
@@ -109,7 +115,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
     if given.sinks is not None:
         _check_sinks(given.sinks, heads, q)
     if given.gate is not None:
-        check_gate(given.gate, q, v, layout)
+        check_gate(given.gate, q, v, layout, value_dim)
     dropout_p = _as_float(given.dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {given.dropout_p!r}, but must be a number from 0 to below 1")
@@ -139,6 +145,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         scale,
         softcap,
         None,
+        given.k_scale,
+        given.v_scale,
         given.sinks,
         dropout_p,
         None,
@@ -190,9 +198,14 @@ _SHAPES = {"bthd": "(B, T, H, D)", "bhtd": "(B, H, T, D)", "thd": "(total, H, D)
 
 
 def _check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, block_table: Tensor | None
-) -> tuple[int, int, int, int, int]:
-    """B, H, Tq, D and Tk."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    block_table: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> tuple[int, int, int, int, int, int]:
+    """B, H, Tq, D, Dv and Tk."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
@@ -201,6 +214,8 @@ def _check_tensors(
         check_dense(name, x)
         if x.ndim != len(layout):
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be {_SHAPES[layout]}")
+        if name != "q" and x.dtype in QUANTIZED:
+            continue
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise TypeError(f"{name} has dtype {x.dtype}, but q, k and v must share one of {kinds}")
@@ -208,6 +223,8 @@ def _check_tensors(
     batch, heads, queries, head_dim = as_bhtd(q, layout).shape
     rows, key_heads, keys, key_dim = as_bhtd(k, layout).shape
     value_dim = v.shape[-1]
+    if k.dtype in QUANTIZED or v.dtype in QUANTIZED or scales != (None, None):
+        key_dim, value_dim = _check_quantized(q, k, v, layout, block_table, scales)
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v has shape {tuple(v.shape)}, but must have k's, {tuple(k.shape)}, all but the head dim")
     if block_table is not None and layout != "thd":
@@ -219,7 +236,30 @@ def _check_tensors(
     for owner, dim in (("the", head_dim), ("v's", value_dim)):
         if dim < 1:
             raise ValueError(f"{owner} head dim is {dim}, but must be at least 1")
-    return batch, heads, queries, head_dim, keys
+    return batch, heads, queries, head_dim, value_dim, keys
+
+
+def _check_quantized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    block_table: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> tuple[int, int]:
+    """Return D and Dv of quantised pages."""
+    if v.dtype != k.dtype:
+        raise TypeError(f"v has dtype {v.dtype}, but must have k's, {k.dtype}")
+    kind = QUANTIZED.get(k.dtype, Format.OWN)
+    if kind is not Format.OWN and block_table is None:
+        raise ValueError(f"block_table is None, but k of {k.dtype} must come in pages")
+    if q.dtype == torch.float64 and kind is not Format.OWN:
+        raise TypeError(f"q has dtype {q.dtype}, but must be float16, bfloat16 or float32 for pages of {k.dtype}")
+    for name, x, scale in (("k_scale", k, scales[0]), ("v_scale", v, scales[1])):
+        check_scale(name, scale, x, kind, head=1 if layout == "bhtd" else 2)
+        _check_device(name[0], x, q)
+    numbers = NUMBERS_PER_ELEMENT[kind]
+    return numbers * k.shape[-1], numbers * v.shape[-1]
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -266,9 +306,8 @@ def _check_table(block_table: Tensor, batch: int, page_size: int, q: Tensor) -> 
             f"block_table has shape {tuple(block_table.shape)}, but must be (B, number of pages) with B = {batch}"
         )
     _check_device("block_table", block_table, q)
-    if page_size not in PAGE_SIZES:
-        sizes = ", ".join(map(str, PAGE_SIZES))
-        raise ValueError(f"k has pages of {page_size} keys, but with block_table they must be of one of {sizes}")
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"k has pages of {page_size} keys, but with block_table they must be of 1 to {MAX_PAGE_SIZE}")
     return batch, block_table.shape[1] * page_size
 
 
@@ -306,16 +345,16 @@ def _check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
 _ROWS = {"bthd": "(B, T, H)", "bhtd": "(B, H, T)", "thd": "(total, H)"}
 
 
-def check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str) -> None:
+def check_gate(gate: Tensor, q: Tensor, v: Tensor, layout: str, value_dim: int | None = None) -> None:
     """Check the gate of a call whose q and v are valid."""
     if not isinstance(gate, Tensor) or gate.dtype != q.dtype:
         kind = str(gate.dtype) if isinstance(gate, Tensor) else type(gate).__name__
         raise TypeError(f"gate is {kind}, but must be a tensor of q's dtype, {q.dtype}")
     check_dense("gate", gate)
-    rows = q.shape[:-1]
-    if gate.shape != rows and gate.shape != (*rows, v.shape[-1]):
+    rows, value_dim = q.shape[:-1], v.shape[-1] if value_dim is None else value_dim
+    if gate.shape != rows and gate.shape != (*rows, value_dim):
         raise ValueError(
-            f"gate has shape {tuple(gate.shape)}, but must be like the output, {(*rows, v.shape[-1])}, or one number "
+            f"gate has shape {tuple(gate.shape)}, but must be like the output, {(*rows, value_dim)}, or one number "
             f"for each head, {_ROWS[layout]}: {tuple(rows)}"
         )
     _check_device("gate", gate, q)

@@ -60,6 +60,24 @@ class KeyMask(NamedTuple):
     stride_key: Any
 
 
+class Scales(NamedTuple):
+    """Scales of quantised pages; strides in elements. Their pages have the numbers of the pages of k and v."""
+
+    k_ptr: Any
+    k_strides: Any  # `ScaleStrides`
+    v_ptr: Any
+    v_strides: Any
+
+
+class ScaleStrides(NamedTuple):
+    """Strides of scales."""
+
+    page: Any
+    token: Any
+    head: Any
+    group: Any
+
+
 class RopeTables(NamedTuple):
     """A `RopeTable`, or None where features are not rotated, for each side of near and of far pairs."""
 
@@ -104,6 +122,8 @@ class DecodeConfig(NamedTuple):
     PAIR_BLOCK: int  # features of a block that is half-split by itself
     PAGE_SIZE: int
     STRIDE_UNIT: int  # elements; all strides of q, k and v are multiples of it
+    FORMAT: int  # of pages, a `cache.formats.Format`: 0 has no scales
+    PTX: bool  # numbers of quantised pages are unpacked by inline assembly
     INT64_STRIDES: bool  # keys of one tile may be 2³¹ elements apart
     INDEX_POSITIONS: bool  # positions are indices of tokens
     CAUSAL: bool
@@ -137,12 +157,14 @@ class Cache(NamedTuple):
     positions: Any  # of keys, or None
     origin: Any  # the position that others are counted from
     kv_start: Any  # the first key that exists
+    scales: Any  # `Scales` of this key head, or None
 
 
 class Accumulator(NamedTuple):
     """Running results of the online softmax."""
 
-    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum
+    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum; of quantised pages the even features
+    acc_odd: Any  # of quantised pages the odd features; else None
     row_max: Any  # [BLOCK_M], base 2
     row_sum: Any
 
@@ -178,6 +200,30 @@ def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
 
 
 @triton.jit
+def partner_of(feature, CONFIG: tl.constexpr):
+    """Return the pair of each rotated feature, the pair's other feature, and whether the feature is its second one."""
+    R: tl.constexpr = CONFIG.ROTARY_DIM
+    rotary_feature = feature - CONFIG.ROTARY_OFFSET
+    if CONFIG.INTERLEAVED:
+        pair = rotary_feature // 2
+        is_second = rotary_feature % 2 == 1
+        partner = tl.where(is_second, feature - 1, feature + 1)
+    else:
+        # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
+        P: tl.constexpr = CONFIG.PAIR_BLOCK
+        if P == R:
+            is_second = rotary_feature >= R // 2
+            pair = rotary_feature % (R // 2)
+            partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
+        else:
+            block = rotary_feature // P
+            is_second = rotary_feature % P >= P // 2
+            pair = block * (P // 2) + rotary_feature % (P // 2)
+            partner = block * P + (rotary_feature + P // 2) % P + CONFIG.ROTARY_OFFSET
+    return pair, partner, is_second
+
+
+@triton.jit
 def load_rotated(ptr, offsets, table, batch, table_row, row_exists, CONFIG: tl.constexpr):
     """Load rows of q or k, [rows, BLOCK_D], and rotate them, rounded once; zeros where there is none."""
     R: tl.constexpr = CONFIG.ROTARY_DIM
@@ -187,22 +233,7 @@ def load_rotated(ptr, offsets, table, batch, table_row, row_exists, CONFIG: tl.c
     if table is not None:
         rotary_feature = feature - CONFIG.ROTARY_OFFSET
         is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
-        if CONFIG.INTERLEAVED:
-            pair = rotary_feature // 2
-            is_second = rotary_feature % 2 == 1
-            partner = tl.where(is_second, feature - 1, feature + 1)
-        else:
-            # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
-            P: tl.constexpr = CONFIG.PAIR_BLOCK
-            if P == R:
-                is_second = rotary_feature >= R // 2
-                pair = rotary_feature % (R // 2)
-                partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
-            else:
-                block = rotary_feature // P
-                is_second = rotary_feature % P >= P // 2
-                pair = block * (P // 2) + rotary_feature % (P // 2)
-                partner = block * P + (rotary_feature + P // 2) % P + CONFIG.ROTARY_OFFSET
+        pair, partner, is_second = partner_of(feature, CONFIG)
         table_offsets = (wide(batch) * table.stride_batch + wide(table_row) * table.stride_token)[:, None] + pair
         cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
         sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
@@ -285,9 +316,246 @@ def skip_full_tiles(n_start, split, SKIP: tl.constexpr):
 def load_page(pages, n_start, stop, CONFIG: tl.constexpr):
     """Load the block table's entry of a tile, or of each of its keys if pages are shorter; 0 from `stop` on."""
     n = n_start
-    if CONFIG.PAGE_SIZE < CONFIG.BLOCK_N:
+    if CONFIG.PAGE_SIZE % CONFIG.BLOCK_N != 0:
         n = n_start + tl.arange(0, CONFIG.BLOCK_N)
     return tl.load(pages.ptr + wide(n // CONFIG.PAGE_SIZE) * pages.stride_page, n < stop, other=0)
+
+
+class QuantizedQueries(NamedTuple):
+    """Rows of queries divided by a power of two, so that float16 holds them, and the factors of their products."""
+
+    rows: Any  # [BLOCK_M, BLOCK_D]; if keys are not rotated here, the even features
+    odd: Any  # then the odd ones; else None
+    factor: Any  # [BLOCK_M, 1]
+
+
+SCALE_4BIT = tl.constexpr(8.0)  # float16 holds 7 times an eighth of every scale
+
+
+@triton.jit
+def prepare_queries(queries, scales, SPLIT_PAIRS: tl.constexpr, CONFIG: tl.constexpr):
+    """Return queries for products with stored numbers: in float16, or in float32 if they are."""
+    factor = tl.full((CONFIG.BLOCK_M, 1), 1.0, tl.float32)
+    if queries.dtype != tl.float32:
+        largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1, keep_dims=True)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = tl.where((power > 0) & (power < float("inf")), power, 1.0)
+        queries = (queries.to(tl.float32) / factor).to(tl.float16)
+    odd = None
+    if SPLIT_PAIRS:
+        queries, odd = tl.split(tl.reshape(queries, (CONFIG.BLOCK_M, CONFIG.BLOCK_D // 2, 2)))
+    if CONFIG.FORMAT == 3:
+        factor = factor * SCALE_4BIT
+    elif CONFIG.FORMAT == 1:
+        factor = factor * tl.load(scales.k_ptr)
+    return QuantizedQueries(queries, odd, factor)
+
+
+@triton.jit
+def number_of_byte(byte, FORMAT: tl.constexpr):
+    """Return the number of a byte, int32, as float16: float8_e4m3fn or int8."""
+    if FORMAT == 1:
+        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)  # the number times 2⁻⁸
+        number = half.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+        number = tl.where((byte & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
+    else:
+        number = ((byte ^ 0x80) - 128).to(tl.float16)
+    return number
+
+
+@triton.jit
+def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """Load 8-bit numbers as float16: even and odd features, [BLOCK_N, BLOCK / 2] each.
+
+    They are loaded in pairs of 16 bits, since matrices of bytes are not transposed by one instruction.
+    """
+    pair = tl.arange(0, BLOCK // 2)[None, :]
+    stored = tl.load(rows[:, None] + pair, exists[:, None] & (pair < WIDTH // 2), other=0)
+    if PTX and FORMAT == 1:
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 x;
+            .reg .b16 low, high;
+            prmt.b32 x, $2, 0, 0x3120;
+            mov.b32 {low, high}, x;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            [stored],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif PTX:
+        # A byte plus 128 in the mantissa of 1024: a conversion has a quarter of an instruction's rate or less.
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 x, y, z, bias;
+            mov.b32 bias, 0x64806480;
+            xor.b32 x, $2, 0x80808080;
+            prmt.b32 y, x, 0x64646464, 0x4240;
+            prmt.b32 z, x, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, y, bias;
+            sub.rn.f16x2 $1, z, bias;
+            }
+            """,
+            "=r,=r,r",
+            [stored],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = number_of_byte(stored.to(tl.int32) & 0xFF, FORMAT)
+        odd = number_of_byte((stored.to(tl.int32) >> 8) & 0xFF, FORMAT)
+    return even, odd
+
+
+@triton.jit
+def load_scales(ptr, strides, page, token, exists):
+    """Load one scale for each key of a tile."""
+    offsets = wide(page) * strides.page + wide(token) * strides.token
+    return tl.load(ptr + offsets, exists, other=0.0)
+
+
+@triton.jit
+def load_4bit(
+    rows, scale_ptr, strides, page, token, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CONFIG: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Load 4-bit numbers times an eighth of their scales: even and odd features, [BLOCK_N, BLOCK / 2] each."""
+    GROUPS: tl.constexpr = BLOCK // 32
+    group = tl.arange(0, GROUPS)[None, :, None]
+    byte = tl.arange(0, 16)[None, None, :]
+    exists = exists[:, None, None] & (group < WIDTH // 32)
+    stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0)  # the scale is 0 there
+    offsets = wide(page) * strides.page + wide(token) * strides.token
+    offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * strides.group
+    scale = (tl.load(scale_ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
+    if CONFIG.PTX and tl.float16 == DTYPE:
+        # A number in the mantissa of 1024; that of a high nibble is 16 times as large.
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 x, y, a, b, c, d, bias, part, shift;
+            mov.b32 bias, 0x64086408;
+            mov.b32 part, 0x2C002C00;
+            mov.b32 shift, 0xD480D480;
+            prmt.b32 x, $4, 0, 0x3120;
+            shr.u32 y, x, 8;
+            lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 b, y, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 c, x, 0x00F000F0, 0x64006400, 0xEA;
+            lop3.b32 d, y, 0x00F000F0, 0x64006400, 0xEA;
+            sub.rn.f16x2 a, a, bias;
+            sub.rn.f16x2 b, b, bias;
+            fma.rn.f16x2 c, c, part, shift;
+            fma.rn.f16x2 d, d, part, shift;
+            mul.rn.f16x2 $0, a, $5;
+            mul.rn.f16x2 $1, b, $6;
+            mul.rn.f16x2 $2, c, $5;
+            mul.rn.f16x2 $3, d, $6;
+            }
+            """,
+            "=r,=r,=r,=r,r,r,r",
+            [stored, tl.broadcast_to(scale, stored.shape)],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        even = ((stored & 15).to(tl.int32) - 8).to(DTYPE) * scale
+        odd = ((stored >> 4).to(tl.int32) - 8).to(DTYPE) * scale
+    SHAPE: tl.constexpr = (stored.shape[0], BLOCK // 2)
+    return tl.reshape(even, SHAPE), tl.reshape(odd, SHAPE)
+
+
+@triton.jit
+def load_features(rows, feature, scale_ptr, scale_strides, scale_offsets, exists, CONFIG: tl.constexpr):
+    """Load keys at features of any order, float32; times their scales if those differ within a head."""
+    if CONFIG.FORMAT == 3:
+        stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
+        numbers = (((stored >> (feature % 2 * 4)) & 15) - 8).to(tl.float32)
+        scale_ptrs = scale_ptr + scale_offsets[:, None] + (feature // 32) * scale_strides.group
+        numbers *= tl.load(scale_ptrs, exists, other=0.0).to(tl.float32) * 0.125
+    else:
+        stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
+        numbers = number_of_byte((stored >> (feature % 2 * 8)) & 0xFF, CONFIG.FORMAT).to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exists, CONFIG: tl.constexpr):
+    """Load keys of quantised pages and rotate them, [BLOCK_N, BLOCK_D], float32."""
+    R: tl.constexpr = CONFIG.ROTARY_DIM
+    strides = scales.k_strides
+    feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    exists = exists[:, None] & (feature < CONFIG.D)
+    scale_offsets = wide(page) * strides.page + wide(token) * strides.token
+    x = load_features(rows, feature, scales.k_ptr, strides, scale_offsets, exists, CONFIG)
+    rotary_feature = feature - CONFIG.ROTARY_OFFSET
+    is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
+    pair, partner, is_second = partner_of(feature, CONFIG)
+    table_offsets = (wide(batch) * table.stride_batch + wide(table_row) * table.stride_token)[:, None] + pair
+    cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
+    sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
+    partner = tl.where(is_rotated, partner, 0)
+    y = load_features(rows, partner, scales.k_ptr, strides, scale_offsets, is_rotated, CONFIG)
+    return x * cos + y * tl.where(is_second, sin, -sin)
+
+
+@triton.jit
+def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales, CONFIG: tl.constexpr):
+    """Return the products of queries with a tile of keys of quantised pages, [BLOCK_M, BLOCK_N]."""
+    DTYPE: tl.constexpr = queries.rows.dtype
+    if table is not None:
+        keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
+        s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
+    else:
+        if CONFIG.FORMAT == 3:
+            even, odd = load_4bit(
+                rows, scales.k_ptr, scales.k_strides, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE
+            )
+        else:
+            even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.D, CONFIG.BLOCK_D, CONFIG.PTX)
+        s = tl.dot(queries.rows, even.to(DTYPE).T, input_precision=CONFIG.PRECISION)
+        s = tl.dot(queries.odd, odd.to(DTYPE).T, s, input_precision=CONFIG.PRECISION)
+    s = s * queries.factor
+    if CONFIG.FORMAT == 2:
+        s = s * load_scales(scales.k_ptr, scales.k_strides, page, token, exists)[None, :]
+    return s
+
+
+@triton.jit
+def add_quantized_values(
+    acc_o, acc_odd, alpha, p, rows, page, token, exists, scales, DTYPE: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Add a tile of values of quantised pages to the accumulators of even and of odd features."""
+    alpha = alpha[:, None]
+    if CONFIG.FORMAT == 3:
+        even, odd = load_4bit(
+            rows, scales.v_ptr, scales.v_strides, page, token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
+        )
+    else:
+        even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.PTX)
+    even = even.to(DTYPE)
+    odd = odd.to(DTYPE)
+    if CONFIG.FORMAT == 2:
+        # Divided by the tile's largest scale, probabilities keep to the range of float16.
+        scale = load_scales(scales.v_ptr, scales.v_strides, page, token, exists)
+        largest = tl.max(scale, 0)
+        p = (p * tl.where(largest > 0, scale / largest, scale)[None, :]).to(DTYPE)
+        acc_o = acc_o * alpha + tl.dot(p, even, input_precision=CONFIG.PRECISION) * largest
+        acc_odd = acc_odd * alpha + tl.dot(p, odd, input_precision=CONFIG.PRECISION) * largest
+    else:
+        p = p.to(DTYPE)
+        acc_o = tl.dot(p, even, acc_o * alpha, input_precision=CONFIG.PRECISION)
+        acc_odd = tl.dot(p, odd, acc_odd * alpha, input_precision=CONFIG.PRECISION)
+    return acc_o, acc_odd
 
 
 @triton.jit
@@ -316,6 +584,7 @@ def mainloop_kv(
     SKIP: tl.constexpr = MASKED and CONFIG.SPLIT_MASKED_LOOP
     NO_FUTURE_KEYS: tl.constexpr = CONFIG.INDEX_POSITIONS and CONFIG.CAUSAL and not MASKED
     acc_o = acc.acc_o
+    acc_odd = acc.acc_odd
     row_max = acc.row_max
     row_sum = acc.row_sum
     pages = cache.pages
@@ -349,12 +618,15 @@ def mainloop_kv(
         if pages is None:
             token_start = n_start
             token = offset
-        elif CONFIG.PAGE_SIZE >= BLOCK_N:  # one page holds the tile
+        elif CONFIG.PAGE_SIZE % BLOCK_N == 0:  # one page holds the tile
             token_start = n_start % CONFIG.PAGE_SIZE
             token = offset
-        else:  # a tile begins where a page does
+        elif BLOCK_N % CONFIG.PAGE_SIZE == 0:  # a tile begins where a page does
             token_start = 0
             token = offset % CONFIG.PAGE_SIZE
+        else:
+            token_start = 0
+            token = n % CONFIG.PAGE_SIZE
         k_start = (wide(page) * wide(cache.k_strides.batch) + token_start * wide(cache.k_strides.token)) * UNIT
         v_start = (wide(page) * wide(cache.v_strides.batch) + token_start * wide(cache.v_strides.token)) * UNIT
         k_stride_token = cache.k_strides.token
@@ -362,13 +634,20 @@ def mainloop_kv(
         if CONFIG.INT64_STRIDES:
             k_stride_token = wide(k_stride_token)
             v_stride_token = wide(v_stride_token)
-        k_ptrs = (cache.k_ptr + k_start + token * k_stride_token * UNIT)[:, None] + feature
-        v_ptrs = (cache.v_ptr + v_start + token * v_stride_token * UNIT)[:, None] + feature_v
+        k_rows = cache.k_ptr + k_start + token * k_stride_token * UNIT
+        v_rows = cache.v_ptr + v_start + token * v_stride_token * UNIT
+        k_ptrs = k_rows[:, None] + feature
+        v_ptrs = v_rows[:, None] + feature_v
+        page_token = token_start + token
         if pages is not None:  # the next tile's, so that its loads need not wait for the table
             n_next = skip_full_tiles(start + step + BLOCK_N, split, SKIP)
             page_of_tile = load_page(pages, n_next, split.stop, CONFIG)
         # Zeros in place of missing keys: zero times NaN is NaN.
-        if keys.k_table is not None:
+        if CONFIG.FORMAT > 0:
+            s = quantized_scores(
+                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.scales, CONFIG
+            )
+        elif keys.k_table is not None:
             k_offsets = k_start + token * k_stride_token * UNIT
             k_tile = load_rotated(cache.k_ptr, k_offsets, keys.k_table, rows.batch, n, exists, CONFIG)
         elif MASKED:
@@ -377,8 +656,8 @@ def mainloop_kv(
             k_tile = tl.load(k_ptrs)
         else:
             k_tile = tl.load(k_ptrs, feature < D, other=0.0)
-
-        s = tl.dot(queries, k_tile.T, input_precision=CONFIG.PRECISION)
+        if CONFIG.FORMAT == 0:
+            s = tl.dot(queries, k_tile.T, input_precision=CONFIG.PRECISION)
         if SCORE_MOD is not None or scores.softcap is not None:
             s = s * scores.scale
         if scores.softcap is not None:
@@ -413,15 +692,20 @@ def mainloop_kv(
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
 
-        if MASKED:
+        if CONFIG.FORMAT > 0:
+            acc_o, acc_odd = add_quantized_values(
+                acc_o, acc_odd, alpha, p, v_rows, page, page_token, exists, cache.scales, queries.rows.dtype, CONFIG
+            )
+        elif MASKED:
             v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
         elif DV == CONFIG.BLOCK_DV:
             v_tile = tl.load(v_ptrs)
         else:
             v_tile = tl.load(v_ptrs, feature_v < DV, other=0.0)
-        acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
+        if CONFIG.FORMAT == 0:
+            acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
         row_max = new_max
-    return Accumulator(acc_o, row_max, row_sum)
+    return Accumulator(acc_o, acc_odd, row_max, row_sum)
 
 
 @triton.jit
@@ -438,6 +722,8 @@ def attend_range(
 ):
     """Add near or far keys to the accumulator, with queries rotated for them."""
     queries = load_rotated(rows.q_ptr, rows.q_offsets, keys.q_table, rows.batch, keys.q_row, rows.exists, CONFIG)
+    if CONFIG.FORMAT > 0:
+        queries = prepare_queries(queries, cache.scales, keys.k_table is None, CONFIG)
     if CONFIG.SPLIT_MASKED_LOOP:
         acc = mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, False)
     return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
@@ -465,6 +751,7 @@ def decode_kernel(
     block_table,  # (B, pages of a row); or None
     block_table_stride_batch,
     block_table_stride_page,
+    scales,  # `Scales` of quantised pages, or None
     tables,
     table_start,  # q's table of near pairs has a row for each position from this one on; None: one for each query
     table_rows,
@@ -602,7 +889,13 @@ def decode_kernel(
         pages = Pages(block_table + wide(batch) * block_table_stride_batch, block_table_stride_page)
     k_ptr = tensors.k + wide(kv_head) * wide(k_stride_head) * CONFIG.STRIDE_UNIT
     v_ptr = tensors.v + wide(kv_head) * wide(v_stride_head) * CONFIG.STRIDE_UNIT
-    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start)
+    # A stride of 1 is a constant, which has no other type.
+    head_scales = None
+    if CONFIG.FORMAT > 0:
+        k_scale_ptr = scales.k_ptr + wide(kv_head) * scales.k_strides.head
+        v_scale_ptr = scales.v_ptr + wide(kv_head) * scales.v_strides.head
+        head_scales = Scales(k_scale_ptr, scales.k_strides, v_scale_ptr, scales.v_strides)
+    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, head_scales)
 
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -610,7 +903,11 @@ def decode_kernel(
     if tensors.sinks is not None:
         row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
+    if CONFIG.FORMAT > 0:
+        acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
+        acc = Accumulator(acc_even, tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32), row_max, row_sum)
+    else:
+        acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), None, row_max, row_sum)
     if HAS_FAR:
         far_range = KeyRange(far_split, kv_index - far_window, last_far, last_far, tables.q_far, token, tables.k_far)
         acc = attend_range(acc, rows, far_range, cache, key_mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
@@ -620,7 +917,14 @@ def decode_kernel(
     # === epilogue ===
     attends = acc.row_sum != 0  # true for NaN, which results must show
     row_sum = tl.where(attends, acc.row_sum, 1.0)
-    acc_o = acc.acc_o / row_sum[:, None]
+    acc_o = acc.acc_o
+    if CONFIG.FORMAT > 0:
+        acc_o = tl.reshape(tl.join(acc_o, acc.acc_odd), (BLOCK_M, BLOCK_DV))
+    if CONFIG.FORMAT == 3:
+        acc_o = acc_o * SCALE_4BIT
+    elif CONFIG.FORMAT == 1:
+        acc_o = acc_o * tl.load(cache.scales.v_ptr)
+    acc_o = acc_o / row_sum[:, None]
     lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
     tl.store(tensors.lse + result, lse, row_exists)
     feature = tl.arange(0, BLOCK_DV)[None, :]

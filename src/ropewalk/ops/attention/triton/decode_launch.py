@@ -26,6 +26,8 @@ from ropewalk.ops.attention.triton.decode import (
     Heads,
     RopeTables,
     RowStrides,
+    Scales,
+    ScaleStrides,
     combine_kernel,
     decode_kernel,
 )
@@ -39,6 +41,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     rope_table_args,
     window_args,
 )
+from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
 MIN_KEYS = 256  # of calls with several queries; fewer keys are not split
@@ -113,6 +116,20 @@ _TILES: dict[tuple[int, int, int], DecodeTiles] = {
     (32, 128, 4): DecodeTiles(16, 8, 2),
     (32, 256, 4): DecodeTiles(16, 8, 1),
 }
+# Of quantised pages, by the rows of a tile and the larger of the blocks of features.
+_QUANTIZED_TILES: dict[tuple[int, int], DecodeTiles] = {
+    (16, 64): DecodeTiles(128, 4, 3),
+    (16, 128): DecodeTiles(64, 4, 3),
+    (16, 256): DecodeTiles(32, 4, 3),
+    (32, 64): DecodeTiles(64, 4, 3),
+    (32, 128): DecodeTiles(64, 4, 3),
+    (32, 256): DecodeTiles(32, 8, 3),
+    (64, 64): DecodeTiles(64, 4, 3),
+    (64, 128): DecodeTiles(64, 8, 3),
+    (64, 256): DecodeTiles(32, 8, 2),
+    (128, 64): DecodeTiles(64, 8, 3),
+    (128, 128): DecodeTiles(64, 8, 3),
+}
 _TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
 
 
@@ -123,7 +140,7 @@ def supports(call: AttentionCall) -> bool:
         return False
     if call.far is not None and (not call.causal or call.positions_q is not None):
         return False
-    if q.dtype.itemsize > 4 or max(q.shape[3], call.v.shape[3]) > 256:
+    if q.dtype.itemsize > 4 or max(q.shape[3], call.value_dim) > 256:
         return False
     if call.block_table is not None:
         return True
@@ -135,7 +152,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Return the output, (B, H, Tq, Dv), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
     q, k, v = call.q, call.k, call.v
     batch, n_heads, n_queries, _ = q.shape
-    value_dim = v.shape[3]
+    value_dim = call.value_dim
     out = _empty_output(q, value_dim)
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
@@ -149,6 +166,9 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         q, k = map_features(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    kind = _format(call)
+    if kind in (Format.FP8, Format.INT8):
+        k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads pairs
     call = call._replace(q=q, k=k, v=v)
 
     n_kv_heads = k.shape[1]
@@ -159,12 +179,12 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     block_table = call.block_table
     # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
     is_crowded = call.tables.k is not None or (call.mask is not None and _has_rows(call.mask))
-    tiles = choose_tiles(block_m, block, q.element_size(), is_crowded)
+    tiles = choose_tiles(block_m, block, q.element_size(), is_crowded, kind)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
     work = Work(programs, block_m, on.num_sms(q), _reach(n_queries, call), _stride_unit(q, k, v))
     sizes = on.measure(measure_cache, work, k, v, call.mask, n_keys)
     n_splits = sizes.n_splits
-    config = _config(call, tiles, block_m, n_splits)
+    config = _config(call, tiles, block_m, n_splits, kind, value_dim)
     score_mod = load_score_mod(call)
     partial, partial_lse = out, lse
     if n_splits > 1:
@@ -188,6 +208,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         block_table=block_table,
         block_table_stride_batch=None if block_table is None else block_table.stride(0),
         block_table_stride_page=None if block_table is None else block_table.stride(1),
+        scales=_scale_args(call),
         tables=_table_args(call),
         table_start=call.tables.q_start,
         table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
@@ -230,11 +251,16 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def choose_tiles(block_m: int, block: int, element_size: int, is_crowded: bool) -> DecodeTiles:
+def choose_tiles(
+    block_m: int, block: int, element_size: int, is_crowded: bool, kind: Format = Format.OWN
+) -> DecodeTiles:
     """Return the tiles for `block_m` rows and blocks of so many features; smaller ones if registers are crowded."""
     if gpu.is_interpreted():
         return _TILES_TO_INTERPRET
-    tiles = _TILES[block_m, max(block, 64), element_size]
+    if kind is not Format.OWN and element_size < 4:
+        tiles = _QUANTIZED_TILES[block_m, max(block, 64)]
+    else:
+        tiles = _TILES[block_m, max(block, 64), element_size]
     if is_crowded:
         tiles = tiles._replace(block_n=max(16, tiles.block_n // 2), split_masked_loop=False)
     if gpu.is_rocm():  # 64 KiB of shared memory
@@ -305,15 +331,17 @@ def _reach(n_queries: int, call: AttentionCall) -> int | None:
     return call.window_left + (call.window_right or 0) + 1 + n_queries
 
 
-def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int) -> DecodeConfig:
+def _config(
+    call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int, kind: Format, value_dim: int
+) -> DecodeConfig:
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
     return DecodeConfig(
         D=q.shape[3],
-        DV=v.shape[3],
-        BLOCK_D=_block_of(q.shape[3]),
-        BLOCK_DV=_block_of(v.shape[3]),
+        DV=value_dim,
+        BLOCK_D=_block_of(q.shape[3], kind),
+        BLOCK_DV=_block_of(value_dim, kind),
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         ROTARY_DIM=rotary_dim,
@@ -322,6 +350,8 @@ def _config(call: AttentionCall, tiles: DecodeTiles, block_m: int, n_splits: int
         PAIR_BLOCK=tables.pair_block or rotary_dim,
         PAGE_SIZE=0 if call.block_table is None else k.shape[2],
         STRIDE_UNIT=_stride_unit(q, k, v),
+        FORMAT=int(kind),
+        PTX=_has_ptx(kind),
         INT64_STRIDES=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
         INDEX_POSITIONS=call.goes_by_index,
         CAUSAL=call.causal,
@@ -371,8 +401,36 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _block_of(head_dim: int) -> int:
-    return int(max(16, triton.next_power_of_2(head_dim)))
+def _block_of(head_dim: int, kind: Format = Format.OWN) -> int:
+    return int(max(16 if kind is Format.OWN else 32, triton.next_power_of_2(head_dim)))
+
+
+def _format(call: AttentionCall) -> Format:
+    """Return the format of a call's pages."""
+    return Format.OWN if call.k_scale is None else QUANTIZED[call.k.dtype]
+
+
+def _has_ptx(kind: Format) -> bool:
+    """Say whether instructions of NVIDIA's unpack the numbers."""
+    if kind is Format.OWN or gpu.is_interpreted() or gpu.is_rocm():
+        return False
+    return kind is not Format.FP8 or gpu.current_capability() >= (8, 9)
+
+
+def _scale_args(call: AttentionCall) -> Scales | None:
+    """Return the scales of quantised pages."""
+    if call.k_scale is None or call.v_scale is None:
+        return None
+    k_strides, v_strides = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
+    return Scales(call.k_scale, k_strides, call.v_scale, v_strides)
+
+
+def _scale_strides(scale: Tensor) -> ScaleStrides:
+    strides = [stride if size > 1 else 0 for stride, size in zip(scale.stride(), scale.shape, strict=True)]
+    if scale.ndim < 2:  # of float8
+        return ScaleStrides(0, 0, strides[0] if strides else 0, 0)
+    page, token, head, group = (*strides, 0)[:4]
+    return ScaleStrides(page, token, head, group)
 
 
 def _empty_output(q: Tensor, value_dim: int) -> Tensor:
@@ -386,7 +444,7 @@ def _empty_output(q: Tensor, value_dim: int) -> Tensor:
 def _stride_unit(*tensors: Tensor) -> int:
     """Return a divisor of all strides, in elements: as many as 16 bytes hold, or fewer."""
     strides = (s for x in tensors for size, s in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    return math.gcd(16 // tensors[0].element_size(), *strides)
+    return math.gcd(16 // min(x.element_size() for x in tensors), *strides)
 
 
 def _row_strides(x: Tensor, unit: int) -> RowStrides:

@@ -92,6 +92,10 @@ def _why_no_pages(call: AttentionCall) -> Refusal | None:
     """Say why the kernels do not read a call's pages; None if they do, or there are none."""
     if call.block_table is None:
         return None
+    if call.k_scale is not None and call.k.dtype.itemsize == 1 and call.k.dtype != torch.uint8:
+        for name, x in (("k", call.k), ("v", call.v)):
+            if x.shape[3] % 2 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]):
+                return Refusal("pages_pairs", f"{name} has 8-bit pages, whose head dim and strides must be even")
     if call.return_max_logits:
         return Refusal("pages_max_logits", "max logits (return_max_logits) of paged keys are not supported")
     if call.tables.feature_weights is not None and not call.keys_rotated:
