@@ -372,7 +372,7 @@ def test_its_backward_is_what_its_schema_says(device, causal):
     out, lse, *rotated = torch.ops.ropewalk.attend(*leaves, True, impl)
     assert not any(x.numel() for x in rotated)
     grads = torch.randn_like(out), torch.randn_like(lse)
-    arguments = (*grads, out, lse, *unflatten(leaves).far.given, False, False, False, impl, *leaves)
+    arguments = (*grads, out, lse, *unflatten(leaves).far.given, [False, False, False], impl, *leaves)
     torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
 
 

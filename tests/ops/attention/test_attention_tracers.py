@@ -97,8 +97,8 @@ def test_attend_is_what_its_schema_says(device, kernels, requires_grad):
 def test_attend_backward_is_what_its_schema_says(device, kernels):
     call = make_call(*draw(device), position=Rope(), causal=True)
     out, lse, q, k, *_ = torch.ops.ropewalk.attend(*flatten(call), True, "plain")
-    far, wants = (None, None, None), (False, False, False)
-    rest = (*far, *wants, "plain", *flatten(call._replace(q=q, k=k)))
+    far, wanted = (None, None, None), [False, False, False]
+    rest = (*far, wanted, "plain", *flatten(call._replace(q=q, k=k)))
     for grad_lse in (None, torch.randn_like(lse)):
         arguments = (torch.randn_like(out), grad_lse, out, lse, *rest)
         torch.library.opcheck(torch.ops.ropewalk.attend_backward.default, arguments)
