@@ -144,9 +144,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         blocks,
         scale,
         softcap,
-        None,
         given.k_scale,
         given.v_scale,
+        None,  # the gate, where kernels apply it
         given.sinks,
         dropout_p,
         None,

@@ -92,6 +92,10 @@ def _why_no_pages(call: AttentionCall) -> Refusal | None:
     """Say why the kernels do not read a call's pages; None if they do, or there are none."""
     if call.block_table is None:
         return None
+    if call.k_scale is not None and not gpu.is_interpreted():
+        return Refusal(
+            "pages_quantised", "quantised pages (k_scale) are not supported on GPUs: no GPU has checked them"
+        )
     if call.k_scale is not None and call.k.dtype.itemsize == 1 and call.k.dtype != torch.uint8:
         for name, x in (("k", call.k), ("v", call.v)):
             if x.shape[3] % 2 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]):

@@ -58,9 +58,9 @@ def choose_tiles(tokens: int, most_heads: int, head_dim: int, itemsize: int, *, 
     if tokens <= _FEW_TOKENS:
         block_heads = min(heads, max(1, 128 // per_row))
         return Tiles(1, block_heads, min(128, max(32, block_heads * per_row)))
-    rows = max(1, 64 // per_row)
+    rows = max(1, 128 // per_row)
     block_heads = min(rows, heads)
-    return Tiles(max(1, rows // block_heads), block_heads, 32)
+    return Tiles(max(1, rows // block_heads), block_heads, 64)  # note 063
 
 
 class Launch:
