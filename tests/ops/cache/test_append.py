@@ -398,6 +398,18 @@ def test_bad_arguments_are_refused_before_anything_is_written(case):
     assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(memory, before, strict=True))
 
 
+def test_a_plan_knows_devices_and_flags():
+    """A call like one before, but for where a tensor lies or a flag's type, is checked anew."""
+    call, _ = make_call("own", torch.float32, "cpu")
+    run(call, None)
+    for name in ("v", "k_cache", "v_cache", "slots", "cos", "sin", "q", "positions"):
+        moved = getattr(call, name).to("meta")
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            run(call._replace(**{name: moved}), None)
+    with pytest.raises(TypeError, match="interleaved is 0"):
+        run(call._replace(flags=call.flags._replace(interleaved=0)), None)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_scales_are_checked(kind):
     call, _ = make_call(kind, torch.float32, "cpu")

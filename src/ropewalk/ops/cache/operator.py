@@ -39,17 +39,21 @@ def append(call: AppendCall) -> Tensor | None:
     k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
     try:
         key = (
-            (k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(), v.dtype),
-            (k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape, v_cache.stride(), v_cache.dtype),
-            (slots.shape, slots.stride(), slots.dtype, cos.shape, cos.stride(), cos.dtype, sin.stride(), sin.shape),
-            None if q is None else (q.shape, q.stride(), q.dtype),
-            None if positions is None else (positions.shape, positions.stride(), positions.dtype),
-            None if axes is None else (axes.shape, axes.stride(), axes.dtype),
-            None if q_weight is None else (q_weight.shape, q_weight.stride(), q_weight.dtype),
-            None if k_weight is None else (k_weight.shape, k_weight.stride(), k_weight.dtype),
-            None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype),
-            None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype),
+            (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device),
+            (k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.device),
+            (v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device),
+            (slots.shape, slots.stride(), slots.dtype, slots.device),
+            (cos.shape, cos.stride(), cos.dtype, cos.device),
+            (sin.shape, sin.stride(), sin.dtype, sin.device),
+            None if q is None else (q.shape, q.stride(), q.dtype, q.device),
+            None if positions is None else (positions.shape, positions.stride(), positions.dtype, positions.device),
+            None if axes is None else (axes.shape, axes.stride(), axes.dtype, axes.device),
+            None if q_weight is None else (q_weight.shape, q_weight.stride(), q_weight.dtype, q_weight.device),
+            None if k_weight is None else (k_weight.shape, k_weight.stride(), k_weight.dtype, k_weight.device),
+            None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device),
+            None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device),
             flags,
+            type(flags.interleaved),  # 1 is True to a dict, and no flag
         )
         found = _PLANS.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensors, a nested one, or a flag that is not hashable
