@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 if str(TESTS) not in sys.path:
     sys.path.append(str(TESTS))
 
-from helpers import attention_launches, compile_hopper, decode_launches  # noqa: E402
+from helpers import append_launches, attention_launches, compile_hopper, decode_launches  # noqa: E402
 from helpers.compile import Recorder, compile_launch  # noqa: E402
 from helpers.head_launches import HEAD_KERNELS, specialise_heads  # noqa: E402
 from helpers.norm_launches import KERNELS as NORM_KERNELS  # noqa: E402
@@ -39,9 +39,15 @@ from helpers.norm_launches import specialise_norm  # noqa: E402
 from helpers.rope_launches import specialise  # noqa: E402
 from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
 
+from ropewalk import BlockLists  # noqa: E402
+from ropewalk import device as gpu  # noqa: E402
+from ropewalk.ops.attention.blocks import build_kernel  # noqa: E402
+from ropewalk.ops.attention.blocks import kernel as blocks_kernel  # noqa: E402
+from ropewalk.ops.attention.blocks.tables import find_tables  # noqa: E402
 from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
+from ropewalk.ops.cache.triton import append_kernel  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
 from ropewalk.ops.rope.triton import head_kernel, norm_kernel  # noqa: E402
 from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
@@ -144,13 +150,32 @@ ROWS: dict[str, list[Row]] = {
             }.items()
         ),
         Row("weight_sum_kernel", "D 128"),
+        *(
+            Row("append_kernel", name, arguments)
+            for name, arguments in {
+                "bfloat16, 64 tokens": {"cache": "own"},
+                "bfloat16, 16384 tokens": {"cache": "own", "tokens": 16384},
+                "float8, 16384 tokens": {"cache": "fp8", "tokens": 16384},
+                "int8, 16384 tokens": {"cache": "int8", "tokens": 16384},
+                "4-bit, 16384 tokens": {"cache": "int4", "tokens": 16384},
+            }.items()
+        ),
     ],
     "attention-forward": [
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
+        Row("mark_kernel", "1024 × 1024 tokens"),
+        Row("compact_kernel", "1024 × 1024 tokens"),
+        Row("span_kernel", "1024 × 1024 tokens"),
+        Row("choose_kernel", "top-k, 1024 × 1024 tokens"),
+        Row("mask_kernel", "1024 × 1024 tokens"),
     ],
     "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256))),
-    "attention-backward": list(_attention_rows("backward_dq_kernel", "backward_dkdv_kernel")),
+    "attention-backward": [
+        *_attention_rows("backward_dq_kernel", "backward_dkdv_kernel"),
+        Row("sinks_grad_kernel", "D 128", {"call": "sinks", "dims": (128, 128)}),
+        Row("sum_parts_kernel", "learned ALiBi, D 128", {"call": "learned", "dims": (128, 128)}),
+    ],
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
@@ -205,6 +230,11 @@ def plan(row: Row, target: str) -> Plan:
         sum_spec = specialise_norm("norm_backward_kernel", **row.arguments)
         tile = f"{norm_kernel.SUM_BLOCK_ROWS} × {norm_kernel.SUM_BLOCK_D}, {32 * norm_kernel.SUM_WARPS} threads"
         return partial(norm_kernel.compile_kernel, norm_kernel.weight_sum_kernel, sum_spec, TARGETS[target]), tile
+    if row.kernel == "append_kernel":
+        append_spec = append_launches.specialise(**row.arguments)
+        append_spec = replace(append_spec, native_fp8=target in ("sm_90", "sm_100"))
+        tile = f"{append_spec.block_tokens} × {append_spec.block_heads}, {append_spec.threads} threads"
+        return partial(append_kernel.compile_kernel, append_spec, TARGETS[target]), tile
     with pytest.MonkeyPatch.context() as patch:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
     if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel"):
@@ -260,6 +290,23 @@ def _launch_of_attention(patch: pytest.MonkeyPatch, row: Row, target: str) -> tu
     return _find(row.kernel, [*launches, *schedules[:1]])
 
 
+def _launch_of_blocks(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    for module, kernels in (
+        (blocks_kernel, ("mark_kernel", "compact_kernel")),
+        (build_kernel, ("span_kernel", "choose_kernel", "mask_kernel")),
+    ):
+        for kernel in kernels:
+            patch.setattr(module, kernel, Recorder(getattr(module, kernel), launches))
+    patch.setattr(gpu, "why_no_triton", lambda device: None)
+    BlockLists.causal(1024)
+    BlockLists.top_k(torch.zeros(1, 4, 8, 8), 2, n_queries=1024)
+    BlockLists.from_mask(torch.ones(1, 1, 1024, 1024, dtype=torch.bool))
+    q = torch.empty(1, 1024, 4, 128)
+    find_tables(BlockLists(torch.zeros(1, 1, 8).int(), torch.zeros(1, 1, 8, 8).int()), q, q, "bthd", None)
+    return next(launch for launch in launches if launch[0].__name__ == row.kernel)  # rows are compacted, then columns
+
+
 def _launch_of_decode(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
     head_dim, dtype = row.arguments["head_dim"], row.arguments.get("dtype", BF16)
     queries, page_size = row.arguments.get("queries", 1), row.arguments.get("page_size")
@@ -289,7 +336,14 @@ def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[A
 
 _LAUNCHES = {
     **dict.fromkeys(
-        ("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel", "schedule_kernel"), _launch_of_attention
+        (
+            *("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel"),
+            *("schedule_kernel", "sinks_grad_kernel", "sum_parts_kernel"),
+        ),
+        _launch_of_attention,
+    ),
+    **dict.fromkeys(
+        ("mark_kernel", "compact_kernel", "span_kernel", "choose_kernel", "mask_kernel"), _launch_of_blocks
     ),
     **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
     "merge_kernel": _launch_of_merge,

@@ -48,17 +48,22 @@ CALLS = {
 
 
 def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
-    """Return the launches of a call's forward and backward on a target, and those of its schedules."""
+    """Return the launches of a call's forward and backward on a target, and those of its schedules and sums."""
     pretend_target(monkeypatch, target)
     keywords = CALLS[name]
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     q, k, v = (torch.randn(2, T, *shape).to(dtype) for shape in ((H, head_dim), (2, head_dim), (2, v_head_dim)))
     if layout == "thd":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    launches, schedules = [], []
+    launches, others = [], []
     for kernel in KERNELS:
         monkeypatch.setattr(triton_launch, kernel, Recorder(getattr(triton_launch, kernel), launches))
-    monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
+    for module, other in (
+        (launch_common, "schedule_kernel"),
+        (launch_common, "sinks_grad_kernel"),
+        (triton_launch, "sum_parts_kernel"),
+    ):
+        monkeypatch.setattr(module, other, Recorder(getattr(module, other), others))
     call = make_call(q, k, v, layout=layout, **keywords)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
@@ -68,4 +73,4 @@ def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
         saved_call = call._replace(q=saved.q, k=saved.k)
         triton_launch.backward(saved_call, out, saved, torch.randn_like(out), None, wanted)
     assert [launch[0].__name__ for launch in launches] == list(KERNELS)
-    return launches, schedules
+    return launches, others

@@ -157,6 +157,6 @@ def test_tables_are_whole(name):
     table = getattr(config, name)
     keys = {(kernel[:-7], width, size) for kernel in KERNELS for width in (64, 128, 192, 256) for size in (2, 4)}
     assert set(table["any"]) == keys
-    specials = {"score_mod", "score_mod_bwd", "softcap", "far", "dropout", "padding", "mask"}
+    specials = {"score_mod", "score_mod_bwd", "softcap", "far", "dropout", "padding", "mask", "bits"}
     assert set(table) - {"any"} <= specials
     assert all(set(entries) <= keys for entries in table.values())

@@ -260,9 +260,9 @@ def paged(x: Tensor, page_size: int, table: Tensor, pages: int) -> Tensor:
 @pytest.mark.parametrize("page_size", [1, 16, 24, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_in_any_order_are_one_cache(device, scheme, page_size, layout):
-    n_pages, queries = 3, 4
+    n_pages, queries = max(3, 8 // page_size), 4
     room = n_pages * page_size
-    lengths = torch.tensor([room, page_size + 3, queries, 2 * page_size], dtype=torch.int32, device=device)
+    lengths = torch.tensor([room, page_size + 3, queries, max(queries, 2 * page_size)], device=device).int()
     q, k, v = draw(device, queries=queries, keys=room, batch=4, v_head_dim=8)
     for row, length in enumerate(lengths.tolist()):
         k[row, length:] = v[row, length:] = NAN
