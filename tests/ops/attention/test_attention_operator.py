@@ -120,8 +120,8 @@ def backward_arguments(arguments, grad_out, grad_lse, out, lse, rotated, learned
     given = (None, None, k_far) if call.far is None or call.far.given is None else call.far.given
     saved = (x if x.numel() else y for x, y in zip(rotated, (call.q, call.k, *given), strict=True))
     q, k, *far = saved
-    wanted = (*learned, call.gate is not None)
-    return grad_out, grad_lse, out, lse, *far, *wanted, impl, *flatten(call._replace(q=q, k=k))
+    wanted = [*learned, call.gate is not None]
+    return grad_out, grad_lse, out, lse, *far, wanted, impl, *flatten(call._replace(q=q, k=k))
 
 
 def as_leaves(arguments):
