@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ropewalk import BlockLists, attention
 
@@ -40,6 +42,16 @@ def to_lists(mask: Tensor) -> BlockLists:
     order = torch.argsort(mask.byte(), dim=-1, descending=True, stable=True)
     width = int(mask.sum(-1).max())
     return BlockLists(mask.sum(-1).int(), order[..., :width].int().contiguous())
+
+
+def to_block_mask(mask: Tensor) -> BlockMask:
+    """Return FlexAttention's mask of a map (1, H or 1, M, N) of blocks, all pairs of which it attends."""
+    counts = mask.sum(-1).int()
+    # All N entries of a row: torch transposes lists in a map with as many columns, and asserts on the device otherwise.
+    order = torch.argsort(mask.byte(), dim=-1, descending=True, stable=True).int()
+    lengths = (mask.shape[2] * BLOCK, mask.shape[3] * BLOCK)
+    none = torch.zeros_like(counts)
+    return BlockMask.from_kv_blocks(none, order, counts, order, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
 
 
 def maps() -> dict[str, Tensor]:
@@ -89,6 +101,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     options = parser.parse_args()
     tensors, found = draw(options.dim), maps()
+    flex = torch.compile(flex_attention, dynamic=False)
+    torch._functorch.config.donated_buffer = False  # a compiled backward that may run again
     every = float(B * H * N * N)
     print(torch.cuda.get_device_name(), "D", options.dim)
     measure("no lists", lambda q, k, v: attention(q, k, v, layout="bhtd", impl="triton"), tensors, every, options.dim)
@@ -101,13 +115,7 @@ def main() -> None:
         call = lambda q, k, v: attention(q, k, v, layout="bhtd", impl="triton", blocks=lists)  # noqa: B023, E731
         measure(f"{name} {100 * listed / every:.1f} %", call, tensors, listed, options.dim)
         if options.flex:
-            from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-            flex = torch.compile(flex_attention)
-            counts = lists.counts
-            zero = torch.zeros_like(counts)
-            every = torch.argsort(mask.byte(), dim=-1, descending=True, stable=True).int()  # torch needs N entries
-            block_mask = BlockMask.from_kv_blocks(zero, every, counts, every, BLOCK_SIZE=BLOCK, seq_lengths=(T, T))
+            block_mask = to_block_mask(mask)
             call = lambda q, k, v: flex(q, k, v, block_mask=block_mask)  # noqa: B023, E731
             measure(f"{name} FlexAttention", call, tensors, listed, options.dim)
     if "lists" in options.names:
