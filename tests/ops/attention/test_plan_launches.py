@@ -10,7 +10,7 @@ import torch
 from helpers import stub_gpu
 from torch import Tensor
 
-from ropewalk import Alibi, ExpoSB, QKNorm, Rope, T5Bias, attention
+from ropewalk import Alibi, BlockLists, ExpoSB, QKNorm, Rope, T5Bias, attention
 from ropewalk.ops.attention import plans
 
 pytestmark = pytest.mark.compile
@@ -175,6 +175,28 @@ def decode_growing(rows: int, layout: str, rotates: bool) -> dict[str, Any]:
     return {**recorded, "count": stub_gpu.python_calls(last)}
 
 
+def count_calls_with_lists() -> dict[str, list[int]]:
+    """Count the functions of Python that planned calls enter, without lists and with them."""
+    plans.on_cpu = True
+    tensors = [zeros(2, T, 4, 64) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    chosen = BlockLists(torch.ones(1, 4, 2, dtype=torch.int32), torch.zeros(1, 4, 2, 1, dtype=torch.int32))
+    window = BlockLists(*[getattr(chosen, x) for x in ("counts", "indices")], spans=torch.zeros(1, 1, T, 2).int())
+    found = {}
+    for name, lists in (("none", None), ("chosen", chosen), ("window", window)):
+        counts = []
+        for given in (tensors, leaves):
+
+            def call(given: list[Tensor] = given, lists: BlockLists | None = lists) -> Any:
+                return attention(*given, causal=True, blocks=lists, impl="triton")
+
+            for _ in range(4):
+                call()
+            counts.append(stub_gpu.python_calls(call))
+        found[name] = counts
+    return found
+
+
 def renamed(records: list[Any]) -> list[Any]:
     """Return launches with binaries for handles, and addresses numbered as they first appear.
 
@@ -274,3 +296,11 @@ def test_decoding_from_a_cache_that_grows_launches_the_same(rows: int, layout: s
     binaries = {launch[-1] for launches in recorded["launches"]["with"] for launch in launches}
     assert len(binaries) == 2  # no length has binaries of its own
     assert recorded["count"] <= MOST_DECODING
+
+
+def test_a_planned_call_with_lists_enters_at_most_two_functions_more():
+    """Lists that were seen are found by one function, and asked for q's extents by another."""
+    counts = stub_gpu.run(count_calls_with_lists)
+    assert counts["none"][0] <= MOST_FORWARD
+    for lists in ("chosen", "window"):
+        assert all(x - y <= 2 for x, y in zip(counts[lists], counts["none"], strict=True)), counts

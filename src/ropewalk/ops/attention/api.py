@@ -13,7 +13,7 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.blocks.tables import find_tables, has_rows
+from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables
 from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
@@ -288,7 +288,8 @@ def attention(
         masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
         given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
         if blocks is not None:
-            blocks = find_tables(blocks, q, k, layout, block_table)
+            kept = kept_tables(blocks, q, k, layout) if block_table is None else None
+            blocks = find_tables(blocks, q, k, layout, block_table) if kept is None else kept
             given_blocks = blocks[:5]
             flags += blocks[5:]
         given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, k_scale, v_scale, gate, sinks)

@@ -58,10 +58,10 @@ class Sizes(NamedTuple):
 class _Kept:
     """Tables that were made of lists, and the state that the lists were in."""
 
-    __slots__ = ("sizes", "source", "tables", "versions", "watched")
+    __slots__ = ("call", "sizes", "source", "tables", "versions", "watched")
 
-    def __init__(self, source: Source, sizes: Sizes, tables: BlockTables) -> None:
-        self.source, self.sizes, self.tables = source, sizes, tables
+    def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
+        self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
         self.watched = [*source.tensors, *_captured(source.mask_mod)]
         self.versions = [x._version for x in self.watched]
 
@@ -72,6 +72,24 @@ class _Kept:
 def has_rows(q: Any, k: Any) -> bool:
     """Say whether q and k have the extents that lists of blocks are for; `validate` says what else is wrong."""
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == 4 and k.ndim == 4
+
+
+def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> BlockTables | None:
+    """Return what `find_tables` made of `BlockLists` in a call of such tensors; None if it has to look.
+
+    It enters no other function: eager calls ask it first, each time. Fields of `BlockLists` stay, so it compares none.
+    """
+    if type(blocks) is not BlockLists:
+        return None
+    kept = blocks.__dict__.get(_ATTRIBUTE)
+    if type(kept) is not _Kept or kept.call != (q.shape, k.shape, layout):
+        return None
+    if kept.tables.columns is None and torch.is_grad_enabled():
+        return None
+    for x, version in zip(kept.watched, kept.versions, strict=True):
+        if x._version != version:
+            return None
+    return kept.tables
 
 
 def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Tensor | None) -> BlockTables:
@@ -99,6 +117,7 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
         kept = vars(blocks).get(_ATTRIBUTE)
         is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes)
         if is_kept and (kept.tables.columns is not None or not columns):
+            kept.call = (q.shape, k.shape, layout)
             tables: BlockTables = kept.tables
             return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))
@@ -113,7 +132,7 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     tables = _make(source, sizes, columns)
     may_keep = not compiling and is_plain_eager(*source.tensors) and not is_intercepted()
     if may_keep and not any(x.is_inference() for x in source.tensors) and not _is_capturing(q):
-        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables)
+        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables, (q.shape, k.shape, layout))
     return tables
 
 
