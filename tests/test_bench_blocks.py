@@ -9,9 +9,9 @@ from helpers.block_lists import expand_marks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import bench_blocks  # noqa: E402
+import bench_blocks
 
-from ropewalk import attention  # noqa: E402
+from ropewalk import attention
 
 
 @pytest.mark.parametrize("heads", [1, 2])

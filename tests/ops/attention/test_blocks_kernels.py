@@ -12,6 +12,7 @@ from ropewalk.ops.attention import dropout, plans, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.blocks import builders
 from ropewalk.ops.attention.blocks.tables import find_tables
+from ropewalk.ops.attention.call import flatten
 from ropewalk.ops.attention.gate.operation import gate_plainly
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
@@ -165,6 +166,131 @@ def test_dropout_drops_what_it_drops_without_lists(device):
     for x, y in zip(*runs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     assert dropout.dropped_steps(0.3) > 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("scheme", [Rope(), ReRope(60), Alibi()], ids=["rope", "rerope", "alibi"])
+def test_dropout_is_the_references(device, scheme, full):
+    """The definition drops what the kernels drop, by the same seed, with all gradients."""
+    lists = draw_lists(B, H, 170, 200, (64, 128), 3, seed=2, full=full)
+    mask = expand_lists(lists, 170, 200).to(device)
+    tensors = qkv(170, 200, torch.float32, device)
+    grads = [torch.randn(B, 170, H, DV, device=device), torch.randn(B, H, 170, device=device)]
+    runs = []
+    for impl, dtype, masks in (
+        ("triton", torch.float32, {"blocks": to_device(lists, device)}),
+        ("reference", torch.float64, {"mask": mask}),
+        ("reference", torch.float32, {"mask": mask}),
+    ):
+        torch.manual_seed(5)
+        call = {"dropout_p": 0.25, "position": scheme, "softcap": 8.0, "sinks": torch.linspace(-1, 1, H, device=device)}
+        runs.append(results([x.to(dtype) for x in tensors], grads, impl, **{**call, **masks})[0])
+    for name, ours, truth, baseline in zip(("out", "lse", "dq", "dk", "dv"), *runs, strict=True):
+        if name == "lse":
+            baseline = baseline.float()
+        assert_close_to_truth(ours, truth, baseline, roundings=8)
+
+
+def test_a_norm_and_its_weights_learn(device):
+    """Gradients of q, k, v and of the norm's weights, of each head's own lists."""
+    lists = draw_lists(B, H, 150, 200, (64, 64), 2, full=True)
+    mask = expand_lists(lists, 150, 200).to(device)
+    tensors = qkv(150, 200, torch.float32, device)
+    weights = [torch.linspace(0.5, 1.5, D, device=device), torch.linspace(1.5, 0.5, D, device=device)]
+    grad = torch.randn(B, 150, H, DV, device=device)
+    runs = []
+    for impl, dtype, masks in (
+        ("triton", torch.float32, {"blocks": to_device(lists, device)}),
+        ("reference", torch.float64, {"mask": mask}),
+        ("reference", torch.float32, {"mask": mask}),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in (*tensors, *weights)]
+        norm = QKNorm(*leaves[3:])
+        out = attention(*leaves[:3], norm=norm, position=Rope(), causal=True, impl=impl, **masks)
+        runs.append([out, *torch.autograd.grad((out * grad.to(dtype)).sum(), leaves)])
+    for ours, truth, baseline in zip(*runs, strict=True):
+        assert_close_to_truth(ours, truth, baseline, roundings=8)
+
+
+def natten(width):
+    """Pixels of a picture, row by row, that are near in both directions."""
+    return lambda b, h, m, n: ((m // width - n // width).abs() <= 2) & ((m % width - n % width).abs() <= 2)
+
+
+def tiles(width, tile):
+    """The same by tiles of pixels: a query attends the tiles about its own."""
+    return lambda b, h, m, n: (
+        ((m // width // tile - n // width // tile).abs() <= 1) & ((m % width // tile - n % width // tile).abs() <= 1)
+    )
+
+
+def prefix_lm(device):
+    """The first keys of each row, as many as it says, and what causality leaves."""
+    length = torch.tensor([20, 90], device=device)
+    return lambda b, h, m, n: (n < length[b]) | (m >= n)
+
+
+def jagged(device):
+    """Documents whose tokens attend their document's prefix, and causally the rest."""
+    document = torch.searchsorted(torch.tensor([30, 31, 95, 140], device=device), torch.arange(200, device=device))
+    start = torch.tensor([0, 31, 32, 96, 141], device=device)
+    return lambda b, h, m, n: (document[m] == document[n]) & ((m >= n) | (n - start[document[n]] < 7))
+
+
+# Kinds of masks that FlexAttention is used for: of pairs of documents, heads, rows, pixels and residues.
+FLEX = {
+    "prefix": (prefix_lm, B, None),
+    "documents with prefixes": (jagged, None, None),
+    "neighbours of pixels": (lambda device: natten(14), None, None),
+    "tiles of pixels": (lambda device: tiles(14, 4), None, None),
+    "dilated window": (lambda device: lambda b, h, m, n: ((m - n) % 3 == 0) & ((m - n).abs() < 60), None, None),
+    "strided": (lambda device: lambda b, h, m, n: ((m - n).abs() < 20) | (n % 16 == 15), None, None),
+    "a window for each head": (lambda device: lambda b, h, m, n: (m >= n) & (m - n < 16 << h), None, H),
+    "sinks beside a window": (lambda device: lambda b, h, m, n: (m >= n) & ((m - n < 50) | (n < 4)), None, None),
+    "chunks": (lambda device: lambda b, h, m, n: (m // 48 == n // 48) & (m >= n), None, None),
+    "padding": (lambda device: lambda b, h, m, n: n < 60 + 90 * b, B, None),
+}
+
+
+@pytest.mark.parametrize("name", FLEX)
+@pytest.mark.parametrize("blocks", [64, 128])
+def test_masks_that_flex_attention_is_used_for(device, name, blocks):
+    make, batch, heads = FLEX[name]
+    mod = make(device)
+    block_mask = create_block_mask(mod, batch, heads, 196, 196, device=device, BLOCK_SIZE=blocks)
+    mask = create_mask(mod, batch or 1, heads or 1, 196, 196, device=device)
+    assert mask.any()
+    assert not mask.all()
+    compare(block_mask, mask, 196, 196, torch.float32, device, position=Rope())
+
+
+@pytest.mark.parametrize("kind", ["lists", "bits", "spans"])
+def test_the_operators_of_calls_with_lists(device, kind):
+    """Their schema, fakes and autograd formula, with each kind of tables."""
+    q, k, v = (x.transpose(1, 2) for x in qkv(130, 130, torch.float32, device, dims=(D, D)))
+    if kind == "lists":
+        blocks = to_device(draw_lists(1, H, 130, 130, (64, 64), 2, full=True), device)
+    elif kind == "bits":
+        blocks = create_block_mask(lambda b, h, m, n: m >= n, None, None, 130, 130, device=device, BLOCK_SIZE=64)
+    else:
+        blocks = BlockLists.sliding_window(130, window=70, block_q=64, block_k=64, device=device)
+    call = make_call(q.requires_grad_(), k, v, layout="bhtd", blocks=blocks)
+    leaves = flatten(call)
+    torch.library.opcheck(torch.ops.ropewalk.attend.default, (*leaves, True, "triton"))
+
+
+def test_counts_that_lie_are_not_believed_by_the_backward(device, monkeypatch):
+    """Columns are made of what rows were believed: junk beyond the memory changes no gradient, and is not read."""
+    counts = torch.full((1, 1, 3), 2**31 - 1, dtype=torch.int64, device=device)
+    memory = torch.full((1, 1, 3, 6), 2, dtype=torch.int64, device=device)  # block 2, behind what the lists may read
+    indices = memory[..., :2]
+    indices.copy_(torch.tensor([[0, 2**40], [-(2**40), 1], [0, 0]], device=device))
+    monkeypatch.setattr("ropewalk.ops.attention.blocks.tables._has_values", lambda x: False)
+    lists = BlockLists(counts, indices, None, None, 64, 64)
+    true = BlockLists(
+        torch.ones(1, 1, 3, dtype=torch.int32), torch.tensor([[[[0], [1], [0]]]], dtype=torch.int32), None, None, 64, 64
+    )
+    compare(lists, expand_lists(true, 150, 190), 150, 190, torch.float32, device, position=Rope(), of_lists=[memory])
 
 
 MODS = {
