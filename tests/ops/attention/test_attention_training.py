@@ -20,10 +20,13 @@ SECONDS = 240  # then processes that wait for each other are ended
 B, T, H, K, D = 2, 10, 2, 1, 8
 WIDTH = H * D
 ON_GPUS = ON_GPU and torch.cuda.device_count() >= WORLD
-pytestmark = [pytest.mark.both_modes, pytest.mark.slow]  # by the reference, and by the kernels
 IMPL = "triton" if INTERPRETED or ON_GPUS else "reference"
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
+pytestmark = [
+    pytest.mark.both_modes,  # by the reference, and by the kernels
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed"),
+]
 
 
 class Layer(nn.Module):
