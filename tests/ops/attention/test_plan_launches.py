@@ -192,7 +192,8 @@ def count_calls_with_lists() -> dict[str, list[int]]:
 
             for _ in range(4):
                 call()
-            counts.append(stub_gpu.python_calls(call))
+            # A result at an address that no earlier one had takes a descriptor more.
+            counts.append(min(stub_gpu.python_calls(call) for _ in range(20)))
         found[name] = counts
     return found
 
