@@ -61,21 +61,30 @@ class KeyMask(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of quantised pages; strides in elements. Their pages have the numbers of the pages of k and v."""
+    """Scales of quantised pages; strides in elements. Their pages have the numbers of the pages of k and v.
+
+    Strides are no groups of their own: Triton 3.6 may lose a constant, as a stride of 1 is, two groups deep.
+    """
 
     k_ptr: Any
-    k_strides: Any  # `ScaleStrides`
+    k_stride_page: Any
+    k_stride_token: Any
+    k_stride_head: Any
+    k_stride_group: Any
     v_ptr: Any
-    v_strides: Any
+    v_stride_page: Any
+    v_stride_token: Any
+    v_stride_head: Any
+    v_stride_group: Any
 
 
-class ScaleStrides(NamedTuple):
-    """Strides of scales."""
+class HeadScales(NamedTuple):
+    """Scales of one key head's keys, or of their values."""
 
-    page: Any
-    token: Any
-    head: Any
-    group: Any
+    ptr: Any
+    stride_page: Any
+    stride_token: Any
+    stride_group: Any
 
 
 class RopeTables(NamedTuple):
@@ -157,15 +166,24 @@ class Cache(NamedTuple):
     positions: Any  # of keys, or None
     origin: Any  # the position that others are counted from
     kv_start: Any  # the first key that exists
-    scales: Any  # `Scales` of this key head, or None
+    k_scales: Any  # `HeadScales`, or None
+    v_scales: Any
 
 
 class Accumulator(NamedTuple):
     """Running results of the online softmax."""
 
-    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum; of quantised pages the even features
-    acc_odd: Any  # of quantised pages the odd features; else None
+    acc_o: Any  # [BLOCK_M, BLOCK_DV], not divided by row_sum
     row_max: Any  # [BLOCK_M], base 2
+    row_sum: Any
+
+
+class PairAccumulator(NamedTuple):
+    """The same of quantised pages: even and odd features. A field of None would not pass a return by Triton 3.6."""
+
+    acc_o: Any  # [BLOCK_M, BLOCK_DV / 2]
+    acc_odd: Any
+    row_max: Any
     row_sum: Any
 
 
@@ -347,7 +365,7 @@ def prepare_queries(queries, scales, SPLIT_PAIRS: tl.constexpr, CONFIG: tl.const
     if CONFIG.FORMAT == 3:
         factor = factor * SCALE_4BIT
     elif CONFIG.FORMAT == 1:
-        factor = factor * tl.load(scales.k_ptr)
+        factor = factor * tl.load(scales.ptr)
     return QuantizedQueries(queries, odd, factor)
 
 
@@ -416,26 +434,33 @@ def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def load_scales(ptr, strides, page, token, exists):
+def load_scales(scales, page, token, exists):
     """Load one scale for each key of a tile."""
-    offsets = wide(page) * strides.page + wide(token) * strides.token
-    return tl.load(ptr + offsets, exists, other=0.0)
+    offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
+    return tl.load(scales.ptr + offsets, exists, other=0.0)
 
 
 @triton.jit
 def load_4bit(
-    rows, scale_ptr, strides, page, token, exists, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CONFIG: tl.constexpr,
+    rows,
+    scales,
+    page,
+    token,
+    exists,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
     DTYPE: tl.constexpr,
-):  # fmt: skip
+):
     """Load 4-bit numbers times an eighth of their scales: even and odd features, [BLOCK_N, BLOCK / 2] each."""
     GROUPS: tl.constexpr = BLOCK // 32
     group = tl.arange(0, GROUPS)[None, :, None]
     byte = tl.arange(0, 16)[None, None, :]
     exists = exists[:, None, None] & (group < WIDTH // 32)
     stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0)  # the scale is 0 there
-    offsets = wide(page) * strides.page + wide(token) * strides.token
-    offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * strides.group
-    scale = (tl.load(scale_ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
+    offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
+    offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * scales.stride_group
+    scale = (tl.load(scales.ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
     if CONFIG.PTX and tl.float16 == DTYPE:
         # A number in the mantissa of 1024; that of a high nibble is 16 times as large.
         even, odd = tl.inline_asm_elementwise(
@@ -475,12 +500,12 @@ def load_4bit(
 
 
 @triton.jit
-def load_features(rows, feature, scale_ptr, scale_strides, scale_offsets, exists, CONFIG: tl.constexpr):
+def load_features(rows, feature, scales, scale_offsets, exists, CONFIG: tl.constexpr):
     """Load keys at features of any order, float32; times their scales if those differ within a head."""
     if CONFIG.FORMAT == 3:
         stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
         numbers = (((stored >> (feature % 2 * 4)) & 15) - 8).to(tl.float32)
-        scale_ptrs = scale_ptr + scale_offsets[:, None] + (feature // 32) * scale_strides.group
+        scale_ptrs = scales.ptr + scale_offsets[:, None] + (feature // 32) * scales.stride_group
         numbers *= tl.load(scale_ptrs, exists, other=0.0).to(tl.float32) * 0.125
     else:
         stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
@@ -492,11 +517,10 @@ def load_features(rows, feature, scale_ptr, scale_strides, scale_offsets, exists
 def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exists, CONFIG: tl.constexpr):
     """Load keys of quantised pages and rotate them, [BLOCK_N, BLOCK_D], float32."""
     R: tl.constexpr = CONFIG.ROTARY_DIM
-    strides = scales.k_strides
     feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     exists = exists[:, None] & (feature < CONFIG.D)
-    scale_offsets = wide(page) * strides.page + wide(token) * strides.token
-    x = load_features(rows, feature, scales.k_ptr, strides, scale_offsets, exists, CONFIG)
+    scale_offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
+    x = load_features(rows, feature, scales, scale_offsets, exists, CONFIG)
     rotary_feature = feature - CONFIG.ROTARY_OFFSET
     is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
     pair, partner, is_second = partner_of(feature, CONFIG)
@@ -504,7 +528,7 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
     cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
     sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
     partner = tl.where(is_rotated, partner, 0)
-    y = load_features(rows, partner, scales.k_ptr, strides, scale_offsets, is_rotated, CONFIG)
+    y = load_features(rows, partner, scales, scale_offsets, is_rotated, CONFIG)
     return x * cos + y * tl.where(is_second, sin, -sin)
 
 
@@ -517,16 +541,14 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
         s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
     else:
         if CONFIG.FORMAT == 3:
-            even, odd = load_4bit(
-                rows, scales.k_ptr, scales.k_strides, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE
-            )
+            even, odd = load_4bit(rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE)
         else:
             even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.D, CONFIG.BLOCK_D, CONFIG.PTX)
         s = tl.dot(queries.rows, even.to(DTYPE).T, input_precision=CONFIG.PRECISION)
         s = tl.dot(queries.odd, odd.to(DTYPE).T, s, input_precision=CONFIG.PRECISION)
     s = s * queries.factor
     if CONFIG.FORMAT == 2:
-        s = s * load_scales(scales.k_ptr, scales.k_strides, page, token, exists)[None, :]
+        s = s * load_scales(scales, page, token, exists)[None, :]
     return s
 
 
@@ -537,16 +559,14 @@ def add_quantized_values(
     """Add a tile of values of quantised pages to the accumulators of even and of odd features."""
     alpha = alpha[:, None]
     if CONFIG.FORMAT == 3:
-        even, odd = load_4bit(
-            rows, scales.v_ptr, scales.v_strides, page, token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
-        )
+        even, odd = load_4bit(rows, scales, page, token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE)
     else:
         even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.PTX)
     even = even.to(DTYPE)
     odd = odd.to(DTYPE)
     if CONFIG.FORMAT == 2:
         # Divided by the tile's largest scale, probabilities keep to the range of float16.
-        scale = load_scales(scales.v_ptr, scales.v_strides, page, token, exists)
+        scale = load_scales(scales, page, token, exists)
         largest = tl.max(scale, 0)
         p = (p * tl.where(largest > 0, scale / largest, scale)[None, :]).to(DTYPE)
         acc_o = acc_o * alpha + tl.dot(p, even, input_precision=CONFIG.PRECISION) * largest
@@ -584,7 +604,8 @@ def mainloop_kv(
     SKIP: tl.constexpr = MASKED and CONFIG.SPLIT_MASKED_LOOP
     NO_FUTURE_KEYS: tl.constexpr = CONFIG.INDEX_POSITIONS and CONFIG.CAUSAL and not MASKED
     acc_o = acc.acc_o
-    acc_odd = acc.acc_odd
+    if CONFIG.FORMAT > 0:
+        acc_odd = acc.acc_odd
     row_max = acc.row_max
     row_sum = acc.row_sum
     pages = cache.pages
@@ -645,7 +666,7 @@ def mainloop_kv(
         # Zeros in place of missing keys: zero times NaN is NaN.
         if CONFIG.FORMAT > 0:
             s = quantized_scores(
-                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.scales, CONFIG
+                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.k_scales, CONFIG
             )
         elif keys.k_table is not None:
             k_offsets = k_start + token * k_stride_token * UNIT
@@ -694,7 +715,7 @@ def mainloop_kv(
 
         if CONFIG.FORMAT > 0:
             acc_o, acc_odd = add_quantized_values(
-                acc_o, acc_odd, alpha, p, v_rows, page, page_token, exists, cache.scales, queries.rows.dtype, CONFIG
+                acc_o, acc_odd, alpha, p, v_rows, page, page_token, exists, cache.v_scales, queries.rows.dtype, CONFIG
             )
         elif MASKED:
             v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
@@ -705,7 +726,11 @@ def mainloop_kv(
         if CONFIG.FORMAT == 0:
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
         row_max = new_max
-    return Accumulator(acc_o, acc_odd, row_max, row_sum)
+    if CONFIG.FORMAT > 0:
+        acc = PairAccumulator(acc_o, acc_odd, row_max, row_sum)
+    else:
+        acc = Accumulator(acc_o, row_max, row_sum)
+    return acc
 
 
 @triton.jit
@@ -723,7 +748,7 @@ def attend_range(
     """Add near or far keys to the accumulator, with queries rotated for them."""
     queries = load_rotated(rows.q_ptr, rows.q_offsets, keys.q_table, rows.batch, keys.q_row, rows.exists, CONFIG)
     if CONFIG.FORMAT > 0:
-        queries = prepare_queries(queries, cache.scales, keys.k_table is None, CONFIG)
+        queries = prepare_queries(queries, cache.k_scales, keys.k_table is None, CONFIG)
     if CONFIG.SPLIT_MASKED_LOOP:
         acc = mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, False)
     return mainloop_kv(acc, queries, rows, keys, cache, mask, scores, SCORE_MOD, CONFIG, WINDOWED, True)
@@ -890,12 +915,24 @@ def decode_kernel(
     k_ptr = tensors.k + wide(kv_head) * wide(k_stride_head) * CONFIG.STRIDE_UNIT
     v_ptr = tensors.v + wide(kv_head) * wide(v_stride_head) * CONFIG.STRIDE_UNIT
     # A stride of 1 is a constant, which has no other type.
-    head_scales = None
+    k_scales = None
+    v_scales = None
     if CONFIG.FORMAT > 0:
-        k_scale_ptr = scales.k_ptr + wide(kv_head) * scales.k_strides.head
-        v_scale_ptr = scales.v_ptr + wide(kv_head) * scales.v_strides.head
-        head_scales = Scales(k_scale_ptr, scales.k_strides, v_scale_ptr, scales.v_strides)
-    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, head_scales)
+        k_scales = HeadScales(
+            scales.k_ptr + wide(kv_head) * scales.k_stride_head,
+            scales.k_stride_page,
+            scales.k_stride_token,
+            scales.k_stride_group,
+        )
+        v_scales = HeadScales(
+            scales.v_ptr + wide(kv_head) * scales.v_stride_head,
+            scales.v_stride_page,
+            scales.v_stride_token,
+            scales.v_stride_group,
+        )
+    cache = Cache(
+        k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, k_scales, v_scales
+    )
 
     # === mainloop ===
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -905,9 +942,9 @@ def decode_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     if CONFIG.FORMAT > 0:
         acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
-        acc = Accumulator(acc_even, tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32), row_max, row_sum)
+        acc = PairAccumulator(acc_even, tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32), row_max, row_sum)
     else:
-        acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), None, row_max, row_sum)
+        acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
         far_range = KeyRange(far_split, kv_index - far_window, last_far, last_far, tables.q_far, token, tables.k_far)
         acc = attend_range(acc, rows, far_range, cache, key_mask, numbers, SCORE_MOD, CONFIG, CONFIG.WINDOWED)
@@ -923,7 +960,7 @@ def decode_kernel(
     if CONFIG.FORMAT == 3:
         acc_o = acc_o * SCALE_4BIT
     elif CONFIG.FORMAT == 1:
-        acc_o = acc_o * tl.load(cache.scales.v_ptr)
+        acc_o = acc_o * tl.load(cache.v_scales.ptr)
     acc_o = acc_o / row_sum[:, None]
     lse = tl.where(attends, acc.row_max + tl.log2(row_sum), float("-inf"))
     tl.store(tensors.lse + result, lse, row_exists)

@@ -27,7 +27,6 @@ from ropewalk.ops.attention.triton.decode import (
     RopeTables,
     RowStrides,
     Scales,
-    ScaleStrides,
     combine_kernel,
     decode_kernel,
 )
@@ -421,16 +420,16 @@ def _scale_args(call: AttentionCall) -> Scales | None:
     """Return the scales of quantised pages."""
     if call.k_scale is None or call.v_scale is None:
         return None
-    k_strides, v_strides = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
-    return Scales(call.k_scale, k_strides, call.v_scale, v_strides)
+    return Scales(call.k_scale, *_scale_strides(call.k_scale), call.v_scale, *_scale_strides(call.v_scale))
 
 
-def _scale_strides(scale: Tensor) -> ScaleStrides:
+def _scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of scales by page, token, head and group; 0 for a dimension that is missing or of one."""
     strides = [stride if size > 1 else 0 for stride, size in zip(scale.stride(), scale.shape, strict=True)]
     if scale.ndim < 2:  # of float8
-        return ScaleStrides(0, 0, strides[0] if strides else 0, 0)
+        return 0, 0, strides[0] if strides else 0, 0
     page, token, head, group = (*strides, 0)[:4]
-    return ScaleStrides(page, token, head, group)
+    return page, token, head, group
 
 
 def _empty_output(q: Tensor, value_dim: int) -> Tensor:
