@@ -50,6 +50,22 @@ def test_the_reference_attends_listed_blocks(blocks, queries, keys, full, keywor
         assert torch.equal(ours, theirs)
 
 
+LISTS = [
+    lambda: BlockLists.causal(256),
+    lambda: create_block_mask(lambda b, h, m, n: m >= n, None, None, 256, 256, device="cpu"),
+]
+
+
+@pytest.mark.parametrize("make", LISTS, ids=["lists", "block mask"])
+def test_lists_kept_for_one_device_are_refused_on_another(make):
+    blocks, tensors = make(), qkv(256, 256)
+    attention(*tensors, blocks=blocks, impl="reference")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of blocks is on cpu, but must be on q's device, meta"):
+            attention(*(x.to("meta") for x in tensors), blocks=blocks, impl="reference")
+    attention(*tensors, blocks=blocks, impl="reference")
+
+
 def test_lists_of_all_rows_and_heads_and_int64():
     for batch, heads in ((1, 1), (1, H), (B, 1)):
         lists = draw_lists(batch, heads, 200, 150, (64, 128), 2, dtype=torch.int64)

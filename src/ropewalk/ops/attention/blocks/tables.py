@@ -75,14 +75,14 @@ def has_rows(q: Any, k: Any) -> bool:
 
 
 def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> BlockTables | None:
-    """Return what `find_tables` made of `BlockLists` in a call of such tensors; None if it has to look.
+    """Return what `find_tables` made of `BlockLists` in the last call of such tensors, or None.
 
-    It enters no other function: eager calls ask it first, each time. Fields of `BlockLists` stay, so it compares none.
+    Each eager call asks this first, so it calls no other Python function. `BlockLists` is frozen: it compares no field.
     """
     if type(blocks) is not BlockLists:
         return None
     kept = blocks.__dict__.get(_ATTRIBUTE)
-    if type(kept) is not _Kept or kept.call != (q.shape, k.shape, layout):
+    if type(kept) is not _Kept or kept.call != (q.shape, k.shape, q.device, layout):
         return None
     if kept.tables.columns is None and torch.is_grad_enabled():
         return None
@@ -115,9 +115,9 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     source = _read(blocks)
     if not compiling:
         kept = vars(blocks).get(_ATTRIBUTE)
-        is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes)
+        is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes, q.device)
         if is_kept and (kept.tables.columns is not None or not columns):
-            kept.call = (q.shape, k.shape, layout)
+            kept.call = (q.shape, k.shape, q.device, layout)
             tables: BlockTables = kept.tables
             return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))
@@ -132,7 +132,7 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     tables = _make(source, sizes, columns)
     may_keep = not compiling and is_plain_eager(*source.tensors) and not is_intercepted()
     if may_keep and not any(x.is_inference() for x in source.tensors) and not _is_capturing(q):
-        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables, (q.shape, k.shape, layout))
+        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables, (q.shape, k.shape, q.device, layout))
     return tables
 
 
@@ -140,10 +140,11 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_current(kept: _Kept, source: Source, sizes: Sizes) -> bool:
-    """Say whether lists are those that tables were made of, and nothing was written to them since."""
+def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device) -> bool:
+    """Say whether lists are those that tables were made of on this device, and nothing was written to them since."""
     return (
         kept.sizes == sizes
+        and source.tensors[0].device == device
         and all(x is y for x, y in zip(kept.source, source, strict=True))
         and [x._version for x in kept.watched] == kept.versions
     )
