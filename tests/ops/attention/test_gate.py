@@ -225,13 +225,16 @@ def test_decoding(device, impl):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes_are_rounded_once_more(device, dtype):
-    """A gate after a backend, whose output is rounded already; a flip of the last place is as rare as a tie."""
+    """A gate after a backend multiplies in float32, and rounds once more.
+
+    4 roundings of float32 flip float16's last place, 2 ** 13 times as wide, in 1 of 1000 results at most: twice that.
+    """
     q, k, v = draw(device, dtype)
     gate = torch.randn(B, T, H, D, device=device).to(dtype)
     out, gated = (attention(q, k, v, gate=x, impl="reference") for x in (None, gate))
     truth = define(out, gate)
     torch.testing.assert_close(gated, truth.to(dtype))
-    assert dtype == torch.float64 or (gated == truth.to(dtype)).double().mean() > 0.99
+    assert dtype == torch.float64 or (gated == truth.to(dtype)).double().mean() > 0.998
 
 
 @needs_kernels
