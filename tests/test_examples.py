@@ -54,6 +54,7 @@ def test_generate(capsys):
     assert "3 of 3 are continued as they began" in printed
 
 
+@pytest.mark.slow
 def test_context_parallel_has_the_losses_of_one_process():
     losses = []
     for processes in (1, 2):

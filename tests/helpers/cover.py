@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 Row = tuple[object, ...]  # a value of each axis
-FEW, SOME, MANY = 3, 8, 24
+FEW, SOME, MANY = 3, 4, 12
 
 
 def cover(rows: Sequence[Row], strength: int, limit: int | None = None) -> list[int]:

@@ -25,10 +25,12 @@ def test_two_ranks_attend_as_one() -> None:
     compare(2, FEW, CASES)
 
 
+@pytest.mark.slow
 def test_four_ranks_attend_as_one() -> None:
     compare(4, ("rope", "exposb"), (CASES[0], CASES[3], CASES[6]))
 
 
+@pytest.mark.slow
 def test_three_ranks_have_heads_that_do_not_divide() -> None:
     compare(3, ("t5",), CASES[:2], heads_divide=False)
 

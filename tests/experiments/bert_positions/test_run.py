@@ -101,6 +101,7 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_been(tmp_path, settings, uni
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are started as Linux does")
+@pytest.mark.slow
 def test_side_by_side_each_learns_the_same(tmp_path, settings, uninterrupted, device):
     output = tmp_path / "out"
     result = invoke("--config", settings, "--device", device, "-o", output, "--jobs", 2)

@@ -190,7 +190,7 @@ def test_choice_is_explained_by_the_same_keywords():
         explain_choice(q, k, v, position=ReRope(window=6), norm=norm)
 
 
-@pytest.mark.parametrize("scheme", [NoPosition(), Rope()], ids=["none", "rope"])
+@pytest.mark.parametrize("scheme", [pytest.param(NoPosition(), marks=pytest.mark.slow), Rope()], ids=["none", "rope"])
 def test_compiled_calls_are_the_eager_ones(scheme):
     q, k, v, *weights = draw(torch.float32, "bthd", "before")
 

@@ -19,6 +19,7 @@ from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 pytestmark = needs_kernels
 B, H, K, D, DV = 2, 4, 2, 16, 24
 ROUNDINGS = 4
+SLOW = pytest.mark.slow  # of tests in which several calls are interpreted
 
 
 def qkv(queries, keys, dtype, device, *, dims=(D, DV), heads=H):
@@ -138,20 +139,24 @@ def test_few_and_all_blocks(device, kind):
     compare(to_device(lists, device), expand_lists(lists, 150, 200), 150, 200, torch.float32, device, causal=True)
 
 
-def test_all_blocks_give_the_bits_of_no_lists(device):
+@pytest.mark.parametrize(
+    "keywords",
+    [{"causal": True, "position": Rope()}, *(pytest.param(x, marks=SLOW) for x in ({"position": ReRope(50)}, {}))],
+    ids=["rope", "rerope", "plain"],
+)
+def test_all_blocks_give_the_bits_of_no_lists(device, keywords):
     tensors = qkv(200, 200, torch.float32, device)
     grads = [torch.randn(B, 200, H, DV, device=device), torch.randn(B, H, 200, device=device)]
     lists = BlockLists(
         torch.full((1, 1, 2), 2, dtype=torch.int32, device=device),
         torch.tensor([1, 0], dtype=torch.int32, device=device).expand(1, 1, 2, 2),
     )
-    for keywords in ({"causal": True, "position": Rope()}, {"position": ReRope(50)}, {}):
-        ours, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
-        dense, _ = results(tensors, grads, "triton", **keywords)
-        again, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
-        for x, y, z in zip(ours, dense, again, strict=True):
-            assert torch.equal(x, y)
-            assert torch.equal(x, z)
+    ours, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
+    dense, _ = results(tensors, grads, "triton", **keywords)
+    again, _ = results(tensors, grads, "triton", blocks=lists, **keywords)
+    for x, y, z in zip(ours, dense, again, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
 
 
 def test_dropout_drops_what_it_drops_without_lists(device):
@@ -176,7 +181,9 @@ def kernels_truth_and_baseline(lists, mask, device):
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("scheme", [Rope(), ReRope(60), Alibi()], ids=["rope", "rerope", "alibi"])
+@pytest.mark.parametrize(
+    "scheme", [Rope(), pytest.param(ReRope(60), marks=SLOW), Alibi()], ids=["rope", "rerope", "alibi"]
+)
 def test_dropout_is_the_references(device, scheme, full):
     """The definition drops what the kernels drop, by the same seed, with all gradients."""
     lists = draw_lists(B, H, 170, 200, (64, 128), 3, seed=2, full=full)
@@ -261,7 +268,7 @@ def test_masks_that_flex_attention_is_used_for(device, name, blocks):
     compare(block_mask, mask, 196, 196, torch.float32, device, position=Rope())
 
 
-@pytest.mark.parametrize("kind", ["lists", "bits", "spans"])
+@pytest.mark.parametrize("kind", [*(pytest.param(x, marks=SLOW) for x in ("lists", "bits")), "spans"])
 def test_the_operators_of_calls_with_lists(device, kind):
     """Their schema, fakes and autograd formula, with each kind of tables."""
     q, k, v = (x.transpose(1, 2) for x in qkv(130, 130, torch.float32, device, dims=(D, D)))
@@ -299,7 +306,9 @@ MODS = {
 
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("blocks", [64, (128, 64)])
-@pytest.mark.parametrize("keywords", [{"position": Rope()}, {"position": ReRope(50), "causal": True}])
+@pytest.mark.parametrize(
+    "keywords", [{"position": Rope()}, pytest.param({"position": ReRope(50), "causal": True}, marks=SLOW)]
+)
 def test_block_masks(device, name, blocks, keywords):
     mod, batch, heads = MODS[name]
     block_mask = create_block_mask(mod, batch, heads, 170, 200, device=device, BLOCK_SIZE=blocks)
@@ -314,7 +323,7 @@ def test_a_block_mask_of_documents(device):
     compare(block_mask, create_mask(mod, 1, 1, 200, 200, device=device), 200, 200, torch.float32, device, causal=True)
 
 
-@pytest.mark.parametrize("make", ["documents", "sliding_window", "frames"])
+@pytest.mark.parametrize("make", ["documents", *(pytest.param(x, marks=SLOW) for x in ("sliding_window", "frames"))])
 def test_lists_with_spans(device, make):
     if make == "documents":
         bounds = torch.tensor([0, 70, 71, 200], device=device)
@@ -387,6 +396,7 @@ def lists_of(lists):
     return [pair for pair in pairs if pair[0] is not None]
 
 
+@SLOW
 def test_plans_give_the_same_bits_and_read_new_lists(device, monkeypatch):
     monkeypatch.setattr(plans, "on_cpu", True)
     plans.FORWARDS.clear()
@@ -429,6 +439,7 @@ def test_compiled_calls_take_other_lists_without_a_new_program(device):
             assert torch.equal(x, y)
 
 
+@SLOW
 def test_compiled_calls_take_other_block_masks_without_a_new_program(device):
     tensors = qkv(150, 150, torch.float32, device)
 
