@@ -335,13 +335,13 @@ def store_4bit(
 
 
 @triton.jit
-def factors_of_8bit(largest, scale_rows, mask, FORMAT: tl.constexpr):
+def factors_of_8bit(largest, scales, mask, FORMAT: tl.constexpr):
     """Return two factors that make values numbers, and store the scale of int8: [tokens, heads, 1]."""
     small = tl.full(mask.shape, 1.0, tl.float32)
     if FORMAT == 1:
-        inverse = 1.0 / tl.load(scale_rows, mask, other=1.0)
+        inverse = 1.0 / scales
     else:
-        tl.store(scale_rows, largest * (1.0 / 127.0), mask)
+        tl.store(scales, largest * (1.0 / 127.0), mask)
         small = tl.where(largest < 7.9e-31, 1.8446744073709552e19, 1.0)  # 2⁶⁴, before the inverse would be infinite
         inverse = tl.where(largest > 0.0, 127.0 / (largest * small), 0.0)
     return small, inverse
@@ -358,31 +358,34 @@ def store_8bit(x, small, inverse, ptrs, mask, FORMAT: tl.constexpr, NATIVE: tl.c
 
 @triton.jit
 def store_features(
-    x, rows, scale_rows, group_stride, mask, FORMAT: tl.constexpr, D: tl.constexpr, FEATURE_STRIDE: tl.constexpr,
+    x, rows, scales, group_stride, mask, FORMAT: tl.constexpr, D: tl.constexpr, FEATURE_STRIDE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store heads whose features are in the order of memory as a cache's numbers, with the scales that are written."""
+    """Store heads whose features are in the order of memory as a cache's numbers, with the scales that are written.
+
+    `scales` are values that are read (float8) or pointers to what is written.
+    """
     feature = tl.arange(0, x.shape[2])[None, None, :]
     ptrs = rows + feature * FEATURE_STRIDE
     if FORMAT == 3:
-        store_4bit(x.to(tl.float32), rows, scale_rows, group_stride, mask, 0, D, FEATURE_STRIDE)
+        store_4bit(x.to(tl.float32), rows, scales, group_stride, mask, 0, D, FEATURE_STRIDE)
     elif FORMAT == 0:
         tl.store(ptrs, x.to(rows.dtype.element_ty), mask & (feature < D))
     else:
         x = x.to(tl.float32)
-        small, inverse = factors_of_8bit(_largest(x, 2), scale_rows, mask, FORMAT)
+        small, inverse = factors_of_8bit(_largest(x, 2), scales, mask, FORMAT)
         store_8bit(x, small, inverse, ptrs, mask & (feature < D), FORMAT, NATIVE)
 
 
 @triton.jit
 def store_halves(
-    a, b, rows, scale_rows, group_stride, mask, FORMAT: tl.constexpr, ROTATION: tl.constexpr,
+    a, b, rows, scales, group_stride, mask, FORMAT: tl.constexpr, ROTATION: tl.constexpr,
     FEATURE_STRIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Store first and second features of half-split pairs as a cache's numbers, with the scales that are written."""
     if FORMAT == 3:  # then all features are rotated, and each half has groups of its own
-        store_4bit(a, rows, scale_rows, group_stride, mask, 0, ROTATION.HALF, FEATURE_STRIDE)
-        store_4bit(b, rows, scale_rows, group_stride, mask, ROTATION.HALF, ROTATION.HALF, FEATURE_STRIDE)
+        store_4bit(a, rows, scales, group_stride, mask, 0, ROTATION.HALF, FEATURE_STRIDE)
+        store_4bit(b, rows, scales, group_stride, mask, ROTATION.HALF, ROTATION.HALF, FEATURE_STRIDE)
     else:
         first, second, has_first, has_second = half_features(ROTATION)
         first_ptrs = rows + first * FEATURE_STRIDE
@@ -394,7 +397,7 @@ def store_halves(
             tl.store(second_ptrs, b.to(rows.dtype.element_ty), has_second)
         else:
             largest = tl.maximum(_largest(a, 2), _largest(b, 2))
-            small, inverse = factors_of_8bit(largest, scale_rows, mask, FORMAT)
+            small, inverse = factors_of_8bit(largest, scales, mask, FORMAT)
             store_8bit(a, small, inverse, first_ptrs, has_first, FORMAT, NATIVE)
             store_8bit(b, small, inverse, second_ptrs, has_second, FORMAT, NATIVE)
 
@@ -530,7 +533,9 @@ def append_kernel(
             k_pages = Pages(k_cache_ptr, k_cache_stride_page, k_cache_stride_offset, k_cache_stride_head)
             k_rows = _rows_of(k_pages, page, offset, head, CACHE_STRIDE_UNIT)
             k_scales = None
-            if FORMAT > 0:
+            if FORMAT == 1:  # loaded first: nothing waits for it later
+                k_scales = tl.load(k_scale_ptr + head * k_scale_stride_head, head < HK, other=1.0)
+            elif FORMAT > 0:
                 k_scales = Pages(k_scale_ptr, k_scale_stride_page, k_scale_stride_offset, k_scale_stride_head)
                 k_scales = _rows_of(k_scales, page, offset, head, 1)
             K_WIDTH: tl.constexpr = HK * D if ACROSS else D
@@ -555,7 +560,9 @@ def append_kernel(
             v_pages = Pages(v_cache_ptr, v_cache_stride_page, v_cache_stride_offset, v_cache_stride_head)
             v_rows = _rows_of(v_pages, page, offset, head, CACHE_STRIDE_UNIT)
             v_scales = None
-            if FORMAT > 0:
+            if FORMAT == 1:
+                v_scales = tl.load(v_scale_ptr + head * v_scale_stride_head, head < HK, other=1.0)
+            elif FORMAT > 0:
                 v_scales = Pages(v_scale_ptr, v_scale_stride_page, v_scale_stride_offset, v_scale_stride_head)
                 v_scales = _rows_of(v_scales, page, offset, head, 1)
             store_features(v, v_rows, v_scales, v_scale_stride_group, mask, FORMAT, DV, V_FEATURE_STRIDE, NATIVE)
