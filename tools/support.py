@@ -101,7 +101,7 @@ class Case:
             rows = (B * T // self.page_size, self.page_size)
         tokens: tuple[int, ...] = (B, self.queries)
         if self.packed:
-            rows, tokens = (B * T,), (B * T,)
+            rows, tokens = (B * T,) if self.page_size is None else rows, (B * T,)
         shapes = [(*tokens, H, self.head_dim), (*rows, K, self.head_dim), (*rows, K, self.value_dim or self.head_dim)]
         return [torch.randn(shape, device=device).to(self.dtype).requires_grad_(learned) for shape in shapes]
 
@@ -186,6 +186,19 @@ SECTIONS: dict[str, list[Case]] = {
         Case(
             "packed: `cu_seqlens_q`",
             lambda device: {"causal": True, "layout": "thd", "cu_seqlens_q": _integers(device, 0, 30, 33, B * T)},
+            packed=True,
+        ),
+        Case(
+            "packed over pages: `cu_seqlens_q`, `block_table`",
+            lambda device: _pages(
+                device,
+                position=Rope(),
+                keys_rotated=True,
+                causal=True,
+                layout="thd",
+                cu_seqlens_q=_integers(device, 0, 30, B * T),
+            ),
+            page_size=16,
             packed=True,
         ),
         Case("`blocks`, lists of blocks", lambda device: {"blocks": BlockLists.causal(T, device=device)}),

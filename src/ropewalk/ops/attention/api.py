@@ -154,7 +154,8 @@ def attention(
             float32 or float64, any strides. Kernels take D up to 256; for more, PyTorch's attention or the
             reference runs.
         k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head has H/K query
-            heads in a row. Pages of keys with a `block_table`.
+            heads in a row. Pages of keys with a `block_table`. With "thd" it may be a cache too, as "bthd" has it: (S,
+            Tk, K, D) with a row for each sequence, or pages.
         v: like k, but for its head dim Dv, which the output has.
         position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What
             it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
@@ -172,7 +173,9 @@ def attention(
         cu_seqlens_q: (S + 1,), int32 or int64, for layout "thd": sequence s is rows cu_seqlens_q[s] to below
             cu_seqlens_q[s + 1], and attends itself alone, aligned at the bottom right. It starts at 0 and never falls;
             rows past its end belong to no sequence and attend nothing. It is the same as a call for each sequence.
-        cu_seqlens_k: likewise of k and v; cu_seqlens_q by default.
+            Over a cache a sequence's last query stands at its last key, as key_lengths says: new tokens after a
+            prefix, of any number for each sequence.
+        cu_seqlens_k: likewise of k and v; cu_seqlens_q by default. A cache has key_lengths instead.
         positions_q: the queries' positions for the scheme, (B, Tq) or (1, Tq), (total_q,) in "thd", int32 or int64. By
             default the index of the key that a query stands at, which is index + Tk − Tq unless query_starts says
             otherwise, counted from the first key of its sequence or of key_starts. `causal` and `window` go by index
@@ -186,8 +189,9 @@ def attention(
             the first key, at an index below 0, attends nothing where `causal` is set.
         block_table: (B, pages of a row), int32 or int64: k is pages, (pages, page_size, K, D) for "bthd" or (pages, K,
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
-            n % page_size. Pages have 1 to 512 keys. It needs key_lengths, and has no backward. Queries
-            stand at the end of all its pages unless query_starts says where: in decoding, say it.
+            n % page_size. Pages have 1 to 512 keys. It needs key_lengths, and has no backward. With "thd" it is (S,
+            pages of a sequence), and pages are as for "bthd". In other layouts queries stand at the end of all its
+            pages unless query_starts says where: in decoding, say it.
         blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
             64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
@@ -237,8 +241,9 @@ def attention(
         TypeError: an argument of another type or dtype than said here, a `position` that is no scheme among them;
             sparse or nested tensors; a name that is no argument, with what it is called here; a call under
             `torch.jit.trace`.
-        ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_lengths, key_starts,
-            query_starts or block_table; a block_table without key_lengths, or where a gradient is needed; an `impl`
+        ValueError: shapes, devices or values that do not fit; "thd" together with mask, key_starts, query_starts, or
+            with key_lengths or block_table but no cache; a cache beside cu_seqlens_k or positions_k; a block_table
+            without key_lengths, or where a gradient is needed; an `impl`
             that cannot run the call; blocks with "thd" or a block_table, lists of another shape, and on CPU tensors a
             count or an index of no block.
 
@@ -269,8 +274,9 @@ def attention(
     attend_parts = None if find_sharded is None else find_sharded()
     if attend_parts is None and type(q) is not Tensor and is_dtensor(q):
         attend_parts = _attend_dtensors
+    over_cache = layout == "thd" and getattr(k, "ndim", 3) == 4  # packed queries
     if norm is not None and attend_parts is None:
-        check_norm_fits(norm, keys_rotated, block_table)
+        check_norm_fits(norm, keys_rotated, k if over_cache else block_table)
         if not goes_with_rotation(norm, position):
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
@@ -279,7 +285,7 @@ def attention(
     key = norm_key = None
     is_compiling = torch.compiler.is_compiling()
     is_autocast = (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q)
-    may_plan = not (attend_parts or return_max_logits or is_compiling)
+    may_plan = not (attend_parts or over_cache or return_max_logits or is_compiling)
     may_plan = may_plan and (blocks is None or has_rows(q, k))  # of thd, which takes no blocks
     if may_plan:
         if is_autocast:
@@ -531,7 +537,7 @@ def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     """Let torch.compile take the numbers of heads and the head dims for constants, as the kernels do."""
     heads = -3 if layout == "bhtd" else -2
     for x in (q, k, v):
-        if x.ndim == len(layout):
+        if x.ndim in (len(layout), 4):
             len(range(x.shape[heads]))  # a range has a length that must be known
             len(range(x.shape[-1]))
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ropewalk.schemes import PositionScheme
 
+MAX_PAGE_SIZE = 512
+
 
 class RopeTable(NamedTuple):
     """cos and sin of a rotation, (B or 1, T, R/2), float32."""
@@ -81,7 +83,8 @@ class AttentionCall(NamedTuple):
     """A call of attention: validated, with defaults filled in, and with the scheme resolved to tables and numbers.
 
     q is (B, H, Tq, D), k (B, K, Tk, D), v (B, K, Tk, Dv); packed sequences are one batch row; k and v may be pages,
-    (pages, K, page_size, D or Dv). Read it by name alone.
+    (pages, K, page_size, D or Dv). Packed queries over a cache have cu_seqlens_q, key_lengths and a block_table, (S,
+    n_pages), but no cu_seqlens_k. Read it by name alone.
     """
 
     q: Tensor
@@ -275,7 +278,8 @@ class TokenIndices(NamedTuple):
 def token_indices(call: AttentionCall) -> TokenIndices:
     """Return every token's key index: aligned at the bottom right, unless query_starts says otherwise.
 
-    Packed tokens count from the first key of their sequence; a token of no sequence is at 0.
+    Packed tokens count from the first key of their sequence; a token of no sequence is at 0. Over a cache, packed
+    queries end where `key_lengths` says, and keys have the same indices in all sequences.
     """
     queries, keys, device = call.q.shape[2], kv_capacity(call), call.q.device
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
@@ -284,6 +288,11 @@ def token_indices(call: AttentionCall) -> TokenIndices:
         shift = torch.cat((lengths_k - lengths_q, lengths_k.new_zeros(1)))[sequences_q]  # −1 finds the zero
         return TokenIndices((index_q + shift)[None], index_k[None], sequences_q[None], sequences_k[None])
     columns = torch.arange(keys, device=device)[None]
+    if call.cu_seqlens_q is not None and call.key_lengths is not None:  # over a cache
+        sequences, index, lengths = _unpack(call.cu_seqlens_q, queries)
+        shift = call.key_lengths.clamp(0, keys) - lengths
+        shift = torch.cat((shift, shift.new_zeros(1)))[sequences]
+        return TokenIndices((index + shift)[None], columns, sequences[None], None)
     if call.query_starts is None:
         return TokenIndices(torch.arange(keys - queries, keys, device=device)[None], columns, None, None)
     return TokenIndices(torch.arange(queries, device=device) + call.query_starts[:, None], columns, None, None)

@@ -62,9 +62,7 @@ def read_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attend in the dtype of q, k and v, every step rounded to it: the output and the log-sum-exp."""
-    if call.block_table is not None:
-        k, v = gather_pages(call.k, call.block_table), gather_pages(call.v, call.block_table)
-        call = call._replace(k=k, v=v, block_table=None)
+    call = gather_cache(call)
     positions_q, positions_k = (positions.long() for positions in token_positions(call))
     exist = existing(call)
     if exist is not None:
@@ -98,9 +96,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def max_logits(call: AttentionCall) -> Tensor:
     """Return each head's largest scaled score over the pairs that attend, (H,), float32; −inf where there are none."""
     call = in_dtype(call, torch.promote_types(call.q.dtype, torch.float32))
-    if call.block_table is not None:
-        call = call._replace(k=gather_pages(call.k, call.block_table), v=gather_pages(call.v, call.block_table))
-        call = call._replace(block_table=None)
+    call = gather_cache(call)
     positions_q, positions_k = (positions.long() for positions in token_positions(call))
     far, (q, k) = map_far_features(call, positions_q, positions_k), map_features(call, positions_q, positions_k)
     (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
@@ -123,6 +119,24 @@ def _far_block(far: FarQK | None, block: slice) -> FarQK | None:
         return None
     q_future = None if far.q_future is None else far.q_future[:, :, block]
     return far._replace(q_past=far.q_past[:, :, block], q_future=q_future)
+
+
+def gather_cache(call: AttentionCall) -> AttentionCall:
+    """Lay the pages of a call out: a row for each batch row, or end to end the existing keys of packed sequences."""
+    block_table, key_lengths, bounds = call.block_table, call.key_lengths, call.cu_seqlens_q
+    if block_table is None:
+        return call
+    k, v = gather_pages(call.k, block_table), gather_pages(call.v, block_table)
+    call = call._replace(k=k, v=v, block_table=None)
+    if bounds is None or key_lengths is None:
+        return call
+    ends = key_lengths.long().clamp(0, k.shape[2]).cumsum(0)
+    starts = torch.cat((ends.new_zeros(1), ends))
+    tokens = torch.arange(k.shape[0] * k.shape[2], device=k.device)
+    row = torch.searchsorted(ends, tokens, right=True).clamp(max=max(0, k.shape[0] - 1))
+    index = (tokens - starts[row]).clamp(0, max(0, k.shape[2] - 1))
+    k, v = (x[row, :, index].transpose(0, 1)[None] for x in (k, v))
+    return call._replace(k=k, v=v, key_lengths=None, cu_seqlens_k=starts)
 
 
 def gather_pages(x: Tensor, block_table: Tensor) -> Tensor:

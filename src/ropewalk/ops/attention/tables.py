@@ -457,6 +457,10 @@ def _indices(queries: int, keys: int, call: AttentionCall, device: torch.device)
             return index_q, index_q
         shift = bounds_k.diff() - bounds_q.diff()  # how many keys a sequence has more than queries
         return index_q + F.pad(shift, (0, 1))[sequences], _unpack(bounds_k, keys)[0]
+    if bounds_q is not None and call.key_lengths is not None:  # over a cache
+        index_q, sequences = _unpack(bounds_q, queries)
+        shift = call.key_lengths.clamp(max=keys) - bounds_q.diff()
+        return index_q + F.pad(shift, (0, 1))[sequences], None
     starts = None if call.key_starts is None else call.key_starts[:, None]
     indices_k = None if starts is None else torch.arange(keys, device=device) - starts
     if call.query_starts is None:

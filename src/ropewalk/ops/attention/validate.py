@@ -17,7 +17,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.tables import find_tables
-from ropewalk.ops.attention.call import AttentionCall, as_bhtd
+from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, as_bhtd
 from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
 from ropewalk.ops.cache.validate import check_scale
 from ropewalk.ops.tracing import is_dtensor
@@ -25,7 +25,6 @@ from ropewalk.schemes import NoPosition, PositionScheme
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_PAGE_SIZE = 512
 NO_POSITION = NoPosition()
 
 
@@ -63,6 +62,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
     `call._replace(gate=...)`, and after others it acts on the output.
     """
     layout, position, block_table = given.layout, given.position, given.block_table
+    if layout == "thd" and isinstance(k, Tensor) and k.ndim == 4:
+        return _validate_over_cache(q, k, v, given)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
@@ -152,6 +153,35 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         None,
         bool(given.keys_rotated),
     )
+
+
+def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+    """Validate a call of packed queries over a cache: as a dense call, whose rows are the packed sequences.
+
+    A dense cache is pages too, of as many keys as a row has.
+    """
+    bounds, key_lengths = given.cu_seqlens_q, given.key_lengths
+    for name in ("cu_seqlens_k", "positions_k", "mask", "key_starts", "query_starts", "blocks"):
+        if getattr(given, name) is not None:
+            raise ValueError(f"{name} was given with packed queries over a cache, which take none")
+    if isinstance(q, Tensor) and q.ndim == 3:
+        _check_packed(q, q.shape[0], q.shape[0], bounds, bounds)
+    if key_lengths is None:
+        raise ValueError("key_lengths is None, but a cache needs it: where each sequence's keys end")
+    sequences = 1 if bounds is None else bounds.numel() - 1
+    # One query stands for those of each sequence: the cache's checks go by the number of sequences.
+    rows = q.new_empty(sequences, 1, *q.shape[1:]) if isinstance(q, Tensor) and q.ndim == 3 else q
+    dense = given._replace(cu_seqlens_q=None, positions_q=None, gate=None, layout="bthd")
+    call = validate(rows, k, v, dense)
+    positions_q, block_table = given.positions_q, given.block_table
+    if positions_q is not None:
+        positions_q = _check_positions("positions_q", positions_q, 1, q.shape[0], q, "thd", given.position)
+    if given.gate is not None:
+        check_gate(given.gate, q, v, "thd", call.value_dim)
+    _check_no_grad(q, k, v, given.sinks, "over a cache")
+    if block_table is None:
+        block_table = torch.arange(sequences, dtype=torch.int32, device=q.device)[:, None]
+    return call._replace(q=as_bhtd(q, "thd"), cu_seqlens_q=bounds, block_table=block_table, positions_q=positions_q)
 
 
 def _as_window(window: Any) -> tuple[int | None, int | None]:
@@ -316,9 +346,7 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
     assert block_table is not None
     if key_lengths is None:
         raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad, but with block_table there is no backward: call under no_grad")
+    _check_no_grad(q, k, v, sinks)
     if not _has_values(block_table) or not _has_values(k):
         return
     pages, _, page_size, _ = as_bhtd(k, given.layout).shape
@@ -330,6 +358,12 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
     if bool(outside.any()):
         page = int(block_table[outside][0])
         raise ValueError(f"block_table holds {page} below key_lengths, but must be from 0 to below {pages} pages")
+
+
+def _check_no_grad(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: str = "with block_table") -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but {of} there is no backward: call under no_grad")
 
 
 def _check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:

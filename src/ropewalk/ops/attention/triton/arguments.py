@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     """The sequences of a packed batch; a dense batch has None in its place."""
 
     cu_seqlens_q: Any  # pointer to n_sequences + 1 integers
-    cu_seqlens_k: Any
+    cu_seqlens_k: Any  # likewise; None over a cache, whose keys end at `Bounds.key_lengths`
     schedule: Any  # pointer to (entries, 2), int32: a sequence, and one of its tiles
     n_sequences: Any
 
@@ -69,6 +69,20 @@ class Lists(NamedTuple):
     slots_stride_head: Any
     slots_stride_query: Any  # from one block of queries to the next
     bits: Any  # None: no bits
+
+
+class Pages(NamedTuple):
+    """Keys or values of a cache, (pages, page_size, K, D), and a row's pages; inside a kernel `table` is at one row."""
+
+    ptr: Any
+    stride_page: Any
+    stride_head: Any
+    stride_token: Any
+    head_dim: Any
+    n_pages: Any
+    table: Any  # pointer to page numbers
+    stride_row: Any
+    stride_column: Any
 
 
 class MaskFlags(NamedTuple):
@@ -204,6 +218,7 @@ class Blocks(NamedTuple):
     PRECISION: Any
     LIST_Q: Any = None  # queries of a block in `Lists`
     LIST_K: Any = None
+    PAGE_SIZE: Any = None  # None: k and v are descriptors; 0: rows of a dense cache, of any length
 
 
 class Schedule(NamedTuple):

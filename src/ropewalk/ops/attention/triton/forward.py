@@ -11,6 +11,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Lists,
     Mask,
     Masking,
+    Pages,
     QueryTile,
     ScoreFlags,
     Scores,
@@ -46,6 +47,8 @@ from ropewalk.ops.attention.triton.tiles import (
     dot_chunks,
     load_chunks,
     load_int_positions,
+    load_page_chunks,
+    load_pages,
     load_positions,
     load_sigmoid,
     load_tile,
@@ -81,7 +84,14 @@ def _mainloop_kv(
             k_start = upcoming
             upcoming = listed_token(loop_index(step + blocks.N, tile_range, MASKED), masking.lists.ptr, blocks.LIST_K)
         k_index = k_start + tl.arange(0, blocks.N)
-        k_tile = load_chunks(k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS)
+        if blocks.PAGE_SIZE is None:
+            k_tile = load_chunks(
+                k, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.D, blocks.D_CHUNKS
+            )
+        else:
+            k_tile = load_page_chunks(
+                k, tile.kv_head, k_start, seqlens.n_keys, blocks.N, blocks.D, blocks.D_CHUNKS, blocks.PAGE_SIZE
+            )
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
         if score_flags.MAX_LOGITS:
             logit = s
@@ -139,7 +149,10 @@ def _mainloop_kv(
         if scoring.dropout is not None:
             stays = dropout_mask(scoring.dropout, q_index, k_start, blocks.N, False)
             p = tl.where(stays, p, scoring.dropout.zero)
-        v_tile = load_tile(v, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.DV)
+        if blocks.PAGE_SIZE is None:
+            v_tile = load_tile(v, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.DV)
+        else:
+            v_tile = load_pages(v, tile.kv_head, k_start, seqlens.n_keys, 0, blocks.N, blocks.DV, blocks.PAGE_SIZE)
         if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):
             exists = k_index < seqlens.n_keys
             if flags.HAS_STARTS:
@@ -230,8 +243,8 @@ def _attend(state, q, k, v, far, q_pos, tile, masking, scoring, flags, score_fla
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def forward_kernel(
     q,  # descriptors of (B, H, Tq, D); features rotated already, as those of k
-    k,  # (B, K, Tk, D)
-    v,  # (B, K, Tk, Dv)
+    k,  # (B, K, Tk, D); or Pages
+    v,  # (B, K, Tk, Dv); or Pages
     q_far_past,  # fields of `Far`
     q_far_future,
     k_far,
@@ -262,6 +275,7 @@ def forward_kernel(
     D_CHUNKS: tl.constexpr,
     LIST_Q: tl.constexpr,
     LIST_K: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -288,6 +302,15 @@ def forward_kernel(
         INDEX_POSITIONS,
         True,
     )
+    if PAGE_SIZE is not None:
+        row = wide(tl.minimum(tl.maximum(sequence, 0), packed.n_sequences - 1))
+        k_table, v_table = k.table + row * k.stride_row, v.table + row * v.stride_row
+        k = Pages(
+            k.ptr, k.stride_page, k.stride_head, k.stride_token, k.head_dim, k.n_pages, k_table, None, k.stride_column
+        )
+        v = Pages(
+            v.ptr, v.stride_page, v.stride_head, v.stride_token, v.head_dim, v.n_pages, v_table, None, v.stride_column
+        )
     origin = position_origin(positions_k, batch, k_offset)
     if far_window is not None and not INDEX_POSITIONS:
         q_pos = load_int_positions(positions_q, batch, q_offset, tile.start, BLOCK_M)
@@ -329,7 +352,7 @@ def forward_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE),
     )
 
     attends = row_sum != 0  # NaN is to be seen

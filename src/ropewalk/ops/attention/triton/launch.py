@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton import decode_launch
@@ -34,6 +34,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     lists_args,
     load_score_mod,
     on_its_device,
+    page_args,
     precision,
     rope_table_args,
     rotates_in_registers,
@@ -56,6 +57,10 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
             assert gated is not None
             out = gated
         return out, Saved(call.q, call.k, lse)
+    pages = call.block_table  # packed queries over a cache
+    if pages is not None:
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.k, call.v))
+        call = call._replace(k=k, v=v)
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved
@@ -65,10 +70,12 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     features = cut_features(head_dim, v.shape[3])
     tiles = choose_tiles("forward", features, q.dtype, score_mod, call)
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
+    inputs = _describe_inputs(saved, v, tiles.block_m, tiles.block_n, features, pages)
+    page_size = None if pages is None else k.shape[2] if k.shape[2] <= MAX_PAGE_SIZE and pages.shape[1] > 1 else 0
     on.launch(
         forward_kernel,
         n_tiles * heads,
-        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+        **inputs,
         out=store_target(out, tiles.block_m, features.block_dv, packed),
         lse_ptr=lse,
         row_logits_ptr=call.row_logits,
@@ -80,7 +87,8 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         n_heads=heads,
         heads_per_key=heads // k.shape[1],
         n_queries=queries,
-        n_keys=k.shape[2],
+        n_keys=kv_capacity(call),
+        PAGE_SIZE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         **_constants(call, score_mod, features, q),
@@ -89,13 +97,18 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     return out, saved
 
 
-def _describe_inputs(saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Features) -> dict[str, Any]:
-    """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys."""
+def _describe_inputs(
+    saved: Saved, v: Tensor, rows_q: int, rows_k: int, features: Features, pages: Tensor | None = None
+) -> dict[str, Any]:
+    """Return descriptors of q, k, v and the features of far pairs, for tiles of some queries and keys.
+
+    Keys and values in pages of a block table have no descriptors.
+    """
     q_block, k_block = (rows_q, features.block_d), (rows_k, features.block_d)
     return {
         "q": tiled(saved.q, *q_block),
-        "k": tiled(saved.k, *k_block),
-        "v": tiled(v, rows_k, features.block_dv),
+        "k": tiled(saved.k, *k_block) if pages is None else page_args(saved.k, pages),
+        "v": tiled(v, rows_k, features.block_dv) if pages is None else page_args(v, pages),
         "q_far_past": None if saved.q_past is None else tiled(saved.q_past, *q_block),
         "q_far_future": None if saved.q_future is None else tiled(saved.q_future, *q_block),
         "k_far": None if saved.k_far is None else tiled(saved.k_far, *k_block),

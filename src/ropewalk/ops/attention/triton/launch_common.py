@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import call as record
 from ropewalk.ops.attention.backend import Saved, Steps, Wanted
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, map_features, rotate
 from ropewalk.ops.attention.triton.arguments import (
@@ -28,6 +28,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Lists,
     Mask,
     Packed,
+    Pages,
     Positions,
     RopeTable,
     RowTarget,
@@ -221,11 +222,16 @@ def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved
     """Return memory for the output, v, the tensors to save, and whether no kernel needs to run."""
     out = empty_output(call.q, call.v.shape[3])
     far = map_far_features(call, on)
-    q, k = (aligned(x) for x in map_features(call, on))
+    q, k = map_features(call, on)
+    q = aligned(q)
+    v = call.v
+    has_keys = kv_capacity(call) > 0 and k.shape[0] > 0
+    if call.block_table is None:  # pages are read where they are
+        k, v = aligned(k), aligned(v) if has_keys else v
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     saved = Saved(q, k, lse, *(None if x is None else aligned(x) for x in far or NO_FAR))
-    if lse.numel() and k.shape[2]:
-        return out, aligned(call.v), saved, False
+    if lse.numel() and has_keys:
+        return out, v, saved, False
     if lse.numel():
         lse.fill_(-math.inf) if call.sinks is None else lse.copy_(call.sinks[:, None] * LOG2_E)
         out.zero_()
@@ -265,6 +271,12 @@ def strides_of_tiles(x: Tensor) -> list[int]:
     return [*strides[:3], 1]
 
 
+def page_args(x: Tensor, block_table: Tensor) -> Pages:
+    """Return pages (pages, K, page_size, D) that the rows of a table name, with their strides."""
+    page, head, token, _ = broadcast_strides(x, 4)
+    return Pages(x, page, head, token, x.shape[3], x.shape[0], block_table, *broadcast_strides(block_table, 2))
+
+
 def store_target(x: Tensor, rows: int, block_d: int, packed: Packed | None) -> TensorDescriptor | RowTarget:
     """Return where a kernel stores tiles: a descriptor, or rows if sequences of a packed batch end within tiles."""
     # The one row of a packed batch needs no stride of batches, and Triton's kernels read none.
@@ -276,9 +288,9 @@ def schedule_tiles(
 ) -> tuple[Packed | None, int]:
     """Return the `Packed` of a kernel whose programs have tiles of queries ("q") or keys ("k"), and how many tiles."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None:
         return None, triton.cdiv(n_tokens, block) * batch
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), None if cu_seqlens_k is None else cu_seqlens_k.contiguous()
     count = cu_seqlens_q.shape[0] - 1
     # An upper bound: each sequence, and the tokens of none, may have a tile that is not full.
     n_tiles = n_tokens // block + count + 1

@@ -69,7 +69,12 @@ def sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_ri
         has_tile = sequence >= 0  # otherwise the schedule has no more tiles
         sequence = tl.maximum(sequence, 0)
         q_offset, n_queries = span_of(packed.cu_seqlens_q, sequence, packed.n_sequences, n_queries)
-        k_offset, kv_capacity = span_of(packed.cu_seqlens_k, sequence, packed.n_sequences, n_keys)
+        if packed.cu_seqlens_k is None:
+            k_offset = 0
+            kv_capacity = tl.load(bounds.key_lengths + sequence, sequence < packed.n_sequences, other=0)
+            kv_capacity = tl.minimum(tl.maximum(kv_capacity, 0), n_keys).to(tl.int32)
+        else:
+            k_offset, kv_capacity = span_of(packed.cu_seqlens_k, sequence, packed.n_sequences, n_keys)
         n_queries = tl.where(has_tile, n_queries, 0)
         kv_capacity = tl.where(has_tile, kv_capacity, 0)
         n_keys = tl.where(sequence == packed.n_sequences, 0, kv_capacity)  # tokens of no sequence attend nothing

@@ -100,6 +100,15 @@ def _why_no_pages(call: AttentionCall) -> Refusal | None:
         for name, x in (("k", call.k), ("v", call.v)):
             if x.shape[3] % 2 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]):
                 return Refusal("pages_pairs", f"{name} has 8-bit pages, whose head dim and strides must be even")
+    if call.dropout_p > 0:
+        return Refusal("pages_dropout", "dropout (dropout_p) over paged keys is not supported")
+    if call.cu_seqlens_q is not None:
+        if call.k_scale is not None:
+            return Refusal("packed_quantised", "packed queries (cu_seqlens_q) over quantised pages are not supported")
+        if call.tables.k is not None or call.far is not None:
+            return Refusal(
+                "packed_rotation", "packed queries (cu_seqlens_q) over keys that the call rotates are not supported"
+            )
     if call.return_max_logits:
         return Refusal("pages_max_logits", "max logits (return_max_logits) of paged keys are not supported")
     if call.tables.feature_weights is not None and not call.keys_rotated:

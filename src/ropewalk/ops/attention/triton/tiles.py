@@ -39,6 +39,49 @@ def load_chunks(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
+def load_pages(
+    pages, head, start, n_keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Load the rows of a sequence's keys from pages, as `load_tile` does; zeros from n_keys on, whatever is there."""
+    token = start + tl.arange(0, BLOCK)
+    feature = CHUNK * BLOCK_D + tl.arange(0, BLOCK_D)
+    exists = token < n_keys
+    if PAGE_SIZE == 0:
+        page = tl.load(pages.table)
+        row = token
+    else:
+        page = tl.load(pages.table + wide(token // PAGE_SIZE) * pages.stride_column, exists, other=0)
+        row = token % PAGE_SIZE
+    page = tl.minimum(tl.maximum(page, 0), pages.n_pages - 1)
+    offsets = wide(page) * pages.stride_page + wide(row) * pages.stride_token + wide(head) * pages.stride_head
+    mask = exists[:, None] & (feature < pages.head_dim)[None, :]
+    return tl.load(pages.ptr + offsets[:, None] + feature[None, :], mask, other=0.0)
+
+
+@triton.jit
+def load_page_chunks(
+    pages,
+    head,
+    start,
+    n_keys,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Load rows as `load_pages` does, in chunks as those of `load_chunks`."""
+    if D_CHUNKS == 1:
+        result = (load_pages(pages, head, start, n_keys, 0, BLOCK, BLOCK_D, PAGE_SIZE),)
+    else:
+        result = (
+            load_pages(pages, head, start, n_keys, 0, BLOCK, BLOCK_D, PAGE_SIZE),
+            load_pages(pages, head, start, n_keys, 1, BLOCK, BLOCK_D, PAGE_SIZE),
+            load_pages(pages, head, start, n_keys, 2, BLOCK, BLOCK_D, PAGE_SIZE),
+        )
+    return result
+
+
+@triton.jit
 def zero_chunks(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, D_CHUNKS: tl.constexpr):
     """Return float32 zeros in chunks."""
     zeros = tl.zeros((BLOCK, BLOCK_D), tl.float32)
