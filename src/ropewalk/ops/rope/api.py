@@ -13,6 +13,7 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
+from ropewalk.ops.rope.pages import rotate_pages
 from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets, rows_by_index
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
@@ -31,6 +32,7 @@ _KEYWORDS = (
     "norm",
     "q_bias",
     "k_bias",
+    "block_table",
     "impl",
 )
 # What transformers, flash-attn, vLLM and others call them.
@@ -72,6 +74,7 @@ def apply_rope(
     norm: QKNorm | None = None,
     q_bias: Tensor | None = None,
     k_bias: Tensor | None = None,
+    block_table: Tensor | None = None,
     impl: str | None = None,
     **unknown: NoReturn,
 ) -> Any:
@@ -131,6 +134,12 @@ def apply_rope(
         q_bias: (Hq, D) or (Hq * D,), the bias of q's projection, added before the norm in the same launch. Its
             gradient comes out of the backward's launch, so that no other pass reads dQ. `norm` must be given too.
         k_bias: the same of k. It is not read where k is None.
+        block_table: (B, n), int32 or int64: q is pages of cached keys, (pages, page_size, H, D) for "bthd" or (pages,
+            H, page_size, D) for "bhtd", of any strides. Token t of row b is in page block_table[b, t // page_size] at
+            t % page_size, and is rotated there, by `positions` as (B, T, H, D) tensors have them, T = n * page_size. A
+            negative entry leaves a page alone; twice the same page is undefined. `inplace` must be True, k, norm and
+            cu_seqlens None. Keys of float16, bfloat16, float32 or float64: quantised ones are to be appended anew.
+            Nothing is differentiated. "triton" and "reference" run it.
         impl: None for the fastest that fits, "native" (CUDA), "triton" or "reference"; a named one that does not
             support the call raises.
 
@@ -164,6 +173,8 @@ def apply_rope(
     if type(q) is not Tensor and is_dtensor(q):
         from ropewalk.ops import dtensor
 
+        if block_table is not None:
+            raise ValueError("block_table was given, but must be None for DTensors: pass local pages")
         for name, bias in (("q_bias", q_bias), ("k_bias", k_bias)):
             if bias is not None:
                 raise ValueError(f"{name} was given, but must be None for DTensors: let the projection add it")
@@ -181,8 +192,18 @@ def apply_rope(
     offset, token_positions = 0, None
     if positions is not None or offsets is not None:
         offset, token_positions = _split_positions(positions, offsets, layout, axes)
-    if isinstance(cos, Tensor) and cos.ndim == 3 and token_positions is None and cu_seqlens is None:
+    if (
+        isinstance(cos, Tensor)
+        and cos.ndim == 3
+        and block_table is None
+        and token_positions is None
+        and cu_seqlens is None
+    ):
         cos, sin, offset = rows_by_index(q, cos, sin, offset, layout)
+    if block_table is not None:
+        of_pages = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
+        tables = RopeCall(cos, sin, token_positions, cu_seqlens, offset, of_pages, axes)
+        return rotate_pages(q, k, block_table, tables, {"norm": norm, "q_bias": q_bias, "k_bias": k_bias})
     xs = (q,) if k is None else (q, k)
     # A named tuple's own constructor is a call of Python's.
     flags = tuple.__new__(
