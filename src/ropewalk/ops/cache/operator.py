@@ -20,6 +20,31 @@ from ropewalk.ops.cache.validate import check, check_no_grad, check_values
 
 Append = Callable[[AppendCall, "Tensor | None"], Any]
 
+try:  # torch.compile's own check of tensors: type, dispatch keys, dtype, device, shape and strides in one call of C++
+    from torch._C._dynamo import guards
+
+    _Guards: Any = guards.TensorGuards
+except (ImportError, AttributeError):
+    _Guards = None
+
+
+class Plan:
+    """The function of calls of one kind, and a check that a call is of it."""
+
+    __slots__ = ("flags", "guards", "reads_values", "run", "writes_scales")
+
+    def __init__(self, run: Append, reads_values: bool, writes_scales: bool) -> None:
+        self.run, self.reads_values, self.writes_scales = run, reads_values, writes_scales
+        self.flags: AppendFlags | None = None
+        self.guards: Any = None
+
+    def guard(self, tensors: tuple[Tensor, ...], flags: AppendFlags) -> None:
+        """Let calls with such tensors find the plan without a key."""
+        sizes = {"dynamic_dims_sizes": [list(x.shape) for x in tensors]}
+        strides = {"dynamic_dims_strides": [list(x.stride()) for x in tensors]}
+        self.guards, self.flags = _Guards(*tensors, **sizes, **strides).check, flags
+
+
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 _SCHEMA = (
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor cos, Tensor sin, "
@@ -31,11 +56,47 @@ _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _OPERATOR: Any = torch.ops.ropewalk.append_kv.default
 
 _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
-_PLANS: dict[Any, tuple[Append, bool, bool]] = {}
+_MAX_RECENT = 4  # kinds of layers that take turns
+_PLANS: dict[Any, Plan] = {}
+_recent: tuple[Plan, ...] = ()
+# Each stands for a None: guards take tensors alone, and no tensor twice. No argument is like them.
+_ABSENT = tuple(torch.empty((0,) * 7, device="meta") for _ in range(7))
 
 
 def append(call: AppendCall) -> Tensor | None:
     """Append eagerly, and return q rotated: by the plan of an earlier call, if its metadata were the same."""
+    _, _, k_cache, v_cache, _, _, _, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
+    tensors = (
+        *call[:7],
+        _ABSENT[0] if q is None else q,
+        _ABSENT[1] if positions is None else positions,
+        _ABSENT[2] if axes is None else axes,
+        _ABSENT[3] if q_weight is None else q_weight,
+        _ABSENT[4] if k_weight is None else k_weight,
+        _ABSENT[5] if k_scale is None else k_scale,
+        _ABSENT[6] if v_scale is None else v_scale,
+    )
+    for plan in _recent:
+        # 1 is True to a tuple, and no flag.
+        if flags == plan.flags and type(flags.interleaved) is bool and plan.guards(*tensors):
+            break
+    else:
+        plan = _find(call, tensors)
+    if torch.is_grad_enabled():
+        check_no_grad(call)
+    if plan.reads_values:
+        check_values(call)
+    out = None if q is None else torch.empty_like(q)
+    if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
+        written = (k_cache, v_cache, k_scale, v_scale) if plan.writes_scales else (k_cache, v_cache)
+        torch._C._increment_version(written)  # type: ignore[arg-type]
+    plan.run(call, out)
+    return out
+
+
+def _find(call: AppendCall, tensors: tuple[Any, ...]) -> Plan:
+    """Return the plan of a call by its key, and let the calls that follow find it by its guards."""
+    global _recent
     k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
     try:
         key = (
@@ -64,25 +125,19 @@ def append(call: AppendCall) -> Tensor | None:
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = found
-    run, reads_values, writes_scales = found
-    if torch.is_grad_enabled():
-        check_no_grad(call)
-    if reads_values:
-        check_values(call)
-    out = None if q is None else torch.empty_like(q)
-    if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
-        written = (k_cache, v_cache, k_scale, v_scale) if writes_scales else (k_cache, v_cache)
-        torch._C._increment_version(written)  # type: ignore[arg-type]
-    run(call, out)
-    return out
+    if _Guards is not None and len({*map(id, tensors)}) == N_TENSORS:
+        if found.guards is None or found in _recent:  # guards know more than keys, such as inference mode
+            found.guard(tensors, flags)
+        _recent = (found, *[x for x in _recent if x is not found])[:_MAX_RECENT]
+    return found
 
 
-def _prepare(call: AppendCall) -> tuple[Append, bool, bool]:
-    """Check a call, and return the function of calls like it, and whether it reads slots and writes scales."""
+def _prepare(call: AppendCall) -> Plan:
+    """Check a call, and return the plan of calls like it."""
     check(call)
     run = _PREPARE[choose(call)](call)
     writes_scales = format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
-    return run, not call.k.is_cuda, writes_scales
+    return Plan(run, not call.k.is_cuda, writes_scales)
 
 
 def choose(call: AppendCall) -> str:
