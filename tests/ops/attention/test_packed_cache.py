@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
+from helpers import stub_gpu
 from helpers.compile import Recorder, compile_launch, pretend_target
 from helpers.modes import KERNEL_DTYPES, needs_kernels
 from helpers.targets import TARGETS
 
 from ropewalk import attention, explain_choice
-from ropewalk.ops.attention import reference
+from ropewalk.ops.attention import plans, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.triton import launch as triton_launch
 from ropewalk.ops.attention.triton import launch_common
@@ -232,6 +233,46 @@ def test_pages_take_no_dropout_in_kernels(device):
     where = {"block_table": torch.tensor([[0, 1]], device=device), "key_lengths": torch.tensor([20], device=device)}
     with pytest.raises(ValueError, match=r"dropout \(dropout_p\) over paged keys"):
         attention(torch.randn(1, 2, H, 16, device=device), k, k, dropout_p=0.5, impl="triton", **where)
+
+
+def test_compiled(device):
+    packed = Packed(device, torch.float32, 8)
+    tensors, where = packed.arguments()
+
+    def attend(tensors, where):
+        return attention(*tensors, causal=True, **where)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(tensors, where), attend(tensors, where))
+
+
+def launch_thrice():
+    """Record a step three times: without a plan, as it is made, and by it."""
+    plans.on_cpu = True
+    q = torch.zeros(13, 8, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+    where = {
+        "cu_seqlens_q": torch.tensor([0, 1, 11, 11], dtype=torch.int32),
+        "key_lengths": torch.tensor([20, 10, 7], dtype=torch.int32),
+        "block_table": torch.tensor([[5, 2], [0, 0], [1, 0]], dtype=torch.int32),
+    }
+    records = []
+    with torch.no_grad():
+        for _ in range(3):
+            stub_gpu.clear()
+            attention(q, k, v, layout="thd", causal=True, impl="triton", **where)
+            records.append(
+                [(x.name, x.grid, [a for a in x.args if not isinstance(a, tuple)]) for x in stub_gpu.launches()]
+            )
+    return records, [plan is not None for plan in plans.FORWARDS.found.values()]
+
+
+@pytest.mark.compile
+def test_plans_launch_the_same():
+    (first, second, third), planned = stub_gpu.run(launch_thrice)
+    assert planned == [True]
+    assert [name for name, _, _ in first] == ["schedule_kernel", "forward_kernel"]
+    assert first == second == third
 
 
 @pytest.mark.compile
