@@ -179,10 +179,21 @@ class Accumulator(NamedTuple):
 
 
 class PairAccumulator(NamedTuple):
-    """The same of quantised pages: even and odd features. A field of None would not pass a return by Triton 3.6."""
+    """The same of 8-bit pages: even and odd features. A field of None would not pass a return by Triton 3.6."""
 
     acc_o: Any  # [BLOCK_M, BLOCK_DV / 2]
-    acc_odd: Any
+    acc_1: Any
+    row_max: Any
+    row_sum: Any
+
+
+class QuadAccumulator(NamedTuple):
+    """The same of 4-bit pages: features 4 i, 4 i + 1, 4 i + 2 and 4 i + 3."""
+
+    acc_o: Any  # [BLOCK_M, BLOCK_DV / 4]
+    acc_1: Any
+    acc_2: Any
+    acc_3: Any
     row_max: Any
     row_sum: Any
 
@@ -342,16 +353,43 @@ def load_page(pages, n_start, stop, CONFIG: tl.constexpr):
 class QuantizedQueries(NamedTuple):
     """Rows of queries divided by a power of two, so that float16 holds them, and the factors of their products."""
 
-    rows: Any  # [BLOCK_M, BLOCK_D]; if keys are not rotated here, the even features
-    odd: Any  # then the odd ones; else None
+    rows: Any  # [BLOCK_M, BLOCK_D]; or, if keys are not rotated here, a tuple of the features of each part
     factor: Any  # [BLOCK_M, 1]
 
 
-SCALE_4BIT = tl.constexpr(8.0)  # float16 holds 7 times an eighth of every scale
+SCALE_4BIT = tl.constexpr(8.0)  # 4-bit numbers are read as eighths, so that float16 holds them times any scale
 
 
 @triton.jit
-def prepare_queries(queries, scales, SPLIT_PAIRS: tl.constexpr, CONFIG: tl.constexpr):
+def split_parts(x, FORMAT: tl.constexpr):
+    """Return the features of each part of an element of 16 bits: two of 8-bit numbers, four of 4-bit ones."""
+    WIDTH: tl.constexpr = x.shape[1]
+    if FORMAT == 3:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], WIDTH // 4, 2, 2)))
+        part_0, part_2 = tl.split(even)
+        part_1, part_3 = tl.split(odd)
+        parts = (part_0, part_1, part_2, part_3)
+    else:
+        parts = tl.split(tl.reshape(x, (x.shape[0], WIDTH // 2, 2)))
+    return parts
+
+
+@triton.jit
+def join_parts(acc, FORMAT: tl.constexpr):
+    """Return an accumulator's features in their order."""
+    if FORMAT == 3:
+        x = tl.join(tl.join(acc.acc_o, acc.acc_2), tl.join(acc.acc_1, acc.acc_3))
+        x = tl.reshape(x, (x.shape[0], x.shape[1] * 4))
+    elif FORMAT > 0:
+        x = tl.join(acc.acc_o, acc.acc_1)
+        x = tl.reshape(x, (x.shape[0], x.shape[1] * 2))
+    else:
+        x = acc.acc_o
+    return x
+
+
+@triton.jit
+def prepare_queries(queries, scales, SPLIT: tl.constexpr, CONFIG: tl.constexpr):
     """Return queries for products with stored numbers: in float16, or in float32 if they are."""
     factor = tl.full((CONFIG.BLOCK_M, 1), 1.0, tl.float32)
     if queries.dtype != tl.float32:
@@ -359,14 +397,13 @@ def prepare_queries(queries, scales, SPLIT_PAIRS: tl.constexpr, CONFIG: tl.const
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.where((power > 0) & (power < float("inf")), power, 1.0)
         queries = (queries.to(tl.float32) / factor).to(tl.float16)
-    odd = None
-    if SPLIT_PAIRS:
-        queries, odd = tl.split(tl.reshape(queries, (CONFIG.BLOCK_M, CONFIG.BLOCK_D // 2, 2)))
+    if SPLIT:
+        queries = split_parts(queries, CONFIG.FORMAT)
     if CONFIG.FORMAT == 3:
         factor = factor * SCALE_4BIT
     elif CONFIG.FORMAT == 1:
         factor = factor * tl.load(scales.ptr)
-    return QuantizedQueries(queries, odd, factor)
+    return QuantizedQueries(queries, factor)
 
 
 @triton.jit
@@ -452,59 +489,86 @@ def load_4bit(
     CONFIG: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Load 4-bit numbers times an eighth of their scales: even and odd features, [BLOCK_N, BLOCK / 2] each."""
+    """Load 4-bit numbers times an eighth of their scales: a matrix of each part, [BLOCK_N, BLOCK / 4].
+
+    They are loaded in fours of 16 bits, which one instruction brings from shared memory to the layout of a product.
+    """
     GROUPS: tl.constexpr = BLOCK // 32
-    group = tl.arange(0, GROUPS)[None, :, None]
-    byte = tl.arange(0, 16)[None, None, :]
-    exists = exists[:, None, None] & (group < WIDTH // 32)
-    stored = tl.load(rows[:, None, None] + (group * 16 + byte), exists, other=0)  # the scale is 0 there
+    SHAPE: tl.constexpr = (exists.shape[0], BLOCK // 4)
+    element = tl.arange(0, BLOCK // 4)[None, :]
+    stored = tl.load(rows[:, None] + element, exists[:, None] & (element < WIDTH // 4), other=0)
+    group = tl.arange(0, GROUPS)[None, :]
     offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
-    offsets = (offsets + tl.zeros_like(token))[:, None, None] + group * scales.stride_group
-    scale = (tl.load(scales.ptr + offsets, exists, other=0.0).to(tl.float32) * 0.125).to(DTYPE)
+    offsets = (offsets + tl.zeros_like(token))[:, None] + group * scales.stride_group
+    scale = tl.load(scales.ptr + offsets, exists[:, None] & (group < WIDTH // 32), other=0.0)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (SHAPE[0], GROUPS, 8)), SHAPE)
     if CONFIG.PTX and tl.float16 == DTYPE:
-        # A number in the mantissa of 1024; that of a high nibble is 16 times as large.
-        even, odd = tl.inline_asm_elementwise(
+        # A number in the mantissa of 1024, in its lowest bits or 16 times as large; then less 8, and an eighth of that.
+        part_0, part_1, part_2, part_3 = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 x, y, a, b, c, d, bias, part, shift;
-            mov.b32 bias, 0x64086408;
-            mov.b32 part, 0x2C002C00;
-            mov.b32 shift, 0xD480D480;
-            prmt.b32 x, $4, 0, 0x3120;
-            shr.u32 y, x, 8;
-            lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
-            lop3.b32 b, y, 0x000F000F, 0x64006400, 0xEA;
-            lop3.b32 c, x, 0x00F000F0, 0x64006400, 0xEA;
+            .reg .b32 y, a, b, c, d, low, low_zero, high, high_zero;
+            mov.b32 low, 0x30003000;
+            mov.b32 low_zero, 0xD808D808;
+            mov.b32 high, 0x20002000;
+            mov.b32 high_zero, 0xC880C880;
+            shr.u32 y, $4, 8;
+            lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 b, $4, 0x00F000F0, 0x64006400, 0xEA;
+            lop3.b32 c, y, 0x000F000F, 0x64006400, 0xEA;
             lop3.b32 d, y, 0x00F000F0, 0x64006400, 0xEA;
-            sub.rn.f16x2 a, a, bias;
-            sub.rn.f16x2 b, b, bias;
-            fma.rn.f16x2 c, c, part, shift;
-            fma.rn.f16x2 d, d, part, shift;
+            fma.rn.f16x2 a, a, low, low_zero;
+            fma.rn.f16x2 b, b, high, high_zero;
+            fma.rn.f16x2 c, c, low, low_zero;
+            fma.rn.f16x2 d, d, high, high_zero;
             mul.rn.f16x2 $0, a, $5;
-            mul.rn.f16x2 $1, b, $6;
+            mul.rn.f16x2 $1, b, $5;
             mul.rn.f16x2 $2, c, $5;
-            mul.rn.f16x2 $3, d, $6;
+            mul.rn.f16x2 $3, d, $5;
             }
             """,
-            "=r,=r,=r,=r,r,r,r",
-            [stored, tl.broadcast_to(scale, stored.shape)],
-            dtype=(tl.float16, tl.float16),
+            "=r,=r,=r,=r,r,r",
+            [stored, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     else:
-        even = ((stored & 15).to(tl.int32) - 8).to(DTYPE) * scale
-        odd = ((stored >> 4).to(tl.int32) - 8).to(DTYPE) * scale
-    SHAPE: tl.constexpr = (stored.shape[0], BLOCK // 2)
-    return tl.reshape(even, SHAPE), tl.reshape(odd, SHAPE)
+        bits = stored.to(tl.int32)
+        part_0 = (((bits & 15) - 8).to(tl.float32) * 0.125 * scale).to(DTYPE)
+        part_1 = ((((bits >> 4) & 15) - 8).to(tl.float32) * 0.125 * scale).to(DTYPE)
+        part_2 = ((((bits >> 8) & 15) - 8).to(tl.float32) * 0.125 * scale).to(DTYPE)
+        part_3 = ((((bits >> 12) & 15) - 8).to(tl.float32) * 0.125 * scale).to(DTYPE)
+    return part_0, part_1, part_2, part_3
+
+
+@triton.jit
+def load_parts(
+    rows,
+    scales,
+    page,
+    token,
+    exists,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Load a tile of quantised pages: a matrix of each part, without scales that all of a token's features share."""
+    if CONFIG.FORMAT == 3:
+        parts = load_4bit(rows, scales, page, token, exists, WIDTH, BLOCK, CONFIG, DTYPE)
+    else:
+        even, odd = load_8bit(rows, exists, CONFIG.FORMAT, WIDTH, BLOCK, CONFIG.PTX)
+        parts = (even.to(DTYPE), odd.to(DTYPE))
+    return parts
 
 
 @triton.jit
 def load_features(rows, feature, scales, scale_offsets, exists, CONFIG: tl.constexpr):
     """Load keys at features of any order, float32; times their scales if those differ within a head."""
     if CONFIG.FORMAT == 3:
-        stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
-        numbers = (((stored >> (feature % 2 * 4)) & 15) - 8).to(tl.float32)
+        stored = tl.load(rows[:, None] + feature // 4, exists, other=0).to(tl.int32)
+        numbers = (((stored >> (feature % 4 * 4)) & 15) - 8).to(tl.float32)
         scale_ptrs = scales.ptr + scale_offsets[:, None] + (feature // 32) * scales.stride_group
         numbers *= tl.load(scale_ptrs, exists, other=0.0).to(tl.float32) * 0.125
     else:
@@ -535,17 +599,17 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
 @triton.jit
 def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales, CONFIG: tl.constexpr):
     """Return the products of queries with a tile of keys of quantised pages, [BLOCK_M, BLOCK_N]."""
-    DTYPE: tl.constexpr = queries.rows.dtype
     if table is not None:
+        DTYPE: tl.constexpr = queries.rows.dtype
         keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
         s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
     else:
-        if CONFIG.FORMAT == 3:
-            even, odd = load_4bit(rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE)
-        else:
-            even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.D, CONFIG.BLOCK_D, CONFIG.PTX)
-        s = tl.dot(queries.rows, even.to(DTYPE).T, input_precision=CONFIG.PRECISION)
-        s = tl.dot(queries.odd, odd.to(DTYPE).T, s, input_precision=CONFIG.PRECISION)
+        parts = load_parts(
+            rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, queries.rows[0].dtype
+        )
+        s = tl.dot(queries.rows[0], parts[0].T, input_precision=CONFIG.PRECISION)
+        for part in tl.static_range(1, 4 if CONFIG.FORMAT == 3 else 2):
+            s = tl.dot(queries.rows[part], parts[part].T, s, input_precision=CONFIG.PRECISION)
     s = s * queries.factor
     if CONFIG.FORMAT == 2:
         s = s * load_scales(scales, page, token, exists)[None, :]
@@ -553,29 +617,26 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
 
 
 @triton.jit
-def add_quantized_values(
-    acc_o, acc_odd, alpha, p, rows, page, token, exists, scales, DTYPE: tl.constexpr, CONFIG: tl.constexpr
-):
-    """Add a tile of values of quantised pages to the accumulators of even and of odd features."""
-    alpha = alpha[:, None]
-    if CONFIG.FORMAT == 3:
-        even, odd = load_4bit(rows, scales, page, token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE)
-    else:
-        even, odd = load_8bit(rows, exists, CONFIG.FORMAT, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.PTX)
-    even = even.to(DTYPE)
-    odd = odd.to(DTYPE)
+def scale_probabilities(p, page, token, exists, scales, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
+    """Return probabilities as a product with stored values takes them, and the factor of that product."""
+    largest = 1.0
     if CONFIG.FORMAT == 2:
         # Divided by the tile's largest scale, probabilities keep to the range of float16.
         scale = load_scales(scales, page, token, exists)
         largest = tl.max(scale, 0)
-        p = (p * tl.where(largest > 0, scale / largest, scale)[None, :]).to(DTYPE)
-        acc_o = acc_o * alpha + tl.dot(p, even, input_precision=CONFIG.PRECISION) * largest
-        acc_odd = acc_odd * alpha + tl.dot(p, odd, input_precision=CONFIG.PRECISION) * largest
+        p = p * tl.where(largest > 0, scale / largest, scale)[None, :]
+    return p.to(DTYPE), largest
+
+
+@triton.jit
+def add_values(acc_o, alpha, p, values, factor, CONFIG: tl.constexpr):
+    """Add one part of a tile of values of quantised pages to its accumulator."""
+    acc_o = acc_o * alpha[:, None]
+    if CONFIG.FORMAT == 2:
+        acc_o += tl.dot(p, values, input_precision=CONFIG.PRECISION) * factor
     else:
-        p = p.to(DTYPE)
-        acc_o = tl.dot(p, even, acc_o * alpha, input_precision=CONFIG.PRECISION)
-        acc_odd = tl.dot(p, odd, acc_odd * alpha, input_precision=CONFIG.PRECISION)
-    return acc_o, acc_odd
+        acc_o = tl.dot(p, values, acc_o, input_precision=CONFIG.PRECISION)
+    return acc_o
 
 
 @triton.jit
@@ -605,7 +666,10 @@ def mainloop_kv(
     NO_FUTURE_KEYS: tl.constexpr = CONFIG.INDEX_POSITIONS and CONFIG.CAUSAL and not MASKED
     acc_o = acc.acc_o
     if CONFIG.FORMAT > 0:
-        acc_odd = acc.acc_odd
+        acc_1 = acc.acc_1
+    if CONFIG.FORMAT == 3:
+        acc_2 = acc.acc_2
+        acc_3 = acc.acc_3
     row_max = acc.row_max
     row_sum = acc.row_sum
     pages = cache.pages
@@ -714,9 +778,16 @@ def mainloop_kv(
         row_sum = row_sum * alpha + tl.sum(p, 1)
 
         if CONFIG.FORMAT > 0:
-            acc_o, acc_odd = add_quantized_values(
-                acc_o, acc_odd, alpha, p, v_rows, page, page_token, exists, cache.v_scales, queries.rows.dtype, CONFIG
+            DTYPE: tl.constexpr = tl.float32 if rows.q_ptr.dtype.element_ty == tl.float32 else tl.float16
+            p, factor = scale_probabilities(p, page, page_token, exists, cache.v_scales, DTYPE, CONFIG)
+            values = load_parts(
+                v_rows, cache.v_scales, page, page_token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
             )
+            acc_o = add_values(acc_o, alpha, p, values[0], factor, CONFIG)
+            acc_1 = add_values(acc_1, alpha, p, values[1], factor, CONFIG)
+            if CONFIG.FORMAT == 3:
+                acc_2 = add_values(acc_2, alpha, p, values[2], factor, CONFIG)
+                acc_3 = add_values(acc_3, alpha, p, values[3], factor, CONFIG)
         elif MASKED:
             v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
         elif DV == CONFIG.BLOCK_DV:
@@ -726,8 +797,10 @@ def mainloop_kv(
         if CONFIG.FORMAT == 0:
             acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o * alpha[:, None], input_precision=CONFIG.PRECISION)
         row_max = new_max
-    if CONFIG.FORMAT > 0:
-        acc = PairAccumulator(acc_o, acc_odd, row_max, row_sum)
+    if CONFIG.FORMAT == 3:
+        acc = QuadAccumulator(acc_o, acc_1, acc_2, acc_3, row_max, row_sum)
+    elif CONFIG.FORMAT > 0:
+        acc = PairAccumulator(acc_o, acc_1, row_max, row_sum)
     else:
         acc = Accumulator(acc_o, row_max, row_sum)
     return acc
@@ -940,9 +1013,12 @@ def decode_kernel(
     if tensors.sinks is not None:
         row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    if CONFIG.FORMAT > 0:
-        acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
-        acc = PairAccumulator(acc_even, tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32), row_max, row_sum)
+    if CONFIG.FORMAT == 3:
+        zeros = tl.zeros((BLOCK_M, BLOCK_DV // 4), tl.float32)
+        acc = QuadAccumulator(zeros, zeros, zeros, zeros, row_max, row_sum)
+    elif CONFIG.FORMAT > 0:
+        zeros = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
+        acc = PairAccumulator(zeros, zeros, row_max, row_sum)
     else:
         acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
@@ -954,9 +1030,7 @@ def decode_kernel(
     # === epilogue ===
     attends = acc.row_sum != 0  # true for NaN, which results must show
     row_sum = tl.where(attends, acc.row_sum, 1.0)
-    acc_o = acc.acc_o
-    if CONFIG.FORMAT > 0:
-        acc_o = tl.reshape(tl.join(acc_o, acc.acc_odd), (BLOCK_M, BLOCK_DV))
+    acc_o = join_parts(acc, CONFIG.FORMAT)
     if CONFIG.FORMAT == 3:
         acc_o = acc_o * SCALE_4BIT
     elif CONFIG.FORMAT == 1:

@@ -166,8 +166,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         call = call._replace(tables=NO_TABLES)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     kind = _format(call)
-    if kind in (Format.FP8, Format.INT8):
-        k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads pairs
+    if kind is not Format.OWN:
+        k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads two or four numbers at a time
     call = call._replace(q=q, k=k, v=v)
 
     n_kv_heads = k.shape[1]
@@ -401,7 +401,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _block_of(head_dim: int, kind: Format = Format.OWN) -> int:
-    return int(max(16 if kind is Format.OWN else 32, triton.next_power_of_2(head_dim)))
+    least = {Format.OWN: 16, Format.INT4: 64}.get(kind, 32)  # a product has 16 elements of a key at least
+    return int(max(least, triton.next_power_of_2(head_dim)))
 
 
 def _format(call: AttentionCall) -> Format:
