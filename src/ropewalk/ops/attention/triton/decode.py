@@ -61,7 +61,7 @@ class KeyMask(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of quantised pages; strides in elements. Their pages have the numbers of the pages of k and v.
+    """Scales of quantised pages; strides in SCALE_UNITs. Their pages have the numbers of the pages of k and v.
 
     Strides are no groups of their own: Triton 3.6 may lose a constant, as a stride of 1 is, two groups deep.
     """
@@ -70,7 +70,7 @@ class Scales(NamedTuple):
     k_stride_page: Any
     k_stride_token: Any
     k_stride_head: Any
-    k_stride_group: Any
+    k_stride_group: Any  # in elements
     v_ptr: Any
     v_stride_page: Any
     v_stride_token: Any
@@ -131,6 +131,7 @@ class DecodeConfig(NamedTuple):
     PAIR_BLOCK: int  # features of a block that is half-split by itself
     PAGE_SIZE: int
     STRIDE_UNIT: int  # elements; all strides of q, k and v are multiples of it
+    SCALE_UNIT: int  # elements: all strides of scales but those of groups are multiples of it
     FORMAT: int  # of pages, a `cache.formats.Format`: 0 has no scales
     PTX: bool  # numbers of quantised pages are unpacked by inline assembly
     INT64_STRIDES: bool  # keys of one tile may be 2³¹ elements apart
@@ -195,7 +196,10 @@ class QuadAccumulator(NamedTuple):
     acc_2: Any
     acc_3: Any
     row_max: Any
-    row_sum: Any
+    row_sum: Any  # [BLOCK_M, SUM_COLUMNS], all of them alike
+
+
+SUM_COLUMNS = tl.constexpr(16)
 
 
 class Split(NamedTuple):
@@ -354,7 +358,7 @@ class QuantizedQueries(NamedTuple):
     """Rows of queries divided by a power of two, so that float16 holds them, and the factors of their products."""
 
     rows: Any  # [BLOCK_M, BLOCK_D]; or, if keys are not rotated here, a tuple of the features of each part
-    factor: Any  # [BLOCK_M, 1]
+    factor: Any  # [BLOCK_M]
 
 
 SCALE_4BIT = tl.constexpr(8.0)  # 4-bit numbers are read as eighths, so that float16 holds them times any scale
@@ -391,12 +395,12 @@ def join_parts(acc, FORMAT: tl.constexpr):
 @triton.jit
 def prepare_queries(queries, scales, SPLIT: tl.constexpr, CONFIG: tl.constexpr):
     """Return queries for products with stored numbers: in float16, or in float32 if they are."""
-    factor = tl.full((CONFIG.BLOCK_M, 1), 1.0, tl.float32)
+    factor = tl.full((CONFIG.BLOCK_M,), 1.0, tl.float32)
     if queries.dtype != tl.float32:
-        largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1, keep_dims=True)
+        largest = tl.max(tl.abs(queries.to(tl.float32)), axis=1)
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.where((power > 0) & (power < float("inf")), power, 1.0)
-        queries = (queries.to(tl.float32) / factor).to(tl.float16)
+        queries = (queries.to(tl.float32) / factor[:, None]).to(tl.float16)
     if SPLIT:
         queries = split_parts(queries, CONFIG.FORMAT)
     if CONFIG.FORMAT == 3:
@@ -471,10 +475,15 @@ def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def load_scales(scales, page, token, exists):
+def scale_offsets(scales, page, token, CONFIG: tl.constexpr):
+    """Return how many elements the scales of a tile's tokens are from those of token 0 in page 0."""
+    return (wide(page) * scales.stride_page + wide(token) * scales.stride_token) * CONFIG.SCALE_UNIT
+
+
+@triton.jit
+def load_scales(scales, page, token, exists, CONFIG: tl.constexpr):
     """Load one scale for each key of a tile."""
-    offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
-    return tl.load(scales.ptr + offsets, exists, other=0.0)
+    return tl.load(scales.ptr + scale_offsets(scales, page, token, CONFIG), exists, other=0.0)
 
 
 @triton.jit
@@ -498,8 +507,8 @@ def load_4bit(
     element = tl.arange(0, BLOCK // 4)[None, :]
     stored = tl.load(rows[:, None] + element, exists[:, None] & (element < WIDTH // 4), other=0)
     group = tl.arange(0, GROUPS)[None, :]
-    offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
-    offsets = (offsets + tl.zeros_like(token))[:, None] + group * scales.stride_group
+    offsets = (scale_offsets(scales, page, token, CONFIG) + tl.zeros_like(token))[:, None]
+    offsets += group * scales.stride_group
     scale = tl.load(scales.ptr + offsets, exists[:, None] & (group < WIDTH // 32), other=0.0)
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (SHAPE[0], GROUPS, 8)), SHAPE)
     if CONFIG.PTX and tl.float16 == DTYPE:
@@ -564,12 +573,12 @@ def load_parts(
 
 
 @triton.jit
-def load_features(rows, feature, scales, scale_offsets, exists, CONFIG: tl.constexpr):
+def load_features(rows, feature, scales, offsets, exists, CONFIG: tl.constexpr):
     """Load keys at features of any order, float32; times their scales if those differ within a head."""
     if CONFIG.FORMAT == 3:
         stored = tl.load(rows[:, None] + feature // 4, exists, other=0).to(tl.int32)
         numbers = (((stored >> (feature % 4 * 4)) & 15) - 8).to(tl.float32)
-        scale_ptrs = scales.ptr + scale_offsets[:, None] + (feature // 32) * scales.stride_group
+        scale_ptrs = scales.ptr + offsets[:, None] + (feature // 32) * scales.stride_group
         numbers *= tl.load(scale_ptrs, exists, other=0.0).to(tl.float32) * 0.125
     else:
         stored = tl.load(rows[:, None] + feature // 2, exists, other=0).to(tl.int32)
@@ -583,8 +592,8 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
     R: tl.constexpr = CONFIG.ROTARY_DIM
     feature = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     exists = exists[:, None] & (feature < CONFIG.D)
-    scale_offsets = wide(page) * scales.stride_page + wide(token) * scales.stride_token
-    x = load_features(rows, feature, scales, scale_offsets, exists, CONFIG)
+    offsets = scale_offsets(scales, page, token, CONFIG)
+    x = load_features(rows, feature, scales, offsets, exists, CONFIG)
     rotary_feature = feature - CONFIG.ROTARY_OFFSET
     is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < R)
     pair, partner, is_second = partner_of(feature, CONFIG)
@@ -592,13 +601,13 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
     cos = tl.load(table.cos + table_offsets, is_rotated, other=1.0)
     sin = tl.load(table.sin + table_offsets, is_rotated, other=0.0)
     partner = tl.where(is_rotated, partner, 0)
-    y = load_features(rows, partner, scales, scale_offsets, is_rotated, CONFIG)
+    y = load_features(rows, partner, scales, offsets, is_rotated, CONFIG)
     return x * cos + y * tl.where(is_second, sin, -sin)
 
 
 @triton.jit
 def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales, CONFIG: tl.constexpr):
-    """Return the products of queries with a tile of keys of quantised pages, [BLOCK_M, BLOCK_N]."""
+    """Return the products of queries with a tile of keys of quantised pages, [BLOCK_M, BLOCK_N], without `factor`."""
     if table is not None:
         DTYPE: tl.constexpr = queries.rows.dtype
         keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
@@ -610,9 +619,8 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
         s = tl.dot(queries.rows[0], parts[0].T, input_precision=CONFIG.PRECISION)
         for part in tl.static_range(1, 4 if CONFIG.FORMAT == 3 else 2):
             s = tl.dot(queries.rows[part], parts[part].T, s, input_precision=CONFIG.PRECISION)
-    s = s * queries.factor
     if CONFIG.FORMAT == 2:
-        s = s * load_scales(scales, page, token, exists)[None, :]
+        s = s * load_scales(scales, page, token, exists, CONFIG)[None, :]
     return s
 
 
@@ -622,7 +630,7 @@ def scale_probabilities(p, page, token, exists, scales, DTYPE: tl.constexpr, CON
     largest = 1.0
     if CONFIG.FORMAT == 2:
         # Divided by the tile's largest scale, probabilities keep to the range of float16.
-        scale = load_scales(scales, page, token, exists)
+        scale = load_scales(scales, page, token, exists, CONFIG)
         largest = tl.max(scale, 0)
         p = p * tl.where(largest > 0, scale / largest, scale)[None, :]
     return p.to(DTYPE), largest
@@ -673,6 +681,15 @@ def mainloop_kv(
     row_max = acc.row_max
     row_sum = acc.row_sum
     pages = cache.pages
+    row_scale = scores.exp2_scale
+    pair_scale = scores.exp2_scale
+    IS_PLAIN: tl.constexpr = SCORE_MOD is None and scores.softcap is None
+    DTYPE: tl.constexpr = tl.float32 if rows.q_ptr.dtype.element_ty == tl.float32 else tl.float16  # of products
+    if CONFIG.FORMAT > 0 and IS_PLAIN:  # one product for each score: these kernels wait for instructions
+        row_scale = queries.factor * scores.exp2_scale
+        pair_scale = row_scale[:, None]
+    if CONFIG.FORMAT == 3:
+        ones = tl.full((BLOCK_N, SUM_COLUMNS), 1.0, DTYPE)
     split = keys.split
     if not MASKED:
         start = split.full
@@ -743,6 +760,8 @@ def mainloop_kv(
             k_tile = tl.load(k_ptrs, feature < D, other=0.0)
         if CONFIG.FORMAT == 0:
             s = tl.dot(queries, k_tile.T, input_precision=CONFIG.PRECISION)
+        elif not IS_PLAIN:
+            s = s * queries.factor[:, None]
         if SCORE_MOD is not None or scores.softcap is not None:
             s = s * scores.scale
         if scores.softcap is not None:
@@ -769,20 +788,22 @@ def mainloop_kv(
                 mask_ptrs = mask.ptr + (wide(n) * mask.stride_key)[None, :]
                 is_attended = is_attended & (tl.load(mask_ptrs, exists[None, :], other=0) != 0)
             s = tl.where(is_attended, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
+        new_max = tl.maximum(row_max, tl.max(s, 1) * row_scale)
         shift = new_max
         if MASKED:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended no key yet
-        p = tl.exp2(s * scores.exp2_scale - shift[:, None])
+        p = tl.exp2(s * pair_scale - shift[:, None])
         alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(p, 1)
+        if CONFIG.FORMAT != 3:
+            row_sum = row_sum * alpha + tl.sum(p, 1)
 
         if CONFIG.FORMAT > 0:
-            DTYPE: tl.constexpr = tl.float32 if rows.q_ptr.dtype.element_ty == tl.float32 else tl.float16
             p, factor = scale_probabilities(p, page, page_token, exists, cache.v_scales, DTYPE, CONFIG)
             values = load_parts(
                 v_rows, cache.v_scales, page, page_token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
             )
+            if CONFIG.FORMAT == 3:  # a product sums without waiting for other warps
+                row_sum = tl.dot(p, ones, row_sum * alpha[:, None], input_precision=CONFIG.PRECISION)
             acc_o = add_values(acc_o, alpha, p, values[0], factor, CONFIG)
             acc_1 = add_values(acc_1, alpha, p, values[1], factor, CONFIG)
             if CONFIG.FORMAT == 3:
@@ -992,13 +1013,13 @@ def decode_kernel(
     v_scales = None
     if CONFIG.FORMAT > 0:
         k_scales = HeadScales(
-            scales.k_ptr + wide(kv_head) * scales.k_stride_head,
+            scales.k_ptr + wide(kv_head) * scales.k_stride_head * CONFIG.SCALE_UNIT,
             scales.k_stride_page,
             scales.k_stride_token,
             scales.k_stride_group,
         )
         v_scales = HeadScales(
-            scales.v_ptr + wide(kv_head) * scales.v_stride_head,
+            scales.v_ptr + wide(kv_head) * scales.v_stride_head * CONFIG.SCALE_UNIT,
             scales.v_stride_page,
             scales.v_stride_token,
             scales.v_stride_group,
@@ -1015,6 +1036,7 @@ def decode_kernel(
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     if CONFIG.FORMAT == 3:
         zeros = tl.zeros((BLOCK_M, BLOCK_DV // 4), tl.float32)
+        row_sum = row_sum[:, None] + tl.zeros((BLOCK_M, SUM_COLUMNS), tl.float32)
         acc = QuadAccumulator(zeros, zeros, zeros, zeros, row_max, row_sum)
     elif CONFIG.FORMAT > 0:
         zeros = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
@@ -1028,8 +1050,11 @@ def decode_kernel(
     acc = attend_range(acc, rows, near_range, cache, key_mask, numbers, SCORE_MOD, CONFIG, NEAR_WINDOWED)
 
     # === epilogue ===
-    attends = acc.row_sum != 0  # true for NaN, which results must show
-    row_sum = tl.where(attends, acc.row_sum, 1.0)
+    row_sum = acc.row_sum
+    if CONFIG.FORMAT == 3:
+        row_sum = tl.sum(row_sum, 1) / SUM_COLUMNS
+    attends = row_sum != 0  # true for NaN, which results must show
+    row_sum = tl.where(attends, row_sum, 1.0)
     acc_o = join_parts(acc, CONFIG.FORMAT)
     if CONFIG.FORMAT == 3:
         acc_o = acc_o * SCALE_4BIT

@@ -207,7 +207,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         block_table=block_table,
         block_table_stride_batch=None if block_table is None else block_table.stride(0),
         block_table_stride_page=None if block_table is None else block_table.stride(1),
-        scales=_scale_args(call),
+        scales=_scale_args(call, config.SCALE_UNIT),
         tables=_table_args(call),
         table_start=call.tables.q_start,
         table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
@@ -349,6 +349,7 @@ def _config(
         PAIR_BLOCK=tables.pair_block or rotary_dim,
         PAGE_SIZE=0 if call.block_table is None else k.shape[2],
         STRIDE_UNIT=_stride_unit(q, k, v),
+        SCALE_UNIT=_scale_unit(call),
         FORMAT=int(kind),
         PTX=_has_ptx(kind),
         INT64_STRIDES=max(k.stride(2), v.stride(2)) * 256 >= 2**31,
@@ -417,11 +418,22 @@ def _has_ptx(kind: Format) -> bool:
     return kind is not Format.FP8 or gpu.current_capability() >= (8, 9)
 
 
-def _scale_args(call: AttentionCall) -> Scales | None:
+def _scale_args(call: AttentionCall, unit: int) -> Scales | None:
     """Return the scales of quantised pages."""
     if call.k_scale is None or call.v_scale is None:
         return None
-    return Scales(call.k_scale, *_scale_strides(call.k_scale), call.v_scale, *_scale_strides(call.v_scale))
+    k_strides, v_strides = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
+    *k_strides, k_group = (k_strides[0] // unit, k_strides[1] // unit, k_strides[2] // unit, k_strides[3])
+    *v_strides, v_group = (v_strides[0] // unit, v_strides[1] // unit, v_strides[2] // unit, v_strides[3])
+    return Scales(call.k_scale, *k_strides, k_group, call.v_scale, *v_strides, v_group)
+
+
+def _scale_unit(call: AttentionCall) -> int:
+    """Return a divisor of all strides of scales but those of groups: as many as 16 bytes hold, or fewer."""
+    if call.k_scale is None or call.v_scale is None:
+        return 1
+    strides = (*_scale_strides(call.k_scale)[:3], *_scale_strides(call.v_scale)[:3])
+    return math.gcd(16 // call.k_scale.element_size(), *strides)
 
 
 def _scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
