@@ -125,6 +125,7 @@ class DecodeConfig(NamedTuple):
     BLOCK_DV: int
     BLOCK_M: int
     BLOCK_N: int
+    SUM_COLUMNS: int  # of the product that sums probabilities over 4-bit pages
     ROTARY_DIM: int
     ROTARY_OFFSET: int  # the first feature that is rotated
     INTERLEAVED: bool
@@ -182,10 +183,11 @@ class Accumulator(NamedTuple):
 class PairAccumulator(NamedTuple):
     """The same of 8-bit pages: even and odd features. A field of None would not pass a return by Triton 3.6."""
 
-    acc_o: Any  # [BLOCK_M, BLOCK_DV / 2]
+    acc_o: Any  # [BLOCK_M, BLOCK_DV / 2]; of int8 in `unit`s
     acc_1: Any
     row_max: Any
     row_sum: Any
+    unit: Any  # of int8 the largest scale of values so far: float16 holds probabilities times scales in it
 
 
 class QuadAccumulator(NamedTuple):
@@ -197,9 +199,6 @@ class QuadAccumulator(NamedTuple):
     acc_3: Any
     row_max: Any
     row_sum: Any  # [BLOCK_M, SUM_COLUMNS], all of them alike
-
-
-SUM_COLUMNS = tl.constexpr(16)
 
 
 class Split(NamedTuple):
@@ -335,6 +334,12 @@ def split_keys(
     full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_N) * BLOCK_N, split_start), aligned_stop)
     full_stop = tl.minimum(tl.maximum(tl.maximum(full_stop, 0) // BLOCK_N * BLOCK_N, full), aligned_stop)
     return Split(start, stop, split_start, full, full_stop, split_stop)
+
+
+@triton.jit
+def page_offset(page, stride):
+    """Return page · stride, int64, of numbers that are not negative: one instruction, where signed ones need four."""
+    return (page.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
@@ -477,7 +482,7 @@ def load_8bit(rows, exists, FORMAT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
 @triton.jit
 def scale_offsets(scales, page, token, CONFIG: tl.constexpr):
     """Return how many elements the scales of a tile's tokens are from those of token 0 in page 0."""
-    return (wide(page) * scales.stride_page + wide(token) * scales.stride_token) * CONFIG.SCALE_UNIT
+    return (page_offset(page, scales.stride_page) + wide(token) * scales.stride_token) * CONFIG.SCALE_UNIT
 
 
 @triton.jit
@@ -625,29 +630,6 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
 
 
 @triton.jit
-def scale_probabilities(p, page, token, exists, scales, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
-    """Return probabilities as a product with stored values takes them, and the factor of that product."""
-    largest = 1.0
-    if CONFIG.FORMAT == 2:
-        # Divided by the tile's largest scale, probabilities keep to the range of float16.
-        scale = load_scales(scales, page, token, exists, CONFIG)
-        largest = tl.max(scale, 0)
-        p = p * tl.where(largest > 0, scale / largest, scale)[None, :]
-    return p.to(DTYPE), largest
-
-
-@triton.jit
-def add_values(acc_o, alpha, p, values, factor, CONFIG: tl.constexpr):
-    """Add one part of a tile of values of quantised pages to its accumulator."""
-    acc_o = acc_o * alpha[:, None]
-    if CONFIG.FORMAT == 2:
-        acc_o += tl.dot(p, values, input_precision=CONFIG.PRECISION) * factor
-    else:
-        acc_o = tl.dot(p, values, acc_o, input_precision=CONFIG.PRECISION)
-    return acc_o
-
-
-@triton.jit
 def mainloop_kv(
     acc,
     queries,
@@ -669,12 +651,15 @@ def mainloop_kv(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
+    SUM_COLUMNS: tl.constexpr = CONFIG.SUM_COLUMNS
     UNIT: tl.constexpr = CONFIG.STRIDE_UNIT
     SKIP: tl.constexpr = MASKED and CONFIG.SPLIT_MASKED_LOOP
     NO_FUTURE_KEYS: tl.constexpr = CONFIG.INDEX_POSITIONS and CONFIG.CAUSAL and not MASKED
     acc_o = acc.acc_o
     if CONFIG.FORMAT > 0:
         acc_1 = acc.acc_1
+    if CONFIG.FORMAT > 0 and CONFIG.FORMAT != 3:
+        unit = acc.unit
     if CONFIG.FORMAT == 3:
         acc_2 = acc.acc_2
         acc_3 = acc.acc_3
@@ -707,13 +692,15 @@ def mainloop_kv(
     if pages is not None:
         page_of_tile = load_page(pages, skip_full_tiles(start, split, SKIP), split.stop, CONFIG)
     # Loads ahead would keep tiles of cos, sin and the pairs' partners in shared memory, which has no room for them.
-    STAGES: tl.constexpr = None if keys.k_table is None else 1
+    STAGES: tl.constexpr = 1 if keys.k_table is not None or (SKIP and CONFIG.FORMAT > 0) else None
     for step in tl.range(0, length, BLOCK_N, num_stages=STAGES):
         n_start = skip_full_tiles(start + step, split, SKIP)
         n = n_start + offset
         exists = n < split.stop
         if CONFIG.HAS_STARTS or WINDOWED:
             exists = exists & (n >= split.start)
+        if not MASKED:
+            exists = tl.full((BLOCK_N,), 1, tl.int1)
         page = page_of_tile
         if pages is not None:
             page = tl.minimum(tl.maximum(page, 0), cache.n_pages - 1)  # any other entry would read outside the memory
@@ -729,8 +716,8 @@ def mainloop_kv(
         else:
             token_start = 0
             token = n % CONFIG.PAGE_SIZE
-        k_start = (wide(page) * wide(cache.k_strides.batch) + token_start * wide(cache.k_strides.token)) * UNIT
-        v_start = (wide(page) * wide(cache.v_strides.batch) + token_start * wide(cache.v_strides.token)) * UNIT
+        k_start = (page_offset(page, cache.k_strides.batch) + token_start * wide(cache.k_strides.token)) * UNIT
+        v_start = (page_offset(page, cache.v_strides.batch) + token_start * wide(cache.v_strides.token)) * UNIT
         k_stride_token = cache.k_strides.token
         v_stride_token = cache.v_strides.token
         if CONFIG.INT64_STRIDES:
@@ -798,17 +785,25 @@ def mainloop_kv(
             row_sum = row_sum * alpha + tl.sum(p, 1)
 
         if CONFIG.FORMAT > 0:
-            p, factor = scale_probabilities(p, page, page_token, exists, cache.v_scales, DTYPE, CONFIG)
+            if CONFIG.FORMAT == 2:
+                scale = load_scales(cache.v_scales, page, page_token, exists, CONFIG)
+                new_unit = tl.maximum(unit, tl.max(scale, 0))
+                p = p * (scale * (1.0 / new_unit))[None, :]
+                alpha = alpha * (unit / new_unit)
+                unit = new_unit
+            p = p.to(DTYPE)
+            alpha = alpha[:, None]
             values = load_parts(
                 v_rows, cache.v_scales, page, page_token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
             )
-            if CONFIG.FORMAT == 3:  # a product sums without waiting for other warps
-                row_sum = tl.dot(p, ones, row_sum * alpha[:, None], input_precision=CONFIG.PRECISION)
-            acc_o = add_values(acc_o, alpha, p, values[0], factor, CONFIG)
-            acc_1 = add_values(acc_1, alpha, p, values[1], factor, CONFIG)
+            acc_o = tl.dot(p, values[0], acc_o * alpha, input_precision=CONFIG.PRECISION)
+            acc_1 = tl.dot(p, values[1], acc_1 * alpha, input_precision=CONFIG.PRECISION)
             if CONFIG.FORMAT == 3:
-                acc_2 = add_values(acc_2, alpha, p, values[2], factor, CONFIG)
-                acc_3 = add_values(acc_3, alpha, p, values[3], factor, CONFIG)
+                acc_2 = tl.dot(p, values[2], acc_2 * alpha, input_precision=CONFIG.PRECISION)
+                acc_3 = tl.dot(p, values[3], acc_3 * alpha, input_precision=CONFIG.PRECISION)
+                # A product sums without waiting for other warps. From the last product of a loop Triton learns how warps
+                # share them all: by keys and features where it has more columns than rows.
+                row_sum = tl.dot(p, ones, row_sum * alpha, input_precision=CONFIG.PRECISION)
         elif MASKED:
             v_tile = tl.load(v_ptrs, exists[:, None] & (feature_v < DV), other=0.0)
         elif DV == CONFIG.BLOCK_DV:
@@ -821,7 +816,7 @@ def mainloop_kv(
     if CONFIG.FORMAT == 3:
         acc = QuadAccumulator(acc_o, acc_1, acc_2, acc_3, row_max, row_sum)
     elif CONFIG.FORMAT > 0:
-        acc = PairAccumulator(acc_o, acc_1, row_max, row_sum)
+        acc = PairAccumulator(acc_o, acc_1, row_max, row_sum, unit)
     else:
         acc = Accumulator(acc_o, row_max, row_sum)
     return acc
@@ -895,6 +890,7 @@ def decode_kernel(
     """Attend to one split of the keys with BLOCK_M rows that share a key head."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
+    SUM_COLUMNS: tl.constexpr = CONFIG.SUM_COLUMNS
     SPLIT: tl.constexpr = CONFIG.SPLIT
     HAS_FAR: tl.constexpr = far_window is not None
     NEAR_WINDOWED: tl.constexpr = CONFIG.WINDOWED or HAS_FAR
@@ -916,7 +912,8 @@ def decode_kernel(
     row_exists = row < n_queries * heads_per_key
     token = row // heads_per_key
     head = kv_head * heads_per_key + row % heads_per_key
-    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head) * n_queries + token
+    # Unsigned, because a sign would take a register for each row over the loops.
+    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head.to(tl.uint32)) * n_queries + token.to(tl.uint32)
     if SPLIT:
         result = result * n_splits + split_idx
 
@@ -1040,7 +1037,7 @@ def decode_kernel(
         acc = QuadAccumulator(zeros, zeros, zeros, zeros, row_max, row_sum)
     elif CONFIG.FORMAT > 0:
         zeros = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
-        acc = PairAccumulator(zeros, zeros, row_max, row_sum)
+        acc = PairAccumulator(zeros, zeros, row_max, row_sum, tl.full((), 1e-30, tl.float32))
     else:
         acc = Accumulator(tl.zeros((BLOCK_M, BLOCK_DV), tl.float32), row_max, row_sum)
     if HAS_FAR:
@@ -1058,6 +1055,8 @@ def decode_kernel(
     acc_o = join_parts(acc, CONFIG.FORMAT)
     if CONFIG.FORMAT == 3:
         acc_o = acc_o * SCALE_4BIT
+    elif CONFIG.FORMAT == 2:
+        acc_o = acc_o * acc.unit
     elif CONFIG.FORMAT == 1:
         acc_o = acc_o * tl.load(cache.v_scales.ptr)
     acc_o = acc_o / row_sum[:, None]

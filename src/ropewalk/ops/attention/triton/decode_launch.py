@@ -115,19 +115,33 @@ _TILES: dict[tuple[int, int, int], DecodeTiles] = {
     (32, 128, 4): DecodeTiles(16, 8, 2),
     (32, 256, 4): DecodeTiles(16, 8, 1),
 }
-# Of quantised pages, by the rows of a tile and the larger of the blocks of features.
+# Of quantised pages, by the rows of a tile and the larger of the blocks of features; from counts of instructions.
 _QUANTIZED_TILES: dict[tuple[int, int], DecodeTiles] = {
-    (16, 64): DecodeTiles(128, 4, 3),
-    (16, 128): DecodeTiles(64, 4, 3),
-    (16, 256): DecodeTiles(32, 4, 3),
-    (32, 64): DecodeTiles(64, 4, 3),
-    (32, 128): DecodeTiles(64, 4, 3),
-    (32, 256): DecodeTiles(32, 8, 3),
-    (64, 64): DecodeTiles(64, 4, 3),
-    (64, 128): DecodeTiles(64, 8, 3),
+    (16, 64): DecodeTiles(128, 4, 3, True, 168),
+    (16, 128): DecodeTiles(128, 4, 3, True, 168),
+    (16, 256): DecodeTiles(64, 4, 3, True),
+    (32, 64): DecodeTiles(64, 4, 3, True),
+    (32, 128): DecodeTiles(64, 4, 3, True),
+    (32, 256): DecodeTiles(32, 4, 3, True),
+    (64, 64): DecodeTiles(64, 4, 3, True),
+    (64, 128): DecodeTiles(64, 8, 3, True),
     (64, 256): DecodeTiles(32, 8, 2),
-    (128, 64): DecodeTiles(64, 8, 3),
-    (128, 128): DecodeTiles(64, 8, 3),
+    (128, 64): DecodeTiles(64, 8, 3, True),
+    (128, 128): DecodeTiles(64, 8, 3, True),
+}
+_TILES_OF_FORMAT: dict[Format, dict[tuple[int, int], DecodeTiles]] = {
+    Format.FP8: {},
+    Format.INT8: {
+        (16, 128): DecodeTiles(128, 4, 3, True),
+        (16, 256): DecodeTiles(32, 4, 3, True),
+        (32, 128): DecodeTiles(64, 4, 3),
+    },
+    # Warps beyond the eights of 16-bit elements in a value would do again what another one does.
+    Format.INT4: {
+        (16, 64): DecodeTiles(64, 2, 3, True),
+        (32, 64): DecodeTiles(64, 2, 3, True),
+        (32, 128): DecodeTiles(32, 2, 3, True),
+    },
 }
 _TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
 
@@ -257,7 +271,10 @@ def choose_tiles(
     if gpu.is_interpreted():
         return _TILES_TO_INTERPRET
     if kind is not Format.OWN and element_size < 4:
-        tiles = _QUANTIZED_TILES[block_m, max(block, 64)]
+        key = block_m, max(block, 64)
+        tiles = _TILES_OF_FORMAT[kind].get(key, _QUANTIZED_TILES[key])
+        if is_crowded:  # float32 numbers and their pairs' partners
+            tiles = tiles._replace(block_n=min(tiles.block_n, 64), max_registers=None)
     else:
         tiles = _TILES[block_m, max(block, 64), element_size]
     if is_crowded:
@@ -343,6 +360,7 @@ def _config(
         BLOCK_DV=_block_of(value_dim, kind),
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
+        SUM_COLUMNS=2 * block_m if block_m <= 32 else 16,
         ROTARY_DIM=rotary_dim,
         ROTARY_OFFSET=tables.rotary_offset if rotary_dim else 0,
         INTERLEAVED=tables.interleaved if rotary_dim else False,

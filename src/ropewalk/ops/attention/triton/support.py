@@ -92,14 +92,14 @@ def _why_no_pages(call: AttentionCall) -> Refusal | None:
     """Say why the kernels do not read a call's pages; None if they do, or there are none."""
     if call.block_table is None:
         return None
-    if call.k_scale is not None and not gpu.is_interpreted():
+    if call.k_scale is not None and gpu.is_rocm():
         return Refusal(
-            "pages_quantised", "quantised pages (k_scale) are not supported on GPUs: no GPU has checked them"
+            "pages_quantised", "quantised pages (k_scale) are not supported on AMD's GPUs: none has checked them"
         )
-    if call.k_scale is not None and call.k.dtype.itemsize == 1 and call.k.dtype != torch.uint8:
+    if call.k_scale is not None:
         for name, x in (("k", call.k), ("v", call.v)):
             if x.shape[3] % 2 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]):
-                return Refusal("pages_pairs", f"{name} has 8-bit pages, whose head dim and strides must be even")
+                return Refusal("pages_pairs", f"{name} has quantised pages, whose rows and strides must be even bytes")
     if call.dropout_p > 0:
         return Refusal("pages_dropout", "dropout (dropout_p) over paged keys is not supported")
     if call.cu_seqlens_q is not None:
