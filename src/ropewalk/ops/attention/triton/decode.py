@@ -912,8 +912,8 @@ def decode_kernel(
     row_exists = row < n_queries * heads_per_key
     token = row // heads_per_key
     head = kv_head * heads_per_key + row % heads_per_key
-    # Unsigned, because a sign would take a register for each row over the loops.
-    result = (wide(batch) * (heads.n_kv_heads * heads_per_key) + head.to(tl.uint32)) * n_queries + token.to(tl.uint32)
+    first_result = wide(batch) * (heads.n_kv_heads * heads_per_key) * n_queries
+    result = first_result + (head * n_queries + token)  # 32 bits of each row, to hold fewer registers over the loops
     if SPLIT:
         result = result * n_splits + split_idx
 

@@ -140,7 +140,6 @@ _TILES_OF_FORMAT: dict[Format, dict[tuple[int, int], DecodeTiles]] = {
     Format.INT4: {
         (16, 64): DecodeTiles(64, 2, 3, True),
         (32, 64): DecodeTiles(64, 2, 3, True),
-        (32, 128): DecodeTiles(32, 2, 3, True),
     },
 }
 _TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
