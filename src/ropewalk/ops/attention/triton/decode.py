@@ -618,9 +618,7 @@ def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales
         keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
         s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
     else:
-        parts = load_parts(
-            rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, queries.rows[0].dtype
-        )
+        parts = load_parts(rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, queries.rows[0].dtype)
         s = tl.dot(queries.rows[0], parts[0].T, input_precision=CONFIG.PRECISION)
         for part in tl.static_range(1, 4 if CONFIG.FORMAT == 3 else 2):
             s = tl.dot(queries.rows[part], parts[part].T, s, input_precision=CONFIG.PRECISION)
@@ -801,7 +799,7 @@ def mainloop_kv(
             if CONFIG.FORMAT == 3:
                 acc_2 = tl.dot(p, values[2], acc_2 * alpha, input_precision=CONFIG.PRECISION)
                 acc_3 = tl.dot(p, values[3], acc_3 * alpha, input_precision=CONFIG.PRECISION)
-                # A product sums without waiting for other warps. From the last product of a loop Triton learns how warps
+                # A product sums without waiting for other warps. From a loop's last product Triton learns how warps
                 # share them all: by keys and features where it has more columns than rows.
                 row_sum = tl.dot(p, ones, row_sum * alpha, input_precision=CONFIG.PRECISION)
         elif MASKED:

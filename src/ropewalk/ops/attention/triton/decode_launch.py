@@ -439,10 +439,11 @@ def _scale_args(call: AttentionCall, unit: int) -> Scales | None:
     """Return the scales of quantised pages."""
     if call.k_scale is None or call.v_scale is None:
         return None
-    k_strides, v_strides = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
-    *k_strides, k_group = (k_strides[0] // unit, k_strides[1] // unit, k_strides[2] // unit, k_strides[3])
-    *v_strides, v_group = (v_strides[0] // unit, v_strides[1] // unit, v_strides[2] // unit, v_strides[3])
-    return Scales(call.k_scale, *k_strides, k_group, call.v_scale, *v_strides, v_group)
+    k_page, k_token, k_head, k_group = _scale_strides(call.k_scale)
+    v_page, v_token, v_head, v_group = _scale_strides(call.v_scale)
+    k_strides = k_page // unit, k_token // unit, k_head // unit, k_group
+    v_strides = v_page // unit, v_token // unit, v_head // unit, v_group
+    return Scales(call.k_scale, *k_strides, call.v_scale, *v_strides)
 
 
 def _scale_unit(call: AttentionCall) -> int:
