@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.modes import INTERPRETED, KERNEL_DTYPES
+from helpers.modes import INTERPRETED, KERNEL_DTYPES, needs_kernels
 
 from ropewalk import Alibi, NoPosition, ReRope, Rope, append_kv, attention, inverse_frequencies, rope_table
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.reference import read_pages
 
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
-# The kernel is refused on GPUs until one has run these tests.
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel of quantised pages is refused")
-IMPLS = ["reference", pytest.param("triton", marks=needs_interpreter)]
+IMPLS = ["reference", pytest.param("triton", marks=needs_kernels)]
 # Relative to the largest output; and for the log-sum-exp.
 BUDGETS = {torch.float32: (2e-5, 2e-5), torch.float16: (3e-3, 5e-3), torch.bfloat16: (1.5e-2, 2e-2)}
 
@@ -106,7 +104,39 @@ def test_pages_are_attended_as_the_numbers_that_they_mean(case, kind, impl, devi
         assert (lse.double() - expected_lse).abs().max() <= lse_budget
 
 
-@needs_interpreter
+@needs_kernels
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_without_masks(kind, case, device, monkeypatch):
+    """Tiles that all rows attend have a loop of their own, as on a GPU; also with the keys cut into three."""
+    from ropewalk.ops.attention.triton import decode_launch
+
+    choose_tiles = decode_launch.choose_tiles
+    monkeypatch.setattr(
+        decode_launch, "choose_tiles", lambda *arguments: choose_tiles(*arguments)._replace(split_masked_loop=True)
+    )
+    q, k_cache, v_cache, keywords, layout = make(case, kind, torch.float16, device)
+    k, v, plain = dequantised(k_cache, v_cache, keywords)
+    given = (q, k_cache, v_cache)
+    if layout == "bhtd":
+        given = tuple(x.transpose(1, 2) for x in given)
+    if "sinks" in plain:
+        plain["sinks"] = plain["sinks"].double()
+    expected = attention(q.double(), k, v, impl="reference", **plain)
+    for splits in (1, 3):
+        monkeypatch.setattr(decode_launch, "count_splits", lambda *arguments, n=splits: n)
+        monkeypatch.setattr(decode_launch, "MIN_SPLIT", 16)
+        monkeypatch.setattr(decode_launch, "MIN_KEYS", 16)
+        plans.CALLS.clear()
+        plans.FORWARDS.clear()
+        out = attention(*given, impl="triton", layout=layout, **keywords)
+        out = out.transpose(1, 2) if layout == "bhtd" else out
+        assert (out.double() - expected).abs().max() <= BUDGETS[torch.float16][0] * expected.abs().max()
+    plans.CALLS.clear()
+    plans.FORWARDS.clear()
+
+
+@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_give_the_same_bits(kind, device, monkeypatch):
     monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
