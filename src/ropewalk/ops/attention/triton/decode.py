@@ -508,14 +508,14 @@ def load_4bit(
     They are loaded in fours of 16 bits, which one instruction brings from shared memory to the layout of a product.
     """
     GROUPS: tl.constexpr = BLOCK // 32
-    SHAPE: tl.constexpr = (exists.shape[0], BLOCK // 4)
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     element = tl.arange(0, BLOCK // 4)[None, :]
     stored = tl.load(rows[:, None] + element, exists[:, None] & (element < WIDTH // 4), other=0)
     group = tl.arange(0, GROUPS)[None, :]
     offsets = (scale_offsets(scales, page, token, CONFIG) + tl.zeros_like(token))[:, None]
     offsets += group * scales.stride_group
     scale = tl.load(scales.ptr + offsets, exists[:, None] & (group < WIDTH // 32), other=0.0)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (SHAPE[0], GROUPS, 8)), SHAPE)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BLOCK_N, GROUPS, 8)), (BLOCK_N, BLOCK // 4))
     if CONFIG.PTX and tl.float16 == DTYPE:
         # A number in the mantissa of 1024, in its lowest bits or 16 times as large; then less 8, and an eighth of that.
         part_0, part_1, part_2, part_3 = tl.inline_asm_elementwise(
@@ -611,16 +611,19 @@ def load_rotated_numbers(rows, scales, page, token, table, batch, table_row, exi
 
 
 @triton.jit
-def quantized_scores(queries, rows, page, token, exists, table, batch, n, scales, CONFIG: tl.constexpr):
+def quantized_scores(
+    queries, rows, page, token, exists, table, batch, n, scales, CONFIG: tl.constexpr, DTYPE: tl.constexpr
+):
     """Return the products of queries with a tile of keys of quantised pages, [BLOCK_M, BLOCK_N], without `factor`."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     if table is not None:
-        DTYPE: tl.constexpr = queries.rows.dtype
         keys = load_rotated_numbers(rows, scales, page, token, table, batch, n, exists, CONFIG)
         s = tl.dot(queries.rows, keys.to(DTYPE).T, input_precision=CONFIG.PRECISION)
     else:
-        parts = load_parts(rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, queries.rows[0].dtype)
-        s = tl.dot(queries.rows[0], parts[0].T, input_precision=CONFIG.PRECISION)
-        for part in tl.static_range(1, 4 if CONFIG.FORMAT == 3 else 2):
+        parts = load_parts(rows, scales, page, token, exists, CONFIG.D, CONFIG.BLOCK_D, CONFIG, DTYPE)
+        s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in tl.static_range(4 if CONFIG.FORMAT == 3 else 2):
             s = tl.dot(queries.rows[part], parts[part].T, s, input_precision=CONFIG.PRECISION)
     if CONFIG.FORMAT == 2:
         s = s * load_scales(scales, page, token, exists, CONFIG)[None, :]
@@ -732,7 +735,7 @@ def mainloop_kv(
         # Zeros in place of missing keys: zero times NaN is NaN.
         if CONFIG.FORMAT > 0:
             s = quantized_scores(
-                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.k_scales, CONFIG
+                queries, k_rows, page, page_token, exists, keys.k_table, rows.batch, n, cache.k_scales, CONFIG, DTYPE
             )
         elif keys.k_table is not None:
             k_offsets = k_start + token * k_stride_token * UNIT
@@ -794,11 +797,15 @@ def mainloop_kv(
             values = load_parts(
                 v_rows, cache.v_scales, page, page_token, exists, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG, DTYPE
             )
-            acc_o = tl.dot(p, values[0], acc_o * alpha, input_precision=CONFIG.PRECISION)
-            acc_1 = tl.dot(p, values[1], acc_1 * alpha, input_precision=CONFIG.PRECISION)
             if CONFIG.FORMAT == 3:
-                acc_2 = tl.dot(p, values[2], acc_2 * alpha, input_precision=CONFIG.PRECISION)
-                acc_3 = tl.dot(p, values[3], acc_3 * alpha, input_precision=CONFIG.PRECISION)
+                v_0, v_1, v_2, v_3 = values
+            else:
+                v_0, v_1 = values
+            acc_o = tl.dot(p, v_0, acc_o * alpha, input_precision=CONFIG.PRECISION)
+            acc_1 = tl.dot(p, v_1, acc_1 * alpha, input_precision=CONFIG.PRECISION)
+            if CONFIG.FORMAT == 3:
+                acc_2 = tl.dot(p, v_2, acc_2 * alpha, input_precision=CONFIG.PRECISION)
+                acc_3 = tl.dot(p, v_3, acc_3 * alpha, input_precision=CONFIG.PRECISION)
                 # A product sums without waiting for other warps. From a loop's last product Triton learns how warps
                 # share them all: by keys and features where it has more columns than rows.
                 row_sum = tl.dot(p, ones, row_sum * alpha, input_precision=CONFIG.PRECISION)
