@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk import Alibi, QKNorm, Rope, RoPEAttention, RoPEBERTAttention, StandardBERTAttention, attention
+from ropewalk import Alibi, BlockLists, QKNorm, Rope, RoPEAttention, RoPEBERTAttention, StandardBERTAttention, attention
 from ropewalk.ops.attention.api import takes_shards
 from ropewalk.parallel import (
     SequenceLayout,
@@ -189,6 +189,8 @@ def check_refusals_reach_all_ranks(rank: int) -> None:
         for name, value in {"mask": torch.ones(T, T).bool(), "key_lengths": torch.tensor([3])}.items():
             with pytest.raises(ValueError, match=f"{name} was given within context_parallel"):
                 attention(x, x, x, **{name: value})
+        with pytest.raises(NotImplementedError, match="blocks was given within context_parallel"):
+            attention(x, x, x, blocks=BlockLists(torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()))
         with pytest.raises(NotImplementedError, match="return_max_logits is True"):
             attention(x, x, x, return_max_logits=True)
         positions = layout.positions[None]

@@ -33,7 +33,7 @@ from ropewalk.schemes import PositionScheme
 _RUN = {"gather": attend_gathered, "halo": attend_halo, "ulysses": attend_by_heads, "ring": attend_ring}
 _TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # their dimension
 # Arguments of `attention` that speak of the keys of one process.
-_LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "blocks", "cu_seqlens_q", "cu_seqlens_k")
+_LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def context_parallel_attention(
@@ -241,8 +241,8 @@ def context_parallel(layout: SequenceLayout) -> Iterator[None]:
 
     The same as `context_parallel_attention(…, layout=layout)` in the place of each `attention(…)`. A model is called
     with `shard_sequence(input_ids, layout)` and position_ids = `layout.positions[None]`. mask, key_lengths, key_starts,
-    query_starts, block_table and cu_seqlens of a call speak of local tokens, and raise. positions_q and positions_k may
-    be one tensor, the local tokens' positions, for a scheme that maps features alone.
+    query_starts, block_table and cu_seqlens of a call speak of local tokens, and raise; so does blocks. positions_q and
+    positions_k may be one tensor, the local tokens' positions, for a scheme that maps features alone.
 
     Args:
         layout: which tokens each rank holds.
@@ -275,6 +275,9 @@ def _attend_in_context(shards_of: SequenceLayout, q: Tensor, k: Tensor, v: Tenso
         if keywords.pop(name) is not None:
             text = "it speaks of local tokens; documents are SequenceLayout(…, cu_seqlens=…)"
             refuse(shards_of, ValueError(f"{name} was given within context_parallel, but must be None: {text}"))
+    if keywords.pop("blocks") is not None:
+        text = "blocks was given within context_parallel, but must be None: lists of blocks are not supported"
+        refuse(shards_of, NotImplementedError(text))
     for name in ("keys_rotated", "return_max_logits"):
         if keywords.pop(name):
             refuse(shards_of, NotImplementedError(f"{name} is True, but must be False within context_parallel"))
