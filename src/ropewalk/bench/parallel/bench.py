@@ -9,14 +9,10 @@ import datetime
 import functools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +29,8 @@ from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.core.timing import interleave, quantiles, ratios
 from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, Inputs, ParallelCase, make_inputs, quick, shrink
 from ropewalk.bench.parallel.gate import SHORT, Gate
-from ropewalk.bench.parallel.llama import Trainee
-from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, barrier, one_process, ours, run_of_peer
+from ropewalk.bench.parallel.llama import training_step
+from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, one_process, ours
 
 ROUNDS = (2, 20)  # of a case: at least and at most
 SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
@@ -42,6 +38,7 @@ _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compil
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
 _LONG = 1.0  # seconds of a call
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
+Opened = Sequence[tuple[Inputs, Mapping[bool, Gate]]]  # of the short case and the whole one; gates by `bare`
 
 
 def run_parallel_bench(options: Options) -> None:
@@ -58,20 +55,12 @@ def run_parallel_bench(options: Options) -> None:
         raise ValueError("the device is a CPU, where the cases take hours: --quick has small ones")
     if options.resume and options.output is None:
         raise ValueError("there is no record to resume: say with output which")
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-        try:
-            measure_all(options)
-        finally:
-            dist.destroy_process_group()
-        return
+        return _work(int(os.environ["LOCAL_RANK"]), options)
     count = options.processes or (torch.cuda.device_count() if device.type == "cuda" else 2)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_work, (count, backend, str(Path(folder, "store")), options), count)
+            spawn(_work, (options, f"file://{folder}/store", count), count)
         except ProcessRaisedException as error:
             last = str(error).strip().splitlines()[-1]
             raise OursError(last.removeprefix(f"{OursError.__module__}.{OursError.__name__}: ")) from error
@@ -86,51 +75,29 @@ def choose_parts(parts: Sequence[str]) -> list[str]:
     return [name for name in names if not parts or any(part in name for part in parts)]
 
 
-def _work(rank: int, size: int, backend: str, store: str, options: Options) -> None:
-    """Run one of the processes that were started here."""
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    else:
+def _work(rank: int, options: Options, store: str | None = None, size: int = -1) -> None:
+    """Run one process on its own GPU; without a store it has what torchrun says."""
+    backend, device = "gloo", torch.device("cpu")
+    if choose_device(options.device).type == "cuda":
+        backend, device = "nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    elif store is not None:
         torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store, _TIMEOUT, size, -1 if store is None else rank)
     try:
-        measure_all(options)
+        bench = ParallelBench(options, device, default_console())
+        if bench.rank == 0:
+            try:
+                run_benches(bench.name, [bench], options, device, bench.console)
+            finally:
+                if not bench.is_shared:  # the first rank raises, and the others have nothing to do
+                    bench.share([])
+            return
+        for case, modes in bench.left(set()):
+            for _, rows in bench.measure(case, modes, {}):
+                list(rows)
     finally:
         dist.destroy_process_group()
-
-
-def measure_all(options: Options, console: Console | None = None) -> None:
-    """Measure the cases within a group that is there. Called by every rank."""
-    kind = choose_device(options.device).type
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    console = console or default_console()
-    bench = ParallelBench(options, device, console)
-    if bench.rank == 0:
-        try:
-            run_benches(bench.name, [bench], options, device, console)
-        finally:
-            if not bench.is_shared:  # the first rank raises, and the others have nothing to do
-                bench.share([])
-        return
-    for case, modes in bench.left(set()):
-        for _, rows in bench.measure(case, modes, {}):
-            for _ in rows:
-                pass
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A call, the seconds of its first run, and what the row says of it."""
-
-    call: Callable[[], object]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    seconds: float = 0.0
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-class _Opened(NamedTuple):
-    inputs: Sequence[Inputs]  # of the short case, and of the whole one
-    gates: Sequence[Mapping[bool, Gate]]  # of both, with positions and without
 
 
 class ParallelBench(Bench):
@@ -156,7 +123,7 @@ class ParallelBench(Bench):
         super().__init__(options, device, console)
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
-        self._noted = time.perf_counter()
+        self.rounds = options.rounds or ROUNDS[1]
         self._losses: list[float] = []  # of one process
 
     @classmethod
@@ -168,11 +135,7 @@ class ParallelBench(Bench):
     @property
     def given(self) -> Mapping[str, object]:
         transport = str(dist.get_backend())
-        return {"ranks": self.size, "transport": transport, "quick": self.options.quick, "rounds": self._rounds}
-
-    @property
-    def _rounds(self) -> int:
-        return self.options.rounds or ROUNDS[1]
+        return {"ranks": self.size, "transport": transport, "quick": self.options.quick, "rounds": self.rounds}
 
     def left(self, done: set[Unit]) -> list[tuple[Any, list[str]]]:
         """Return what the first rank has to measure."""
@@ -185,12 +148,11 @@ class ParallelBench(Bench):
         self.is_shared = True
         return values[0]
 
-    def note(self, text: str) -> None:
-        """Print what is done, with the seconds since the last note: building kernels may take most of them."""
-        if self.rank == 0:
-            now = time.perf_counter()
-            print(f"{text}, {now - self._noted:.1f} s", file=sys.stderr, flush=True)
-            self._noted = now
+    def _gather(self, value: Any) -> list[Any]:
+        """Return all ranks' values."""
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value, group=self.control)
+        return every
 
     def judge(self, row: Row, check: Callable[[], tuple[Verdict, Any]]) -> tuple[Row, Any]:
         """Return a row with the worst status of all ranks, its reason, and the largest error as part of its budget."""
@@ -200,44 +162,39 @@ class ParallelBench(Bench):
             mine = ("ok" if verdict.complaint is None else "wrong", verdict.complaint, verdict.error)
         except Exception as error:  # another library's call may fail in any way; that it failed is the result
             mine = ("failed", f"{type(error).__name__}: {error}"[:300], 0.0)
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.control)
+        every = self._gather(mine)
         status, reason, _ = max(every, key=lambda one: ("ok", "wrong", "failed").index(one[0]))
-        error_of_all = max(one[2] for one in every)
-        self.note(f"{row['case'].name}: {row['impl']}: {status}")
+        worst = max(one[2] for one in every)
         row = {**row, "ranks": self.size, "status": status}
         row |= {} if reason is None else {"reason": reason}
-        row |= {"error": error_of_all, "error_budget": 1.0} if error_of_all < float("inf") else {}
+        row |= {"error": worst, "error_budget": 1.0} if worst < float("inf") else {}
         return row, timed
 
-    def open(self, case: ParallelCase) -> _Opened | None:
+    def open(self, case: ParallelCase) -> Opened:
         """Make the inputs and gates of a short case, whose gradients are compared whole, and of the case."""
         if case.setting == LLAMA:
-            return None
+            return ()
         short = shrink(case, SHORT // 2 if self.options.quick else SHORT)
         inputs = [make_inputs(one, self.mesh, self.device, self.options.seed) for one in (short, case)]
-        return _Opened(inputs, [{bare: Gate(one, bare) for bare in (False, True)} for one in inputs])
+        return [(one, {bare: Gate(one, bare) for bare in (False, True)}) for one in inputs]
 
-    def candidates(self, case: ParallelCase, mode: str, opened: _Opened | None) -> Iterator[Candidate]:
+    def candidates(self, case: ParallelCase, mode: str, opened: Opened) -> Iterator[Candidate]:
         """Yield the call on one process, ours, and the peers; or both ways to train a model."""
-        if opened is None:
-            for name, kind in ((ONE, "anchor"), (OURS, "ours")):
-                yield Candidate(name, kind, functools.partial(self._check_training, case, name))
-            return
         for name, kind, make in ((ONE, "anchor", one_process), (OURS, "ours", ours)):
-            yield Candidate(name, kind, functools.partial(self._check, name, make, opened))
-        for peer in self.found:
-            make = functools.partial(run_of_peer, peer=peer, mesh=self.mesh)
-            check = functools.partial(self._check, peer.name, make, opened)
+            check = functools.partial(self._check, name, make, opened)
+            train = functools.partial(self._check_training, case, name)
+            yield Candidate(name, kind, check if opened else train)
+        for peer in self.found if opened else ():
+            check = functools.partial(self._check, peer.name, functools.partial(peer.call, mesh=self.mesh), opened)
             yield Candidate(peer.name, "peer", check, reason=peer.why_not(case))
 
-    def _check(self, name: str, make: Callable[[Inputs], Call], opened: _Opened) -> tuple[Verdict, _Timed]:
+    def _check(self, name: str, make: Callable[[Inputs], Call], opened: Opened) -> tuple[Verdict, Call]:
         """Compare all results of the short case, then sampled rows of the whole one, whose bytes are counted."""
-        whole = name == ONE
-        (short, inputs), gates = opened.inputs, [gates[name in NO_ROPE] for gates in opened.gates]
+        (short, short_gates), (inputs, gates) = opened
+        whole, bare = name == ONE, name in NO_ROPE
         call = make(short)
         with call.context():
-            of_short = gates[0].check_all(call(), whole)
+            of_short = short_gates[bare].check_all(call.run(), whole)
         call = make(inputs)
         on_gpu, free, before = self.device.type == "cuda", 0, 0
         if on_gpu:
@@ -247,53 +204,52 @@ class ParallelBench(Bench):
             torch.cuda.reset_peak_memory_stats(self.device)
         begun = time.perf_counter()
         with call.context():
-            results = call()
-            more = dict(call.more)
+            results = call.run()
             if on_gpu:
                 torch.cuda.synchronize(self.device)
-                more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
-                more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
-            seconds = time.perf_counter() - begun
-            of_rows = gates[1].check_rows(results, whole)
-        worst = max(of_short, of_rows, key=lambda verdict: (verdict.complaint is not None, verdict.error))
-        return worst, _Timed(call, call.context, seconds, more)
+                call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
+                call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
+            call.seconds = time.perf_counter() - begun
+            of_rows = gates[bare].check_rows(results, whole)
+        return max(of_short, of_rows, key=lambda verdict: (verdict.complaint is not None, verdict.error)), call
 
-    def _check_training(self, case: ParallelCase, name: str) -> tuple[Verdict, _Timed]:
-        trainee = Trainee(case, self.mesh, self.device, name == OURS, self.options.seed)
+    def _check_training(self, case: ParallelCase, name: str) -> tuple[Verdict, Call]:
+        """Compare the losses of two steps, the second one after an update."""
+        step = training_step(case, self.mesh, self.device, name == OURS, self.options.seed)
         losses = []
-        for _ in range(2):  # the second one after an update
-            loss = trainee.step().clone()
-            if trainee.layout is not None:
+        for _ in range(2):
+            loss = step().clone()
+            if name == OURS:
                 dist.all_reduce(loss)
             losses.append(float(loss))
         if name == ONE:
             self._losses = losses
         share = max(abs(a / b - 1) for a, b in zip(losses, self._losses, strict=True)) / _LOSS
         complaint = f"the losses are {losses}, of one process {self._losses}"
-        return Verdict(share, 1.0, None if share <= 1 else complaint), _Timed(trainee.step)
+        return Verdict(share, 1.0, None if share <= 1 else complaint), Call(step)
 
     def time(self, case: ParallelCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time the calls in turns, in an order that all ranks shuffle alike. A round has the slowest rank's time."""
-        timed: dict[str, _Timed] = {name: one for name, (_, one) in right.items()}
-        if not timed:
+        calls: dict[str, Call] = {name: call for name, (_, call) in right.items()}
+        if not calls:
             return
 
         def time_of(name: str, repeats: int) -> float:
-            with timed[name].context():
-                return self._largest(self._time(timed[name].call, repeats))
+            with calls[name].context():
+                return max(self._gather(self._time(calls[name].run, repeats)))
 
         # A long call was timed well enough when it was checked.
-        seconds = {name: self._largest(one.seconds) for name, one in timed.items()}
-        once = {name: 1e6 * seconds[name] if seconds[name] > _LONG else time_of(name, 1) for name in timed}
-        repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in timed}
-        of_round = sum(repeats[name] * once[name] for name in timed) / 1e6
-        rounds = max(ROUNDS[0], min(self._rounds, int(SECONDS / of_round) if of_round else ROUNDS[1]))
+        seconds = {name: max(self._gather(call.seconds)) for name, call in calls.items()}
+        once = {name: 1e6 * seconds[name] if seconds[name] > _LONG else time_of(name, 1) for name in calls}
+        repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
+        of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
+        rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))
         samples = interleave(
-            timed, lambda order: {name: time_of(name, repeats[name]) for name in order}, warmup=0, rounds=rounds
+            calls, lambda order: {name: time_of(name, repeats[name]) for name in order}, warmup=0, rounds=rounds
         )
-        for name, (row, one) in right.items():
+        for name, (row, call) in right.items():
             times = quantiles(samples[name])
-            more = {key: int(self._largest(x)) if isinstance(x, int) else x for key, x in one.more.items()}
+            more = {key: max(self._gather(x)) if isinstance(x, int) else x for key, x in call.more.items()}
             row = {**row, **more, "time": times, "rounds": rounds, "ratios": ratios(samples, name)}
             if ONE in samples and row["kind"] != "anchor":
                 pairs = zip(samples[ONE], samples[name], strict=True)
@@ -303,26 +259,21 @@ class ParallelBench(Bench):
                 row["tokens_per_second"] = sequences * case.tokens / times.p50 * 1e6
             yield row
 
-    def _largest(self, value: float) -> float:
-        """Return the largest of all ranks."""
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
-        return float(found)
-
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         """Time a call on this rank, in µs, from when all ranks are there."""
-        if self.device.type != "cuda":
-            barrier(self.device)
-            begun = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            return (time.perf_counter() - begun) * 1e6 / repeats
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self.device)
-        barrier(self.device)
-        start.record()
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(self.device)
+            dist.all_reduce(torch.zeros(1, device=self.device))  # a barrier in the stream: the host does not wait
+            start.record()
+        else:
+            dist.barrier()
+        begun = time.perf_counter()
         for _ in range(repeats):
             call()
+        if not on_gpu:
+            return (time.perf_counter() - begun) * 1e6 / repeats
         end.record()
         torch.cuda.synchronize(self.device)
         return float(start.elapsed_time(end)) * 1e3 / repeats

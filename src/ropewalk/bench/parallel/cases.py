@@ -6,17 +6,19 @@ Letters: T tokens, H query heads, K key heads, D head dim, n ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ropewalk.bench.attention.cases import AttentionCase
 from ropewalk.bench.attention.settings import SETTINGS
+from ropewalk.ops.attention.api import attention
 from ropewalk.parallel import SequenceLayout
 
 MODES = {"train": "forward and backward on all processes"}
 LLAMA = "llama"  # the setting of a case that trains layers of a model
+_K = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,7 @@ class ParallelCase:
     kind: str = "zigzag"  # of the layout
     method: str | None = None
     peers: bool = True  # whether others are timed beside
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes to measure."""
-        return tuple(MODES)
+    modes: ClassVar[tuple[str, ...]] = tuple(MODES)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -57,28 +55,24 @@ class ParallelCase:
         return ", ".join([*parts, self.kind, *([self.method] if self.method else [])])
 
 
-def _k(thousands: int) -> int:
-    return thousands << 10
-
-
 # The most important ones first: a run may be stopped.
 CASES: tuple[ParallelCase, ...] = (
-    ParallelCase("gqa-16k", _k(16)),
-    ParallelCase("gqa-64k", _k(64)),
-    ParallelCase("gqa-128k", _k(128)),
-    ParallelCase("mha-16k", _k(16), k_heads=32),
-    ParallelCase("packed-256k", _k(256), shortest=_k(1), longest=_k(64), kind="balanced"),
-    ParallelCase("window-128k", _k(128), window=4096),
-    ParallelCase("alibi-64k", _k(64), setting="alibi"),
-    ParallelCase("rerope-64k", _k(64), setting="rerope", far_window=4096),
-    ParallelCase("exposb-64k", _k(64), setting="exposb-bands-learned"),
-    ParallelCase("llama-64k", _k(64), setting=LLAMA),
-    ParallelCase("mha-64k", _k(64), k_heads=32),
-    ParallelCase("ulysses-64k", _k(64), method="ulysses", peers=False),
-    ParallelCase("ring-128k", _k(128), method="ring", peers=False),
-    ParallelCase("d64-64k", _k(64), head_dim=64),
-    ParallelCase("packed-short", _k(128), shortest=128, longest=4096, kind="balanced"),
-    ParallelCase("gqa-256k", _k(256), peers=False),
+    ParallelCase("gqa-16k", 16 * _K),
+    ParallelCase("gqa-64k", 64 * _K),
+    ParallelCase("gqa-128k", 128 * _K),
+    ParallelCase("mha-16k", 16 * _K, k_heads=32),
+    ParallelCase("packed-256k", 256 * _K, shortest=_K, longest=64 * _K, kind="balanced"),
+    ParallelCase("window-128k", 128 * _K, window=4096),
+    ParallelCase("alibi-64k", 64 * _K, setting="alibi"),
+    ParallelCase("rerope-64k", 64 * _K, setting="rerope", far_window=4096),
+    ParallelCase("exposb-64k", 64 * _K, setting="exposb-bands-learned"),
+    ParallelCase("llama-64k", 64 * _K, setting=LLAMA),
+    ParallelCase("mha-64k", 64 * _K, k_heads=32),
+    ParallelCase("ulysses-64k", 64 * _K, method="ulysses", peers=False),
+    ParallelCase("ring-128k", 128 * _K, method="ring", peers=False),
+    ParallelCase("d64-64k", 64 * _K, head_dim=64),
+    ParallelCase("packed-short", 128 * _K, shortest=128, longest=4096, kind="balanced"),
+    ParallelCase("gqa-256k", 256 * _K, peers=False),
 )
 
 
@@ -86,18 +80,15 @@ def shrink(case: ParallelCase, tokens: int) -> ParallelCase:
     """Return the case with fewer tokens, and windows and documents in proportion."""
     if case.tokens <= tokens:
         return case
-
-    def scaled(size: int | None) -> int | None:
-        return None if size is None else max(1, size * tokens // case.tokens)
-
-    sizes = {name: scaled(getattr(case, name)) for name in ("window", "far_window", "shortest", "longest")}
-    return replace(case, tokens=tokens, **sizes)  # type: ignore[arg-type]
+    sizes = {name: getattr(case, name) for name in ("window", "far_window", "shortest", "longest")}
+    scaled = {name: max(1, size * tokens // case.tokens) for name, size in sizes.items() if size is not None}
+    return replace(case, tokens=tokens, **scaled)
 
 
 def quick(case: ParallelCase, device: torch.device) -> ParallelCase:
     """Return the case at a size that takes seconds, also on a CPU. GPUs build the kernels of the whole case."""
     if device.type == "cuda":
-        return shrink(case, _k(16))
+        return shrink(case, 16 * _K)
     k_heads = 4 if case.q_heads == case.k_heads else 2
     return replace(shrink(case, 96), q_heads=4, k_heads=k_heads, head_dim=16, dtype="float32")
 
@@ -117,10 +108,18 @@ class Inputs:
 
     def keywords(self, parameters: tuple[Tensor, ...] | None = None) -> dict[str, Any]:
         """Return the call's keywords for one process, of other parameters where they are given."""
-        setting, case = SETTINGS[self.case.setting], self.case
-        given = self.parameters if parameters is None else parameters
-        own = setting.keywords(case.far_window, *given) if setting.far else setting.keywords(*given)
+        case: Any = self.case
+        own = SETTINGS[case.setting].keywords_of(case, *(self.parameters if parameters is None else parameters))
         return {**own, "causal": True, "window": case.window}
+
+    def whole(self, *qkv: Tensor, run: Any = attention, **keywords: Any) -> Any:
+        """Run a call of the whole sequence, packed where it has documents."""
+        if self.layout.cu_seqlens is None:
+            return run(*qkv, **keywords)
+        bounds = self.layout.cu_seqlens.int()
+        packed = {"layout": "thd", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+        result = run(*(x[0] for x in qkv), **keywords, **packed)
+        return result[None] if isinstance(result, Tensor) else result
 
 
 def draw_documents(case: ParallelCase, seed: int) -> Tensor | None:

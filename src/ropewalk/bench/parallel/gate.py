@@ -7,8 +7,9 @@ All are compared with the reference in float64; the budget is twice the error of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,81 +25,58 @@ SHORT = 2048  # tokens of the case whose gradients are compared
 _ROUNDINGS = 4  # of intermediate results to the case's dtype
 _ROWS = 8  # sampled beside each other
 _NAMES = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
-
-
-class _Exact(NamedTuple):
-    truth: Tensor
-    budget: float
+Exact = tuple[Tensor, float]  # the right result, and the budget of errors
 
 
 class Gate:
     """The right results of a case, with its positions or (`bare`) without any."""
 
     def __init__(self, inputs: Inputs, bare: bool) -> None:
-        self.inputs = inputs
-        self.keywords = {**inputs.keywords(), **({"position": NoPosition()} if bare else {})}
-        self.bare = bare
-        self._whole: list[_Exact] | None = None
-        self._blocks: list[tuple[int, int, int, list[_Exact]]] | None = None
+        self.inputs, self.bare = inputs, {"position": NoPosition()} if bare else {}
 
     def check_all(self, results: Sequence[Tensor], whole: bool) -> Verdict:
         """Compare an output and its gradients, whole tensors or shards. For short cases alone."""
-        if self._whole is None:
-            self._whole = list(self._attend_whole())
-        expected = self._whole
-        if not whole:
-            layout = self.inputs.layout
-            expected = [
-                exact._replace(truth=shard_sequence(exact.truth, layout)) if index < len(_NAMES) else exact
-                for index, exact in enumerate(expected)
-            ]
-        names = [*_NAMES, *("a parameter's gradient" for _ in self.inputs.learned)][: len(results)]
-        valid = None if whole else self.inputs.layout.valid
-        return _worst(
-            (name, _real(result, valid if index < len(_NAMES) else None), exact)
-            for index, (name, result, exact) in enumerate(zip(names, results, expected, strict=True))
-        )
+        layout, found = self.inputs.layout, []
+        for index, (result, (truth, budget)) in enumerate(zip(results, self._whole, strict=True)):
+            if not whole and index < len(_NAMES):
+                truth = shard_sequence(truth, layout)
+                result = result.masked_fill(~layout.valid[:, None, None], 0)  # rows of padding
+            name = _NAMES[index] if index < len(_NAMES) else "a parameter's gradient"
+            found.append((name, result, (truth, budget)))
+        return _worst(found)
 
     def check_rows(self, results: Sequence[Tensor], whole: bool) -> Verdict:
         """Compare sampled rows of the output and of q's gradient: a few tokens of a few places, in some heads."""
-        if self._blocks is None:
-            self._blocks = list(self._attend_blocks())
-        group = self.inputs.case.q_heads // self.inputs.case.k_heads
+        found: list[tuple[str, Tensor, Exact]] = []
+        for local, start, heads, exacts in self._rows:
+            at, count = start if whole else local, exacts[0][0].shape[1]
+            of_rows = [x[:, at : at + count, heads] for x in results[: len(exacts)]]
+            found += zip(_NAMES, of_rows, exacts, strict=False)
+        return _worst(found)
 
-        def rows() -> Iterator[tuple[str, Tensor, _Exact]]:
-            for local, start, head, exacts in self._blocks or ():
-                at = start if whole else local
-                for name, result, exact in zip(_NAMES, results, exacts, strict=False):
-                    count = exact.truth.shape[1]
-                    yield name, result[:, at : at + count, head * group : (head + 1) * group], exact
+    @cached_property
+    def _whole(self) -> list[Exact]:
+        inputs = self.inputs
 
-        return _worst(rows())
+        def run(dtype: torch.dtype) -> list[Tensor]:
+            leaves = [x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+            parameters = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs.parameters)
+            keywords = {**inputs.keywords(parameters), **self.bare}
+            out = inputs.whole(*leaves, impl="reference", **keywords)
+            learned = [x for x in parameters if x.requires_grad]
+            return [out.detach(), *torch.autograd.grad(out, (*leaves, *learned), inputs.grad.to(dtype))]
 
-    def _attend_whole(self) -> Iterator[_Exact]:
-        truths, plains = (self._compute(dtype) for dtype in (torch.float64, self.inputs.case.torch_dtype))
-        for truth, plain in zip(truths, plains, strict=True):
-            yield _exact(truth, plain.to(self.inputs.case.torch_dtype))
+        plains = [plain.to(inputs.case.torch_dtype) for plain in run(inputs.case.torch_dtype)]
+        return _exact(run(torch.float64), plains)
 
-    def _compute(self, dtype: torch.dtype) -> list[Tensor]:
-        inputs, bounds = self.inputs, self.inputs.layout.cu_seqlens
-        leaves = [x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        learned = tuple(x.detach().requires_grad_() for x in inputs.learned)
-        keywords: dict[str, Any] = {**self.keywords, "impl": "reference"}
-        if learned:
-            keywords |= inputs.keywords(learned)
-        if bounds is None:
-            out = attention(*leaves, **keywords)
-        else:
-            bounds = bounds.int()
-            keywords |= {"layout": "thd", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-            out = attention(*(x[0] for x in leaves), **keywords)[None]
-        return [out.detach(), *torch.autograd.grad(out, (*leaves, *learned), inputs.grad.to(dtype))]
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, slice, list[Exact]]]:
+        return list(self._sample())
 
-    def _attend_blocks(self) -> Iterator[tuple[int, int, int, list[_Exact]]]:
-        """Yield (place in the shard, place in the sequence, key head, the right rows)."""
+    def _sample(self) -> Iterator[tuple[int, int, slice, list[Exact]]]:
+        """Yield (place in the shard, place in the sequence, query heads, the right rows)."""
         layout, case = self.inputs.layout, self.inputs.case
-        n, group = layout.n_local, case.q_heads // case.k_heads
-        indices = layout.indices.tolist()
+        n, group, indices = layout.n_local, case.q_heads // case.k_heads, layout.indices.tolist()
         places = dict.fromkeys((0, n // 2 - _ROWS, n // 2, n - _ROWS))
         for number, local in enumerate(place for place in places if place >= 0):
             found = indices[local : local + _ROWS]
@@ -112,39 +90,31 @@ class Gate:
                 continue  # a document's first token alone: q's gradient is 0, and no scale for errors
             head = number % case.k_heads
             heads = slice(head * group, (head + 1) * group)
-            truths, plains = (
-                self._attend_rows(slice(start, stop), slice(first, stop), heads, head, dtype)
-                for dtype in (torch.float64, case.torch_dtype)
-            )
-            yield local, start, head, [_exact(truth, plain) for truth, plain in zip(truths, plains, strict=True)]
+            rows, keys = slice(start, stop), slice(first, stop)
+            truths, plains = (self._attend(rows, keys, heads, head, x) for x in (torch.float64, case.torch_dtype))
+            yield local, start, heads, _exact(truths, plains)
 
-    def _attend_rows(self, rows: slice, keys: slice, heads: slice, head: int, dtype: torch.dtype) -> list[Tensor]:
+    def _attend(self, rows: slice, keys: slice, heads: slice, head: int, dtype: torch.dtype) -> list[Tensor]:
         """Attend from some tokens to the keys up to them: `causal` ends where the rows end. Also q's gradient."""
         inputs = self.inputs
         q = inputs.q[:, rows, heads].to(dtype).requires_grad_()
         k, v = (x[:, keys, head : head + 1].to(dtype) for x in (inputs.k, inputs.v))
-        keywords = dict(self.keywords)
-        if inputs.parameters and not self.bare:
-            keywords |= inputs.keywords(tuple(x.detach()[..., heads] for x in inputs.parameters))
+        parameters = tuple(x.detach()[..., heads] for x in inputs.parameters)
+        keywords: dict[str, Any] = {**inputs.keywords(parameters), **self.bare}
         out: Tensor = attention(q, k, v, impl="reference", **keywords)
         return [out.detach(), *torch.autograd.grad(out, q, inputs.grad[:, rows, heads].to(dtype))]
 
 
-def _real(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Zero the rows of padding tokens."""
-    return x if valid is None else x.masked_fill(~valid[:, None, None], 0)
+def _exact(truths: Sequence[Tensor], plains: Sequence[Tensor]) -> list[Exact]:
+    return [(truth, error_budget(truth, plain, _ROUNDINGS)) for truth, plain in zip(truths, plains, strict=True)]
 
 
-def _exact(truth: Tensor, plain: Tensor) -> _Exact:
-    return _Exact(truth, error_budget(truth, plain, _ROUNDINGS))
-
-
-def _worst(found: Iterator[tuple[str, Tensor, _Exact]]) -> Verdict:
+def _worst(found: Iterable[tuple[str, Tensor, Exact]]) -> Verdict:
     """Return the largest error as a multiple of its budget, of 1."""
     worst = Verdict(0.0, 1.0, None)
-    for name, result, exact in found:
-        error = max_error([result], [exact.truth])
-        share = error / exact.budget if exact.budget > 0 else (0.0 if error == 0 else float("inf"))
+    for name, result, (truth, budget) in found:
+        error = max_error([result], [truth])
+        share = error / budget if budget > 0 else (0.0 if error == 0 else float("inf"))
         if share > worst.error:
             worst = Verdict(share, 1.0, f"the error of {name} is past the budget" if share > 1 else None)
     return worst
