@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +24,7 @@ from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.timing import interleave, peak_memory, quantiles, ratios
 from ropewalk.bench.training.cases import CASES, MODES, Inputs, TrainingCase, make_inputs
-from ropewalk.bench.training.models import CANDIDATES, OURS, Model
+from ropewalk.bench.training.models import CANDIDATES, OURS
 from ropewalk.integrations import huggingface
 from ropewalk.ops.attention import backends
 
@@ -32,14 +32,9 @@ CPU_TOKENS = 512  # of a batch that a CPU trains on unless a case is named
 ROUNDS = 8
 _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
-
-
+_PROBED = tuple(f".{projection}.weight" for projection in ("query", "key", "value", "q_proj", "k_proj", "v_proj"))
 _PEERS = {"transformers": Library("transformers", "transformers", "transformers", False)}
-
-
-class _Opened(NamedTuple):
-    inputs: Inputs
-    truth: tuple[Tensor, Tensor]
+Opened = tuple[Inputs, tuple[Tensor, Tensor]]  # and the right results
 
 
 class TrainingBench(Bench):
@@ -59,62 +54,50 @@ class TrainingBench(Bench):
 
     def __init__(self, options: Options, device: torch.device, console: Console) -> None:
         huggingface.register()
+        self.rounds = options.rounds or ROUNDS
         super().__init__(options, device, console)
 
     @property
     def given(self) -> Mapping[str, object]:
         """The options that rows depend on, and which of our implementations there are."""
         attention = {impl: backends.why_missing(impl, self.device) or "yes" for impl in backends.BACKENDS}
-        return {"rounds": self._rounds, "attention": attention}
-
-    @property
-    def _rounds(self) -> int:
-        return self.options.rounds or ROUNDS
+        return {"rounds": self.rounds, "attention": attention}
 
     def is_too_large(self, case: TrainingCase) -> bool:
         return case.batch * case.tokens > CPU_TOKENS
 
-    def open(self, case: TrainingCase) -> _Opened:
+    def open(self, case: TrainingCase) -> Opened:
         """Make the batch, and the right results, in float32 by the family's last candidate."""
         inputs = make_inputs(case, case.config.get("vocab_size", 30522), self.device, self.options.seed)
-        last = list(CANDIDATES[case.family])[-1]
-        return _Opened(inputs, self._build(case, inputs, last, "float32").probe(inputs))
+        return inputs, _Trainee(self, case, inputs, [*CANDIDATES[case.family]][-1], "float32").probe()
 
-    def _build(self, case: TrainingCase, inputs: Inputs, name: str, precision: str) -> _Trainee:
-        torch.manual_seed(self.options.seed)
-        with self.device:
-            model = CANDIDATES[case.family][name](case, inputs)
-        return _Trainee(model, precision, self.device)
-
-    def candidates(self, case: TrainingCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
+    def candidates(self, case: TrainingCase, mode: str, opened: Opened) -> Iterator[Candidate]:
         """Yield ours, then what it is measured against; the last one's errors are the budget of all."""
         inputs, truth = opened
-        *_, last = builders = CANDIDATES[case.family]
-        budget = _errors(self._build(case, inputs, last, mode).probe(inputs), truth)
+        *_, last = names = CANDIDATES[case.family]
+        budget = _Trainee(self, case, inputs, last, mode).compare(truth)
 
-        def check(name: str) -> tuple[Verdict, tuple[_Trainee, Inputs, tuple[float, float]]]:
-            trainee = self._build(case, inputs, name, mode)
-            errors = _errors(trainee.probe(inputs), truth)
+        def check(name: str) -> tuple[Verdict, _Trainee]:
+            trainee = _Trainee(self, case, inputs, name, mode)
+            errors = trainee.compare(truth)
             share = max(error / most if most else 0.0 for error, most in zip(errors, budget, strict=True))
             complaint = None if share <= _TOLERANCE else f"the errors of hidden states and gradients are {errors}"
-            return Verdict(share, _TOLERANCE, complaint), (trainee, inputs, errors)
+            return Verdict(share, _TOLERANCE, complaint), trainee
 
-        for name in builders:
+        for name in names:
             yield Candidate(name, "ours" if name == OURS else "peer", functools.partial(check, name))
 
     def time(self, case: TrainingCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time a step of each candidate once in each round."""
-        trainees: dict[str, _Trainee] = {name: trainee for name, (_, (trainee, _, _)) in right.items()}
-
-        def one_round(order: Sequence[str]) -> dict[str, float]:
-            return {name: trainees[name].time_steps() for name in order}
-
-        samples = interleave(trainees, one_round, warmup=1, rounds=self._rounds)
-        for name, (row, (trainee, inputs, errors)) in right.items():
-            times = quantiles(samples[name])
-            row = {**row, "n_tokens": inputs.n_tokens, "parameters": trainee.n_parameters, "time": times}
-            row |= {"hidden_error": errors[0], "gradient_error": errors[1], "ratios": ratios(samples, name)}
-            row["tokens_per_second"] = inputs.n_tokens * 1e6 / times.p50
+        trainees: dict[str, _Trainee] = {name: trainee for name, (_, trainee) in right.items()}
+        samples = interleave(
+            trainees, lambda order: {name: trainees[name].time_steps() for name in order}, warmup=1, rounds=self.rounds
+        )
+        for name, (row, trainee) in right.items():
+            times, n_tokens = quantiles(samples[name]), trainee.inputs.n_tokens
+            row = {**row, "n_tokens": n_tokens, "parameters": trainee.n_parameters, "time": times}
+            row |= dict(zip(("hidden_error", "gradient_error"), trainee.errors, strict=True))
+            row |= {"ratios": ratios(samples, name), "tokens_per_second": n_tokens * 1e6 / times.p50}
             if self.device.type == "cuda":
                 with trainee.model.context():
                     row["peak_bytes"] = peak_memory(trainee.step, self.device)
@@ -124,17 +107,22 @@ class TrainingBench(Bench):
 class _Trainee:
     """A candidate with its weights, its optimiser and its errors."""
 
-    def __init__(self, model: Model, precision: str, device: torch.device) -> None:
-        self.model, self.device, self.precision = model, device, precision
-        if precision == "bf16":
-            for parameter in model.module.parameters():  # and no buffer: frequencies stay in float32
-                parameter.data = parameter.data.bfloat16()
-        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        self.n_parameters = sum(parameter.numel() for parameter in parameters)
-        self.optimiser = torch.optim.AdamW(parameters, lr=1e-4, fused=device.type == "cuda")
+    errors: tuple[float, ...] = ()  # of hidden states and of gradients
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "autocast")
+    def __init__(self, bench: Bench, case: TrainingCase, inputs: Inputs, name: str, precision: str) -> None:
+        self.inputs, self.device = inputs, bench.device
+        torch.manual_seed(bench.options.seed)
+        with self.device:
+            self.model = CANDIDATES[case.family][name](case, inputs)
+        if precision == "bf16":
+            for parameter in self.model.module.parameters():  # and no buffer: frequencies stay in float32
+                parameter.data = parameter.data.bfloat16()
+        parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
+        self.n_parameters = sum(parameter.numel() for parameter in parameters)
+        self.optimiser = torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
+        self.autocast: Any = functools.partial(
+            torch.autocast, self.device.type, torch.bfloat16, enabled=precision == "autocast"
+        )
 
     def step(self) -> None:
         with self.autocast():
@@ -145,40 +133,33 @@ class _Trainee:
 
     def time_steps(self) -> float:
         """Return the microseconds of a step, a mean of some between two waits for the device."""
+        wait = functools.partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
         with self.model.context():
-            self._wait()
+            wait()
             start = time.perf_counter()
             for _ in range(_STEPS):
                 self.step()
-            self._wait()
+            wait()
         return (time.perf_counter() - start) * 1e6 / _STEPS
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def probe(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def probe(self) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the tokens, and the gradient of the first layer's projections."""
-        self.model.module.eval()  # no dropout
+        mask, module = self.inputs.attention_mask, self.model.module.eval()  # no dropout
         with self.model.context():
             with self.autocast():
                 hidden = self.model.hidden()
-            kept = hidden.float() if inputs.attention_mask is None else hidden.float()[inputs.attention_mask.bool()]
+            kept = hidden.float() if mask is None else hidden.float()[mask.bool()]
             kept.backward(torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept.device))
-        parameters = self.model.module.named_parameters()
-        found = [p.grad.float().flatten() for name, p in parameters if p.grad is not None and _is_probed(name)]
+        found = [
+            p.grad.float().flatten()
+            for name, p in module.named_parameters()
+            if p.grad is not None and name.endswith(_PROBED) and (".layer.0." in name or name.startswith("layers.0."))
+        ]
         self.optimiser.zero_grad()
-        self.model.module.train()
+        module.train()
         return kept.detach(), torch.cat(found)
 
-
-def _is_probed(name: str) -> bool:
-    """Return whether a parameter is the weight of the first layer's projections to q, k and v."""
-    ends = tuple(f".{projection}.weight" for projection in ("query", "key", "value", "q_proj", "k_proj", "v_proj"))
-    return name.endswith(ends) and (".layer.0." in name or name.startswith("layers.0."))
-
-
-def _errors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Return the errors of hidden states and of gradients: the norm of the difference over the norm."""
-    hidden, gradient = (float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
-    return hidden, gradient
+    def compare(self, truth: tuple[Tensor, Tensor]) -> tuple[float, ...]:
+        """Return the errors of hidden states and of gradients: the norm of the difference over the norm."""
+        self.errors = tuple(float((a - b).norm() / b.norm()) for a, b in zip(self.probe(), truth, strict=True))
+        return self.errors

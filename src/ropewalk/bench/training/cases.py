@@ -30,9 +30,6 @@ class TrainingCase:
 
 
 MODES = {"autocast": "float32 weights under bfloat16 autocast", "bf16": "everything in bfloat16"}
-_BASE: dict[str, Any] = {}  # BertConfig's defaults are BERT-base
-_WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 
 
 def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: int) -> dict[str, Any]:
@@ -51,30 +48,31 @@ def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: i
     }
 
 
-_LLAMA = _decoder(4096, 8, 32, 8, 8192)
-_LLAMA_4 = _decoder(4096, 4, 32, 8, 8192)
-_DECODER_12 = _decoder(1024, 12, 16, 4, 2048)
-_BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
-_QUIET_SMALL, _QUIET = {**_SMALL, **_WITHOUT_DROPOUT}, {**_BASE, **_WITHOUT_DROPOUT}
+_BASE: dict[str, Any] = {}  # BertConfig's defaults are BERT-base
+_SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+_QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SMALL_QUIET = {**_SMALL, **_QUIET}
+_LLAMA, _LLAMA_4 = (_decoder(4096, layers, 32, 8, 8192) for layers in (8, 4))
 _ALONE, _PLAIN = "12 layers, attention alone", "12 layers, and the rotation"
+_BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
+_ROW = (1, 4096, None, _BF16)
+_12 = (_decoder(1024, 12, 16, 4, 2048), 4, 512, None, _BF16)
 CASES = (
     TrainingCase("bert-base-rope", "BERT-base with RoPE, masked tokens", "bert-rope", _BASE, 64, 512, 256, _BOTH),
     TrainingCase("bert-base", "unmodified BERT-base, masked tokens", "bert", _BASE, 64, 512, 256, _BOTH),
-    TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, 1, 4096, None, _BF16),
+    TrainingCase("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, *_ROW),
     # Models whose steps wait for the host.
-    TrainingCase("bert-4x256", "BERT of 4 layers, padded rows", "bert", _QUIET_SMALL, 64, 128, 64, _BF16),
+    TrainingCase("bert-4x256", "BERT of 4 layers, padded rows", "bert", _SMALL_QUIET, 64, 128, 64, _BF16),
     TrainingCase("bert-4x256-dropout", "the same with dropout", "bert", _SMALL, 64, 128, 64, _BF16),
-    TrainingCase("bert-4x256-full", "the same, no padding, no dropout", "bert", _QUIET_SMALL, 64, 128, None, _BF16),
+    TrainingCase("bert-4x256-full", "the same, no padding, no dropout", "bert", _SMALL_QUIET, 64, 128, None, _BF16),
     TrainingCase("bert-base-8x128", "BERT-base, padded rows, no dropout", "bert", _QUIET, 8, 128, 64, _BF16),
     TrainingCase("bert-base-64x512", "BERT-base, padded rows, no dropout", "bert", _QUIET, 64, 512, 256, _BF16),
-    TrainingCase("llama-12x1024-attention", _ALONE, "llama-attention", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase("llama-12x1024", _PLAIN, "llama", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase("qwen3-12x1024-attention", _ALONE, "qwen3-attention", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase("qwen3-12x1024", _PLAIN, "qwen3", _DECODER_12, 4, 512, None, _BF16),
-    TrainingCase(
-        "llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, 1, 4096, None, _BF16
-    ),
-    TrainingCase("llama-4x4096", "4 layers, and the rotation", "llama", _LLAMA_4, 1, 4096, None, _BF16),
+    TrainingCase("llama-12x1024-attention", _ALONE, "llama-attention", *_12),
+    TrainingCase("llama-12x1024", _PLAIN, "llama", *_12),
+    TrainingCase("qwen3-12x1024-attention", _ALONE, "qwen3-attention", *_12),
+    TrainingCase("qwen3-12x1024", _PLAIN, "qwen3", *_12),
+    TrainingCase("llama-4x4096-attention", "4 layers, attention alone", "llama-attention", _LLAMA_4, *_ROW),
+    TrainingCase("llama-4x4096", "4 layers, and the rotation", "llama", _LLAMA_4, *_ROW),
 )
 
 
@@ -92,12 +90,10 @@ def make_inputs(case: TrainingCase, vocab_size: int, device: torch.device, seed:
     """Draw random tokens, of which 15 % are to be predicted, in rows of seeded lengths."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.batch, case.tokens)
-    ids = torch.randint(vocab_size, shape, generator=generator)
-    is_token = torch.ones(shape, dtype=torch.bool)
+    ids, is_token = torch.randint(vocab_size, shape, generator=generator), torch.ones(shape, dtype=torch.bool)
     if case.shortest is not None:
         lengths = torch.randint(case.shortest, case.tokens + 1, (case.batch, 1), generator=generator)
         is_token = torch.arange(case.tokens) < lengths
-    is_label = is_token & (torch.rand(shape, generator=generator) < 0.15)
-    labels = torch.where(is_label, ids, -100)
+    labels = torch.where(is_token & (torch.rand(shape, generator=generator) < 0.15), ids, -100)
     mask = None if case.shortest is None else is_token.long().to(device)
     return Inputs(ids.to(device), mask, labels.to(device), int(is_token.sum()))
