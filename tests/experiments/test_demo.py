@@ -1,15 +1,12 @@
 """The demo, and its parts."""
 
-import math
-
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 from typer.testing import CliRunner
 
 from ropewalk.cli import app
-from ropewalk.experiments import demo
+from ropewalk.experiments import byte_model, demo
 from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, train
 
 TINY = ModelSize(2, 64, 1, context=16, batch=4, steps=3, learning_rate=1e-2)
@@ -66,23 +63,13 @@ def test_packed_sequences_give_the_same(device):
     assert packing.difference < (1e-4 if device.type == "cpu" else 0.1)
 
 
-def test_parts_of_the_text():
-    training, held_out = demo.split(demo.read_text(None), 16)
-    assert len(held_out) == math.ceil(0.1 * (len(training) + len(held_out)))
-    assert demo.byte_entropy(torch.tensor([1, 1, 2, 2])) == pytest.approx(math.log(2))
-    text = torch.tensor(list(b"  code\nOne line of prose that is long.\n"))
-    assert demo.as_line(demo.opening(text)) == "One line of"
+@pytest.mark.parametrize("run", ["demo", "length-extrapolation"])
+def test_the_gpu_that_is_named_becomes_the_current_one(run, monkeypatch):
+    def stop(device):
+        raise ValueError(f"current: {device}")
 
-
-def test_it_writes_by_a_seed():
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = nn.Parameter(torch.zeros(256))
-
-        def forward(self, tokens):
-            return self.logits.expand(*tokens.shape, 256)
-
-    first, again, other = (demo.generate(Fixed(), torch.tensor([1]), 9, 16, seed) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    monkeypatch.setattr(byte_model, "choose_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", stop)
+    command = [run] if run == "demo" else ["experiment", run]
+    result = CliRunner().invoke(app, [*command, "--device", "cuda:1"])
+    assert result.stderr == "error: current: cuda:1\n"

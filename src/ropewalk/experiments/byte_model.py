@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
+from ropewalk.bench.core.options import choose_device
 from ropewalk.ops.attention.api import attention
 from ropewalk.schemes import PositionScheme, Rope
 
@@ -42,33 +45,28 @@ class Block(nn.Module):
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.attention_norm = nn.LayerNorm(d_model)
-        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.out_proj = nn.Linear(d_model, d_model)
-        self.mlp_norm = nn.LayerNorm(d_model)
+        self.attention_norm, self.qkv_proj = nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out_proj, self.mlp_norm = nn.Linear(d_model, d_model), nn.LayerNorm(d_model)
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
     def forward(self, x: Tensor, position: PositionScheme, **options: Any) -> Tensor:
         q, k, v = self.qkv_proj(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1)).unbind(-3)
-        attended: Tensor = attention(q, k, v, position=position, causal=True, **options)
-        x = x + self.out_proj(attended.flatten(-2))
+        x = x + self.out_proj(attention(q, k, v, position=position, causal=True, **options).flatten(-2))
         mixed: Tensor = x + self.mlp(self.mlp_norm(x))
         return mixed
 
 
 class ByteTransformer(nn.Module):
-    """A causal language model over bytes: (B, T), or (total,) if packed, int64 to logits (B, T, 256).
-
-    The scheme of a forward is any; further arguments are `attention`'s.
-    """
+    """A causal language model over bytes by any scheme: (B, T), or (total,) if packed, to logits (B, T, 256)."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.embedding = nn.Embedding(N_BYTES, size.d_model)
         self.blocks = nn.ModuleList([Block(size.d_model, size.n_heads) for _ in range(size.n_layers)])
-        self.norm = nn.LayerNorm(size.d_model)
-        self.head = nn.Linear(size.d_model, N_BYTES)
+        self.norm, self.head = nn.LayerNorm(size.d_model), nn.Linear(size.d_model, N_BYTES)
         nn.init.normal_(self.embedding.weight, std=0.02)
+        self.shape = f"({size.n_layers} layers, {size.n_heads} heads of {size.d_model // size.n_heads})"
+        self.n_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor, position: PositionScheme = ROPE, **options: Any) -> Tensor:
         x = self.embedding(tokens)
@@ -78,6 +76,32 @@ class ByteTransformer(nn.Module):
                 x = block(x, position, **options)
             logits: Tensor = self.head(self.norm(x))
         return logits.float()
+
+
+def choose_target(name: str | None) -> torch.device:
+    """Choose the device by name, or the GPU if there is one, and make a GPU that is named the current one."""
+    device = choose_device(name)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # streams, events and kernels that are told no device are there
+    return device
+
+
+def check_steps(steps: int) -> None:
+    """Raise if nothing would be trained."""
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, but must be at least 1")
+
+
+def make_table(title: str, caption: str, columns: str, numbers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Make a table for the console: columns of words, the first of which never wraps, and columns of numbers."""
+    table = Table(title=title, caption=caption)
+    for column in columns.split(", "):
+        table.add_column(column, no_wrap=not table.columns)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def byte_losses(model: nn.Module, windows: Tensor, **options: Any) -> Tensor:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -19,9 +17,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ropewalk.bench.core.options import choose_device
 from ropewalk.bench.core.timing import time_rounds
-from ropewalk.experiments.byte_model import N_BYTES, ByteTransformer, ModelSize, byte_losses, train
+from ropewalk.experiments.byte_model import (
+    N_BYTES,
+    ByteTransformer,
+    ModelSize,
+    byte_losses,
+    check_steps,
+    choose_target,
+    make_table,
+    train,
+)
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.rope.api import apply_rope
@@ -55,8 +61,7 @@ class Check(NamedTuple):
     plain: float
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Forwards of one model over the same sequences, padded and packed."""
 
     lengths: tuple[int, ...]
@@ -67,35 +72,16 @@ class Packing:
 
 
 def run_demo(text: Path | None, steps: int | None, device: str | None, figure: Path, seed: int = 0) -> None:
-    """Train a small byte-level transformer on `text`, check results against float64, and time packed sequences.
-
-    Args:
-        text: a file to learn from; None for the documentation that ships with Python (pydoc_data.topics).
-        steps: how many training steps; None for as many as suit the device, in a time that is printed first.
-        device: "cpu" or "cuda"; None for the GPU, if there is one.
-        figure: where the loss curve and the tokens per second are drawn, as PNG.
-        seed: of the weights, the batches and the generated line.
-
-    Raises:
-        ValueError: a text too short to learn from, fewer than one step, or a device that cannot be timed.
-        ModuleNotFoundError: without matplotlib.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from ropewalk.experiments.demo import run_demo
-        >>> run_demo(text=None, steps=None, device=None, figure=Path("demo.png"))  # doctest: +SKIP
-    """
+    """Train a small byte-level transformer on `text`, check results against float64, and time packed sequences."""
     from matplotlib.figure import Figure
 
-    target = choose_device(device)
+    target = choose_target(device)
     size = SIZES[target.type]
     size = dataclasses.replace(size, steps=size.steps if steps is None else steps)
-    if size.steps < 1:
-        raise ValueError(f"steps is {steps}, but must be at least 1")
+    check_steps(size.steps)
     training, held_out = split(read_text(text), size.context)
     source = "the documentation that ships with Python" if text is None else str(text)
-    hardware = f"the CPU, {torch.get_num_threads()} threads"
-    note = NOT_SPEED
+    hardware, note = f"the CPU, {torch.get_num_threads()} threads", NOT_SPEED
     if target.type == "cuda":
         hardware, note = torch.cuda.get_device_name(target), ""
 
@@ -103,12 +89,8 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     console.print("Three parts: training; errors against float64; packed sequences. The last two take some 20 s.")
     torch.manual_seed(seed)
     model = ByteTransformer(size).to(target)
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(
-        f"Training {n_parameters:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
-        f"{size.d_model // size.n_heads}) on {hardware}, on {source} ({training.numel():,} bytes)",
-        markup=False,
-    )
+    said = f"Training {model.n_parameters:,} parameters {model.shape} on {hardware}, on {source}"
+    console.print(f"{said} ({training.numel():,} bytes)", markup=False)
     losses = train(model, training, size, console, MAX_SECONDS if steps is None else math.inf)
     held_out_loss, entropy = evaluate(model, held_out, size), byte_entropy(held_out)
     console.print(
@@ -118,7 +100,10 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     prompt = opening(held_out)
     line = generate(model, prompt, 120, size.context, seed)
     console.print(Text.assemble("It writes: ", (as_line(prompt), "dim"), " ", (as_line(line), "bold")))
-    console.print(check_table([*check_rotation(target, seed), *check_attention(target, seed)], note))
+    checks = [*check_rotation(target, seed), *check_attention(target, seed)]
+    rows = [(check.what, check.backend, f"{check.ours:.1e}", f"{check.plain:.1e}") for check in checks]
+    errors, caption = ("Ropewalk", "plain PyTorch"), f"Largest, in float32. {note}"
+    console.print(make_table("Errors against float64", caption, "computation, backend", errors, rows))
     packing = measure_packing(PACKED_SIZES[target.type], target, seed)
     console.print(packing_table(packing, note))
     console.print("`impl=None` takes the first backend that supports a call. Measured speeds: docs/results.md.")
@@ -144,11 +129,9 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
 
 def read_text(path: Path | None) -> bytes:
     """Read the bytes of `path`, or of the documentation that ships with Python."""
-    if path is not None:
-        return path.read_bytes()
     from pydoc_data.topics import topics
 
-    return "\n".join(topics.values()).encode()
+    return "\n".join(topics.values()).encode() if path is None else path.read_bytes()
 
 
 def split(text: bytes, context: int) -> tuple[Tensor, Tensor]:
@@ -163,8 +146,7 @@ def split(text: bytes, context: int) -> tuple[Tensor, Tensor]:
 
 def byte_entropy(tokens: Tensor) -> float:
     """Return the entropy of the bytes' frequencies, in nats per byte."""
-    p = tokens.bincount(minlength=N_BYTES).double() / tokens.numel()
-    return float(torch.special.entr(p).sum())
+    return float(torch.special.entr(tokens.bincount(minlength=N_BYTES).double() / tokens.numel()).sum())
 
 
 @torch.no_grad()
@@ -181,8 +163,7 @@ def generate(
 ) -> Tensor:
     """Let the model continue `prompt` (T,) byte by byte; returns the new bytes."""
     model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(n_bytes):
         logits = model(tokens[None, -context:].to(device))[0, -1].cpu()
@@ -193,8 +174,7 @@ def generate(
 def opening(tokens: Tensor) -> Tensor:
     """Return three words to begin with, from the first line of the text that looks like prose."""
     lines = bytes(tokens.tolist()).decode(errors="replace").splitlines()
-    prose = (words for line in lines if line[:1].isalpha() and len(words := line.split()) >= 6)
-    words = next(prose, ["The"])
+    words = next((words for line in lines if line[:1].isalpha() and len(words := line.split()) >= 6), ["The"])
     return torch.tensor(list(f"\n{' '.join(words[:3])} ".encode()))
 
 
@@ -206,26 +186,22 @@ def as_line(tokens: Tensor) -> str:
 def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate (B, T, H, D) by (T, D/2) angles, as complex numbers in their precision, as models do in eager PyTorch."""
     pairs = torch.view_as_complex(x.to(angles.dtype).unflatten(-1, (-1, 2)))
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2).to(x.dtype)
 
 
 def check_rotation(device: torch.device, seed: int, tokens: int = 2048) -> list[Check]:
     """Check the table of cos and sin far from the start, and the rotation of a query."""
     inv_freq, _ = inverse_frequencies("default", 64, THETA)
     exact = (FAR * inv_freq).cos()
-    cos, _ = rope_table(torch.tensor([FAR]), inv_freq)
     plain = (torch.tensor(float(FAR)) * inv_freq.float()).cos()
-    errors = float((cos[0] - exact).abs().max()), float((plain - exact).abs().max())
+    errors = [float((cos - exact).abs().max()) for cos in (rope_table(torch.tensor([FAR]), inv_freq)[0][0], plain)]
     table = Check(f"cos at position {FAR:,}", "rope_table", *errors)
 
     q = torch.randn(1, tokens, 8, 64, generator=torch.Generator().manual_seed(seed)).to(device)
-    angles = (torch.arange(tokens).double()[:, None] * inv_freq).to(device)
-    truth = rotate_complex(q.double(), angles)
-    cos, sin = rope_table(tokens, inv_freq, device=device)
-    ours = apply_rope(q, None, cos, sin, interleaved=True)[0]
-    in_float32 = torch.arange(tokens, device=device)[:, None] * inv_freq.float().to(device)
-    errors = _relative_error(ours, truth), _relative_error(rotate_complex(q, in_float32), truth)
+    truth = rotate_complex(q.double(), (torch.arange(tokens).double()[:, None] * inv_freq).to(device))
+    ours = apply_rope(q, None, *rope_table(tokens, inv_freq, device=device), interleaved=True)[0]
+    in_float32 = rotate_complex(q, torch.arange(tokens, device=device)[:, None] * inv_freq.float().to(device))
+    errors = [_relative_error(x, truth) for x in (ours, in_float32)]
     return [table, Check(f"rotation of {tokens:,} tokens", choose(None, device), *errors)]
 
 
@@ -234,10 +210,7 @@ def _relative_error(found: Tensor, truth: Tensor) -> float:
 
 
 def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[Check]:
-    """Check output and gradients of causal attention with each of three schemes, in float32.
-
-    Plain PyTorch is the reference, which computes by the definition: scores, softmax, values.
-    """
+    """Check output and gradients of causal attention by three schemes, in float32; plain PyTorch is the reference."""
     torch.manual_seed(seed)
     *inputs, grad = (torch.randn(1, tokens, 4, 64, device=device) for _ in range(4))
 
@@ -257,16 +230,6 @@ def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[
     return checks
 
 
-def check_table(checks: Sequence[Check], note: str) -> Table:
-    """Make the table of errors, for the console."""
-    table = Table("computation", "backend", title="Errors against float64", caption=f"Largest, in float32. {note}")
-    for column in ("Ropewalk", "plain PyTorch"):
-        table.add_column(column, justify="right")
-    for check in checks:
-        table.add_row(check.what, check.backend, f"{check.ours:.1e}", f"{check.plain:.1e}")
-    return table
-
-
 @torch.no_grad()
 def measure_packing(size: ModelSize, device: torch.device, seed: int, max_seconds: float = 3.0) -> Packing:
     """Time forwards of a larger, untrained model over sequences of many lengths, padded and packed.
@@ -282,18 +245,16 @@ def measure_packing(size: ModelSize, device: torch.device, seed: int, max_second
     tokens = torch.randint(N_BYTES, (len(lengths), size.context), device=device)
     key_lengths = torch.tensor(lengths, device=device)
     is_token = torch.arange(size.context, device=device) < key_lengths[:, None]
-    packed_tokens = tokens[is_token]
     cu_seqlens = torch.nn.functional.pad(key_lengths.cumsum(0), (1, 0)).int()
-    layout = {"layout": "thd", "cu_seqlens_q": cu_seqlens}
-    arguments = {"packed": (packed_tokens, layout), "padded": (tokens, {})}
-
+    layout: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": cu_seqlens}
+    packed = tokens[is_token]
     expected = model(tokens)[is_token]
-    difference = float((model(packed_tokens, **layout) - expected).abs().max() / expected.abs().max())
+    difference = float((model(packed, **layout) - expected).abs().max() / expected.abs().max())
     del expected
-    calls = {name: lambda x=x, options=options: model(x, **options) for name, (x, options) in arguments.items()}
+    calls = {"packed": lambda: model(packed, **layout), "padded": lambda: model(tokens)}
     times = time_rounds(calls, device, warmup=1, rounds=20, max_seconds=max_seconds)
     backends = {}
-    for name, (x, options) in arguments.items():
+    for name, x, options in (("packed", packed, layout), ("padded", tokens, {})):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         q = torch.empty(*x.shape, size.n_heads, size.d_model // size.n_heads, dtype=dtype, device=device)
         backends[name] = explain_choice(q, q, q, position=Rope(), causal=True, **options).name
@@ -303,16 +264,14 @@ def measure_packing(size: ModelSize, device: torch.device, seed: int, max_second
 
 def packing_table(packing: Packing, note: str) -> Table:
     """Make the table of padded and packed forwards, for the console."""
-    lengths, computed = packing.lengths, {"padded": packing.padded_tokens, "packed": sum(packing.lengths)}
+    lengths, rates = packing.lengths, packing.rates
     caption = (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all; the logits "
         f"differ by {packing.difference:.0e} of the largest. {note}"
     )
-    table = Table("model", "attention by", title="Packed sequences compute no padding", caption=caption)
-    for column in ("tokens computed", "tokens/s", "× padded"):
-        table.add_column(column, justify="right")
-    for name, n_tokens in computed.items():
-        rate = packing.rates[name]
-        speedup = f"{rate / packing.rates['padded']:.2f}"
-        table.add_row(name, packing.backends[name], f"{n_tokens:,}", f"{rate:,.0f}", speedup)
-    return table
+    rows = [
+        (name, packing.backends[name], f"{computed:,}", f"{rates[name]:,.0f}", f"{rates[name] / rates['padded']:.2f}")
+        for name, computed in (("padded", packing.padded_tokens), ("packed", sum(lengths)))
+    ]
+    numbers = ("tokens computed", "tokens/s", "× padded")
+    return make_table("Packed sequences compute no padding", caption, "model, attention by", numbers, rows)

@@ -20,10 +20,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ropewalk.bench.core.options import choose_device, choose_path
+from ropewalk.bench.core.options import choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, train
+from ropewalk.experiments.byte_model import (
+    ByteTransformer,
+    ModelSize,
+    byte_losses,
+    check_steps,
+    choose_target,
+    make_table,
+    train,
+)
 from ropewalk.frequencies import inverse_frequencies
 from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
 
@@ -94,39 +102,16 @@ def run_length_extrapolation(
 ) -> Path:
     """Train a byte-level transformer with RoPE at one length, evaluate it at others by each scheme, and write a record.
 
-    Args:
-        text: a file to learn from, whose last tenth is held out; None for PyTorch's own Python sources.
-        steps: how many training steps; None for as many as suit the device.
-        train_length: the length of the windows it learns from; None for 512 on a GPU and 128 on a CPU.
-        lengths: those at which it is evaluated; none for the training length times 1, 2, 4, 8 and 16 on a GPU, and
-            times 1, 2 and 4 on a CPU.
-        device: "cpu" or "cuda"; None for the GPU, if there is one.
-        output: the record's file, which must not exist, or None for one under ./results/.
-        figure: where the losses are drawn, as PNG; None for a file beside the record.
-        seed: of the weights and the batches.
-        console: where to print.
-
-    Returns:
-        The record's path.
-
-    Raises:
-        ValueError: a text too short, fewer than one step, a training length or a length too small, a record that exists
-            already, or a device that is neither a CPU nor a GPU that PyTorch finds.
-        ModuleNotFoundError: matplotlib is missing.
-
-    Example:
-        >>> from ropewalk.experiments.length_extrapolation import run_length_extrapolation
-        >>> run_length_extrapolation(device="cpu", steps=100, lengths=(128, 512))  # doctest: +SKIP
+    Without options it learns PyTorch's own sources on the GPU if there is one, at `SIZES`. Returns the record's path.
     """
     import matplotlib.figure  # noqa: F401, before the training if it is missing
 
     console = console or default_console()
-    target = choose_device(device)
+    target = choose_target(device)
     size = SIZES[target.type]
     given: dict[str, Any] = {"context": train_length, "steps": steps}
     size = dataclasses.replace(size, **{key: value for key, value in given.items() if value is not None})
-    if size.steps < 1:
-        raise ValueError(f"steps is {size.steps}, but must be at least 1")
+    check_steps(size.steps)
     if size.context < LEAST_TRAIN_LENGTH:
         raise ValueError(f"train_length is {size.context}, but must be at least {LEAST_TRAIN_LENGTH}")
     lengths = sorted({*lengths} or {size.context * multiple for multiple in size.multiples})
@@ -156,16 +141,11 @@ def run_length_extrapolation(
         "lengths": lengths,
         "scored_bytes": scored,
         "windows": len(windows),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": model.n_parameters,
     }
     path = choose_path(output, run)
-    console.print(
-        f"Training {run['parameters']:,} parameters ({size.n_layers} layers, {size.n_heads} heads of "
-        f"{size.d_model // size.n_heads}) at length {size.context} on {run['device']}, on {corpus.name} "
-        f"({run['training_bytes']:,} bytes)",
-        markup=False,
-        highlight=False,
-    )
+    said = f"Training {model.n_parameters:,} parameters {model.shape} at length {size.context} on {run['device']}"
+    console.print(f"{said}, on {corpus.name} ({len(corpus.training):,} bytes)", markup=False, highlight=False)
     start = time.perf_counter()
     last = train(model, corpus.training, size, console)[-max(1, size.steps // 20) :]
     run["training_loss"] = sum(last) / len(last)  # of the last 5 % of the steps
@@ -211,9 +191,8 @@ def _as_tokens(text: bytes) -> Tensor:
 
 def cut_windows(documents: Sequence[Tensor], n_bytes: int, most: int) -> Tensor:
     """Cut windows of so many bytes, each within one document, (windows, n_bytes); their ends are spread evenly."""
-    ends = [
-        (document, end) for document in documents for end in range(n_bytes, document.numel() + 1, SCORED_BYTES)
-    ]  # so far apart that no byte is scored twice
+    # So far apart that no byte is scored twice.
+    ends = [(document, end) for document in documents for end in range(n_bytes, len(document) + 1, SCORED_BYTES)]
     if not ends:
         raise ValueError(
             f"the longest text that is held out has {max(map(len, documents), default=0)} bytes, but must have at "
@@ -277,11 +256,8 @@ def _lines(record: LengthRecord) -> dict[str, list[LengthRow]]:
     lines: dict[str, list[LengthRow]] = {}
     for scheme in dict.fromkeys(row.scheme for row in record.rows):
         rows = [row for row in record.rows if row.scheme == scheme]
-        same = [
-            f"{key} {value:g}"
-            for key, value in rows[0].settings.items()
-            if all(row.settings[key] == value for row in rows)
-        ]
+        settings = rows[0].settings.items()
+        same = [f"{key} {value:g}" for key, value in settings if all(row.settings[key] == value for row in rows)]
         lines[f"{scheme} ({', '.join(same)})" if same else scheme] = rows
     return lines
 
@@ -289,16 +265,10 @@ def _lines(record: LengthRecord) -> dict[str, list[LengthRow]]:
 def length_table(record: LengthRecord) -> Table:
     """Make the table of losses, for the console."""
     run = record.run
-    table = Table(
-        title=f"Loss of the last {run['scored_bytes']} bytes, nats/byte, by length",
-        caption=f"learnt at {run['train_length']}; {run['windows']} held-out windows",
-    )
-    table.add_column("scheme", no_wrap=True)
-    for length in run["lengths"]:
-        table.add_column(str(length), justify="right")
-    for label, rows in _lines(record).items():
-        table.add_row(label, *(f"{row.loss:.3f}" for row in rows))
-    return table
+    title = f"Loss of the last {run['scored_bytes']} bytes, nats/byte, by length"
+    caption = f"learnt at {run['train_length']}; {run['windows']} held-out windows"
+    rows = [(label, *(f"{row.loss:.3f}" for row in rows)) for label, rows in _lines(record).items()]
+    return make_table(title, caption, "scheme", map(str, run["lengths"]), rows)
 
 
 def draw_length_record(record: LengthRecord, path: Path) -> None:
