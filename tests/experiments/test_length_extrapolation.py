@@ -8,6 +8,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from ropewalk import ReRope, SelfExtend
+from ropewalk.bench.core.records import read_lines
 from ropewalk.cli import app
 from ropewalk.experiments import length_extrapolation
 from ropewalk.experiments.length_extrapolation import (
@@ -15,7 +16,6 @@ from ropewalk.experiments.length_extrapolation import (
     cut_windows,
     draw_length_record,
     evaluate_at,
-    read_length_record,
     run_length_extrapolation,
     schemes_at,
 )
@@ -50,7 +50,7 @@ def test_the_whole_experiment(tmp_path, text, device):
     for expected in ("step     2  loss", "leaky ReRoPE (window 8, leak 8)", "SelfExtend (window 8, group 8)", "64"):
         assert expected in result.stdout
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    record = read_length_record(path)
+    run, rows = read_lines(path, length_extrapolation.BENCHMARK)
     expected = {
         "seed": 7,
         "text": "rope.txt",
@@ -64,13 +64,13 @@ def test_the_whole_experiment(tmp_path, text, device):
         "scored_bytes": 8,
         "windows": 1,
     }
-    assert expected.items() <= record.run.items()
-    assert 3 < record.run["training_loss"] < 6
-    assert [(row.scheme, row.length) for row in record.rows] == [(s, n) for n in (16, 32, 64) for s in SCHEMES]
-    for row in record.rows:
-        assert 3 < row.loss < 6  # a uniform guess has 5.5
-        assert row.standard_error is None  # of one window
-    assert [row.settings["factor"] for row in record.rows if row.scheme == "RoPE, NTK"] == [1, 2, 4]
+    assert expected.items() <= run.items()
+    assert 3 < run["training_loss"] < 6
+    assert [(row["scheme"], row["length"]) for row in rows] == [(s, n) for n in (16, 32, 64) for s in SCHEMES]
+    for row in rows:
+        assert 3 < row["loss"] < 6  # a uniform guess has 5.5
+        assert row["standard_error"] is None  # of one window
+    assert [row["settings"]["factor"] for row in rows if row["scheme"] == "RoPE, NTK"] == [1, 2, 4]
     assert str(tmp_path) not in path.read_text()
 
 
@@ -81,9 +81,9 @@ def test_the_same_seed_gives_the_same_losses(tmp_path, text):
         run_length_extrapolation(
             text=text, device="cpu", output=path, seed=seed, train_length=8, lengths=(24, 12), figure=tmp_path / "a.png"
         )
-        rows = read_length_record(path).rows
-        assert [row.length for row in rows] == [12] * len(SCHEMES) + [24] * len(SCHEMES)
-        losses.append([row.loss for row in rows])
+        _, rows = read_lines(path, length_extrapolation.BENCHMARK)
+        assert [row["length"] for row in rows] == [12] * len(SCHEMES) + [24] * len(SCHEMES)
+        losses.append([row["loss"] for row in rows])
     assert losses[0] == losses[1] != losses[2]
     assert (tmp_path / "a.png").exists()
     assert not path.with_suffix(".png").exists()
@@ -100,7 +100,7 @@ def test_a_small_training_is_called_smoke_and_has_no_zoom(batch, smoke, tmp_path
     row = {"scheme": "a", "settings": {}, "loss": 1.0, "standard_error": 0.1, "loss_all": 1.1}
     path = tmp_path / "record.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in (run, *({**row, "length": n} for n in (16, 32)))))
-    draw_length_record(read_length_record(path), tmp_path / "figure.png")
+    draw_length_record(*read_lines(path, length_extrapolation.BENCHMARK), tmp_path / "figure.png")
     ((title, n_panels),) = drawn
     assert title.startswith("Smoke: no comparison. ") is smoke
     assert n_panels == (1 if smoke else 2)
@@ -124,11 +124,11 @@ def test_the_same_bytes_are_scored_at_each_length():
     last = each[:, -8:].mean(1)
     for length in (8, 16, 33, 64):
         rows = evaluate_at(model, TINY, windows, length=length, longest=64, scored=8)
-        assert [row.scheme for row in rows] == SCHEMES
+        assert [row["scheme"] for row in rows] == SCHEMES
         for row in rows:
-            assert row.loss == pytest.approx(float(last.mean()))
-            assert row.loss_all == pytest.approx(float(each[:, -length:].mean()))
-            assert row.standard_error == pytest.approx(float(last.var() / 5) ** 0.5)
+            assert row["loss"] == pytest.approx(float(last.mean()))
+            assert row["loss_all"] == pytest.approx(float(each[:, -length:].mean()))
+            assert row["standard_error"] == pytest.approx(float(last.var() / 5) ** 0.5)
 
 
 def test_windows_lie_within_documents_and_score_no_byte_twice():

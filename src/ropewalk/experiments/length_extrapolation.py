@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from ropewalk.bench.core.options import choose_path
@@ -69,23 +68,9 @@ class Corpus(NamedTuple):
     held_out: list[Tensor]
 
 
-@dataclass(frozen=True)
-class LengthRow:
-    """The loss by one scheme at one length, in nats per byte."""
-
-    scheme: str
-    settings: dict[str, float]
-    length: int
-    loss: float  # of the last bytes of the windows
-    standard_error: float | None  # of `loss`, over windows; None where there is but one
-    loss_all: float  # of all bytes of the windows, those that have little before them too
-
-
-class LengthRecord(NamedTuple):
-    """A record file: the line about the run, and the rows."""
-
-    run: dict[str, Any]
-    rows: list[LengthRow]
+# A row of a record: scheme, its settings, length; loss, in nats per byte, of the last bytes of the windows, and its
+# standard_error over windows, None where there is but one; loss_all, of all bytes of the windows.
+Row = dict[str, Any]
 
 
 def run_length_extrapolation(
@@ -109,8 +94,8 @@ def run_length_extrapolation(
     console = console or default_console()
     target = choose_target(device)
     size = SIZES[target.type]
-    given: dict[str, Any] = {"context": train_length, "steps": steps}
-    size = dataclasses.replace(size, **{key: value for key, value in given.items() if value is not None})
+    context = size.context if train_length is None else train_length
+    size = dataclasses.replace(size, context=context, steps=size.steps if steps is None else steps)
     check_steps(size.steps)
     if size.context < LEAST_TRAIN_LENGTH:
         raise ValueError(f"train_length is {size.context}, but must be at least {LEAST_TRAIN_LENGTH}")
@@ -120,10 +105,8 @@ def run_length_extrapolation(
         raise ValueError(f"lengths has {lengths[0]}, but the last {scored} bytes are scored: that is the least length")
     corpus = read_corpus(text)
     if len(corpus.training) <= size.context:
-        raise ValueError(
-            f"the text has {len(corpus.training)} bytes to learn from, but must have more than train_length, "
-            f"{size.context}"
-        )
+        found = f"the text has {len(corpus.training)} bytes to learn from"
+        raise ValueError(f"{found}, but must have more than train_length, {size.context}")
     windows = cut_windows(corpus.held_out, lengths[-1] + 1, size.windows)
     torch.manual_seed(seed)
     model = ByteTransformer(size).to(target)
@@ -157,10 +140,13 @@ def run_length_extrapolation(
             for row in evaluate_at(model, size, windows, length, lengths[-1], scored):
                 writer.append(row)
             progress.advance(task)
-    record = read_length_record(path)
+    run, rows = read_lines(path, BENCHMARK)
     figure = figure or path.with_suffix(".png")
-    draw_length_record(record, figure)
-    console.print(length_table(record))
+    draw_length_record(run, rows, figure)
+    title = f"Loss of the last {scored} bytes, nats/byte, by length"
+    caption = f"learnt at {size.context}; {len(windows)} held-out windows"
+    texts = [(label, *(f"{row['loss']:.3f}" for row in line)) for label, line in _lines(rows).items()]
+    console.print(make_table(title, caption, "scheme", map(str, lengths), texts))
     console.print(f"record: {path}\nfigure: {figure}", highlight=False)
     return path
 
@@ -229,9 +215,7 @@ def schemes_at(
 
 
 @torch.no_grad()
-def evaluate_at(
-    model: nn.Module, size: Size, windows: Tensor, length: int, longest: int, scored: int
-) -> list[LengthRow]:
+def evaluate_at(model: nn.Module, size: Size, windows: Tensor, length: int, longest: int, scored: int) -> list[Row]:
     """Compute the losses by each scheme of the windows' last `scored` bytes, where `length` bytes are read."""
     model.eval()
     parts = windows[:, -(length + 1) :].split(max(1, size.tokens_at_once // length))
@@ -241,37 +225,23 @@ def evaluate_at(
         losses = torch.cat([byte_losses(model, part, position=position).cpu().double() for part in parts])
         last = losses[:, -scored:].mean(1)
         error = float(last.std() / len(last) ** 0.5) if len(last) > 1 else None
-        rows.append(LengthRow(name, settings, length, float(last.mean()), error, float(losses.mean())))
+        row = {"scheme": name, "settings": settings, "length": length, "loss": float(last.mean())}
+        rows.append({**row, "standard_error": error, "loss_all": float(losses.mean())})
     return rows
 
 
-def read_length_record(path: Path) -> LengthRecord:
-    """Read a record of a run."""
-    run, lines = read_lines(path, BENCHMARK)
-    return LengthRecord(run, [LengthRow(**line) for line in lines])
-
-
-def _lines(record: LengthRecord) -> dict[str, list[LengthRow]]:
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group the rows of each scheme, by its name and those of its settings that are the same at all lengths."""
-    lines: dict[str, list[LengthRow]] = {}
-    for scheme in dict.fromkeys(row.scheme for row in record.rows):
-        rows = [row for row in record.rows if row.scheme == scheme]
-        settings = rows[0].settings.items()
-        same = [f"{key} {value:g}" for key, value in settings if all(row.settings[key] == value for row in rows)]
-        lines[f"{scheme} ({', '.join(same)})" if same else scheme] = rows
+    lines = {}
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        line = [row for row in rows if row["scheme"] == scheme]
+        settings = line[0]["settings"].items()
+        same = [f"{key} {value:g}" for key, value in settings if all(row["settings"][key] == value for row in line)]
+        lines[f"{scheme} ({', '.join(same)})" if same else scheme] = line
     return lines
 
 
-def length_table(record: LengthRecord) -> Table:
-    """Make the table of losses, for the console."""
-    run = record.run
-    title = f"Loss of the last {run['scored_bytes']} bytes, nats/byte, by length"
-    caption = f"learnt at {run['train_length']}; {run['windows']} held-out windows"
-    rows = [(label, *(f"{row.loss:.3f}" for row in rows)) for label, rows in _lines(record).items()]
-    return make_table(title, caption, "scheme", map(str, run["lengths"]), rows)
-
-
-def draw_length_record(record: LengthRecord, path: Path) -> None:
+def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     """Draw the loss against the length, a line for each scheme, as PNG; beside it once more, with the low losses large.
 
     RoPE's loss past the training length is so high that the others would not be told apart. A smoke run, which learnt
@@ -279,14 +249,13 @@ def draw_length_record(record: LengthRecord, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    run = record.run
     is_smoke = run["steps"] * run["batch"] * run["train_length"] < SMOKE_BYTES
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(1, 1 if is_smoke else 2, squeeze=False)[0]
     for axes in panels:
-        for number, (label, rows) in enumerate(_lines(record).items()):
+        for number, (label, line) in enumerate(_lines(rows).items()):
             style = "o-" if number % 2 == 0 else "s--"  # lines may lie on each other
-            axes.plot([row.length for row in rows], [row.loss for row in rows], style, markersize=4, label=label)
+            axes.plot([row["length"] for row in line], [row["loss"] for row in line], style, markersize=4, label=label)
         axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=0, label="training length")
         axes.set_xscale("log", base=2)
         axes.set_xticks(run["lengths"], [str(length) for length in run["lengths"]])
@@ -295,7 +264,7 @@ def draw_length_record(record: LengthRecord, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"loss of the last {run['scored_bytes']} bytes, nats per byte")
     if not is_smoke:
-        least = min(row.loss for row in record.rows)
+        least = min(row["loss"] for row in rows)
         panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
         panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
