@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.bench.attention.cases import AttentionCase
@@ -126,12 +127,9 @@ def draw_documents(case: ParallelCase, seed: int) -> Tensor | None:
     """Draw the bounds of packed documents, (S + 1,); the last one is cut off at the sequence's end."""
     if case.shortest is None or case.longest is None:
         return None
-    generator = torch.Generator().manual_seed(seed)
-    bounds = [0]
-    while bounds[-1] < case.tokens:
-        length = int(torch.randint(case.shortest, case.longest + 1, (), generator=generator))
-        bounds.append(min(bounds[-1] + length, case.tokens))
-    return torch.tensor(bounds, dtype=torch.int32)
+    most = case.tokens // case.shortest + 1
+    lengths = torch.randint(case.shortest, case.longest + 1, (most,), generator=torch.Generator().manual_seed(seed))
+    return F.pad(lengths.cumsum(0).clamp(max=case.tokens).unique(), (1, 0)).int()
 
 
 def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) -> Inputs:

@@ -7,9 +7,8 @@ All are compared with the reference in float64; the budget is twice the error of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,18 +55,12 @@ class Gate:
 
     @cached_property
     def _whole(self) -> list[Exact]:
-        inputs = self.inputs
-
-        def run(dtype: torch.dtype) -> list[Tensor]:
-            leaves = [x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        inputs, found = self.inputs, []
+        for dtype in (torch.float64, inputs.case.torch_dtype):
+            leaves = tuple(x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
             parameters = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs.parameters)
-            keywords = {**inputs.keywords(parameters), **self.bare}
-            out = inputs.whole(*leaves, impl="reference", **keywords)
-            learned = [x for x in parameters if x.requires_grad]
-            return [out.detach(), *torch.autograd.grad(out, (*leaves, *learned), inputs.grad.to(dtype))]
-
-        plains = [plain.to(inputs.case.torch_dtype) for plain in run(inputs.case.torch_dtype)]
-        return _exact(run(torch.float64), plains)
+            found.append(self._attend(inputs.whole, leaves, parameters, inputs.grad))
+        return _exact(found[0], [plain.to(inputs.case.torch_dtype) for plain in found[1]])
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, slice, list[Exact]]]:
@@ -90,19 +83,25 @@ class Gate:
                 continue  # a document's first token alone: q's gradient is 0, and no scale for errors
             head = number % case.k_heads
             heads = slice(head * group, (head + 1) * group)
-            rows, keys = slice(start, stop), slice(first, stop)
-            truths, plains = (self._attend(rows, keys, heads, head, x) for x in (torch.float64, case.torch_dtype))
-            yield local, start, heads, _exact(truths, plains)
+            yield local, start, heads, self._of_rows(slice(start, stop), slice(first, stop), heads, head)
 
-    def _attend(self, rows: slice, keys: slice, heads: slice, head: int, dtype: torch.dtype) -> list[Tensor]:
+    def _of_rows(self, rows: slice, keys: slice, heads: slice, head: int) -> list[Exact]:
         """Attend from some tokens to the keys up to them: `causal` ends where the rows end. Also q's gradient."""
-        inputs = self.inputs
-        q = inputs.q[:, rows, heads].to(dtype).requires_grad_()
-        k, v = (x[:, keys, head : head + 1].to(dtype) for x in (inputs.k, inputs.v))
+        inputs, found = self.inputs, []
         parameters = tuple(x.detach()[..., heads] for x in inputs.parameters)
-        keywords: dict[str, Any] = {**inputs.keywords(parameters), **self.bare}
-        out: Tensor = attention(q, k, v, impl="reference", **keywords)
-        return [out.detach(), *torch.autograd.grad(out, q, inputs.grad[:, rows, heads].to(dtype))]
+        for dtype in (torch.float64, inputs.case.torch_dtype):
+            q = inputs.q[:, rows, heads].to(dtype).requires_grad_()
+            k, v = (x[:, keys, head : head + 1].to(dtype) for x in (inputs.k, inputs.v))
+            found.append(self._attend(attention, (q, k, v), parameters, inputs.grad[:, rows, heads]))
+        return _exact(*found)
+
+    def _attend(
+        self, run: Callable[..., Tensor], qkv: tuple[Tensor, ...], parameters: tuple[Tensor, ...], grad: Tensor
+    ) -> list[Tensor]:
+        """Return the reference's output, and the gradients of what requires one."""
+        out = run(*qkv, impl="reference", **{**self.inputs.keywords(parameters), **self.bare})
+        wanted = [x for x in (*qkv, *parameters) if x.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(qkv[0].dtype))]
 
 
 def _exact(truths: Sequence[Tensor], plains: Sequence[Tensor]) -> list[Exact]:
