@@ -93,10 +93,10 @@ def check_steps(steps: int) -> None:
 
 
 def make_table(title: str, caption: str, columns: str, numbers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Make a table for the console: columns of words, the first of which never wraps, and columns of numbers."""
+    """Make a table for the console: columns of words, which wrap unless there is one alone, and columns of numbers."""
     table = Table(title=title, caption=caption)
     for column in columns.split(", "):
-        table.add_column(column, no_wrap=not table.columns)
+        table.add_column(column, no_wrap="," not in columns)
     for column in numbers:
         table.add_column(column, justify="right")
     for row in rows:
