@@ -26,6 +26,9 @@ app.command()(doctor)
 app.command()(report)
 
 
+_ARCH = "A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ropewalk {ropewalk.__version__}")
@@ -43,10 +46,7 @@ def main(
 
 @app.command()
 def build(
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(help="A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."),
-    ] = None,
+    arch: Annotated[list[str] | None, typer.Option(help=_ARCH)] = None,
     force: Annotated[bool, typer.Option("--force", help="Compile in any case.")] = False,
 ) -> None:
     """Compile the native extension ahead of its first use."""
@@ -61,12 +61,12 @@ def build(
                 "as in --arch 90"
             )
         library = None if force else native_build.find_library(architectures)
-        if library is None:
+        if library is not None:
+            typer.echo("the native extension is there already; --force compiles it again")
+        else:
             names = ", ".join(f"sm_{architecture}" for architecture in architectures)
             typer.echo(f"compiling the native extension for {names} ...")
             start = time.perf_counter()
             library = native_build.build(architectures, force=force)
             typer.echo(f"done in {time.perf_counter() - start:.1f} s")
-        else:
-            typer.echo("the native extension is there already; --force compiles it again")
         typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import ropewalk
@@ -28,9 +28,11 @@ def doctor() -> None:
     from ropewalk.ops.attention import backends
     from ropewalk.ops.rope.backends import IMPLEMENTATIONS, choose, why_not
 
-    console = Console()
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    devices = [*gpus, torch.device("cpu")]
+    console, names = Console(), {torch.device("cpu"): "cpu"}
+    for index in reversed(range(torch.cuda.device_count())):  # GPUs come first
+        gpu = torch.cuda.get_device_properties(index)
+        names = {torch.device("cuda", index): f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"} | names
+    first = next(iter(names))
 
     def show(title: str, headings: str, rows: Iterable[tuple[str, ...]]) -> None:
         table = Table(*headings.split(), title=title)
@@ -47,46 +49,36 @@ def doctor() -> None:
         "triton": version_of("triton") or "not installed",
     }
     show("versions", "package version", versions.items())
-
-    def rotations() -> Iterator[tuple[str, ...]]:
-        for device in devices:
-            name = str(device)
-            if device.type == "cuda":
-                properties = torch.cuda.get_device_properties(device)
-                name = f"{device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
-            for impl in IMPLEMENTATIONS:
-                yield name, impl, _verdict(why_not(impl, device), choose(None, device) == impl)
-
-    def attentions() -> Iterator[tuple[str, ...]]:
-        for device in devices:
-            default = _attention_by_default(device)
-            for impl in backends.BACKENDS:
-                yield str(device), impl, _verdict(backends.why_missing(impl, device), default == impl)
-
-    def peers() -> Iterator[tuple[str, ...]]:
-        for of, known in (("rotation", PEERS), ("attention", ATTENTION_PEERS)):
-            for peer in known.values():
-                version_found, reason = find_peer(peer, devices[0])
-                yield of, peer.name, f"yes, {version_found}" if reason is None else f"no: {reason}"
-
-    show("implementations of the rotation", "device implementation here", rotations())
-    if not gpus:
+    rotations = [
+        (name, impl, _verdict(why_not(impl, device), choose(None, device) == impl))
+        for device, name in names.items()
+        for impl in IMPLEMENTATIONS
+    ]
+    show("implementations of the rotation", "device implementation here", rotations)
+    if first.type == "cpu":
         console.print("PyTorch finds no GPU.")
-    show("implementations of attention", "device implementation here", attentions())
+    defaults = {device: _attention_by_default(device) for device in names}
+    attentions = [
+        (str(device), impl, _verdict(backends.why_missing(impl, device), default == impl))
+        for device, default in defaults.items()
+        for impl in backends.BACKENDS
+    ]
+    show("implementations of attention", "device implementation here", attentions)
     console.print(
         f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
         "that of your call. The reference is for correctness, not speed."
     )
-    if gpus and (text := _launcher()) is not None:
+    if first.type == "cuda" and (text := _launcher()) is not None:
         console.print(escape(text))
     show("native extension", "what here", _native_extension().items())
-    show(f"peers that `ropewalk bench` can measure on {devices[0]}", "of peer here", peers())
+    known = [("rotation", peer) for peer in PEERS.values()] + [("attention", peer) for peer in ATTENTION_PEERS.values()]
+    found = [(of, peer.name, *find_peer(peer, first)) for of, peer in known]
+    rows = [(of, name, f"yes, {version}" if why is None else f"no: {why}") for of, name, version, why in found]
+    show(f"peers that `ropewalk bench` can measure on {first}", "of peer here", rows)
 
 
 def _verdict(reason: str | None, is_default: bool) -> str:
-    if reason is not None:
-        return f"no: {reason}"
-    return "yes, and used by default" if is_default else "yes"
+    return f"no: {reason}" if reason is not None else "yes, and used by default" if is_default else "yes"
 
 
 def _attention_by_default(device: torch.device) -> str:
@@ -112,33 +104,30 @@ def _launcher() -> str | None:
         return None
     from ropewalk.ops.attention.triton import launcher
 
-    reason = launcher.why_missing()
-    if reason is None:
+    if (reason := launcher.why_missing()) is None:
         return "Planned calls of attention launch by the launcher in C."
     return f"Planned calls of attention launch by Triton's launchers, which costs the host more: {reason}."
 
 
 def _native_extension() -> dict[str, str]:
     """Describe the compiled extension and its compilers. Nothing is compiled here."""
-    from ropewalk.ops.rope.cuda import build as native_build
+    from ropewalk.ops.rope.cuda import build
 
-    compilers = native_build.find_compilers()
+    compilers, architectures = build.find_compilers(), build.visible_architectures()
     rows = {"nvcc": compilers.nvcc or "no", "host compiler": compilers.cxx or "no"}
-    if compilers.missing is not None:
-        rows["missing"] = compilers.missing
-    architectures = native_build.visible_architectures()
+    rows |= {"missing": compilers.missing} if compilers.missing is not None else {}
     try:
-        rows["cache"] = str(native_build.cache_dir())
+        rows["cache"] = str(build.cache_dir())
         if not architectures:
             rows["library"] = "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more"
-        elif (library := native_build.find_library(architectures)) is not None:
+        elif (library := build.find_library(architectures)) is not None:
             rows["library"] = f"yes, {library}"
-        elif (reason := native_build.failed_before(architectures)) is not None:
+        elif (reason := build.failed_before(architectures)) is not None:
             rows["library"] = f"no: {reason}\n`ropewalk build` tries again"
-        elif (reason := native_build.may_build_on_first_use()) is not None:
+        elif (reason := build.may_build_on_first_use()) is not None:
             rows["library"] = f"no: `ropewalk build` compiles it; {reason}"
         else:
             rows["library"] = "no: it is compiled when it is first used, or by `ropewalk build`"
-    except native_build.BuildError as error:
+    except build.BuildError as error:
         rows["library"] = f"no: {error}"
     return rows

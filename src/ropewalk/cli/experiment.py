@@ -5,24 +5,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option, Typer
 
 from ropewalk.cli.options import split_names, user_errors, whole_numbers
 
-app = typer.Typer(help="Train small models, and measure what they do.", no_args_is_help=True)
+app = Typer(help="Train small models, and measure what they do.", no_args_is_help=True)
 
-# Options of several commands.
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU if there is one.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Training steps; by default what suits the device.")]
-Text = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="The text to learn, not the default.")]
+Device = Annotated[str | None, Option(help="cpu or cuda; by default the GPU if there is one.")]
+Steps = Annotated[int | None, Option(min=1, help="Training steps; by default what suits the device.")]
+Text = Annotated[Path | None, Option(exists=True, dir_okay=False, help="The text to learn, not the default.")]
+DEMO_FIGURE = Path("ropewalk-demo.png")
+Plot = Annotated[Path, Option(dir_okay=False, help="Where the figure goes.")]
+DemoSeed = Annotated[int, Option(help="Of weights, batches and the generated line.")]
+
+TrainLength = Annotated[int | None, Option(help="The length it learns at; by default 512 on a GPU, 128 on a CPU.")]
+_LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times."
+Lengths = Annotated[str, Option(help=f"Where it is evaluated, with commas between; {_LENGTHS}")]
+Output = Annotated[
+    Path | None, Option("--output", "-o", help="The record, a new file; by default one under ./results/.")
+]
+Figure = Annotated[Path | None, Option(dir_okay=False, help="Where the figure goes; by default beside the record.")]
+Seed = Annotated[int, Option(help="Of weights and batches.")]
+
+Preset = Annotated[str | None, Option(help="smoke (a CPU), small (one GPU) or base; by default smoke.")]
+Config = Annotated[Path | None, Option(help="Settings, in YAML or TOML, that change the preset's.")]
+_CORPUS = "A text, or a folder of texts; repeat for more. By default what ships with Python."
+Corpus = Annotated[list[str] | None, Option(help=_CORPUS)]
+Dataset = Annotated[str | None, Option(help="A Hugging Face dataset, NAME or NAME:CONFIGURATION.")]
+Schemes = Annotated[str, Option(help="Position schemes, with commas between; by default all.")]
+Seeds = Annotated[str, Option(help="Seeds, with commas between: each trains all schemes.")]
+ModelSteps = Annotated[int | None, Option(help="Training steps of each model.")]
+Folder = Annotated[Path, Option("--output", "-o", help="The folder of all results, new or empty.")]
+Resume = Annotated[bool, Option("--resume", help="Go on with what is in the output folder.")]
+Jobs = Annotated[int, Option(min=1, help="Models trained at a time, on one device.")]
+Record = Annotated[Path | None, Option(help="Where the record goes too, a new file.")]
 
 
 def demo(
     text: Text = None,
     steps: Steps = None,
     device: Device = None,
-    figure: Annotated[Path, typer.Option(dir_okay=False, help="Where the figure goes.")] = Path("ropewalk-demo.png"),
-    seed: Annotated[int, typer.Option(help="Of weights, batches and the generated line.")] = 0,
+    figure: Plot = Path("ropewalk-demo.png"),
+    seed: DemoSeed = 0,
 ) -> None:
     """Train a small transformer on Python's documentation, let it write, and check results against float64."""
     from ropewalk.experiments.demo import run_demo
@@ -35,25 +59,12 @@ def demo(
 def length_extrapolation(
     text: Text = None,
     steps: Steps = None,
-    train_length: Annotated[
-        int | None, typer.Option(help="The length it learns at; by default 512 on a GPU, 128 on a CPU.")
-    ] = None,
-    lengths: Annotated[
-        str,
-        typer.Option(
-            help="Where it is evaluated, with commas between; by default 1, 2, 4, 8 and 16 times the training length, "
-            "on a CPU to 4 times."
-        ),
-    ] = "",
+    train_length: TrainLength = None,
+    lengths: Lengths = "",
     device: Device = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Where the figure goes; by default beside the record.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    output: Output = None,
+    figure: Figure = None,
+    seed: Seed = 0,
 ) -> None:
     """Train a small transformer with RoPE, then read longer texts by RoPE, NTK, ReRoPE, leaky ReRoPE and SelfExtend.
 
@@ -77,25 +88,18 @@ def length_extrapolation(
 
 @app.command("bert-positions")
 def bert_positions(
-    preset: Annotated[
-        str | None, typer.Option(help="smoke (a CPU), small (one GPU) or base; by default smoke.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings, in YAML or TOML, that change the preset's.")] = None,
-    corpus: Annotated[
-        list[str] | None,
-        typer.Option(help="A text, or a folder of texts; repeat for more. By default what ships with Python."),
-    ] = None,
-    dataset: Annotated[str | None, typer.Option(help="A Hugging Face dataset, NAME or NAME:CONFIGURATION.")] = None,
-    schemes: Annotated[str, typer.Option(help="Position schemes, with commas between; by default all.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between: each trains all schemes.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Training steps of each model.")] = None,
+    preset: Preset = None,
+    config: Config = None,
+    corpus: Corpus = None,
+    dataset: Dataset = None,
+    schemes: Schemes = "",
+    seeds: Seeds = "",
+    steps: ModelSteps = None,
     device: Device = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of all results, new or empty.")] = Path(
-        "bert-positions"
-    ),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the output folder.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, on one device.")] = 1,
-    record: Annotated[Path | None, typer.Option(help="Where the record goes too, a new file.")] = None,
+    output: Folder = Path("bert-positions"),
+    resume: Resume = False,
+    jobs: Jobs = 1,
+    record: Record = None,
 ) -> None:
     """Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.
 
@@ -108,7 +112,7 @@ def bert_positions(
 
         if resume and preset is None and config is None:
             config = output / CONFIG
-        seed_numbers = whole_numbers("seeds", seeds) or None
-        names = {"corpus": corpus or None, "dataset": dataset, "schemes": split_names(schemes) or None}
-        settings = load_config(preset or "smoke", config, seeds=seed_numbers, steps=steps, **names)
+        lists = {"schemes": split_names(schemes) or None, "seeds": whole_numbers("seeds", seeds) or None}
+        more = {"corpus": corpus or None, "dataset": dataset, "steps": steps}
+        settings = load_config(preset or "smoke", config, **lists, **more)
         run_bert_positions(settings, output=output, resume=resume, device=device, jobs=jobs, record=record)
