@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.corpus import SPECIAL_TOKENS, Corpus
+from ropewalk.experiments.bert_positions.data import SPECIAL_TOKENS, Corpus
 
 TINY = Config(
     hidden_size=32,

@@ -1,6 +1,6 @@
 """The whole comparison, as the command runs it: its files, its end by a kill and what comes after, its errors."""
 
-import json
+import dataclasses
 import os
 import signal
 import subprocess
@@ -10,14 +10,11 @@ import time
 import pytest
 import yaml
 from helpers.bert_runs import TEXT, TINY
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ropewalk.cli import app
 from ropewalk.experiments.bert_positions import run, speed
-from ropewalk.experiments.bert_positions.config import load_config
-from ropewalk.experiments.bert_positions.record import read_bert_record
-from ropewalk.experiments.bert_positions.run import run_bert_positions
+from ropewalk.experiments.bert_positions.figures import read_bert_record
 
 FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.png", "tables.md"}
 
@@ -33,7 +30,7 @@ def settings(tmp_path_factory):
     """A file of settings, and a text, for the command."""
     folder = tmp_path_factory.mktemp("settings")
     (folder / "rope.txt").write_text("\n".join(f"{number} {TEXT}" for number in range(400)))
-    values = TINY.as_dict() | {"schemes": ["rope", "exposb"], "corpus": [str(folder / "rope.txt")]}
+    values = dataclasses.asdict(TINY) | {"schemes": ["rope", "exposb"], "corpus": [str(folder / "rope.txt")]}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values | {"length_multiples": [1, 4]}))
     return folder / "tiny.yaml"
 
@@ -44,7 +41,7 @@ def invoke(*arguments):
 
 def losses_of(output):
     record = read_bert_record(output / "record.jsonl")
-    return {(r.scheme, r.seed): r.losses for r in record.training}, record.evaluation
+    return record.training.losses.tolist(), record.evaluation.to_dict("records")
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +64,12 @@ def test_all_of_it(uninterrupted, device):
     record = read_bert_record(output / "record.jsonl")
     assert record.run["config"]["corpus"] == ["rope.txt"]
     assert record.run["precision"] == ("no" if device.type == "cpu" else "bf16")
-    assert [(row.scheme, row.seed) for row in record.training] == [("rope", 0), ("exposb", 0)]
-    assert [(row.scheme, row.length) for row in record.evaluation] == [
-        (scheme, length) for scheme in ("rope", "exposb") for length in (16, 64)
-    ]
+    assert record.training.scheme.tolist() == ["rope", "exposb"]
+    assert record.evaluation.scheme.tolist() == ["rope", "rope", "exposb", "exposb"]
+    assert record.evaluation.length.tolist() == [16, 64, 16, 64]
     assert len(record.speed) == 2 * 5
     assert len(record.exposb) == 11
-    assert record.exposb[7].measured["trained models"] == 1
+    assert record.exposb.measured[7]["trained models"] == 1
 
 
 def test_what_is_finished_is_not_done_again(uninterrupted, device, monkeypatch):
@@ -106,7 +102,6 @@ def test_side_by_side_each_learns_the_same(tmp_path, settings, uninterrupted, de
     output = tmp_path / "out"
     result = invoke("--config", settings, "--device", device, "-o", output, "--jobs", 2)
     assert result.exit_code == 0, result.output
-    assert "exposb, seed 0 (2 of 2): loss" in result.stdout
     assert losses_of(output) == losses_of(uninterrupted[0])
 
 
@@ -121,7 +116,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, settings):
         command += ["experiment", "bert-positions", "--config", str(file), "--device", "cpu", "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr
-        losses.append(losses_of(output)[0]["rope", 0])
+        losses.append(losses_of(output)[0][0])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -145,12 +140,10 @@ def test_only_the_same_run_can_be_resumed(tmp_path, settings, uninterrupted):
 def test_a_damaged_result_is_named(uninterrupted, device):
     path = uninterrupted[0] / "runs" / "rope-0" / "result.json"
     content = path.read_text()
-    path.write_text(json.dumps({"training": {}}))
-    config = load_config("smoke", uninterrupted[0] / "config.yaml")
-    with pytest.raises(ValueError, match=r"result\.json is damaged: delete it to evaluate the model anew"):
-        run_bert_positions(
-            config, output=uninterrupted[0], resume=True, device=str(device), console=Console(quiet=True)
-        )
+    path.write_text(content[:99])
+    result = invoke("--device", device, "-o", uninterrupted[0], "--resume")
+    assert result.exit_code == 2
+    assert "result.json is damaged: delete it to evaluate the model anew" in result.stderr
     path.write_text(content)
 
 

@@ -1,18 +1,26 @@
 """The configuration of a comparison: presets, a file (YAML or TOML) and the command line, the last of which wins.
 
-`strict` checks types, as transformers does for its own configurations.
+`strict` checks types and calls what is named `validate_…`, as transformers does for its own configurations.
 """
 
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import torch
+import yaml
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from ropewalk.modules.bert import get_attention_class
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SCHEMES = ("standard", "absolute", "rope", "exposb", "alibi", "rerope")
 
@@ -52,33 +60,26 @@ class Config:
     log_every: int = 10  # steps
 
     def validate_values(self) -> None:
-        """Raise ValueError unless each number is in its range, and what belongs together fits; `strict` calls it."""
-        for key, least in _LEAST.items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} is {getattr(self, key)}, but must be at least {least}")
-        for key, (low, high, bounds) in _BETWEEN.items():
-            value = getattr(self, key)
-            if not low < value < high and not (value == low and bounds[0] == "["):
-                raise ValueError(f"{key} is {value}, but must be in {bounds[0]}{low:g}, {high:g})")
+        """Raise ValueError unless each value is in its range, and what belongs together fits."""
+
+        def require(key: str, is_so: bool, must: str) -> None:
+            if not is_so:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but must {must}")
+
+        for interval, keys in _RANGES.items():
+            for key in keys:
+                require(key, getattr(self, key) in interval, f"be in {interval}")
         for key in ("schemes", "seeds", "length_multiples"):
             values = getattr(self, key)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{key} is {values}, but must have one or more values, each only once")
-        for key in ("schemes", "scheme_options"):
-            if unknown := [name for name in getattr(self, key) if name not in SCHEMES]:
-                raise ValueError(f"{key} has {unknown[0]!r}, but must be of {', '.join(SCHEMES)}")
-        if min(self.seeds) < 0:
-            raise ValueError(f"seeds has {min(self.seeds)}, but must be 0 or more")
-        if self.dataset is not None and self.corpus:
-            raise ValueError(f"dataset is {self.dataset!r}, but corpus is given too: choose one of them")
-        multiples = self.length_multiples
-        if min(multiples) < 1 or multiples != sorted(multiples) or any(multiples[-1] % n for n in multiples):
-            raise ValueError(f"length_multiples is {multiples}, but must rise from 1 or more, and divide the last")
+            require(key, 0 < len(set(values)) == len(values), "have one or more values, each only once")
+        require("seeds", min(self.seeds) >= 0, "be 0 or more")
+        require("dataset", self.dataset is None or not self.corpus, "be None with corpus given: choose one of them")
+        multiples = [1, *self.length_multiples]
+        rise = sorted(multiples) == multiples and not any(multiples[-1] % n for n in multiples)
+        require("length_multiples", rise, "rise from 1 or more, and divide the last")
         for divisor, whole in _DIVIDES:
-            if getattr(self, whole) % getattr(self, divisor):
-                raise ValueError(
-                    f"{divisor} is {getattr(self, divisor)}, but must divide {whole}, {getattr(self, whole)}"
-                )
+            is_whole = getattr(self, whole) % getattr(self, divisor) == 0
+            require(divisor, is_whole, f"divide {whole}, {getattr(self, whole)}")
 
     def validate_schemes(self) -> None:
         """Raise ValueError unless each scheme can be made with its options."""
@@ -105,79 +106,26 @@ class Config:
         """Return "no", "bf16" or "fp16"; for "auto", that of the device."""
         return ("bf16" if device.type == "cuda" else "no") if self.precision == "auto" else self.precision
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all keys, for JSON, YAML and `load_config`."""
-        return asdict(self)
 
-
-_POSITIVE = (
-    *("hidden_size", "num_layers", "num_heads", "intermediate_size", "batch_size", "accumulation_steps"),
-    *("steps", "evaluation_windows", "checkpoint_every", "log_every"),
-)
-_LEAST = {**dict.fromkeys(_POSITIVE, 1), "train_length": 8, "vocab_size": 512}
-_BETWEEN = {
-    **dict.fromkeys(("max_megabytes", "learning_rate", "max_grad_norm"), (0.0, float("inf"), "()")),
-    **dict.fromkeys(("held_out", "mask_probability"), (0.0, 1.0, "()")),
-    **dict.fromkeys(("dropout", "warmup"), (0.0, 1.0, "[)")),
-    "weight_decay": (0.0, float("inf"), "[)"),
+_RANGES = {
+    pd.Interval(1, inf, "left"): (
+        *("hidden_size", "num_layers", "num_heads", "intermediate_size", "batch_size", "accumulation_steps"),
+        *("steps", "evaluation_windows", "checkpoint_every", "log_every"),
+    ),
+    pd.Interval(8, inf, "left"): ("train_length",),
+    pd.Interval(512, inf, "left"): ("vocab_size",),
+    pd.Interval(0, inf, "neither"): ("max_megabytes", "learning_rate", "max_grad_norm"),
+    pd.Interval(0, inf, "left"): ("weight_decay",),
+    pd.Interval(0, 1, "neither"): ("held_out", "mask_probability"),
+    pd.Interval(0, 1, "left"): ("dropout", "warmup"),
 }
 # A mean loss of some steps is logged; a checkpoint in the midst of them would lose its first half.
-_DIVIDES = (
-    ("num_heads", "hidden_size"),
-    ("accumulation_steps", "batch_size"),
-    ("log_every", "checkpoint_every"),
-)
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # A CPU, in about three minutes: the parts work together. Such models learn little.
-    "smoke": {},
-    # One GPU, in minutes: three epochs of 15 million tokens.
-    "small": {
-        "seeds": [0, 1, 2],
-        "max_megabytes": 64,
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "num_layers": 4,
-        "num_heads": 4,
-        "intermediate_size": 1024,
-        "train_length": 128,
-        "batch_size": 512,
-        "steps": 700,
-        "learning_rate": 2e-3,
-        "evaluation_windows": 256,
-        "checkpoint_every": 360,
-        "log_every": 20,
-    },
-    # BERT-base, over night on several GPUs: 13 billion tokens for each scheme.
-    "base": {
-        "dataset": "wikimedia/wikipedia:20231101.en",
-        "max_megabytes": 4000,
-        "held_out": 0.01,
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "num_layers": 12,
-        "num_heads": 12,
-        "intermediate_size": 3072,
-        "dropout": 0.1,
-        "train_length": 512,
-        "batch_size": 256,
-        "steps": 100_000,
-        "learning_rate": 2e-4,
-        "warmup": 0.05,
-        "evaluation_windows": 512,
-        "checkpoint_every": 2000,
-        "log_every": 100,
-    },
-}
+_DIVIDES = (("accumulation_steps", "batch_size"), ("log_every", "checkpoint_every"))
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 
 
 def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Config:
-    """Load a preset, changed by a file in YAML (.yaml, .yml) or TOML (.toml), and that by `overrides` but for None.
-
-    Raises:
-        ValueError: an unknown preset; a file that cannot be read; an unknown key, or a value that cannot be.
-        ModuleNotFoundError: tomli is missing, before Python 3.11.
-    """
+    """Load a preset, changed by a file (.yaml, .yml, .toml), and that by `overrides` but for None, or ValueError."""
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r} does not exist; there are: {', '.join(PRESETS)}")
     values = dict(PRESETS[preset])
@@ -199,25 +147,13 @@ def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Conf
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ValueError(f"{path}: a configuration file must end in .yaml, .yml or .toml")
     try:
         text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix != ".toml" else _toml().loads(text)
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, (dict, type(None))):
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, but must hold keys and values")
-    return content or {}
-
-
-def _toml() -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-
-        return tomllib
-    import tomli
-
-    return tomli
+    return content

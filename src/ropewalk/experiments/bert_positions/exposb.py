@@ -2,6 +2,7 @@
 
 A score is the log-sum-exp of a query with one key; probabilities are what attention makes of the rows of an identity.
 All in float64 on the CPU, by the plain definition that every kernel is tested against: the same numbers everywhere.
+The claims and their words are in claims.yaml.
 
 Shape letters: P pairs of positions, N pairs of vectors, T tokens, H heads, D head dim.
 """
@@ -11,17 +12,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.record import EvaluationRow, ExpoSBRow
 from ropewalk.modules.bert import ExpoSBBERTAttention
 from ropewalk.ops.attention.api import attention
 from ropewalk.schemes import ExpoSB, PositionScheme, Rope
 
+CLAIMS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))
 ROPE, EXPOSB = Rope(interleaved=True), ExpoSB()  # the variant that its project trained
 DECAY = ExpoSB(distance_decay=True)
 TOKENS = 32  # of the texts whose probabilities are looked at
@@ -31,34 +34,30 @@ FAR = 1 << 20  # a position that no text has
 ROUNDING = 1e-3  # what is less than this is no effect: tables of cos and sin are rounded to float32, about 1e-7
 # Student's t for 5 %, two-sided, by degrees of freedom; with more of them the last, which is a bit strict.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+Row = dict[
+    str, Any
+]  # of a record: kind, claim, measured, verdict ("true", "false", "in part", "not shown") and finding
 
 
 def check_exposb(
-    config: Config, evaluation: Sequence[EvaluationRow] = (), band_weights: Mapping[int, Tensor] | None = None
-) -> list[ExpoSBRow]:
-    """Measure a row for each claim, at the run's head dim and lengths.
-
-    Args:
-        config: of the run.
-        evaluation: all rows of all schemes; what compares losses is left out where ExpoSB or RoPE is not among them.
-        band_weights: those of the trained ExpoSB models, by seed, as `trained_band_weights` gives them.
-    """
-    head_dim, length, longest = config.hidden_size // config.num_heads, config.train_length, config.longest
+    config: Config, evaluation: Sequence[Row] = (), band_weights: Mapping[int, Tensor] | None = None
+) -> list[Row]:
+    """Measure a row for each claim, at the run's sizes; `band_weights` are those of the trained models, by seed."""
+    heads, length = config.num_heads, config.train_length
+    head_dim = config.hidden_size // heads
     return [
-        check_stick_breaking(head_dim),
-        check_norms(head_dim, longest),
-        check_relative(head_dim, longest),
-        check_amplitude(head_dim, length, longest),
-        check_fall_with_distance(head_dim, length, longest),
-        check_distance_decay(head_dim, length, longest),
-        check_band_gains(head_dim),
-        check_band_weights(config.hidden_size, config.num_heads, band_weights or {}),
+        *(check(head_dim, length, config.longest) for check in CHECKS),
+        check_band_weights(config.hidden_size, heads, band_weights or {}),
         check_gradients(head_dim),
         *compare_losses(evaluation, length),
     ]
 
 
-# Scores and probabilities
+def _row(name: str, verdict: str, **values: Any) -> Row:
+    claim = CLAIMS[name]
+    measured = {label.format(**values): float(values[key]) for key, label in claim["measured"].items()}
+    finding = claim["finding"].format(**values)
+    return {"kind": "exposb", "claim": claim["claim"], "measured": measured, "verdict": verdict, "finding": finding}
 
 
 def draw(*shape: int) -> Tensor:
@@ -112,10 +111,7 @@ def _amplitudes(positions: Tensor, head_dim: int) -> Tensor:
     return torch.hypot(table.cos.double(), table.sin.double()).mean(-1)
 
 
-# Claims about the scheme
-
-
-def check_stick_breaking(head_dim: int) -> ExpoSBRow:
+def check_stick_breaking(head_dim: int, length: int, longest: int) -> Row:
     """Compare with a stick-breaking sequence of the same scores, in which no piece depends on later ones."""
     q, k, other = draw(3, TOKENS, 4, head_dim)
     p = probabilities_of(EXPOSB, q, k)
@@ -133,22 +129,11 @@ def check_stick_breaking(head_dim: int) -> ExpoSBRow:
     elsewhere = min(float((p - stick).abs().sum(-1).mean()) / 2 for stick in sticks)
     softmax = float((p - scores.softmax(-1)).abs().max())
     first, last = change_by(0), change_by(TOKENS - 1)
-    return ExpoSBRow(
-        "A stick is broken: keys take their pieces in turn, whatever comes later",
-        {
-            "least share of the probability that lies elsewhere than in stick breaking": elsewhere,
-            "largest difference from the softmax": softmax,
-            "mean change of the other probabilities when the first key changes": first,
-            "mean change of the other probabilities when the last key changes": last,
-        },
-        "true" if elsewhere < ROUNDING and min(first, last) < ROUNDING else "false",
-        f"Probabilities are the softmax of the scores (to {softmax:.0e}). Another first key changes those of all other "
-        f"keys, by {first:.1%} on average, and another last key by {last:.1%}: no key comes before the rest. "
-        f"Sticks broken by the same scores would put {elsewhere:.0%} of the probability elsewhere.",
-    )
+    verdict = "true" if elsewhere < ROUNDING and min(first, last) < ROUNDING else "false"
+    return _row("stick_breaking", verdict, elsewhere=elsewhere, softmax=softmax, first=first, last=last)
 
 
-def check_norms(head_dim: int, longest: int) -> ExpoSBRow:
+def check_norms(head_dim: int, length: int, longest: int) -> Row:
     """Compare encoded with raw norms: a vector's score with itself is the square of its encoded length."""
     x = torch.cat((draw(N_PAIRS, head_dim), torch.eye(head_dim, dtype=torch.float64)))
     positions = torch.linspace(0, longest - 1, POSITIONS).long()
@@ -156,30 +141,15 @@ def check_norms(head_dim: int, longest: int) -> ExpoSBRow:
         (scores_of(position, x, x, positions, positions) * head_dim**0.5).sqrt() / x.norm(dim=-1)
         for position in (EXPOSB, ROPE)
     )
-    (low, high), (feature_low, feature_high) = (
-        (float(part.min()), float(part.max())) for part in ours.split([N_PAIRS, head_dim], 1)
-    )
-    first, last = float(ours[0, :N_PAIRS].mean()), float(ours[-1, :N_PAIRS].mean())
-    of_rope = float((rope - 1).abs().max())
-    return ExpoSBRow(
-        "It rotates, so it keeps the length of q and k",
-        {
-            "least ratio of norms, random vectors": low,
-            "greatest ratio of norms, random vectors": high,
-            "least ratio of norms, single features": feature_low,
-            "greatest ratio of norms, single features": feature_high,
-            "mean ratio at the first position, random vectors": first,
-            "mean ratio at the last position, random vectors": last,
-            "RoPE's largest deviation from 1": of_rope,
-        },
-        "true" if max(high - 1, 1 - low) < ROUNDING else "false",
-        f"Lengths are multiplied by {low:.2f} to {high:.2f} (single features by {feature_low:.2f} to "
-        f"{feature_high:.2f}), on average by {first:.2f} at position 0 and {last:.2f} at {longest - 1}. RoPE's stay to "
-        f"{of_rope:.0e}.",
-    )
+    vectors, features = ours.split([N_PAIRS, head_dim], 1)
+    low, high = float(vectors.min()), float(vectors.max())
+    ends = {"first": float(vectors[0].mean()), "last": float(vectors[-1].mean()), "end": longest - 1}
+    of_features = {"feature_low": float(features.min()), "feature_high": float(features.max())}
+    verdict = "true" if max(high - 1, 1 - low) < ROUNDING else "false"
+    return _row("norms", verdict, low=low, high=high, rope=float((rope - 1).abs().max()), **ends, **of_features)
 
 
-def check_relative(head_dim: int, longest: int) -> ExpoSBRow:
+def check_relative(head_dim: int, length: int, longest: int) -> Row:
     """Measure the change of one pair's score at one offset while both move through the text."""
     offset = min(8, longest // 2)
     n = torch.linspace(0, longest - 1 - offset, POSITIONS).long()
@@ -191,172 +161,106 @@ def check_relative(head_dim: int, longest: int) -> ExpoSBRow:
     ours = scores_of(EXPOSB, q, k, n + offset, n)
     without = ours / (_amplitudes(n + offset, head_dim) * _amplitudes(n, head_dim))[:, None]
     mean, greatest, by_gains = float(change(ours).mean()), float(change(ours).max()), float(change(without).mean())
-    of_rope = float(change(scores_of(ROPE, q, k, n + offset, n)).max())
-    return ExpoSBRow(
-        "Positions are relative, as RoPE's: a score depends on the distance alone",
-        {
-            "mean change of a score, in standard deviations of scores": mean,
-            "greatest change": greatest,
-            "mean change, amplitudes divided out": by_gains,
-            "RoPE's greatest change": of_rope,
-        },
-        "true" if greatest < ROUNDING else "false",
-        f"Moved through {longest} positions at a distance of {offset}, the same q and k change their score by "
-        f"{mean:.2f} standard deviations of scores on average, by {greatest:.2f} at most, and still by {by_gains:.2f} "
-        f"on average with the amplitudes divided out: gains weigh the two features of a pair differently. RoPE's "
-        f"change is {of_rope:.0e} at most.",
-    )
+    rope = float(change(scores_of(ROPE, q, k, n + offset, n)).max())
+    measured = {"mean": mean, "greatest": greatest, "by_gains": by_gains, "rope": rope}
+    return _row("relative", "true" if greatest < ROUNDING else "false", longest=longest, offset=offset, **measured)
 
 
-def check_amplitude(head_dim: int, length: int, longest: int) -> ExpoSBRow:
+def check_amplitude(head_dim: int, length: int, longest: int) -> Row:
     """Measure the amplitude at the first position, at the ends of training and evaluation, and far beyond."""
-    positions = [0, length - 1, longest - 1, FAR]
-    first, trained, last, limit = amplitudes = _amplitudes(torch.tensor(positions), head_dim).tolist()
-    return ExpoSBRow(
-        "The amplitude decays exponentially, so that what is far counts little",
-        {f"at position {at}": amplitude for at, amplitude in zip(positions, amplitudes, strict=True)},
-        "true" if limit < 0.05 * first else "in part" if last < first else "false",
-        f"It falls from {first:.3f} at position 0 to {trained:.3f} where training ends ({length - 1}), {last:.3f} at "
-        f"{longest - 1} and {limit:.3f} at last. It goes by the position in the text, not by the distance: the first "
-        f"tokens count most, from wherever they are seen.",
-    )
+    at = torch.tensor([0, length - 1, longest - 1, FAR])
+    first, trained, last, limit = _amplitudes(at, head_dim).tolist()
+    verdict = "true" if limit < 0.05 * first else "in part" if last < first else "false"
+    ends = {"trained_end": length - 1, "end": longest - 1, "far": FAR}
+    return _row("amplitude", verdict, first=first, trained=trained, last=last, limit=limit, **ends)
 
 
-def check_fall_with_distance(head_dim: int, length: int, longest: int) -> ExpoSBRow:
+def check_fall_with_distance(head_dim: int, length: int, longest: int) -> Row:
     """Measure the size of scores by distance, without the decay; means are over all q and k, exactly."""
     ends = torch.tensor([longest - 1, longest - 1, 0, 0])
     keys = torch.tensor([longest - 1, 0, 0, longest - 1])
     distances = torch.tensor([0, length])
     basis = torch.eye(head_dim, dtype=torch.float64)
-
-    def ratios(position: PositionScheme) -> tuple[float, float, float]:
+    ratios: dict[str, float] = {}
+    for prefix, position in (("", EXPOSB), ("rope_", ROPE)):
         near_last, back, near_first, ahead = size_of_scores(position, head_dim, ends, keys).tolist()
         here, there = scores_of(position, basis, basis, distances, torch.zeros_like(distances)).mean(1).tolist()
-        return back / near_last, ahead / near_first, there / here
-
-    (back, ahead, alike), (rope_back, rope_ahead, rope_alike) = ratios(EXPOSB), ratios(ROPE)
-    farthest = max(back, ahead)
-    return ExpoSBRow(
-        "Scores fall exponentially with distance (without distance_decay)",
-        {
-            "size of scores from the last token to the first, over that to itself": back,
-            "size of scores from the first token to the last, over that to itself": ahead,
-            "RoPE's back": rope_back,
-            "RoPE's ahead": rope_ahead,
-            f"mean score of a vector with itself {length} apart, over 0 apart": alike,
-            "RoPE's mean score so": rope_alike,
-        },
-        "true" if farthest < 1 / math.e else "in part" if farthest < 1 - ROUNDING else "false",
-        f"Over {longest - 1} positions scores (root mean square over all q and k) are {back:.2f} times those at "
-        f"distance 0 looking back, and {ahead:.2f} times looking ahead; RoPE's {rope_back:.2f} and {rope_ahead:.2f}. "
-        f"The score of a vector with itself falls to {alike:.2f} of itself at distance {length}; RoPE's to "
-        f"{rope_alike:.2f}.",
-    )
+        found = {"back": back / near_last, "ahead": ahead / near_first, "alike": there / here}
+        ratios |= {prefix + name: ratio for name, ratio in found.items()}
+    farthest = max(ratios["back"], ratios["ahead"])
+    verdict = "true" if farthest < 1 / math.e else "in part" if farthest < 1 - ROUNDING else "false"
+    return _row("fall_with_distance", verdict, length=length, end=longest - 1, **ratios)
 
 
-def check_distance_decay(head_dim: int, length: int, longest: int) -> ExpoSBRow:
+def check_distance_decay(head_dim: int, length: int, longest: int) -> Row:
     """Measure the factor of the decay, the scores that it raises, and the attention that results."""
     distances = torch.tensor([length, longest - 1, FAR])
     at_zero = torch.zeros_like(distances)
-    sizes = (size_of_scores(position, head_dim, distances, at_zero) for position in (DECAY, EXPOSB))
-    near, far, limit = next(sizes).div(next(sizes)).tolist()
+    decayed, plain = (size_of_scores(position, head_dim, distances, at_zero) for position in (DECAY, EXPOSB))
+    near, last, limit = (decayed / plain).tolist()
     q, k = draw(2, 16 * N_PAIRS, head_dim)
     decayed, plain = (scores_of(position, q, k, distances[:1], at_zero[:1]) for position in (DECAY, EXPOSB))
     raised = float((decayed > plain).double().mean())
-    with_decay, without, rope = (share_of_nearest(scheme, head_dim, longest) for scheme in (DECAY, EXPOSB, ROPE))
-    return ExpoSBRow(
-        "With distance_decay, attention falls exponentially with distance",
-        {
-            f"factor of scores at distance {length}": near,
-            f"factor of scores at distance {longest - 1}": far,
-            f"factor of scores at distance {FAR}": limit,
-            "share of scores that the factor raises": raised,
-            "attention to the nearest quarter of the text": with_decay,
-            "the same without distance_decay": without,
-            "the same by RoPE": rope,
-        },
-        "true" if limit < 0.05 and raised < 0.05 else "in part" if far < 1 - ROUNDING else "false",
-        f"Scores are multiplied by {near:.2f} at distance {length}, by {far:.2f} at {longest - 1} and by {limit:.2f} "
-        f"at last. That raises the negative ones, {raised:.0%} of those of random q and k, whose attention to the "
-        f"nearest quarter of {longest} tokens is {with_decay:.1%}; {without:.1%} without the decay, {rope:.1%} by "
-        f"RoPE.",
-    )
+    schemes = {"with_decay": DECAY, "without": EXPOSB, "rope": ROPE}
+    shares = {name: share_of_nearest(scheme, head_dim, longest) for name, scheme in schemes.items()}
+    verdict = "true" if limit < 0.05 and raised < 0.05 else "in part" if last < 1 - ROUNDING else "false"
+    at = {"length": length, "end": longest - 1, "far": FAR, "longest": longest}
+    return _row("distance_decay", verdict, near=near, last=last, limit=limit, raised=raised, **shares, **at)
 
 
-def check_band_gains(head_dim: int) -> ExpoSBRow:
+def check_band_gains(head_dim: int, length: int, longest: int) -> Row:
     """Measure the gains of features, which are fixed, and their difference within a pair of one frequency."""
     weights = EXPOSB.rotation(torch.arange(1), head_dim).weights
     assert weights is not None
     gains = weights.double().sqrt()
     pairs = gains.unflatten(0, (-1, 2))
-    least, greatest, feature = float(gains.min()), float(gains.max()), int(gains.argmax())
-    low = float((gains - gains.min() < 0.01).double().mean())
     within = float((pairs.amax(1) / pairs.amin(1)).max())
-    return ExpoSBRow(
-        "Bands of frequencies have gains",
-        {
-            "least gain": least,
-            "greatest gain": greatest,
-            "feature of the greatest gain": float(feature),
-            "share of features within 0.01 of the least": low,
-            "greatest ratio within a pair": within,
-        },
-        "true" if within - 1 < ROUNDING else "in part",
-        f"Features have fixed gains from {least:.2f} to {greatest:.2f}, a bump about feature {feature} of "
-        f"{head_dim}; {low:.0%} of them are within 0.01 of the least. The two features of a pair, which rotate at one "
-        f"frequency, differ by up to {within - 1:.1%}, so that they are no gains of frequencies.",
-    )
+    low = float((gains - gains.min() < 0.01).double().mean())
+    found = {"least": float(gains.min()), "greatest": float(gains.max()), "feature": int(gains.argmax()), "low": low}
+    verdict = "true" if within - 1 < ROUNDING else "in part"
+    return _row("band_gains", verdict, head_dim=head_dim, within=within, excess=within - 1, **found)
 
 
-# Claims about its training
+CHECKS = (
+    *(check_stick_breaking, check_norms, check_relative, check_amplitude, check_fall_with_distance),
+    *(check_distance_decay, check_band_gains),
+)
 
 
 def trained_band_weights(model: nn.Module) -> Tensor:
     """Return the weights of a model's ExpoSB layers, (layers, heads), on the CPU."""
     layers = [module for module in model.modules() if isinstance(module, ExpoSBBERTAttention)]
-    if not layers:
-        raise ValueError(f"the model, a {type(model).__name__}, has no layer of ExpoSBBERTAttention")
     return torch.stack([layer.band_weights.detach().cpu().double() for layer in layers])
 
 
-def check_band_weights(hidden_size: int, num_heads: int, trained: Mapping[int, Tensor]) -> ExpoSBRow:
+def check_band_weights(hidden_size: int, heads: int, trained: Mapping[int, Tensor]) -> Row:
     """Describe the module's learned weights and their trained values, by seed (layers, heads)."""
-    count = ExpoSBBERTAttention(hidden_size, num_heads).band_weights.numel()
-    q, k, drawn = *draw(2, num_heads, hidden_size // num_heads), draw(num_heads)
+    count = ExpoSBBERTAttention(hidden_size, heads).band_weights.numel()
+    q, k, drawn = *draw(2, heads, hidden_size // heads), draw(heads)
     m, n = torch.arange(POSITIONS), torch.arange(POSITIONS).flip(0)
     plain = scores_of(EXPOSB, q, k, m, n)
     weighted = scores_of(ExpoSB(band_weights=drawn), q, k, m, n)
     difference = float((weighted - drawn.square() * plain).abs().max() / plain.abs().max())
-    measured = {
-        "weights of a layer": float(count),
-        "heads": float(num_heads),
-        "largest difference from a head's scores times the square of its weight": difference,
-    }
+    verdict = "false" if count == heads and difference < ROUNDING else "true"
     exact = "exactly" if difference == 0 else f"to {difference:.0e}"
-    finding = (
-        f"A layer of {num_heads} heads has {count} of them. They multiply scores, whatever the frequency, by the "
-        f"square of the head's weight ({exact}), which query weights can do as well."
-    )
+    row = _row("band_weights", verdict, count=count, heads=heads, difference=difference, exact=exact)
     if trained:
         learnt = torch.cat([layers.flatten() for layers in trained.values()]).double()
         means = [float(layers.double().mean()) for layers in trained.values()]
-        mean, spread = float(learnt.mean()), float(learnt.std(correction=0))
-        least, greatest = float(learnt.min()), float(learnt.max())
-        measured |= {
-            "trained models": float(len(trained)),
-            "mean after training": mean,
-            "standard deviation over heads, layers and models": spread,
-            "least after training": least,
-            "greatest after training": greatest,
-            "least mean of a model": min(means),
-            "greatest mean of a model": max(means),
-        }
-        finding += (
-            f" From 1 they went to {mean:.3f} ± {spread:.3f} ({least:.3f} to {greatest:.3f}) in all heads and layers "
-            f"of {len(trained)} trained model{'s' * (len(trained) > 1)}."
+        more = _row(
+            "trained_band_weights",
+            verdict,
+            models=len(trained),
+            mean=float(learnt.mean()),
+            spread=float(learnt.std(correction=0)),
+            least=float(learnt.min()),
+            greatest=float(learnt.max()),
+            least_mean=min(means),
+            greatest_mean=max(means),
+            plural="s" * (len(trained) > 1),
         )
-    verdict = "false" if count == num_heads and difference < ROUNDING else "true"
-    return ExpoSBRow("Weights of frequency bands are learned", measured, verdict, finding)
+        row |= {"measured": row["measured"] | more["measured"], "finding": f"{row['finding']} {more['finding']}"}
+    return row
 
 
 class _NoneBackward(torch.autograd.Function):
@@ -372,7 +276,7 @@ class _NoneBackward(torch.autograd.Function):
         return None, None, None
 
 
-def check_gradients(head_dim: int) -> ExpoSBRow:
+def check_gradients(head_dim: int) -> Row:
     """Check the inputs that a backward of None reaches, and the error of our gradients."""
     q, k, v = (x.requires_grad_() for x in draw(3, 1, TOKENS, 2, head_dim))
     inputs = (q, k, v, draw(2).requires_grad_())
@@ -389,18 +293,7 @@ def check_gradients(head_dim: int) -> ExpoSBRow:
         slope = float(_loss(*moved[0]) - _loss(*moved[1])) / (2 * step)
         along = float((gradient * direction).sum())
         errors.append(abs(along - slope) / max(abs(along), abs(slope), 1e-30))
-    return ExpoSBRow(
-        "A backward that returns None leaves gradients to autograd",
-        {
-            "inputs of q, k and v that a backward of None reaches": float(reached),
-            "of q, k, v and band_weights that ours reaches": float(ours),
-            "our largest relative error against differences": max(errors),
-        },
-        "true" if reached == 3 else "false",
-        f"With it gradients reach {reached} of q, k and v: the projections before the attention would learn nothing "
-        f"from it. In Ropewalk they reach {ours} of q, k, v and band_weights, and agree with differences to "
-        f"{max(errors):.0e}.",
-    )
+    return _row("gradients", "true" if reached == 3 else "false", reached=reached, ours=ours, error=max(errors))
 
 
 def _loss(q: Tensor, k: Tensor, v: Tensor, band_weights: Tensor) -> Tensor:
@@ -408,52 +301,39 @@ def _loss(q: Tensor, k: Tensor, v: Tensor, band_weights: Tensor) -> Tensor:
     return out.square().sum()
 
 
-def compare_losses(evaluation: Sequence[EvaluationRow], train_length: int) -> list[ExpoSBRow]:
-    """Compare the losses of ExpoSB and RoPE of the same seeds: at the training length, and their rise with length.
-
-    A difference counts as shown where Student's test of the pairs tells it from 0 at 5 %, which takes two seeds or
-    more. No row without a seed of both.
-    """
-    losses = {(row.scheme, row.seed, row.length): row.loss for row in evaluation}
-    of_exposb, of_rope = ({row.seed for row in evaluation if row.scheme == name} for name in ("exposb", "rope"))
-    seeds = sorted(of_exposb & of_rope)
-    longest = max((row.length for row in evaluation), default=train_length)
+def compare_losses(evaluation: Sequence[Row], train_length: int) -> list[Row]:
+    """Compare ExpoSB's and RoPE's losses of the same seeds, at the training length and in their rise with length."""
+    losses = {(row["scheme"], row["seed"], row["length"]): row["loss"] for row in evaluation}
+    seeds = sorted(seed for scheme, seed, length in losses if scheme == "rope" and ("exposb", seed, length) in losses)
+    seeds = list(dict.fromkeys(seeds))
+    longest = max((length for _, _, length in losses), default=train_length)
     if not seeds:
         return []
-
-    def by_seed(scheme: str, length: int) -> list[float]:
-        return [losses[scheme, seed, length] for seed in seeds]
-
-    first = [by_seed(scheme, train_length) for scheme in ("exposb", "rope")]
+    first, last = (
+        [[losses[scheme, seed, length] for seed in seeds] for scheme in ("exposb", "rope")]
+        for length in (train_length, longest)
+    )
     rows = [_compare("It learns better than RoPE", f"Loss at the training length, {train_length}", "loss", *first)]
     if longest > train_length:
-        last = [by_seed(scheme, longest) for scheme in ("exposb", "rope")]
         rises = [[b - a for a, b in zip(*ends, strict=True)] for ends in zip(first, last, strict=True)]
         what = f"Rise of the loss from length {train_length} to {longest}"
         rows.append(_compare("It reads longer texts better than RoPE", what, "rise", *rises))
     return rows
 
 
-def _compare(claim: str, what: str, name: str, exposb: Sequence[float], rope: Sequence[float]) -> ExpoSBRow:
+def _compare(claim: str, what: str, name: str, exposb: Sequence[float], rope: Sequence[float]) -> Row:
+    """Compare by Student's test of the pairs at 5 %, which takes two seeds or more to show a difference."""
     differences = [a - b for a, b in zip(exposb, rope, strict=True)]
-    count = len(differences)
-    series = {f"ExpoSB's {name}": exposb, f"RoPE's {name}": rope, "difference": differences}
-    measured, shown_as = {"seeds": float(count)}, []
-    for label, values in series.items():
+    count, shown_as = len(differences), []
+    measured = {"seeds": float(count)}
+    for label, values in {f"ExpoSB's {name}": exposb, f"RoPE's {name}": rope, "difference": differences}.items():
         measured[f"mean of {label}"] = mean = statistics.mean(values)
         shown_as.append(f"{mean:+.3f}" if label == "difference" else f"{mean:.3f}")
         if count > 1:
             measured[f"standard deviation of {label}"] = spread = statistics.stdev(values)
             shown_as[-1] += f" ± {spread:.3f}"
-    mean = measured["mean of difference"]
-    shown = False
-    if count > 1:
-        error = measured["standard deviation of difference"] / math.sqrt(count)
-        shown = abs(mean) > _STUDENT[min(count - 1, len(_STUDENT)) - 1] * error
+    limit = _STUDENT[min(count - 1, len(_STUDENT)) - 1] * spread / math.sqrt(count) if count > 1 else math.inf
+    verdict = "not shown" if abs(mean) <= limit else "true" if mean < 0 else "false"
     seeds = f"over {count} seeds" if count > 1 else "for one seed, which shows no spread"
-    return ExpoSBRow(
-        claim,
-        measured,
-        ("true" if mean < 0 else "false") if shown else "not shown",
-        f"{what}: {shown_as[0]} by ExpoSB, {shown_as[1]} by RoPE; difference {shown_as[2]} {seeds}.",
-    )
+    finding = f"{what}: {shown_as[0]} by ExpoSB, {shown_as[1]} by RoPE; difference {shown_as[2]} {seeds}."
+    return {"kind": "exposb", "claim": claim, "measured": measured, "verdict": verdict, "finding": finding}

@@ -1,48 +1,53 @@
-"""Figures of a record, tables for the terminal, and the same tables as Markdown."""
+"""The record of a comparison, and what is made of it: figures, and tables as Markdown."""
 
 from __future__ import annotations
 
-import io
-import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
-from ropewalk.bench.core.records import cpu_note
-from ropewalk.experiments.bert_positions.record import HUGGING_FACE, BertRecord, EvaluationRow, SpeedRow
+from ropewalk.bench.core.records import cpu_note, read_lines
+from ropewalk.experiments.bert_positions.speed import HUGGING_FACE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-class _Style(NamedTuple):
-    """The name and look of a scheme; colours are Okabe and Ito's, which the colour-blind can distinguish."""
-
-    name: str
-    colour: str
-    marker: str
-    line: str | tuple[int, tuple[int, ...]]
-
-
-_STYLES = {
-    "standard": _Style("Standard (learned)", "#000000", "o", (0, (1, 1))),
-    "absolute": _Style("Absolute (sinusoids)", "#E69F00", "s", (0, (5, 1))),
-    "rope": _Style("RoPE", "#0072B2", "^", "solid"),
-    "exposb": _Style("ExpoSB", "#D55E00", "D", (0, (3, 1, 1, 1))),
-    "alibi": _Style("ALiBi", "#009E73", "v", (0, (4, 2))),
-    "rerope": _Style("ReRoPE", "#CC79A7", "P", "solid"),
+BENCHMARK = "bert-positions"
+# Name, colour, marker and line of a scheme; colours are Okabe and Ito's, which the colour-blind can distinguish.
+_STYLES: dict[str, tuple[str, str, str, Any]] = {
+    "standard": ("Standard (learned)", "#000000", "o", (0, (1, 1))),
+    "absolute": ("Absolute (sinusoids)", "#E69F00", "s", (0, (5, 1))),
+    "rope": ("RoPE", "#0072B2", "^", "solid"),
+    "exposb": ("ExpoSB", "#D55E00", "D", (0, (3, 1, 1, 1))),
+    "alibi": ("ALiBi", "#009E73", "v", (0, (4, 2))),
+    "rerope": ("ReRoPE", "#CC79A7", "P", "solid"),
 }
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
-SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
+_SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
 _SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
 _FIRST = 0.03  # of the training, in which the loss falls from where nothing else is
 _LAST = 0.6  # of the training is over where its end begins
+
+
+class BertRecord(NamedTuple):
+    """A record file: the line about the run, and the rows of each kind."""
+
+    run: dict[str, Any]
+    training: pd.DataFrame
+    evaluation: pd.DataFrame
+    speed: pd.DataFrame
+    exposb: pd.DataFrame
+
+
+def read_bert_record(path: Path) -> BertRecord:
+    """Read a record."""
+    run, lines = read_lines(path, BENCHMARK)
+    kinds = ("training", "evaluation", "speed", "exposb")
+    return BertRecord(run, *(pd.DataFrame([x for x in lines if x["kind"] == kind], dtype=object) for kind in kinds))
 
 
 def draw_learning(record: BertRecord, path: Path) -> None:
@@ -51,8 +56,8 @@ def draw_learning(record: BertRecord, path: Path) -> None:
     (training, end), (loss, accuracy) = figure.subplots(2, 2)
     _draw_training(training, record, _FIRST, "training")
     _draw_training(end, record, _LAST, "the end of the training")
-    _draw_lengths(loss, record, _loss, "loss, nats per masked token")
-    _draw_lengths(accuracy, record, _percent, "masked tokens guessed right, %")
+    _draw_lengths(loss, record, "loss", 1, "loss, nats per masked token")
+    _draw_lengths(accuracy, record, "accuracy", 100, "masked tokens guessed right, %")
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
     figure.savefig(path, dpi=120, facecolor="white", format="png")
@@ -60,13 +65,13 @@ def draw_learning(record: BertRecord, path: Path) -> None:
 
 def draw_speed(record: BertRecord, path: Path) -> None:
     """Draw tokens/s and, where it was measured, the peak of memory of a training step, as PNG."""
-    measured_memory = any(row.peak_bytes is not None for row in record.speed)
+    titles = {"tokens_per_second": "tokens/s of a training step"}
+    if record.speed.peak_bytes.notna().any():
+        titles["peak_bytes"] = "GiB at its peak, beyond weights, optimiser and batch"
     figure = _make_figure(record, 5.5)
-    panels = figure.subplots(1, 1 + measured_memory, sharey=True, squeeze=False)[0]
-    _draw_bars(panels[0], record.speed, lambda row: row.tokens_per_second, "tokens/s of a training step")
-    if measured_memory:
-        title = "GiB at its peak, beyond weights, optimiser and batch"
-        _draw_bars(panels[1], record.speed, lambda row: row.peak_bytes and row.peak_bytes / (1 << 30), title)
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        _draw_bars(axes, record.speed, column, title)
     figure.savefig(path, dpi=120, facecolor="white", format="png")
 
 
@@ -79,33 +84,28 @@ def _make_figure(record: BertRecord, height: float) -> Figure:
 
 
 def _title(record: BertRecord) -> str:
-    config, corpus, seeds = record.run["config"], record.run["corpus"], len(record.run["config"]["seeds"])
+    config, seeds, device = record.run["config"], len(record.run["config"]["seeds"]), record.run["device"]
     tokens = config["steps"] * config["batch_size"] * config["train_length"]
-    smoke = "Smoke: no comparison. " if tokens < SMOKE_TOKENS else ""
-    device = record.run["device"]
+    smoke = "Smoke: no comparison. " if tokens < _SMOKE_TOKENS else ""
     return (
         f"{smoke}BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length "
-        f"{config['train_length']} on {corpus['name']}, {config['steps']} steps of {config['batch_size']} windows, "
-        f"{seeds} seed{'s' * (seeds > 1)}, {device}{cpu_note(device)}"
+        f"{config['train_length']} on {record.run['corpus']['name']}, {config['steps']} steps of "
+        f"{config['batch_size']} windows, {seeds} seed{'s' * (seeds > 1)}, {device}{cpu_note(device)}"
     )
 
 
 def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> None:
-    """Draw the training loss of each scheme: the mean over seeds, and the band from the least to the greatest.
-
-    since: what part of the training is left out of the view's height, and of its width where it is a large one.
-    """
-    shown: list[float] = []
-    for scheme, rows in _by_scheme(record.training).items():
-        style, steps = _STYLES[scheme], rows[0].steps
-        over_seeds = list(zip(*(_smooth(row.losses) for row in rows), strict=True))
-        mean, least, greatest = ([of(values) for values in over_seeds] for of in (statistics.mean, min, max))
+    """Draw each scheme's mean and range over seeds; the view's height, and width where large, begins at `since`."""
+    shown = []
+    for (_, colour, marker, line), rows in _by_scheme(record.training):
+        curves = _smooth(rows)
+        steps, least, greatest = curves.index, curves.min(axis=1), curves.max(axis=1)
         inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
         marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
-        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markevery": marked, "markersize": 6}
-        axes.plot(steps, mean, linestyle=style.line, linewidth=1.6, **look)
-        axes.fill_between(steps, least, greatest, color=style.colour, alpha=0.18, linewidth=0)
-        shown += [value for index in inside for value in (least[index], greatest[index])]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markevery": marked, "markersize": 6}
+        axes.plot(steps, curves.mean(axis=1), linestyle=line, linewidth=1.6, **look)
+        axes.fill_between(steps, least, greatest, color=colour, alpha=0.18, linewidth=0)
+        shown += [least.iloc[inside].min(), greatest.iloc[inside].max()]
         if since > _FIRST:
             axes.set_xlim(since * steps[-1], steps[-1] * (1 + (1 - since) * 0.03))
     room = (max(shown) - min(shown)) * 0.04 or 0.1
@@ -113,21 +113,19 @@ def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> 
     _label(axes, title, "steps", "loss, nats per masked token")
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Average over `_SMOOTH` of all entries, centred, over fewer at both ends."""
-    reach = round(len(values) * _SMOOTH / 2)
-    return [statistics.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+def _smooth(rows: pd.DataFrame) -> pd.DataFrame:
+    """Average each seed's losses over `_SMOOTH` of all entries, centred, over fewer at both ends."""
+    curves = pd.DataFrame(dict(zip(rows.seed, rows.losses, strict=True)), index=rows.steps.iloc[0])
+    return curves.rolling(2 * round(len(curves) * _SMOOTH / 2) + 1, center=True, min_periods=1).mean()
 
 
-def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow], float], label: str) -> None:
+def _draw_lengths(axes: Axes, record: BertRecord, column: str, factor: float, label: str) -> None:
     """Draw a value against the length, with the standard deviation over seeds as bars."""
-    lengths = sorted({row.length for row in record.evaluation})
-    for scheme, rows in _by_scheme(record.evaluation).items():
-        style = _STYLES[scheme]
-        at = [[value(row) for row in rows if row.length == length] for length in lengths]
-        means, spreads = zip(*map(_mean_and_spread, at), strict=True)
-        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
-        axes.errorbar(lengths, means, spreads, capsize=3, markersize=6, linewidth=1.6, label=style.name, **look)
+    lengths = sorted(record.evaluation.length.unique())
+    for (name, colour, marker, line), rows in _by_scheme(record.evaluation):
+        over_seeds = (rows[column].astype(float) * factor).groupby(rows.length)
+        look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "capsize": 3, "label": name}
+        axes.errorbar(lengths, over_seeds.mean(), over_seeds.std().fillna(0), markersize=6, linewidth=1.6, **look)
     axes.axvline(record.run["config"]["train_length"], color="#888888", linestyle=":", linewidth=1, zorder=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -135,18 +133,22 @@ def _draw_lengths(axes: Axes, record: BertRecord, value: Callable[[EvaluationRow
     _label(axes, "held-out text", "length read at once, tokens (dotted: the training length)", label)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[SpeedRow], value: Callable[[SpeedRow], float | None], title: str) -> None:
+def _draw_bars(axes: Axes, speed: pd.DataFrame, column: str, title: str) -> None:
     """Draw a group of bars for each model, a bar for each length."""
-    lengths, models = sorted({row.length for row in rows}), list(dict.fromkeys(map(_model, rows)))
+    names = [
+        f"Hugging Face, {x.attention}" if x.model == HUGGING_FACE else _STYLES[x.model][0] for x in speed.itertuples()
+    ]
+    lengths, models = sorted(speed.length.unique()), list(dict.fromkeys(names))
     height = 0.8 / len(lengths)
-    for row in rows:
-        number, length = value(row), lengths.index(row.length)
-        y = models.index(_model(row)) + (length - (len(lengths) - 1) / 2) * height
+    for row, model in zip(speed.to_dict("records"), names, strict=True):
+        number, length = row[column], lengths.index(row["length"])
+        y = models.index(model) + (length - (len(lengths) - 1) / 2) * height
         if number is not None:
-            colour = _GREYS[row.attention] if row.model == HUGGING_FACE else _STYLES[row.model].colour
+            number /= 1 << 30 if column == "peak_bytes" else 1
+            colour = _GREYS[row["attention"]] if row["model"] == HUGGING_FACE else _STYLES[row["model"]][1]
             look: dict[str, Any] = {"alpha": 0.55, "hatch": "//"} if length else {}
             axes.barh(y, number, height=height * 0.94, edgecolor="white", color=colour, **look)
-        text = "out of memory" if number is None else f"{_short(number)} at {row.length}"
+        text = "out of memory" if number is None else f"{_short(number)} at {row['length']}"
         axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(models)), models, fontsize=10)
     axes.set_ylim(len(models) - 0.4, -0.6)
@@ -166,55 +168,47 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
 
 def markdown_tables(record: BertRecord) -> str:
     """Make the tables as Markdown, below a line about the run and its machine."""
-    run = record.run
+    run, trained = record.run, record.run["config"]["train_length"]
     versions = "".join(f", {name} {version}" for name, version in run["peers"].items())
     lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}{versions}; {run['date']}."]
-    for table in bert_tables(record):
-        title, note, table.title, table.caption, table.box = table.title, table.caption, None, None, box.MARKDOWN
-        for column in table.columns:
-            column.no_wrap, column.overflow = True, "ignore"
-        console = Console(file=io.StringIO(), width=10_000)
-        console.print(table)
-        rows = [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
-        rows[1] = "".join("| ---: " if column.justify == "right" else "| :--- " for column in table.columns) + "|"
-        lines += ["", f"## {title}", "", f"{note}.", "", *rows]
+
+    def add(title: str, note: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
+        rule = [":---"] * words + ["---:"] * (len(headings) - words)
+        table = [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]
+        lines.extend(["", f"## {title}", "", f"{note}.", "", *table] if rows else [])
+
+    seeds = "mean ± standard deviation over seeds" if len(run["config"]["seeds"]) > 1 else "of one seed"
+    at_lengths = [f"{length} ({length // trained}×)" for length in sorted(record.evaluation.length.unique())]
+    loss, accuracy = "Nats per masked token of held-out text", "Masked tokens guessed right, in %"
+    for title, note, factor, digits in (("Loss", loss, 1, 3), ("Accuracy", accuracy, 100, 2)):
+        rows = [
+            [name, *(_spread(at * factor, digits) for _, at in of_scheme.groupby("length")[title.lower()])]
+            for (name, *_), of_scheme in _by_scheme(record.evaluation)
+        ]
+        add(title, f"{note}; {seeds}", ["scheme", *at_lengths], rows)
+    jobs = run.get("jobs", 1)
+    how = "As it was run" if jobs == 1 else f"{jobs} models at a time on one device"
+    rows = [
+        [
+            name,
+            _spread(_smooth(of_scheme).iloc[-1], 3),
+            _spread(of_scheme.tokens_per_second / 1e3, 1),
+            _spread(of_scheme.seconds, 1),
+            f"{of_scheme.parameters.iloc[0]:,}",
+        ]
+        for (name, *_), of_scheme in _by_scheme(record.training)
+    ]
+    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
+    add("Training", f"{how}, tokens without padding; {seeds}", headings, rows)
+    add("Speed", *_speed_table(record.speed), words=2)
+    claims = [[row.claim, row.verdict, row.finding] for row in record.exposb.itertuples()]
+    add("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], claims, words=3)
     return "\n".join(lines) + "\n"
 
 
-def bert_tables(record: BertRecord) -> list[Table]:
-    """Make the tables, for the console."""
-    seeds = "mean ± standard deviation over seeds" if len(record.run["config"]["seeds"]) > 1 else "of one seed"
-    jobs = record.run.get("jobs", 1)
-    how = "As it was run" if jobs == 1 else f"{jobs} models at a time on one device"
-    lengths, trained = sorted({row.length for row in record.evaluation}), record.run["config"]["train_length"]
-    at_lengths = [f"{length} ({length // trained}×)" for length in lengths]
-    loss = _table("Loss", f"Nats per masked token of held-out text; {seeds}", ["scheme", *at_lengths])
-    accuracy = _table("Accuracy", f"Masked tokens guessed right, in %; {seeds}", ["scheme", *at_lengths])
-    for scheme, rows in _by_scheme(record.evaluation).items():
-        for table, value, digits in ((loss, _loss, 3), (accuracy, _percent, 2)):
-            at = [[value(row) for row in rows if row.length == length] for length in lengths]
-            table.add_row(_STYLES[scheme].name, *(_with_spread(values, digits) for values in at))
-    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
-    training = _table("Training", f"{how}, tokens without padding; {seeds}", headings)
-    for scheme, rows in _by_scheme(record.training).items():
-        training.add_row(
-            _STYLES[scheme].name,
-            _with_spread([_smooth(row.losses)[-1] for row in rows], 3),
-            _with_spread([row.tokens_per_second / 1e3 for row in rows], 1),
-            _with_spread([row.seconds for row in rows], 1),
-            f"{rows[0].parameters:,}",
-        )
-    claims = _table("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], words=3)
-    for row in record.exposb:
-        claims.add_row(row.claim, row.verdict, row.finding)
-    tables = [loss, accuracy, training, _speed_table(record.speed), claims]
-    return [table for table in tables if table.row_count]
-
-
-def _speed_table(speed: Sequence[SpeedRow]) -> Table:
+def _speed_table(speed: pd.DataFrame) -> tuple[str, list[str], list[list[str]]]:
     """Make the table of tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
-    lengths = sorted({row.length for row in speed})
-    at = {(row.model, row.attention, row.length): row for row in speed}
+    lengths = sorted(speed.length.unique())
     headings = ["model", "attention"]
     for length in lengths:
         headings += [f"tokens/s at {length}", "× sdpa", "× eager", f"peak at {length}"]
@@ -222,12 +216,12 @@ def _speed_table(speed: Sequence[SpeedRow]) -> Table:
         "Of a training step; tokens without padding, the 20 % to 80 % quantiles; peak: the most that a step allocates "
         "beyond weights, optimiser and batch"
     )
-    table = _table("Speed", note, headings, words=2)
-    for model, attention in dict.fromkeys((row.model, row.attention) for row in speed):
-        cells = [model if model == HUGGING_FACE else _STYLES[model].name, attention]
+    at, rows = {(row.model, row.attention, row.length): row for row in speed.itertuples()}, []
+    for model, attention in dict.fromkeys(zip(speed.model, speed.attention, strict=True)):
+        cells = [model if model == HUGGING_FACE else _STYLES[model][0], attention]
         for length in lengths:
             row = at[model, attention, length]
-            if row.tokens_per_second is None or row.step_ms is None:
+            if row.tokens_per_second is None:
                 cells += ["out of memory", "–", "–", "–"]
                 continue
             low, high = (_short(row.tokens_per_second * row.step_ms[1] / step) for step in row.step_ms[::-2])
@@ -236,50 +230,21 @@ def _speed_table(speed: Sequence[SpeedRow]) -> Table:
                 theirs = at[HUGGING_FACE, name, length].tokens_per_second
                 cells.append(f"{row.tokens_per_second / theirs:.2f}" if theirs else "–")
             cells.append(f"{row.peak_bytes / (1 << 20):,.0f} MiB" if row.peak_bytes else "–")
-        table.add_row(*cells)
-    return table
-
-
-def _table(title: str, note: str, headings: Sequence[str], words: int = 1) -> Table:
-    """Make a table whose first columns, so many, are words, and the others numbers."""
-    table = Table(title=title, caption=note, show_lines=words == len(headings))
-    for index, heading in enumerate(headings):
-        is_word = index < words
-        table.add_column(heading, justify="left" if is_word else "right", overflow="fold", no_wrap=not is_word)
-    return table
-
-
-def _loss(row: EvaluationRow) -> float:
-    return row.loss
-
-
-def _percent(row: EvaluationRow) -> float:
-    return row.accuracy * 100
+        rows.append(cells)
+    return note, headings, rows
 
 
 def _short(value: float) -> str:
     """Format to three digits: 1.23, 12.3k, 4.56M."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size * 0.9995:
-            scaled = value / size
-            return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f}{unit}"
-    return f"{value:.3g}"
+    unit, size = ("M", 1e6) if abs(value) >= 999_500 else ("k", 1e3) if abs(value) >= 999.5 else ("", 1)
+    return f"{value / size:#.3g}".rstrip(".") + unit if unit else f"{value:.3g}"
 
 
-def _model(row: SpeedRow) -> str:
-    return f"Hugging Face, {row.attention}" if row.model == HUGGING_FACE else _STYLES[row.model].name
+def _by_scheme(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str, Any], pd.DataFrame]]:
+    """Group rows by scheme, in the order of `_STYLES`, whose entry comes first."""
+    return ((style, rows[rows.scheme == scheme]) for scheme, style in _STYLES.items() if (rows.scheme == scheme).any())
 
 
-def _by_scheme(rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Group rows by scheme, in the order of `_STYLES`."""
-    return {scheme: found for scheme in _STYLES if (found := [row for row in rows if row.scheme == scheme])}
-
-
-def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and the standard deviation, 0 for one value."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _with_spread(values: Sequence[float], digits: int) -> str:
-    mean, spread = _mean_and_spread(values)
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
+def _spread(values: pd.Series[float], digits: int) -> str:
+    mean = f"{values.mean():.{digits}f}"
+    return f"{mean} ± {values.astype(float).std():.{digits}f}" if len(values) > 1 else mean

@@ -10,28 +10,24 @@ padding; a row has, by a seed, half of the length or more in tokens.
 from __future__ import annotations
 
 import dataclasses
-import random
-import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ropewalk.bench.core.terminal import progress_bar
-from ropewalk.bench.core.timing import peak_memory
-from ropewalk.experiments.bert_positions.batches import make_batch
+from ropewalk.bench.core.timing import interleave, peak_memory
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.model import autocast, make_model, plain_bert
-from ropewalk.experiments.bert_positions.record import HUGGING_FACE, SpeedRow
-from ropewalk.experiments.bert_positions.training import make_optimizer
+from ropewalk.experiments.bert_positions.data import make_batch
+from ropewalk.experiments.bert_positions.training import autocast, make_model, make_optimizer, plain_bert
 from ropewalk.integrations.huggingface import register
 
+HUGGING_FACE = "Hugging Face BERT"  # as it is
 ATTENTIONS = ("sdpa", "eager", "ropewalk")
 MULTIPLES = (1, 4)  # of the training length
-LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 _PAD_ID = _SEED = 0
 
 
@@ -50,42 +46,30 @@ EFFORTS = {
 }
 
 
-def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[SpeedRow]:
-    """Measure all candidates at the training length and at four times that.
+def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[dict[str, Any]]:
+    """Measure all candidates, interleaved, at the training length and at four times that: rows of the record.
 
-    They take turns, a few steps each, in a new order each round; the device is waited for before and after those alone.
-    Times are the 20 %, 50 % and 80 % quantiles over rounds, tokens/s the tokens without padding over the median. The
-    peak of memory is of one step, after the first: what PyTorch has allocated at the most in it, beyond what it found,
-    which is weights, the optimiser's moments and the batch. So it has activations, gradients and what is temporary.
+    Numbers are None where one ran out of memory. The peak is what a step allocates at the most beyond what it found:
+    activations, gradients and what is temporary, but not weights, the optimiser's moments and the batch.
     """
-    effort = EFFORTS[device.type]
     if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
         config = dataclasses.replace(config, length_multiples=list(MULTIPLES))
-    rows: list[SpeedRow] = []
-    with progress_bar(console) as progress:
-        task = progress.add_task("speed", total=len(MULTIPLES))
-        for multiple in MULTIPLES:
-            batch = draw_batch(config, multiple, vocab_size, effort.tokens)
-            batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            models = {
-                (scheme, "ropewalk"): make_model(config, scheme, _SEED, vocab_size, _PAD_ID)
-                for scheme in config.schemes
-            }
-            register()
-            for name in ATTENTIONS:
-                models[HUGGING_FACE, name] = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=name)
-            steps = {name: _make_step(model, config, device, batch) for name, model in models.items()}
-            rows += _measure(steps, batch, device, effort)
-            progress.advance(task)
-            del models, steps
+    register()
+    rows: list[dict[str, Any]] = []
+    for multiple in MULTIPLES:
+        console.print(f"speed: step of {config.train_length * multiple} tokens", highlight=False)
+        batch = draw_batch(config, multiple, vocab_size, EFFORTS[device.type].tokens)
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        models = {f"{x}/ropewalk": make_model(config, x, _SEED, vocab_size, _PAD_ID) for x in config.schemes}
+        for name in ATTENTIONS:
+            model = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=name)
+            models[f"{HUGGING_FACE}/{name}"] = model
+        rows += _measure({name: _make_step(x, config, device, batch) for name, x in models.items()}, batch, device)
     return rows
 
 
 def draw_batch(config: Config, multiple: int, vocab_size: int, most_tokens: int) -> dict[str, Tensor]:
-    """Draw random tokens, as many windows as training has in a part, or as fit; a fourth of them four times as long.
-
-    At the training length there are four windows or more, a multiple of four.
-    """
+    """Draw random tokens, as many windows, a multiple of four, as training has in a part, or as fit."""
     windows = min(config.batch_size // config.accumulation_steps, most_tokens // config.train_length)
     n_rows, length = max(1, windows // max(MULTIPLES)) * max(MULTIPLES) // multiple, config.train_length * multiple
     generator = torch.Generator().manual_seed(_SEED)
@@ -98,7 +82,6 @@ def draw_batch(config: Config, multiple: int, vocab_size: int, most_tokens: int)
 
 
 def _make_step(model: nn.Module, config: Config, device: torch.device, batch: dict[str, Tensor]) -> Callable[[], None]:
-    """Make a training step of a model, as training does it."""
     model.to(device).train()
     optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -117,47 +100,38 @@ def _make_step(model: nn.Module, config: Config, device: torch.device, batch: di
 
 
 def _measure(
-    steps: dict[tuple[str, str], Callable[[], None]], batch: dict[str, Tensor], device: torch.device, effort: Effort
-) -> list[SpeedRow]:
+    steps: dict[str, Callable[[], None]], batch: dict[str, Tensor], device: torch.device
+) -> list[dict[str, Any]]:
     """Warm up, measure memory, then time in rounds those that did not run out of memory."""
-    milliseconds: dict[tuple[str, str], list[float]] = {}
-    peaks: dict[tuple[str, str], int] = {}
+    effort, peaks = EFFORTS[device.type], dict[str, int | None]()
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for name, step in steps.items():
         try:
             for _ in range(effort.warmup):
                 step()
-            if device.type == "cuda":
-                peaks[name] = peak_memory(step, device)
-            milliseconds[name] = []
+            peaks[name] = peak_memory(step, device) if device.type == "cuda" else None
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-    order, shuffle = list(milliseconds), random.Random(_SEED).shuffle
-    deadline = time.perf_counter() + effort.seconds
-    for done in range(MOST_ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() > deadline:
-            break
-        shuffle(order)
-        for name in order:
-            milliseconds[name].append(_time(steps[name], effort.steps, device))
-    n_rows, length = batch["input_ids"].shape
-    n_tokens = int(batch["attention_mask"].sum())
-    rows = []
+
+    def milliseconds(step: Callable[[], None]) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(effort.steps):
+            step()
+        wait()
+        return (time.perf_counter() - start) * 1e3 / effort.steps
+
+    def one_round(names: Sequence[str]) -> dict[str, float]:
+        return {name: milliseconds(steps[name]) for name in names}
+
+    times = pd.DataFrame(interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=effort.seconds))
+    (n_rows, length), n_tokens, rows = batch["input_ids"].shape, int(batch["attention_mask"].sum()), []
     for name in steps:
-        if name not in milliseconds:
-            rows.append(SpeedRow(*name, length, n_rows, None, None, None))
-            continue
-        p20, *_, p80 = statistics.quantiles(milliseconds[name], n=5, method="inclusive")
-        p50 = statistics.median(milliseconds[name])
-        rows.append(SpeedRow(*name, length, n_rows, n_tokens / p50 * 1e3, (p20, p50, p80), peaks.get(name)))
+        model, attention = name.split("/")
+        rate, step_ms = None, None
+        if name in times:
+            step_ms = times[name].quantile([0.2, 0.5, 0.8]).tolist()
+            rate = n_tokens / step_ms[1] * 1e3
+        of_model = {"kind": "speed", "model": model, "attention": attention, "length": length, "batch": n_rows}
+        rows.append(of_model | {"tokens_per_second": rate, "step_ms": step_ms, "peak_bytes": peaks.get(name)})
     return rows
-
-
-def _time(step: Callable[[], None], times: int, device: torch.device) -> float:
-    """Time some steps: their mean in milliseconds, between two idle points of the device."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    wait()
-    return (time.perf_counter() - start) * 1e3 / times

@@ -1,4 +1,4 @@
-"""Training one BERT, of one scheme and seed, by transformers' Trainer; a stopped run resumes exactly."""
+"""BERT with one of the position schemes, its training by transformers' Trainer, and its loss on held-out text."""
 
 from __future__ import annotations
 
@@ -12,32 +12,90 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_convert
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ropewalk.experiments.bert_positions.batches import TrainingBatches, derive_seed
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.corpus import Corpus
-from ropewalk.experiments.bert_positions.model import MaskedBert, make_model
-from ropewalk.experiments.bert_positions.record import TrainingRow
+from ropewalk.experiments.bert_positions.data import Corpus, TrainingBatches, derive_seed, evaluation_batches
+from ropewalk.integrations.huggingface import convert_bert
 
-STATE = "trainer_state.json"  # a checkpoint's last file
-_REPORTS = 4  # lines of a run on the console
+_TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
+    """BERT whose wide head reads the masked tokens alone, one in seven; a batch is that of `make_batch`."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, masked: Tensor, labels: Tensor, **of_the_step: Any
+    ) -> dict[str, Tensor]:
+        """Return logits (M, vocab), and the sum of the cross-entropies over the number of labels of the whole step.
+
+        Added up over the parts of a step, that is the mean loss of its masked tokens, whatever the parts are.
+        """
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.cls(hidden.flatten(0, 1).index_select(0, masked)).float()
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": total / of_the_step.get("num_items_in_batch", len(labels)), "logits": logits}
+
+
+def plain_bert(config: Config, vocab_size: int, pad_id: int, **more: Any) -> MaskedBert:
+    """Make transformers' BERT, with its table of positions, of the experiment's sizes."""
+    sizes = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        max_position_embeddings=config.longest,
+        pad_token_id=pad_id,
+        **more,
+    )
+    return MaskedBert(sizes)
+
+
+def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> MaskedBert:
+    """Make a BERT of the scheme, in float32 on the CPU; the common weights of all schemes of a seed start equal."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed("weights", seed))
+        model = plain_bert(config, vocab_size, pad_id)
+        torch.default_generator.manual_seed(derive_seed("positions", scheme, seed))  # of what the scheme adds
+        return convert_bert(model, scheme, **config.options_of(scheme))
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the share of the rate at a step, counted from 0: along a line up to 1, then along one to 0."""
+    warmup = round(config.warmup * config.steps)
+    return (step + 1) / warmup if step < warmup else (config.steps - step) / max(1, config.steps - warmup)
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Return the autocast of the configuration's precision."""
+    dtype = _DTYPES[config.precision_on(device)]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def train_run(
     config: Config, corpus: Corpus, scheme: str, seed: int, folder: Path, device: torch.device, console: Console
-) -> tuple[MaskedBert, TrainingRow]:
-    """Train a BERT of one scheme and seed, from the newest checkpoint in its folder if there is one.
-
-    A run that is finished is not trained again. Weights and data are the same for all schemes of a seed.
-
-    Returns:
-        The trained model, on the device, and the losses and speed of its training.
+) -> tuple[MaskedBert, dict[str, Any]]:
+    """Train a BERT, from the newest checkpoint in its folder if there is one: the model, and its row of the record.
 
     Raises:
         ValueError: a checkpoint that is damaged; a loss that is not finite.
@@ -48,29 +106,35 @@ def train_run(
     model.to(arguments.device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    trainer = BertTrainer(config, f"{scheme}, seed {seed}", console, model, arguments, batches)
+    optimizer, progress = make_optimizer(model, config), _Progress(f"{scheme}, seed {seed}", console)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step))
+    # The data set makes a batch at once.
+    trainer = Trainer(
+        model, arguments, default_convert, batches, optimizers=(optimizer, schedule), callbacks=[progress]
+    )
+    trainer.remove_callback(PrinterCallback)
     with arguments.main_process_first():  # which deletes what is not whole
         checkpoint = newest_checkpoint(folder)
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except (OSError, RuntimeError, SafetensorError) as error:
-        if checkpoint is None or trainer.started:
+        if checkpoint is None or progress.started:
             raise
         raise ValueError(f"{checkpoint} cannot be resumed: delete {folder} to start this run anew ({error})") from error
     losses = [line for line in trainer.state.log_history if "loss" in line]
     ends = [(line["step"], line["seconds"]) for line in losses]
     rates = [(b[0] - a[0]) / max(b[1] - a[1], 1e-3) for a, b in zip([(0, 0.0), *ends], ends, strict=False)]
-    tokens_of_a_step = statistics.mean(map(batches.tokens_of, range(config.steps)))
-    row = TrainingRow(
-        scheme=scheme,
-        seed=seed,
-        steps=[line["step"] for line in losses],
-        losses=[line["loss"] for line in losses],
-        tokens_per_second=tokens_of_a_step * statistics.median(rates),
-        seconds=losses[-1]["seconds"],
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-    )
-    return model, row
+    tokens_of_a_step = statistics.mean(int(batches.windows_of(step)[:, 1].sum()) for step in range(config.steps))
+    return model, {
+        "kind": "training",
+        "scheme": scheme,
+        "seed": seed,
+        "steps": [line["step"] for line in losses],
+        "losses": [line["loss"] for line in losses],  # nats per masked token, means over the steps since the one before
+        "tokens_per_second": tokens_of_a_step * statistics.median(rates),  # without padding
+        "seconds": losses[-1]["seconds"],
+        "parameters": model.num_parameters(),
+    }
 
 
 def training_arguments(config: Config, folder: Path, device: torch.device, seed: int) -> TrainingArguments:
@@ -92,7 +156,7 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
         dataloader_num_workers=0 if on_cpu else 2,  # masks are drawn on the CPU, ahead
         dataloader_pin_memory=not on_cpu,
         logging_steps=config.log_every,
-        logging_nan_inf_filter=False,  # it would wait for the device at each step; `log` looks at the loss
+        logging_nan_inf_filter=False,  # it would wait for the device at each step; `_Progress` looks at the loss
         save_steps=config.checkpoint_every,
         save_total_limit=1,
         ddp_find_unused_parameters=False,
@@ -111,85 +175,67 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     return arguments
 
 
-class BertTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer that logs seconds, over all resumes, shows how far it is, and refuses a loss that is not finite."""
+class _Progress(TrainerCallback):  # type: ignore[misc]
+    """Log seconds, over all resumes, and the last step; show how far it is; refuse a loss that is not finite."""
 
-    def __init__(
-        self,
-        config: Config,
-        title: str,
-        console: Console,
-        model: MaskedBert,
-        arguments: TrainingArguments,
-        batches: TrainingBatches,
-    ) -> None:
+    def __init__(self, title: str, console: Console) -> None:
         self.title, self.console, self.started, self.seconds = title, console, 0.0, 0.0
-        optimizer = make_optimizer(model, config)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step))
-        super().__init__(
-            model,
-            arguments,
-            default_convert,  # a batch is made at once, by the data set
-            batches,
-            optimizers=(optimizer, schedule),
-            callbacks=[_LogLast(self)],
-        )
-        self.remove_callback(PrinterCallback)  # `log` prints
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the seconds, and print a line now and then."""
-        if "loss" in logs:
-            step, steps = self.state.global_step, self.args.max_steps
-            if not math.isfinite(logs["loss"]):
-                raise ValueError(
-                    f"the loss of {self.title} is {logs['loss']} at step {step}: learning_rate may be too large, or "
-                    "precision too low"
-                )
-            logs["seconds"] = round(self.seconds + time.perf_counter() - self.started, 3)
-            due = step * _REPORTS // steps > (step - self.args.logging_steps) * _REPORTS // steps
-            if self.is_world_process_zero() and (due or step == steps):
-                line = f"{self.title}: step {step} of {steps}, loss {logs['loss']:.3f}, {logs['seconds']:.0f} s"
-                self.console.print(line, markup=False, highlight=False)
-        super().log(logs, start_time)
-
-
-class _LogLast(TrainerCallback):  # type: ignore[misc]
-    """Log the last step, whatever `logging_steps`, and count seconds from where a run is resumed."""
-
-    def __init__(self, trainer: BertTrainer) -> None:
-        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.trainer.seconds = max((line.get("seconds", 0.0) for line in state.log_history), default=0.0)
-        self.trainer.started = time.perf_counter()
+        self.seconds = max((line.get("seconds", 0.0) for line in state.log_history), default=0.0)
+        self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         control.should_log |= state.global_step == state.max_steps
+
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        line, step, steps = state.log_history[-1], state.global_step, state.max_steps
+        if "loss" not in line:
+            return
+        if not math.isfinite(line["loss"]):
+            raise ValueError(
+                f"the loss of {self.title} is {line['loss']} at step {step}: learning_rate may be too large, or "
+                "precision too low"
+            )
+        line["seconds"] = round(self.seconds + time.perf_counter() - self.started, 3)
+        is_due = step * 4 // steps > (step - args.logging_steps) * 4 // steps
+        if state.is_world_process_zero and (is_due or step == steps):
+            text = f"{self.title}: step {step} of {steps}, loss {line['loss']:.3f}, {line['seconds']:.0f} s"
+            self.console.print(text, markup=False, highlight=False)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint of a run; what a kill left unfinished after it is deleted."""
     for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2])):
         try:
-            json.loads((path / STATE).read_text(encoding="utf-8"))
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))  # its last file
+            return path
         except (OSError, ValueError):
             shutil.rmtree(path)
-            continue
-        return path
     return None
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Return the share of the rate at a step, counted from 0: along a line up to 1, then along one to 0."""
-    warmup = round(config.warmup * config.steps)
-    return (step + 1) / warmup if step < warmup else (config.steps - step) / max(1, config.steps - warmup)
+@torch.no_grad()
+def evaluate(
+    model: MaskedBert, corpus: Corpus, config: Config, scheme: str, seed: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Compute a row of the record for each length: the same masked tokens, in the precision of the training."""
+    model.eval()
+    rows = []
+    for length in (config.train_length * multiple for multiple in config.length_multiples):
+        totals, n_labels = torch.zeros(2, dtype=torch.float64, device=device), 0
+        for batch in evaluation_batches(corpus, config, length, _TOKENS_AT_ONCE[device.type]):
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            with autocast(config, device):
+                found = model(**batch, num_items_in_batch=1)
+            n_right = (found["logits"].argmax(-1) == batch["labels"]).sum()
+            totals += torch.stack((found["loss"].double(), n_right.double()))
+            n_labels += len(batch["labels"])
+        if n_labels == 0:
+            raise ValueError(f"the held-out text has no masked token at length {length}, but must have one")
+        loss, accuracy = (totals / n_labels).tolist()
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of {scheme}, seed {seed}, is {loss} at length {length}: it diverged")
+        of_run = {"kind": "evaluation", "scheme": scheme, "seed": seed, "length": length}
+        rows.append(of_run | {"loss": loss, "accuracy": accuracy, "n_labels": n_labels})
+    return rows

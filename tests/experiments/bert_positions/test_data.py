@@ -1,5 +1,6 @@
-"""Text: its sources, its tokens, and the windows that are cut from them."""
+"""Text, its tokens, the windows that are cut from them, and batches: the same for all schemes, masked as BERT's."""
 
+import dataclasses
 import io
 import itertools
 import sys
@@ -7,33 +8,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bert_runs import TEXT, TINY
+from helpers.bert_runs import TEXT, TINY, make_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ropewalk.experiments.bert_positions import corpus as corpora
 from ropewalk.experiments.bert_positions.config import load_config
-from ropewalk.experiments.bert_positions.corpus import cut_held_out, cut_windows, prepare_corpus, train_wordpiece
-from ropewalk.experiments.bert_positions.text import _read_part, read_documents
+from ropewalk.experiments.bert_positions.data import (
+    SHORTEST_WINDOW,
+    TrainingBatches,
+    cut_held_out,
+    cut_windows,
+    encode,
+    evaluation_batches,
+    mask_tokens,
+    prepare_corpus,
+    read_documents,
+    read_part,
+    train_wordpiece,
+)
 
-VALUES = TINY.as_dict()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Documents of 30 files, of different lengths."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    words = TEXT.split()
-    for number in range(30):
-        order = [words[(number * 7 + i * 3) % len(words)] for i in range(60 + number)]
-        (folder / f"{number}.txt").write_text(" ".join(order))
-    return folder
+CORPUS = make_corpus()
 
 
 def make(folder, **more):
-    return load_config("smoke", **{**VALUES, "corpus": [str(folder)], **more})
+    return load_config("smoke", **dataclasses.asdict(TINY) | {"corpus": [str(folder)], **more})
 
 
 def prepare(config, path):
@@ -41,43 +40,39 @@ def prepare(config, path):
     return prepare_corpus(config, path, console), console.file.getvalue()
 
 
-def test_a_corpus(tmp_path, folder):
+def test_a_corpus(tmp_path):
+    folder, words = tmp_path / "texts", TEXT.split()
+    folder.mkdir()
+    for number in range(30):
+        order = [words[(number * 7 + i * 3) % len(words)] for i in range(60 + number)]
+        (folder / f"{number}.txt").write_text(" ".join(order))
     corpus, said = prepare(make(folder), tmp_path / "data")
     assert "text: texts; 30 documents" in said
-    assert corpus.facts["n_documents"] == 30
-    held_out = corpus.tokenizer.decode(corpus.held_out[0])
-    assert set(held_out.split()) <= set(TEXT.split())
+    assert set(corpus.tokenizer.decode(corpus.held_out[0]).split()) <= set(words)
     assert corpus.held_out.shape[1] == 32
-    for begin, count in corpus.windows.tolist():
-        assert set(corpus.tokenizer.decode(corpus.tokens[begin : begin + count]).split()) <= set(TEXT.split())
-
     again, _ = prepare(make(folder / "gone"), tmp_path / "data")  # it is prepared once
-    moved = folder.rename(tmp_path / "elsewhere")
-    other, _ = prepare(make(moved), tmp_path / "other")
+    other, _ = prepare(make(folder.rename(tmp_path / "elsewhere")), tmp_path / "other")
     for found in (again, other):
         assert torch.equal(found.tokens, corpus.tokens)
         assert torch.equal(found.held_out, corpus.held_out)
         assert found.facts["sha256"] == corpus.facts["sha256"]
 
 
-def test_the_vocabulary_is_the_same_each_time_and_spells_text_in_lower_case(monkeypatch):
+def test_the_vocabulary_is_the_same_each_time_and_spells_text_in_lower_case():
     documents = [f"{a}{b}{c} Émile! [MASK]" for a, b, c in itertools.product("abcdefgh", repeat=3)]
     first, second = (train_wordpiece(documents, 512) for _ in range(2))
     assert first.to_str() == second.to_str()
-    encoding = first.encode("Émile abc!", add_special_tokens=False)
-    assert first.decode(encoding.ids) == "emile abc!"
-    assert not {4} & set(first.encode("[MASK]", add_special_tokens=False).ids)
-    monkeypatch.setattr(corpora, "ENCODED_AT_ONCE", 100)
-    ids, lengths = corpora._encode(first, documents)
+    ids, lengths = encode(first, documents)
     assert lengths.sum() == len(ids)
-    assert ids[: lengths[0]].tolist() == first.encode(documents[0], add_special_tokens=False).ids
+    assert first.decode(ids[: lengths[0]].tolist()).startswith("aaa emile!")
+    assert not (ids == 4).any()
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=10), st.integers(8, 20), st.integers(1, 10))
 def test_windows_lie_in_one_document(lengths, size, most):
     document_of = torch.repeat_interleave(torch.tensor(lengths))
     for begin, count in cut_windows(torch.tensor(lengths), size).tolist():
-        assert count == size or count >= corpora.SHORTEST_WINDOW
+        assert count == size or count >= SHORTEST_WINDOW
         assert len(set(document_of[begin : begin + count].tolist())) == 1
     assert len(cut_windows(torch.tensor(lengths), size)) == sum(n // size + (n % size >= 8) for n in lengths)
     begins = cut_held_out(torch.tensor(lengths), size, most).tolist()
@@ -92,7 +87,7 @@ def test_the_parts_of_a_file_are_whole_lines_and_together_the_file(tmp_path_fact
     content = "\n".join(lines).encode()
     path = tmp_path_factory.mktemp("parts") / "a"
     path.write_bytes(content)
-    parts = [_read_part(path, part, part_bytes) for part in range(-(-len(content) // part_bytes))]
+    parts = [read_part(path, part, part_bytes) for part in range(-(-len(content) // part_bytes))]
     assert b"".join(parts) == content
     assert all(part.endswith(b"\n") for part in parts[:-1] if part and not content.endswith(part))
 
@@ -115,8 +110,7 @@ def test_equal_empty_hidden_and_binary_documents_are_left_out(tmp_path):
 def test_the_default_text_is_pythons_sources():
     name, documents = read_documents(load_config("smoke", max_megabytes=0.3))
     assert name.startswith("the sources of Python 3.")
-    assert len(documents) > 5
-    assert sum("import" in document for document in documents) > len(documents) // 2
+    assert sum("import" in document for document in documents) > len(documents) // 2 > 2
 
 
 @pytest.mark.parametrize(
@@ -124,8 +118,7 @@ def test_the_default_text_is_pythons_sources():
     [
         (None, {}, "does not exist, but must be a file or a folder with text"),
         (b"", {}, "a.txt has no text"),
-        (b"\xff\xff" * 50, {}, "a.txt cannot be read as text in UTF-8"),
-        (b"a\0b" * 50, {}, "it holds a zero byte"),
+        (b"a\0b" * 50, {}, "a.txt cannot be read as text in UTF-8: it holds a zero byte"),
         (b"abc " * 50, {"max_megabytes": 1e-6}, "has no document below max_megabytes"),
         (b"abc " * 50, {}, "has 1 documents that differ, but must have more than 1"),
         (b"abc def\nghi jkl\n" * 9 + b"a\nb\n", {}, "no document .* has .* tokens: give more or longer text"),
@@ -158,3 +151,58 @@ def test_a_dataset(monkeypatch):
     assert calls == [(("a/b", "c"), {"split": "train", "streaming": True})]
     with pytest.raises(ValueError, match="dataset 'a/b' cannot be read: its column 'text' is None, but must be text"):
         read_documents(load_config("smoke", dataset="a/b"))
+
+
+def rows_of(step):
+    return range(step * TINY.batch_size, (step + 1) * TINY.batch_size)
+
+
+def test_each_epoch_has_each_window_once():
+    batches = TrainingBatches(CORPUS, TINY, seed=3)
+    epochs = [torch.cat([batches.windows_of(step) for step in range(n, n + 10)]) for n in (0, 10)]
+    for windows in epochs:
+        assert sorted(windows.tolist()) == CORPUS.windows.tolist()
+    assert not torch.equal(*epochs)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    first, again = (TrainingBatches(CORPUS, TINY, seed=3) for _ in range(2))
+    again.__getitems__(rows_of(7))
+    whole = first.__getitems__(rows_of(2))
+    parts = [again.__getitems__(rows_of(2)[4 * part : 4 * part + 4]) for part in (0, 1)]
+    for name in ("input_ids", "attention_mask", "labels"):
+        assert torch.equal(whole[name], torch.cat([part[name] for part in parts]))
+    assert torch.equal(whole["masked"], torch.cat((parts[0]["masked"], parts[1]["masked"] + 4 * TINY.train_length)))
+    other = TrainingBatches(CORPUS, TINY, seed=4).__getitems__(rows_of(2))
+    assert not torch.equal(whole["input_ids"], other["input_ids"])
+
+
+def test_labels_are_what_was_masked_and_padding_is_never():
+    batches = TrainingBatches(CORPUS, TINY, seed=0)
+    for step in range(4):
+        batch, windows = batches.__getitems__(rows_of(step)), batches.windows_of(step)
+        assert batch["attention_mask"].sum(1).tolist() == windows[:, 1].tolist()
+        for index, label in zip(batch["masked"].tolist(), batch["labels"].tolist(), strict=True):
+            row, column = divmod(index, TINY.train_length)
+            begin, count = windows[row].tolist()
+            assert column < count
+            assert CORPUS.tokens[begin + column] == label
+        assert (batch["input_ids"][batch["attention_mask"] == 0] == 0).all()
+
+
+def test_masks_are_berts():
+    ids = torch.full((200, 100), 7)
+    shown, labels = mask_tokens(CORPUS, TINY, ids.clone(), torch.ones_like(ids, dtype=torch.bool), seed=1)
+    masked = labels != -100
+    assert abs(masked.double().mean() - 0.15) < 0.01
+    assert (shown[~masked] == 7).all()
+    assert abs((shown[masked] == CORPUS.tokenizer.mask_token_id).double().mean() - 0.8) < 0.04
+
+
+def test_evaluation_masks_the_same_tokens_at_each_length():
+    short, long = (evaluation_batches(CORPUS, TINY, length, tokens_at_once=48) for length in (16, 32))
+    assert [len(batch["input_ids"]) for batch in short] == [3, 3, 2]
+    assert [len(batch["input_ids"]) for batch in long] == [1] * 4
+    for name in ("input_ids", "labels"):
+        parts = (torch.cat([batch[name].flatten() for batch in batches]) for batches in (short, long))
+        assert torch.equal(*parts)

@@ -1,0 +1,333 @@
+"""The text of a comparison, as tokens in a folder, cut into windows and masked for training and evaluation.
+
+Documents come in a random order, the same wherever their text and names are the same: their first are a fair sample.
+Shape letters: B rows, T tokens of a row, M masked tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import itertools
+import os
+import platform
+import string
+import sysconfig
+import unicodedata
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordPiece
+from tokenizers.trainers import WordPieceTrainer
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+from ropewalk.experiments.bert_positions.config import Config
+
+MEGABYTE = 10**6
+# PyTorch requires the other two, so that these are on every machine that this runs on. transformers, though larger,
+# would not do: its models are copies of each other, so that what is held out would be known.
+DEFAULT_PACKAGES = ("torch", "sympy", "networkx")
+# Tests, tables of numbers, and what differs between installations of one version.
+SKIPPED_FOLDERS = {"test", "tests", "testing", "encodings", "site-packages", "dist-packages", "ensurepip", "lib2to3"}
+LEAST_DOCUMENTS = 20  # fewer files than these are cut into about as many documents: whole documents are held out
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # with the ids 0 to 4
+SHORTEST_WINDOW = 8  # tokens; less at the end of a document is left out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as token ids, most to learn from, some held out."""
+
+    facts: dict[str, Any]  # for records: name, n_documents, n_bytes, and sha256 of the text, document by document
+    tokenizer: PreTrainedTokenizerFast
+    tokens: Tensor  # int32: all documents to learn from, end to end, mapped from a file
+    windows: Tensor  # (W, 2) int64: where in tokens a window begins, and how many it has; each lies in one document
+    held_out: Tensor  # (N, longest) int32: windows that each lie in one held-out document
+
+
+def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
+    """Read the corpus from `folder`; if it is not there yet, prepare it there first; ValueError if it will not do."""
+    file = folder / "tokens.pt"
+    if not file.exists():
+        _write_tokens(config, folder, file)
+    names = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    content = torch.load(file, mmap=True)
+    facts, tokens, longest = content["facts"], content["tokens"], config.longest
+    windows = cut_windows(content["lengths"], config.train_length)
+    begins = cut_held_out(content["held_out_lengths"], longest, config.evaluation_windows)
+    for of, found, least in (("to learn from", windows, SHORTEST_WINDOW), ("held out", begins, longest)):
+        if not len(found):
+            raise ValueError(
+                f"{facts['name']}: no document {of} has {least} tokens: give more or longer text, raise max_megabytes "
+                "or held_out, or lower train_length or length_multiples"
+            )
+    documents = f"{facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB"
+    held_out = f"{len(begins)} held-out windows of {longest}"
+    line = f"text: {facts['name']}; {documents}; {len(tokens):,} tokens to learn from, {held_out}"
+    console.print(line, markup=False, highlight=False)
+    return Corpus(facts, tokenizer, tokens, windows, content["held_out"][begins[:, None] + torch.arange(longest)])
+
+
+def _write_tokens(config: Config, folder: Path, file: Path) -> None:
+    name, documents = read_documents(config)
+    n_held_out = max(1, round(config.held_out * len(documents)))
+    if n_held_out >= len(documents):
+        raise ValueError(f"{name} has {len(documents)} documents that differ, but must have more than {n_held_out}")
+    encoded = [document.encode() for document in documents]
+    facts: dict[str, Any] = {"name": name, "n_documents": len(documents), "n_bytes": sum(map(len, encoded))}
+    facts["sha256"] = hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in encoded)).hexdigest()
+    tokenizer = train_wordpiece(documents[n_held_out:], config.vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    held_out = dict(zip(("held_out", "held_out_lengths"), encode(tokenizer, documents[:n_held_out]), strict=True))
+    to_learn = dict(zip(("tokens", "lengths"), encode(tokenizer, documents[n_held_out:]), strict=True))
+    unfinished = file.with_suffix(".unfinished")
+    torch.save({"facts": facts, **to_learn, **held_out}, unfinished)
+    os.replace(unfinished, file)
+
+
+def encode(tokenizer: Tokenizer, documents: list[str], at_once: int = 64) -> tuple[Tensor, Tensor]:
+    """Return the tokens of all documents, end to end, and how many each has; an encoding outweighs its text by far."""
+    ids, lengths = array("i"), []
+    for first in range(0, len(documents), at_once):
+        for encoding in tokenizer.encode_batch_fast(documents[first : first + at_once], add_special_tokens=False):
+            ids.extend(encoding.ids)
+            lengths.append(len(encoding.ids))
+    return torch.tensor(ids, dtype=torch.int32), torch.tensor(lengths)
+
+
+def cut_windows(lengths: Tensor, size: int) -> Tensor:
+    """Cut windows of `size` tokens, the last of a document shorter, (W, 2): begin and number of tokens."""
+    document, number = _spread(lengths // size + (lengths % size >= SHORTEST_WINDOW))
+    offset = number * size
+    begins = lengths.cumsum(0) - lengths
+    return torch.stack((begins[document] + offset, (lengths[document] - offset).clamp(max=size)), 1)
+
+
+def cut_held_out(lengths: Tensor, size: int, most: int) -> Tensor:
+    """Return the begins, (N,), of at most so many windows of `size` tokens, evenly from all; centred in documents."""
+    document, number = _spread(lengths // size)
+    begins = lengths.cumsum(0) - lengths
+    starts = begins[document] + (lengths[document] % size) // 2 + number * size
+    count = min(most, len(starts))
+    return starts[torch.arange(count) * len(starts) // max(1, count)]
+
+
+def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of counts.sum() things, return its count's index, and its number in that."""
+    owner = torch.repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+
+
+def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:
+    """Train a lower-cased WordPiece, as BERT's, of at most vocab_size tokens; "[MASK]" in a text is ordinary text.
+
+    The trainer numbers characters inside a word, "##e", as it meets them in a hash map, whose order differs from run to
+    run, and decides between equally frequent pairs by these numbers; so here it is given all of them before, in order.
+    """
+
+    def make(model: WordPiece) -> Tokenizer:
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
+
+    total = itertools.accumulate(len(document.encode()) for document in documents)
+    sample = documents[: max(1, sum(size <= vocab_size * 2000 for size in total))]
+    tokenizer = make(WordPiece(unk_token="[UNK]"))
+    counts: Counter[str] = Counter()
+    for document in sample:
+        counts.update(tokenizer.normalizer.normalize_str(document))
+    characters = sorted((x for x in counts if not x.isspace()), key=lambda x: (-counts[x], x))
+    characters = sorted(characters[: min(1000, vocab_size // 4)])  # rarer ones are unknown
+    inner = [f"##{x}" for x in characters if x not in string.punctuation and unicodedata.category(x)[0] != "P"]
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        special_tokens=[*SPECIAL_TOKENS, *inner],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return make(WordPiece(vocab=tokenizer.get_vocab(), unk_token="[UNK]"))
+
+
+def read_documents(config: Config) -> tuple[str, list[str]]:
+    """Read the text that `config` names, or Python's own sources: a name for records, and documents that all differ."""
+    if config.dataset is not None:
+        name, found = config.dataset, _read_dataset(config.dataset, config.dataset_column)
+        name = Path(name).resolve().name if Path(name.partition(":")[0]).exists() else name
+    elif config.corpus:
+        name = ", ".join(Path(path).resolve().name for path in config.corpus)
+        found = _read_files(list(_list_paths(config.corpus)), config.max_megabytes)
+    else:
+        packages = ", ".join(f"{package} {version(package)}" for package in DEFAULT_PACKAGES)
+        name = f"the sources of Python {platform.python_version()}, {packages}"
+        found = _read_files(list(_list_sources()), config.max_megabytes)
+    documents: dict[str, None] = {}
+    left = int(config.max_megabytes * MEGABYTE)
+    for document in found:
+        if document.strip() and document not in documents:
+            left -= len(document.encode())
+            if left < 0:
+                break
+            documents[document] = None
+    if not documents:
+        reason = f"has no document below max_megabytes, {config.max_megabytes}" if left < 0 else "has no text"
+        raise ValueError(f"{name} {reason}")
+    return name, list(documents)
+
+
+def _read_files(files: list[tuple[str, Path, bool]], max_megabytes: float) -> Iterator[str]:
+    """Read files, or parts of them, ordered by a hash of their names, so that one more file changes little."""
+    part_bytes, sizes = MEGABYTE, [path.stat().st_size for _, path, _ in files]
+    if len(files) < LEAST_DOCUMENTS:
+        part_bytes = min(part_bytes, max(1, min(sum(sizes), int(max_megabytes * MEGABYTE)) // LEAST_DOCUMENTS))
+    parts = [(*file, part) for file, size in zip(files, sizes, strict=True) for part in range(-(-size // part_bytes))]
+    for _, path, is_named, part in sorted(parts, key=lambda x: hashlib.sha256(f"{x[0]}\n{x[3]}".encode()).digest()):
+        try:
+            document = read_part(path, part, part_bytes).decode("utf-8-sig")
+            if "\0" in document:
+                raise ValueError("it holds a zero byte")
+        except (OSError, ValueError) as error:
+            if is_named or isinstance(error, OSError):
+                raise ValueError(f"corpus: {path} cannot be read as text in UTF-8: {error}") from error
+            continue
+        yield document
+
+
+def read_part(path: Path, part: int, part_bytes: int) -> bytes:
+    """Read the lines of a file that begin in one of its parts: from byte part·part_bytes on, before the next part."""
+    with path.open("rb") as file:
+        ends = []
+        for at in (part * part_bytes, (part + 1) * part_bytes):
+            file.seek(max(0, at - 1))
+            if at:
+                file.readline()
+            ends.append(file.tell())
+        file.seek(ends[0])
+        return file.read(ends[1] - ends[0])
+
+
+def _list_paths(paths: list[str]) -> Iterator[tuple[str, Path, bool]]:
+    """List (name, path, whether the user named it, so that it must be text)."""
+    for number, path in enumerate(map(Path, paths)):
+        if path.is_file():
+            yield f"{number}/{path.name}", path, True
+        elif path.is_dir():
+            yield from ((f"{number}/{file.relative_to(path).as_posix()}", file, False) for file in _walk(path, set()))
+        else:
+            raise ValueError(f"corpus: {path} does not exist, but must be a file or a folder with text")
+
+
+def _list_sources() -> Iterator[tuple[str, Path, bool]]:
+    found = {package: importlib.util.find_spec(package) for package in DEFAULT_PACKAGES}
+    roots = {"python": Path(sysconfig.get_path("stdlib"))}
+    roots |= {package: Path(spec.origin).parent for package, spec in found.items() if spec and spec.origin}
+    for package, root in roots.items():
+        for path in _walk(root, SKIPPED_FOLDERS):
+            if path.suffix == ".py":
+                yield f"{package}/{path.relative_to(root).as_posix()}", path, False
+
+
+def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
+    """List all files under a folder, but hidden ones and those in skipped or hidden folders."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _read_dataset(dataset: str, column: str) -> Iterator[str]:
+    """Read the rows of the split "train", shuffled, on demand: no more is downloaded than that."""
+    import datasets
+
+    name, _, configuration = dataset.partition(":")
+    try:
+        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        for row in rows.shuffle(seed=0, buffer_size=10_000):
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"its column {column!r} is {row.get(column)!r}, but must be text; {sorted(row)}")
+            yield row[column]
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"dataset {dataset!r} cannot be read: {error}") from error
+
+
+def derive_seed(*what: object) -> int:
+    """Derive a seed for one purpose; each of its bits depends on all of `what`, as generators read 32 bits alone."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little") >> 1
+
+
+class TrainingBatches(Dataset[dict[str, Tensor]]):
+    """The windows that a training sees, in their order; a loader fetches the rows of a part of a step at once.
+
+    The windows of an epoch are shuffled by `seed` alone; masks are drawn by (seed, step), for the whole batch always.
+    So a batch depends neither on a scheme, nor on what was drawn before, nor on how it is cut into parts.
+    """
+
+    def __init__(self, corpus: Corpus, config: Config, seed: int) -> None:
+        self.corpus, self.config, self.seed = corpus, config, seed
+
+    def __len__(self) -> int:
+        return self.config.steps * self.config.batch_size
+
+    def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        config, corpus = self.config, self.corpus
+        step = numbers[0] // config.batch_size
+        windows = self.windows_of(step)
+        offsets = torch.arange(config.train_length)
+        is_token = offsets < windows[:, 1:]
+        at = (windows[:, :1] + offsets).clamp_(max=len(corpus.tokens) - 1)
+        ids = corpus.tokens[at].long().masked_fill_(~is_token, corpus.tokenizer.pad_token_id)
+        ids, labels = mask_tokens(corpus, config, ids, is_token, derive_seed(self.seed, step))
+        rows = torch.tensor(numbers) - step * config.batch_size
+        return make_batch(ids[rows], is_token[rows], labels[rows])
+
+    def windows_of(self, step: int) -> Tensor:
+        """Return the windows of a step, (batch_size, 2), as `Corpus.windows`."""
+        n_windows, size = len(self.corpus.windows), self.config.batch_size
+        at = torch.arange(step * size, (step + 1) * size)
+        epochs = range(step * size // n_windows, ((step + 1) * size - 1) // n_windows + 1)
+        order = [_epoch_order(n_windows, self.seed, n)[at[at // n_windows == n] % n_windows] for n in epochs]
+        return self.corpus.windows[torch.cat(order)]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(n_windows: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(n_windows, generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")))
+
+
+def mask_tokens(corpus: Corpus, config: Config, ids: Tensor, is_token: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Mask tokens by transformers' collator: (B, T) as they are shown, and labels, −100 where nothing is masked."""
+    collator = DataCollatorForLanguageModeling(corpus.tokenizer, mlm_probability=config.mask_probability)
+    collator.generator = torch.Generator().manual_seed(seed)
+    masked: tuple[Tensor, Tensor] = collator.torch_mask_tokens(ids, special_tokens_mask=~is_token)
+    return masked
+
+
+def make_batch(ids: Tensor, is_token: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Make the arguments of `MaskedBert`: rows, and of their masked tokens the indices and labels alone, (M,)."""
+    masked = (labels != -100).flatten().nonzero()[:, 0]
+    of_masked = {"masked": masked, "labels": labels.flatten()[masked]}
+    return {"input_ids": ids, "attention_mask": is_token.long(), **of_masked}
+
+
+def evaluation_batches(corpus: Corpus, config: Config, length: int, tokens_at_once: int) -> list[dict[str, Tensor]]:
+    """Cut the held-out windows into rows of `length` tokens, without padding; the same tokens are masked at each."""
+    pieces = corpus.held_out.reshape(-1, config.train_length).long()
+    ids, labels = mask_tokens(corpus, config, pieces, torch.ones_like(pieces, dtype=torch.bool), seed=0)
+    rows = (x.view(-1, length).split(max(1, tokens_at_once // length)) for x in (ids, labels))
+    return [make_batch(ids, torch.ones_like(ids, dtype=torch.bool), labels) for ids, labels in zip(*rows, strict=True)]
