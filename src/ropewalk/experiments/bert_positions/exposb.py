@@ -40,20 +40,17 @@ Row = dict[
 
 
 def check_exposb(
-    config: Config, evaluation: Sequence[Row] = (), band_weights: Mapping[int, Tensor] | None = None
+    config: Config, evaluation: Sequence[Row] = (), trained: Mapping[int, Tensor] | None = None
 ) -> list[Row]:
-    """Measure a row for each claim, at the run's sizes; `band_weights` are those of the trained models, by seed."""
-    heads, length = config.num_heads, config.train_length
-    head_dim = config.hidden_size // heads
-    return [
-        *(check(head_dim, length, config.longest) for check in CHECKS),
-        check_band_weights(config.hidden_size, heads, band_weights or {}),
-        check_gradients(head_dim),
-        *compare_losses(evaluation, length),
-    ]
+    """Measure a row for each claim, at the run's sizes; `trained` has the band weights of its models, by seed."""
+    sizes = config.hidden_size // config.num_heads, config.train_length, config.longest
+    rows = [check(*sizes) for check in CHECKS]
+    rows.append(check_band_weights(config.hidden_size, config.num_heads, trained or {}))
+    return [*rows, check_gradients(sizes[0]), *compare_losses(evaluation, config.train_length)]
 
 
 def _row(name: str, verdict: str, **values: Any) -> Row:
+    values = {key: float(value) if isinstance(value, Tensor) else value for key, value in values.items()}
     claim = CLAIMS[name]
     measured = {label.format(**values): float(values[key]) for key, label in claim["measured"].items()}
     finding = claim["finding"].format(**values)
@@ -120,16 +117,15 @@ def check_stick_breaking(head_dim: int, length: int, longest: int) -> Row:
     orders = (n, n.flip(1), (m - n).abs().argsort(dim=1, stable=True))  # from the first, the last, the nearest key on
     sticks = [break_sticks(scores, order.expand_as(scores)) for order in orders]
 
-    def change_by(index: int) -> float:
+    def change_by(index: int) -> Tensor:
         changed = k.clone()
         changed[index] = other[index]
         ratio = (probabilities_of(EXPOSB, q, changed) / p)[..., torch.arange(TOKENS) != index]
-        return float((ratio - 1).abs().mean())
+        return (ratio - 1).abs().mean()
 
-    elsewhere = min(float((p - stick).abs().sum(-1).mean()) / 2 for stick in sticks)
-    softmax = float((p - scores.softmax(-1)).abs().max())
+    elsewhere, softmax = min((p - x).abs().sum(-1).mean() for x in sticks) / 2, (p - scores.softmax(-1)).abs().max()
     first, last = change_by(0), change_by(TOKENS - 1)
-    verdict = "true" if elsewhere < ROUNDING and min(first, last) < ROUNDING else "false"
+    verdict = "true" if max(elsewhere, min(first, last)) < ROUNDING else "false"
     return _row("stick_breaking", verdict, elsewhere=elsewhere, softmax=softmax, first=first, last=last)
 
 
@@ -142,11 +138,11 @@ def check_norms(head_dim: int, length: int, longest: int) -> Row:
         for position in (EXPOSB, ROPE)
     )
     vectors, features = ours.split([N_PAIRS, head_dim], 1)
-    low, high = float(vectors.min()), float(vectors.max())
-    ends = {"first": float(vectors[0].mean()), "last": float(vectors[-1].mean()), "end": longest - 1}
-    of_features = {"feature_low": float(features.min()), "feature_high": float(features.max())}
+    low, high, deviation = vectors.min(), vectors.max(), (rope - 1).abs().max()
+    ends = {"first": vectors[0].mean(), "last": vectors[-1].mean(), "end": longest - 1}
+    of_features = {"feature_low": features.min(), "feature_high": features.max()}
     verdict = "true" if max(high - 1, 1 - low) < ROUNDING else "false"
-    return _row("norms", verdict, low=low, high=high, rope=float((rope - 1).abs().max()), **ends, **of_features)
+    return _row("norms", verdict, low=low, high=high, rope=deviation, **ends, **of_features)
 
 
 def check_relative(head_dim: int, length: int, longest: int) -> Row:
@@ -160,10 +156,10 @@ def check_relative(head_dim: int, length: int, longest: int) -> Row:
 
     ours = scores_of(EXPOSB, q, k, n + offset, n)
     without = ours / (_amplitudes(n + offset, head_dim) * _amplitudes(n, head_dim))[:, None]
-    mean, greatest, by_gains = float(change(ours).mean()), float(change(ours).max()), float(change(without).mean())
-    rope = float(change(scores_of(ROPE, q, k, n + offset, n)).max())
-    measured = {"mean": mean, "greatest": greatest, "by_gains": by_gains, "rope": rope}
-    return _row("relative", "true" if greatest < ROUNDING else "false", longest=longest, offset=offset, **measured)
+    rope = scores_of(ROPE, q, k, n + offset, n)
+    found = {"mean": change(ours).mean(), "greatest": change(ours).max(), "by_gains": change(without).mean()}
+    verdict = "true" if found["greatest"] < ROUNDING else "false"
+    return _row("relative", verdict, longest=longest, offset=offset, rope=change(rope).max(), **found)
 
 
 def check_amplitude(head_dim: int, length: int, longest: int) -> Row:
@@ -200,12 +196,12 @@ def check_distance_decay(head_dim: int, length: int, longest: int) -> Row:
     near, last, limit = (decayed / plain).tolist()
     q, k = draw(2, 16 * N_PAIRS, head_dim)
     decayed, plain = (scores_of(position, q, k, distances[:1], at_zero[:1]) for position in (DECAY, EXPOSB))
-    raised = float((decayed > plain).double().mean())
-    schemes = {"with_decay": DECAY, "without": EXPOSB, "rope": ROPE}
-    shares = {name: share_of_nearest(scheme, head_dim, longest) for name, scheme in schemes.items()}
+    raised = (decayed > plain).double().mean()
+    shares = [share_of_nearest(scheme, head_dim, longest) for scheme in (DECAY, EXPOSB, ROPE)]
     verdict = "true" if limit < 0.05 and raised < 0.05 else "in part" if last < 1 - ROUNDING else "false"
-    at = {"length": length, "end": longest - 1, "far": FAR, "longest": longest}
-    return _row("distance_decay", verdict, near=near, last=last, limit=limit, raised=raised, **shares, **at)
+    at: dict[str, float] = {"length": length, "end": longest - 1, "far": FAR, "longest": longest}
+    at |= dict(zip(("with_decay", "without", "rope"), shares, strict=True))
+    return _row("distance_decay", verdict, near=near, last=last, limit=limit, raised=raised, **at)
 
 
 def check_band_gains(head_dim: int, length: int, longest: int) -> Row:
@@ -214,11 +210,11 @@ def check_band_gains(head_dim: int, length: int, longest: int) -> Row:
     assert weights is not None
     gains = weights.double().sqrt()
     pairs = gains.unflatten(0, (-1, 2))
-    within = float((pairs.amax(1) / pairs.amin(1)).max())
-    low = float((gains - gains.min() < 0.01).double().mean())
-    found = {"least": float(gains.min()), "greatest": float(gains.max()), "feature": int(gains.argmax()), "low": low}
+    within = (pairs.amax(1) / pairs.amin(1)).max()
+    found = {"least": gains.min(), "greatest": gains.max(), "feature": gains.argmax(), "excess": within - 1}
+    low = (gains - gains.min() < 0.01).double().mean()
     verdict = "true" if within - 1 < ROUNDING else "in part"
-    return _row("band_gains", verdict, head_dim=head_dim, within=within, excess=within - 1, **found)
+    return _row("band_gains", verdict, head_dim=head_dim, within=within, low=low, **found)
 
 
 CHECKS = (
@@ -245,20 +241,11 @@ def check_band_weights(hidden_size: int, heads: int, trained: Mapping[int, Tenso
     exact = "exactly" if difference == 0 else f"to {difference:.0e}"
     row = _row("band_weights", verdict, count=count, heads=heads, difference=difference, exact=exact)
     if trained:
-        learnt = torch.cat([layers.flatten() for layers in trained.values()]).double()
-        means = [float(layers.double().mean()) for layers in trained.values()]
-        more = _row(
-            "trained_band_weights",
-            verdict,
-            models=len(trained),
-            mean=float(learnt.mean()),
-            spread=float(learnt.std(correction=0)),
-            least=float(learnt.min()),
-            greatest=float(learnt.max()),
-            least_mean=min(means),
-            greatest_mean=max(means),
-            plural="s" * (len(trained) > 1),
-        )
+        weights = torch.stack(list(trained.values())).double()
+        means = weights.flatten(1).mean(1)
+        over_all = {"mean": weights.mean(), "spread": weights.std(correction=0), "least": weights.min()}
+        over_all |= {"greatest": weights.max(), "least_mean": means.min(), "greatest_mean": means.max()}
+        more = _row("trained_band_weights", verdict, models=len(trained), plural="s" * (len(trained) > 1), **over_all)
         row |= {"measured": row["measured"] | more["measured"], "finding": f"{row['finding']} {more['finding']}"}
     return row
 
@@ -278,11 +265,16 @@ class _NoneBackward(torch.autograd.Function):
 
 def check_gradients(head_dim: int) -> Row:
     """Check the inputs that a backward of None reaches, and the error of our gradients."""
+
+    def loss_of(q: Tensor, k: Tensor, v: Tensor, band_weights: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, position=ExpoSB(band_weights=band_weights), impl="reference")
+        return out.square().sum()
+
     q, k, v = (x.requires_grad_() for x in draw(3, 1, TOKENS, 2, head_dim))
     inputs = (q, k, v, draw(2).requires_grad_())
     _NoneBackward.apply(q, k, v).square().sum().backward()
     reached = sum(x.grad is not None for x in (q, k, v))
-    gradients = torch.autograd.grad(_loss(*inputs), inputs)
+    gradients = torch.autograd.grad(loss_of(*inputs), inputs)
     ours = sum(bool(gradient.abs().max() > 0) for gradient in gradients)
     errors = []
     for index, gradient in enumerate(gradients):
@@ -290,22 +282,18 @@ def check_gradients(head_dim: int) -> Row:
         moved = [[x.detach() for x in inputs] for _ in range(2)]
         for sign, ends in zip((1, -1), moved, strict=True):
             ends[index] = ends[index] + sign * step * direction
-        slope = float(_loss(*moved[0]) - _loss(*moved[1])) / (2 * step)
+        slope = float(loss_of(*moved[0]) - loss_of(*moved[1])) / (2 * step)
         along = float((gradient * direction).sum())
         errors.append(abs(along - slope) / max(abs(along), abs(slope), 1e-30))
     return _row("gradients", "true" if reached == 3 else "false", reached=reached, ours=ours, error=max(errors))
 
 
-def _loss(q: Tensor, k: Tensor, v: Tensor, band_weights: Tensor) -> Tensor:
-    out: Tensor = attention(q, k, v, position=ExpoSB(band_weights=band_weights), impl="reference")
-    return out.square().sum()
-
-
 def compare_losses(evaluation: Sequence[Row], train_length: int) -> list[Row]:
     """Compare ExpoSB's and RoPE's losses of the same seeds, at the training length and in their rise with length."""
     losses = {(row["scheme"], row["seed"], row["length"]): row["loss"] for row in evaluation}
-    seeds = sorted(seed for scheme, seed, length in losses if scheme == "rope" and ("exposb", seed, length) in losses)
-    seeds = list(dict.fromkeys(seeds))
+    seeds = sorted(
+        {seed for _, seed, _ in losses if {(x, seed, train_length) for x in ("exposb", "rope")} <= set(losses)}
+    )
     longest = max((length for _, _, length in losses), default=train_length)
     if not seeds:
         return []

@@ -6,7 +6,6 @@ main one does the rest.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -47,7 +46,6 @@ def run_bert_positions(
     device: str | None = None,
     jobs: int = 1,
     record: Path | None = None,
-    console: Console | None = None,
 ) -> Path:
     """Train, evaluate and compare a BERT for each position scheme and seed, in the folder `output`, new or empty.
 
@@ -66,7 +64,7 @@ def run_bert_positions(
         raise ValueError(f"jobs is {jobs}, but must be at least 1, and 1 where several processes train one model")
     if record is not None and record.exists() and not resume:
         raise ValueError(f"{record} exists already, and is not overwritten")
-    console = (console or default_console()) if state.is_main_process else Console(quiet=True)
+    console = default_console() if state.is_main_process else Console(quiet=True)
     with state.main_process_first():
         _claim(output, config, resume or not state.is_main_process)
         try:
@@ -83,10 +81,15 @@ def run_bert_positions(
             spawn(_train_share, (jobs, threads, config, output, target), nprocs=jobs)
         except ProcessRaisedException as error:
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
-    results = [_train_and_evaluate(config, corpus, output, target, console, *run) for run in _runs(config)]
+    rows, weights = list[dict[str, Any]](), {}
+    for scheme, seed in _runs(config):
+        model, training = train_run(config, corpus, scheme, seed, output / "runs" / f"{scheme}-{seed}", target, console)
+        if state.is_main_process:
+            rows += [training, *evaluate(model, corpus, config, scheme, seed, model.device)]
+            if scheme == "exposb":
+                weights[seed] = trained_band_weights(model)
+        state.wait_for_everyone()
     if state.is_main_process:
-        weights = {x["training"]["seed"]: torch.tensor(x["weights"]).double() for x in results if x["weights"]}
-        rows = [row for result in results for row in (result["training"], *result["evaluation"])]
         evaluation = [row for row in rows if row["kind"] == "evaluation"]
         rows += measure_speed(config, len(corpus.tokenizer), target, console)
         rows += check_exposb(config, evaluation, weights)
@@ -106,32 +109,12 @@ def run_bert_positions(
     return output / RECORD
 
 
-def _train_and_evaluate(
-    config: Config, corpus: Corpus, output: Path, device: torch.device, console: Console, scheme: str, seed: int
-) -> dict[str, Any]:
-    """Train and evaluate a model, or read what came of it: its rows, and ExpoSB's learned weights."""
-    folder, state = output / "runs" / f"{scheme}-{seed}", PartialState()
-    path = folder / "result.json"
-    if not path.exists():
-        model, training = train_run(config, corpus, scheme, seed, folder, device, console)
-        if state.is_main_process:
-            rows = evaluate(model, corpus, config, scheme, seed, next(model.parameters()).device)
-            weights = trained_band_weights(model).tolist() if scheme == "exposb" else None
-            _write(path, json.dumps({"training": training, "evaluation": rows, "weights": weights}))
-    state.wait_for_everyone()
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: delete it to evaluate the model anew ({error})") from error
-    return found
-
-
 def _train_share(number: int, jobs: int, threads: int, config: Config, output: Path, device: torch.device) -> None:
     """Train each jobs-th model, from one on, in a process of its own."""
     torch.set_num_threads(threads)
     corpus = prepare_corpus(config, output / DATA, Console(quiet=True))
-    for run in _runs(config)[number::jobs]:
-        _train_and_evaluate(config, corpus, output, device, default_console(), *run)
+    for scheme, seed in _runs(config)[number::jobs]:
+        train_run(config, corpus, scheme, seed, output / "runs" / f"{scheme}-{seed}", device, default_console())
 
 
 def _runs(config: Config) -> list[tuple[str, int]]:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -25,23 +26,17 @@ from ropewalk.experiments.bert_positions.data import Corpus, TrainingBatches, de
 from ropewalk.integrations.huggingface import convert_bert
 
 _TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
     """BERT whose wide head reads the masked tokens alone, one in seven; a batch is that of `make_batch`."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, masked: Tensor, labels: Tensor, **of_the_step: Any
-    ) -> dict[str, Tensor]:
-        """Return logits (M, vocab), and the sum of the cross-entropies over the number of labels of the whole step.
-
-        Added up over the parts of a step, that is the mean loss of its masked tokens, whatever the parts are.
-        """
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, masked: Tensor, labels: Tensor, **step: Any) -> Any:
+        """Return logits (M, vocab), and the sum of the cross-entropies over the number of labels of the whole step."""
         hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
         logits = self.cls(hidden.flatten(0, 1).index_select(0, masked)).float()
         total = F.cross_entropy(logits, labels, reduction="sum")
-        return {"loss": total / of_the_step.get("num_items_in_batch", len(labels)), "logits": logits}
+        return {"loss": total / step.get("num_items_in_batch", len(labels)), "logits": logits}
 
 
 def plain_bert(config: Config, vocab_size: int, pad_id: int, **more: Any) -> MaskedBert:
@@ -72,10 +67,9 @@ def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [x for x in model.parameters() if x.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [x for x in model.parameters() if x.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
@@ -88,30 +82,24 @@ def learning_rate(config: Config, step: int) -> float:
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """Return the autocast of the configuration's precision."""
-    dtype = _DTYPES[config.precision_on(device)]
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision_on(device)]
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def train_run(
     config: Config, corpus: Corpus, scheme: str, seed: int, folder: Path, device: torch.device, console: Console
 ) -> tuple[MaskedBert, dict[str, Any]]:
-    """Train a BERT, from the newest checkpoint in its folder if there is one: the model, and its row of the record.
-
-    Raises:
-        ValueError: a checkpoint that is damaged; a loss that is not finite.
-    """
+    """Train a BERT, from the newest checkpoint in its folder if there is one: the model, and its row of the record."""
     model = make_model(config, scheme, seed, len(corpus.tokenizer), corpus.tokenizer.pad_token_id)
-    batches = TrainingBatches(corpus, config, seed)
+    batches, title = TrainingBatches(corpus, config, seed), f"{scheme}, seed {seed}"
     arguments = training_arguments(config, folder, device, derive_seed("dropout", seed) % 2**32)
     model.to(arguments.device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    optimizer, progress = make_optimizer(model, config), _Progress(f"{scheme}, seed {seed}", console)
+    optimizer, progress = make_optimizer(model, config), _Progress(title, console)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step))
-    # The data set makes a batch at once.
-    trainer = Trainer(
-        model, arguments, default_convert, batches, optimizers=(optimizer, schedule), callbacks=[progress]
-    )
+    made = {"optimizers": (optimizer, schedule), "callbacks": [progress]}
+    trainer = Trainer(model, arguments, default_convert, batches, **made)  # the data set makes a batch at once
     trainer.remove_callback(PrinterCallback)
     with arguments.main_process_first():  # which deletes what is not whole
         checkpoint = newest_checkpoint(folder)
@@ -121,20 +109,13 @@ def train_run(
         if checkpoint is None or progress.started:
             raise
         raise ValueError(f"{checkpoint} cannot be resumed: delete {folder} to start this run anew ({error})") from error
-    losses = [line for line in trainer.state.log_history if "loss" in line]
-    ends = [(line["step"], line["seconds"]) for line in losses]
-    rates = [(b[0] - a[0]) / max(b[1] - a[1], 1e-3) for a, b in zip([(0, 0.0), *ends], ends, strict=False)]
-    tokens_of_a_step = statistics.mean(int(batches.windows_of(step)[:, 1].sum()) for step in range(config.steps))
-    return model, {
-        "kind": "training",
-        "scheme": scheme,
-        "seed": seed,
-        "steps": [line["step"] for line in losses],
-        "losses": [line["loss"] for line in losses],  # nats per masked token, means over the steps since the one before
-        "tokens_per_second": tokens_of_a_step * statistics.median(rates),  # without padding
-        "seconds": losses[-1]["seconds"],
-        "parameters": model.num_parameters(),
-    }
+    lines = pd.DataFrame([line for line in trainer.state.log_history if "loss" in line])
+    rates = lines.step.diff().fillna(lines.step) / lines.seconds.diff().fillna(lines.seconds).clip(lower=1e-3)
+    tokens = statistics.mean(int(batches.windows_of(step)[:, 1].sum()) for step in range(config.steps))  # of a step
+    row = {"kind": "training", "scheme": scheme, "seed": seed}
+    row |= {"steps": lines.step.tolist(), "losses": lines.loss.tolist()}  # nats per masked token, means since the last
+    row |= {"tokens_per_second": tokens * rates.median(), "seconds": lines.seconds.iloc[-1]}  # without padding
+    return model, row | {"parameters": model.num_parameters()}
 
 
 def training_arguments(config: Config, folder: Path, device: torch.device, seed: int) -> TrainingArguments:
@@ -164,13 +145,11 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
         report_to="tensorboard" if find_spec("tensorboard") else "none",
         disable_tqdm=True,
     )
-    parts = config.accumulation_steps * arguments.world_size
     arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
+    parts = config.accumulation_steps * arguments.world_size
     if config.batch_size % parts:
-        raise ValueError(
-            f"batch_size is {config.batch_size}, but must be divisible by the accumulation steps times the processes, "
-            f"{config.accumulation_steps} × {arguments.world_size}"
-        )
+        must = f"be divisible by {parts}, accumulation_steps times the processes"
+        raise ValueError(f"batch_size is {config.batch_size}, but must {must}")
     arguments.per_device_train_batch_size = config.batch_size // parts
     return arguments
 
@@ -193,10 +172,8 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         if "loss" not in line:
             return
         if not math.isfinite(line["loss"]):
-            raise ValueError(
-                f"the loss of {self.title} is {line['loss']} at step {step}: learning_rate may be too large, or "
-                "precision too low"
-            )
+            what = f"the loss of {self.title} is {line['loss']} at step {step}"
+            raise ValueError(f"{what}: learning_rate may be too large, or precision too low")
         line["seconds"] = round(self.seconds + time.perf_counter() - self.started, 3)
         is_due = step * 4 // steps > (step - args.logging_steps) * 4 // steps
         if state.is_world_process_zero and (is_due or step == steps):
