@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     """The sequences of a packed batch; a dense batch has None in its place."""
 
     cu_seqlens_q: Any  # pointer to n_sequences + 1 integers
-    cu_seqlens_k: Any  # likewise; None over a cache, whose keys end at `Bounds.key_lengths`
+    cu_seqlens_k: Any  # likewise; not read over a cache, whose keys end at `Bounds.key_lengths`
     schedule: Any  # pointer to (entries, 2), int32: a sequence, and one of its tiles
     n_sequences: Any
 

@@ -290,7 +290,9 @@ def schedule_tiles(
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if cu_seqlens_q is None:
         return None, triton.cdiv(n_tokens, block) * batch
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), None if cu_seqlens_k is None else cu_seqlens_k.contiguous()
+    cu_seqlens_q = cu_seqlens_q.contiguous()
+    # Over a cache there are none, and none are read; Triton 3.6 does not compile a group with a field of None here.
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k.contiguous()
     count = cu_seqlens_q.shape[0] - 1
     # An upper bound: each sequence, and the tokens of none, may have a tile that is not full.
     n_tiles = n_tokens // block + count + 1

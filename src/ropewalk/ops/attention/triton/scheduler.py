@@ -69,7 +69,7 @@ def sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_ri
         has_tile = sequence >= 0  # otherwise the schedule has no more tiles
         sequence = tl.maximum(sequence, 0)
         q_offset, n_queries = span_of(packed.cu_seqlens_q, sequence, packed.n_sequences, n_queries)
-        if packed.cu_seqlens_k is None:
+        if bounds.key_lengths is not None:  # over a cache
             k_offset = 0
             kv_capacity = tl.load(bounds.key_lengths + sequence, sequence < packed.n_sequences, other=0)
             kv_capacity = tl.minimum(tl.maximum(kv_capacity, 0), n_keys).to(tl.int32)
