@@ -132,7 +132,6 @@ _QUANTIZED_TILES: dict[tuple[int, int], DecodeTiles] = {
 _TILES_OF_FORMAT: dict[Format, dict[tuple[int, int], DecodeTiles]] = {
     Format.FP8: {},
     Format.INT8: {
-        (16, 128): DecodeTiles(128, 4, 3, True),
         (16, 256): DecodeTiles(32, 4, 3, True),
         (32, 128): DecodeTiles(64, 4, 3),
     },

@@ -57,6 +57,7 @@ class AppendSpecialisation:
     block_heads: int
     threads: int
     native_fp8: bool  # the GPU rounds to float8 by an instruction
+    registers: int = 0  # that a thread may have; 0: as many as the compiler takes
 
 
 class Pages(NamedTuple):
@@ -644,4 +645,7 @@ def compile_kernel(spec: AppendSpecialisation, target: Any = None) -> Any:
     """Compile the kernel for `target`, by default the current GPU."""
     target = target or triton.runtime.driver.active.get_current_target()
     num_warps = max(1, spec.threads // target.warp_size)
-    return triton.compile(kernel_source(spec), target=target, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps}
+    if spec.registers and target.backend == "cuda":
+        options["maxnreg"] = spec.registers
+    return triton.compile(kernel_source(spec), target=target, options=options)

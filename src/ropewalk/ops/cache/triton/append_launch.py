@@ -38,6 +38,8 @@ _LETTERS = {
 }
 _WIDEST_ACCESS = 16  # bytes
 _FEW_TOKENS = 256  # latency limits calls of so many, bandwidth those of more
+# A thread may have as many then. Left to itself, ptxas saves registers and loads cos and sin after the norm's sum.
+_FEW_TOKENS_REGISTERS = 128
 
 
 class Tiles(NamedTuple):
@@ -196,13 +198,14 @@ def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCal
         *of_positions,
         *_strides(slots),
     )
+    across_heads = flags.has_norm and flags.across_heads
     if tiles is None:
         tiles = choose_tiles(
             tokens,
             max(n_q_heads, n_kv_heads),
             max(head_dim, v.shape[2]),
             k.element_size(),
-            across_heads=flags.has_norm and flags.across_heads,
+            across_heads=across_heads,
         )
     q_weight = None if q is None else q_weight
     spec = AppendSpecialisation(
@@ -241,6 +244,7 @@ def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCal
         block_heads=tiles.block_heads,
         threads=tiles.threads,
         native_fp8=_rounds_to_fp8(k),
+        registers=_FEW_TOKENS_REGISTERS if tokens <= _FEW_TOKENS and not across_heads else 0,
     )
     n_groups = math.ceil(n_q_heads / tiles.block_heads) + 2 * math.ceil(n_kv_heads / tiles.block_heads)
     numbers = (
