@@ -54,6 +54,7 @@ def calls(monkeypatch):
         return attention(*tensors, **keywords)
 
     monkeypatch.setattr("ropewalk.integrations.huggingface.attention.attention", record)
+    monkeypatch.setattr("ropewalk.integrations.huggingface.attention.repeat_plain", lambda *plain: None)
     return asked
 
 

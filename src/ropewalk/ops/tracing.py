@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,3 +47,41 @@ def is_dtensor(x: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Say whether a torch.func transform or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+# The PyTorch versions whose `TensorGuards` are known to do what `make_matcher` says; it is private.
+_GUARDS_FROM, _GUARDS_BEFORE = (2, 10), (2, 14)
+
+
+def _has_guards() -> bool:
+    """Say whether this PyTorch's guards are known."""
+    return _GUARDS_FROM <= tuple(map(int, torch.__version__.split(".")[:2])) < _GUARDS_BEFORE
+
+
+def make_matcher(*tensors: Tensor) -> Callable[..., bool]:
+    """Return a function that says whether a later call's tensors are of the same kinds, in the same surroundings.
+
+    Kinds are types, shapes, strides, dtypes, devices, lazy negation, and whether a gradient is required. Surroundings
+    are autocast, inference mode, transforms, tracers and modes that follow operators; neither forward-mode
+    differentiation nor whether gradients are recorded. The function may say False for like tensors, as where two are
+    one object.
+    """
+    if not _has_guards():
+        kinds = _describe(tensors)
+        return lambda *others: _describe(others) == kinds
+    from torch._C._dynamo.guards import TensorGuards
+
+    # torch.compile's own check: one call of C++, where PyTorch's attributes are a dozen calls a tensor.
+    fixed: dict[str, Any] = {
+        "dynamic_dims_sizes": [list(x.shape) for x in tensors],
+        "dynamic_dims_strides": [list(x.stride()) for x in tensors],
+    }
+    return TensorGuards(*tensors, **fixed).check
+
+
+def _describe(tensors: tuple[Tensor, ...]) -> list[Any]:
+    """Return the kinds of tensors, and their surroundings."""
+    found: list[Any] = [is_intercepted(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()]
+    for x in tensors:
+        found += (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.requires_grad)
+    return found

@@ -44,7 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ropewalk.device import assume_constant
 from ropewalk.modules.masks import ReadMask, drop_equal_rows, keep, masks_only, read_keys, recall
-from ropewalk.ops.attention.api import attention, takes_shards
+from ropewalk.ops.attention.api import attention, repeat_plain, takes_shards
 
 # Keywords that models pass to the attention, and that do not change it.
 _WITHOUT_EFFECT = frozenset(
@@ -250,6 +250,21 @@ def _attend(
             raise ValueError(
                 f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
             )
+    if (
+        attention_mask is None
+        and softcap is None
+        and s_aux is None
+        and cu_seq_lens_q is None
+        and cu_seq_lens_k is None
+        and (sliding_window is None or sliding_window >= key.shape[2])
+        and not (dropout and module.training)
+        and not deterministic
+        and type(scaling) is float
+    ):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        plain = repeat_plain(query, key, value, causal, scaling)
+        if plain is not None:
+            return plain.transpose(1, 2).contiguous(), None
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     of_shards = takes_shards()

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
@@ -78,6 +80,28 @@ find_sharded: Callable[[], Callable[..., Any] | None] | None = None
 def takes_shards() -> bool:
     """Say whether `attention` takes shards of sequences now: token i is not at position i."""
     return find_sharded is not None and find_sharded() is not None
+
+
+def repeat_plain(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float) -> Tensor | None:
+    """Do what `attention(q, k, v, causal=causal, scale=scale, layout="bhtd")` does, where a library did it last.
+
+    None: it is another call. Few functions and objects, since a model's layers find each of them out of the caches.
+    """
+    if is_dynamo_compiling():  # alone here: it is a constant to torch.compile, which traces no further
+        return None
+    found = plans.CALLS.plain.get((causal, scale))
+    if (
+        found is None
+        or not found.matches(q, k, v)
+        or found.records is not torch.is_grad_enabled()
+        or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        or forward_ad._current_level >= 0
+        or torch._C._get_deterministic_algorithms()
+        or not torch._C._get_cudnn_sdp_enabled()
+        or find_sharded is not None
+    ):
+        return None
+    return found.attend(q, k, v)
 
 
 @without_unknown
@@ -356,7 +380,7 @@ def attention(
     if dropout_p > 0:
         call = call._replace(seed=make_seed(call.q))
     if key is not None:
-        plans.note_call(key, call, backend, given, layout)
+        plans.note_call(key, call, backend, given, layout, impl)
     if return_max_logits:
         out, lse, max_logits = _outside_autocast(call.q, _run_with_max_logits, call, backend)
     else:

@@ -49,11 +49,12 @@ from ropewalk.ops.attention.tables import (
     signature_of,
     with_rows,
 )
-from ropewalk.ops.tracing import is_intercepted, is_plain_eager
+from ropewalk.ops.tracing import is_intercepted, is_plain_eager, make_matcher
 from ropewalk.schemes import Alibi, ExpoSB, PositionScheme, Rope, T5Bias
 
 MAX_PLANS = 1024
 MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
+MAX_PLAIN = 64  # causalities and scales of models' layers
 MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new lengths have ever-new strides
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
@@ -77,6 +78,7 @@ class Cache:
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
         self.seen: set[int] = set()
+        self.plain: dict[Any, LibraryCall] = {}  # the last one for a causality and a scale: `repeat_plain`
         self.tables: dict[int, int] = {}  # bytes that plans keep alive, by the storages' addresses
         self.lock = threading.Lock()
 
@@ -97,6 +99,7 @@ class Cache:
         with self.lock:
             if len(self.found) >= MAX_PLANS or sum((self.tables | tables).values()) > MAX_TABLE_BYTES:
                 self.found.clear()
+                self.plain.clear()
                 self.tables.clear()
             self.found[key] = plan
             self.tables |= tables
@@ -106,6 +109,7 @@ class Cache:
         """Drop all plans."""
         with self.lock:
             self.found.clear()
+            self.plain.clear()
             self.seen.clear()
             self.tables.clear()
 
@@ -793,22 +797,43 @@ class LibraryCall:
 
     gates = False  # no library applies a gate
 
-    def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str) -> None:
+    def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str, *, is_plain: bool) -> None:
         rotate = _plan(_PlannedRotation, call) if _rotates_both(call) else None
         self.layout, self.constants = layout, [] if rotate is None else rotate.tables
         self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
+        self.plain = (call.causal, call.scale) if is_plain else None
+        self.matches: Callable[..., bool] = _matches_nothing
+        self.records = False
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
         q, k, v = given[:3]
         if addresses_of((q, k, v)) is None:
             return None
+        if self.plain is not None and not torch._C._is_any_autocast_enabled():  # which would cast
+            if len(CALLS.plain) >= MAX_PLAIN:
+                CALLS.plain.clear()
+            if not self.matches(q, k, v):
+                self.matches = make_matcher(q, k, v)
+            self.records = torch.is_grad_enabled()
+            CALLS.plain[self.plain] = self
         if self.layout == "bhtd":
             return self.attend(q, k, v)
         if self.layout == "bthd":
             return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         layout = self.layout
         return from_bhtd(self.attend(*[as_bhtd(x, layout) for x in (q, k, v)]), layout)
+
+
+def _matches_nothing(*tensors: Tensor) -> bool:
+    return False
+
+
+def _is_plain(call: AttentionCall, layout: str, impl: str | None) -> bool:
+    """Say whether q, k, v, causality and scale are all that a call of a library has, in (B, H, T, D)."""
+    is_mapped = call.tables.q is not None or call.far is not None
+    chooses = impl is None and not call.deterministic
+    return layout == "bhtd" and chooses and not (is_mapped or call.has_window)
 
 
 def _rotates_both(call: AttentionCall) -> bool:
@@ -893,10 +918,14 @@ class _Rotate(torch.autograd.Function):
 _rotate: Callable[..., Any] = super(torch.autograd.Function, _Rotate).apply
 
 
-def note_call(key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> None:
+def note_call(
+    key: Any, call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str, impl: str | None
+) -> None:
     """Plan calls of a key, from its second call on, where nothing but the caller's tensors differs between them."""
-    plan = _plan_growing if key[0] == "cache" else _plan_call
-    CALLS.find(key, lambda: plan(call, backend, given, layout))
+    if key[0] == "cache":
+        CALLS.find(key, lambda: _plan_growing(call, backend, given, layout))
+    else:
+        CALLS.find(key, lambda: _plan_call(call, backend, given, layout, impl))
 
 
 def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str) -> Any:
@@ -911,7 +940,7 @@ def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor 
         return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
     if backend is REFERENCE or tables.q is not None or any(x is not None for x in _but_gate(given)[3:]):
         return FIXED
-    return LibraryCall(call, LIBRARIES[backend.name], layout)
+    return LibraryCall(call, LIBRARIES[backend.name], layout, is_plain=False)  # its length changes in each call
 
 
 def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: bool = False) -> bool:
@@ -936,7 +965,7 @@ def _but_gate(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 def _plan_call(
-    call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str
+    call: AttentionCall, backend: Backend, given: Sequence[Tensor | None], layout: str, impl: str | None
 ) -> PlannedCall | LibraryCall | None:
     """Return the plan of a call; None where it reads what no key knows, or what no plan makes in each call."""
     if backend.name in KERNELS:
@@ -946,8 +975,9 @@ def _plan_call(
     # Rows of tables may depend on values on the device.
     if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
-    is_library = backend is not REFERENCE and all(x is None for x in _but_gate(given)[3:])
-    return LibraryCall(call, LIBRARIES[backend.name], layout) if is_library else None
+    if backend is REFERENCE or any(x is not None for x in _but_gate(given)[3:]):
+        return None
+    return LibraryCall(call, LIBRARIES[backend.name], layout, is_plain=_is_plain(call, layout, impl))
 
 
 def _plan_kernels(

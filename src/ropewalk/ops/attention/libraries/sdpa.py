@@ -95,18 +95,19 @@ class Sdpa(LibraryBackend):
         """Return the output as a function of q, k and v, which asks nothing again that `attend` asks in each call."""
         if not gpu.is_nvidia(call.q.device) or _is_wide(call):
             return super().bind(call)
-        map_qk = bind_map(call)
         needs_backward, causal, scale = call.needs_backward, call.causal, call.scale
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k = map_qk(q, k)
             # The same operator by PyTorch's own binding, which costs the host less; torch.compile cannot trace it.
             out: Tensor = torch._scaled_dot_product_cudnn_attention(
                 q, k, v, None, needs_backward, 0.0, causal, False, scale=scale
             )[0]
             return out
 
-        return attend
+        if call.tables.q is None:
+            return attend
+        map_qk = bind_map(call)
+        return lambda q, k, v: attend(*map_qk(q, k), v)
 
 
 def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
