@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import ropewalk.ops.rope.rotary_embedding  # registers its operator
+import ropewalk.ops.rope.rotary_embedding  # noqa: F401  registers its operator
 from ropewalk import QKNorm, append_kv, attention
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.timing import Call, Quantiles, time_graphs, time_host
