@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ropewalk import attention
 from ropewalk.integrations.huggingface import attention as door
 from ropewalk.ops import tracing
-from ropewalk.ops.attention import api, plans
+from ropewalk.ops.attention import api, backends, plans
 from ropewalk.ops.attention.api import repeat_plain
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
 
@@ -30,8 +30,9 @@ MOST_FUNCTIONS = 5  # the layer's, `repeat_plain`, a constant for torch.compile,
 
 @pytest.fixture(autouse=True, params=["guards", "python"])
 def plan_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plan calls of CPU tensors, with PyTorch's guards and without them."""
+    """Plan calls of CPU tensors, with PyTorch's guards and without them; on a GPU as well a library attends."""
     monkeypatch.setattr(plans, "on_cpu", True)
+    monkeypatch.setattr(backends, "_rules", lambda device: (backends.Rule(backends.CUDNN_FIRST),))
     if request.param == "python":
         monkeypatch.setattr(tracing, "_has_guards", lambda: False)
     else:
