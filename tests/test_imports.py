@@ -50,8 +50,8 @@ LAYERS = {
     "compat": "ops.* schemes",
     "modules": "ops.rope.api ops.rope.norm ops.attention.api schemes",
     "parallel": "ops.* schemes",
-    "integrations": "ops.rope.api ops.rope.norm ops.rope.rotary_embedding ops.attention.api parallel.call "
-    "parallel.agreement schemes modules",
+    "integrations": "ops.rope.api ops.rope.call ops.rope.repeat ops.rope.norm ops.rope.rotary_embedding "
+    "ops.attention.api parallel.call parallel.agreement schemes modules",
     "bench.core": "",
     "bench.rope": "bench.core ops.* schemes",
     "bench.attention": "bench.core bench.rope compat ops.* schemes",

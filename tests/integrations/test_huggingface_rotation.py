@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
+import weakref
 from types import ModuleType
 
 import pytest
@@ -20,9 +22,13 @@ from helpers.huggingface_models import (
     tokens,
 )
 from torch import nn
+from torch.autograd import forward_ad
 
+from ropewalk import apply_rope
 from ropewalk.integrations import huggingface
 from ropewalk.integrations.huggingface import rotation
+from ropewalk.ops import tracing
+from ropewalk.ops.rope.repeat import Repeater
 from ropewalk.testing import assert_close_to_truth
 
 
@@ -41,7 +47,15 @@ def test_our_rotation_agrees_in_logits_and_gradients(name, monkeypatch, device):
     monkeypatch.setattr(
         rotation, "apply_rope", lambda *xs, **flags: rotations.append(flags) or apply_rope(*xs, **flags)
     )
-    apply_rope = importlib.import_module("ropewalk").apply_rope
+    repeat = Repeater.rotate
+
+    def repeat_and_note(repeater, q, k, call):
+        repeated = repeat(repeater, q, k, call)
+        if repeated is not None:
+            rotations.append(call.flags._asdict())
+        return repeated
+
+    monkeypatch.setattr(Repeater, "rotate", repeat_and_note)
     mask = padding("left", device)
 
     def run(model):
@@ -292,6 +306,160 @@ def test_patches_without_a_batch(stub):
     with huggingface.use_ropewalk_rope(model):
         for given in ((q, k, cos, sin), (q[0], k[0], cos[0], sin[0]), (q, k, cos[0], sin[0])):
             assert_alike(model(*given), of_patches, *given)
+
+
+# === layers after the first, whose tables and kinds of q and k were seen ===
+
+
+@pytest.fixture(params=["guards", "python"])
+def rotate(request, stub, monkeypatch):
+    """Our function of a model like Llama, with PyTorch's guards and without them."""
+    if request.param == "python":
+        monkeypatch.setattr(tracing, "_has_guards", lambda: False)
+    with huggingface.use_ropewalk_rope(stub(like_llama)) as handle:
+        yield sys.modules[handle.modules[0]].apply_rotary_pos_emb
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """The calls of `apply_rope`."""
+    asked = []
+
+    def record(*given, **keywords):
+        asked.append(keywords)
+        return apply_rope(*given, **keywords)
+
+    monkeypatch.setattr(rotation, "apply_rope", record)
+    return asked
+
+
+def project(axis=1, n_heads=3):
+    tensors = [x.requires_grad_() for x in heads(n_heads=n_heads)[:2]]
+    return [x if axis == 1 else x.transpose(1, 2) for x in tensors]
+
+
+def halves(cos, sin):
+    return [x.chunk(2, dim=-1)[0] for x in (cos, sin)]
+
+
+def assert_rotates(rotate, q, k, cos, sin, axis=1):
+    """Compare results and gradients with those of `apply_rope`, bit by bit."""
+    expected = apply_rope(q, k, *halves(cos, sin), layout="bhtd" if axis == 1 else "bthd")
+    found = rotate(q, k, cos, sin, axis)
+    grads = [torch.randn_like(x) for x in expected]
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == y.stride()
+    for x, y in zip(*(torch.autograd.grad(outs, (q, k), grads) for outs in (found, expected)), strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_layers_after_the_first_repeat_the_rotation(rotate, slow, axis):
+    for _ in range(3):  # steps, whose tables are new
+        cos, sin = angles(2, 6, 8)
+        for _ in range(3):
+            assert_rotates(rotate, *project(axis), cos, sin, axis)
+    assert len(slow) == 1
+
+
+def test_other_kinds_and_tables_are_not_repeated(rotate, slow):
+    cos, sin = angles(2, 6, 8)
+    q, k = project()
+    changes = [
+        (q, k, cos, sin),
+        (q[:1], k[:1], cos[:1], sin[:1]),
+        (q.double(), k.double(), cos.double(), sin.double()),
+        (q.transpose(1, 2).contiguous().transpose(1, 2), k, cos, sin),
+        (q, k.detach().requires_grad_(), sin, cos),
+    ]
+    for given in changes * 3:
+        expected = apply_rope(*given[:2], *halves(*given[2:]), layout="bhtd")
+        for x, y in zip(rotate(*given), expected, strict=True):
+            assert torch.equal(x, y)
+    square = [torch.randn(2, 3, 3, 16) for _ in range(2)]  # as many heads as tokens
+    tables = angles(1, 3, 8)
+    for axis in (1, 2, 1, 2):
+        expected = apply_rope(*square, *halves(*tables), layout="bhtd" if axis == 1 else "bthd")
+        assert torch.equal(rotate(*square, *tables, axis)[0], expected[0])
+
+
+def test_tables_that_are_written_or_get_other_memory(rotate):
+    cos, sin = angles(2, 6, 8)
+    for _ in range(2):
+        assert_rotates(rotate, *project(), cos, sin)
+    cos.mul_(0.5)
+    assert_rotates(rotate, *project(), cos, sin)
+    cos.data = torch.rand_like(cos[..., :8]).repeat(1, 1, 2)
+    assert_rotates(rotate, *project(), cos, sin)
+    q, k = project()
+    rotated = rotate(q, k, cos, sin)
+    cos.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rotated[0].sum().backward()
+
+
+def test_tables_are_freed_and_copied(rotate):
+    cos, sin = angles(2, 6, 8)
+    q, k = heads()[:2]
+    for _ in range(2):
+        rotate(q, k, cos, sin)
+    assert torch.equal(copy.deepcopy(cos), cos)
+    gone = weakref.ref(cos)
+    del cos, sin
+    assert gone() is None
+
+
+def test_gradients_of_a_repeated_rotation(rotate):
+    cos, sin = angles(2, 6, 8)
+    for _ in range(2):
+        rotate(*project(), cos, sin)
+    q, k = project()
+    (alone,) = torch.autograd.grad(rotate(q, k, cos, sin)[0].sum(), q)
+    (expected,) = torch.autograd.grad(like_llama(q, k, cos, sin)[0].sum(), q)
+    torch.testing.assert_close(alone, expected)
+    first, second = rotate(q, k, cos, sin)
+    grads = torch.autograd.grad(first.square().sum() + second.sum(), (q, k), create_graph=True)
+    (again,) = torch.autograd.grad(grads[0].square().sum(), q)
+    torch.testing.assert_close(again, 8 * q)  # a rotation keeps lengths
+    ones = [torch.ones(()).expand_as(x) for x in (first, second)]
+    grad_q, _ = torch.autograd.grad(rotate(q, k, cos, sin), (q, k), ones)
+    torch.testing.assert_close(grad_q, expected)
+
+
+def test_a_repeated_rotation_under_transforms_and_without_gradients(rotate):
+    cos, sin = angles(2, 6, 8)
+    q, k = project()
+    for _ in range(2):
+        rotate(q, k, cos, sin)
+    with torch.no_grad():
+        assert rotate(q, k, cos, sin)[0].grad_fn is None
+    expected = like_llama(q, k, cos, sin)[0]
+    found = torch.func.vmap(lambda x, y: rotate(x[None], y[None], cos[:1], sin[:1])[0][0])(q, k)
+    torch.testing.assert_close(found[0], expected[0])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        tangent = forward_ad.unpack_dual(rotate(dual, k, cos, sin)[0]).tangent
+    torch.testing.assert_close(tangent, like_llama(torch.ones_like(q), k, cos, sin)[0])
+
+
+def test_a_repeated_rotation_enters_few_functions(rotate):
+    cos, sin = angles(2, 6, 8)
+    for _ in range(2):
+        q, k = project()
+        rotated = rotate(q, k, cos, sin)
+        torch.autograd.grad(rotated, (q, k), rotated)
+    entered = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        rotate(q, k, cos, sin)
+    finally:
+        sys.setprofile(None)
+    assert "apply_rope" not in entered
+    if tracing._has_guards():
+        # Ours and the one in it, torch.compile's constant, the repeater; its forward, what saves, and PyTorch's two.
+        assert len(entered[: entered.index("rotated")]) <= 8, entered
 
 
 def test_each_width_of_tables_is_checked(stub):

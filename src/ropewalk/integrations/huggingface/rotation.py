@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.repeat import Repeater
+from ropewalk.ops.tracing import is_transformed
 
 # Functions and methods of models that rotate, by their names in transformers.
 _ROTARY = re.compile(r"_?(vision_)?apply_\w*(rot|rope)|rotate_")
@@ -246,29 +250,84 @@ def _recognise(module: ModuleType, name: str, original: Any) -> _Rotation | None
     return None
 
 
+_ATTRIBUTE = "_ropewalk_rotation"  # of a model's cos, which its layers share
+
+
+class _Kept:
+    """The call of a model's tables, for the layers after the first."""
+
+    __slots__ = ("addresses", "axis", "call", "repeater", "sin")
+
+    def __init__(self, repeater: Repeater, sin: Tensor, axis: int, addresses: tuple[int, int], call: RopeCall) -> None:
+        self.repeater, self.sin, self.axis, self.addresses, self.call = repeater, sin, axis, addresses, call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()  # a copy of the table keeps nothing, and any unpickler reads an empty set
+
+
+def _keep(tables: tuple[Tensor, Tensor], call: RopeCall, repeater: Repeater, axis: int) -> None:
+    """Let a model's cos keep the call with its rows for each token."""
+    cos, sin = tables
+    if type(cos) is Tensor and not (cos.requires_grad or sin.requires_grad or is_transformed()):
+        # A view of cos would keep cos, which keeps it: these have no tensor that they are views of.
+        call = call._replace(cos=call.cos.detach(), sin=call.sin.detach())
+        setattr(cos, _ATTRIBUTE, _Kept(repeater, sin, axis, (cos.data_ptr(), sin.data_ptr()), call))
+
+
 def _make(name: str, form: str, axis: int, convention: _Convention, alone: Any) -> Callable[..., Any]:
     """Make a rotary function of `apply_rope`, for what it takes, the default of its axis and its convention.
 
     `alone` is what the model's own returns for k = None: the rotated q, a tuple of it and None, or None if it raises.
     """
-    checked = set[int]()
+    checked, repeater = set[int](), Repeater()
 
     def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Any:
+        may_repeat = k is not None and not convention.half_split_out and not is_dynamo_compiling()
+        if may_repeat:
+            kept = getattr(cos, _ATTRIBUTE, None)
+            if (
+                type(kept) is _Kept
+                and kept.repeater is repeater
+                and kept.sin is sin
+                and kept.axis == unsqueeze_dim
+                and kept.addresses == (cos.data_ptr(), sin.data_ptr())
+            ):
+                repeated = repeater.rotate(q, k, kept.call)  # type: ignore[arg-type]
+                if repeated is not None:
+                    return repeated
         heads = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - cos.ndim - 1
         if heads not in (-2, -3):
             raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, but must be the heads' for cos {tuple(cos.shape)}")
+        tables = cos, sin
         cos, sin = cos if cos.ndim > 2 else cos[None], sin if sin.ndim > 2 else sin[None]
         cos, sin = take_part(cos, sin, convention.tables, checked, name)
         layout = "bthd" if heads == -2 else "bhtd"
+        flags = RopeFlags(
+            layout,
+            convention.interleaved,
+            convention.inverse,
+            rotary_dim=q.shape[-1] if convention.half_split_out else None,
+        )
+        tokens = 1 if heads == -2 else 2
+        are_rows = (
+            q.ndim == 4 and cos.ndim == 3 and cos.shape[:2] in ((1, q.shape[tokens]), (q.shape[0], q.shape[tokens]))
+        )
+        if may_repeat and k is not None and are_rows:
+            call = RopeCall(cos, sin, None, None, 0, flags)
+            _keep(tables, call, repeater, unsqueeze_dim)
+            repeated = repeater.rotate(q, k, call)
+            if repeated is not None:
+                return repeated
+            repeater.learn(q, k, call)
         out = apply_rope(
             q,
             k,
             cos,
             sin,
             layout=layout,
-            interleaved=convention.interleaved,
-            inverse=convention.inverse,
-            rotary_dim=q.shape[-1] if convention.half_split_out else None,
+            interleaved=flags.interleaved,
+            inverse=flags.inverse,
+            rotary_dim=flags.rotary_dim,
         )
         if not convention.half_split_out:
             return out

@@ -108,14 +108,19 @@ def _overwrite(xs: Sequence[Tensor], call: RopeCall) -> None:
         _find(xs, call).run(xs, xs, call)
 
 
-def _rotated(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
-    """Check a call, and return the rotation of `xs` in new tensors."""
+def rotated(xs: Sequence[Tensor], call: RopeCall, run: Rotate | None = None) -> tuple[Tensor, ...]:
+    """Return the rotation of `xs` in new tensors; check the call, unless `run` is that of a call like it."""
     outs = native.rotated(xs, call)
     if outs is None:
-        run = _find(xs, call).run
-        outs = tuple([torch.empty_like(x) for x in xs])
+        run = run or _find(xs, call).run
+        outs = tuple(map(torch.empty_like, xs))
         run(xs, outs, call)
     return outs
+
+
+def find_run(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
+    """Check a call, and return the function that writes its rotation where the CUDA extension does not."""
+    return _find(xs, call).run
 
 
 def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
@@ -133,7 +138,7 @@ def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
         _overwrite(xs, call)
         torch._C._increment_version(xs)
         return tuple(xs)
-    return _rotated(xs, call)
+    return rotated(xs, call)
 
 
 def _rotate_inplace_with_grad(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
@@ -159,15 +164,15 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RopeCall, *xs: Tensor) -> tuple[Tensor, ...]:
-        outs = _rotated(xs, call)
+        outs = rotated(xs, call)
         if False in (needed := ctx.needs_input_grad[1:]):
             ctx.mark_non_differentiable(*(out for out, is_needed in zip(outs, needed, strict=True) if not is_needed))
-        _save(ctx, call)
+        save(ctx, call)
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_inverse_rotate(ctx, grads, ctx.needs_input_grad[1:]))
+        return (None, *inverse_rotate(ctx, grads, ctx.needs_input_grad[1:]))
 
 
 # `_Rotate.apply` without its tests for a setup_context and for active transforms: these take 2 us of 7, and `rotate`
@@ -181,7 +186,7 @@ class _RotateLearned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RopeCall, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        outs = _rotated(xs, call)
+        outs = rotated(xs, call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin, call.positions, call.cu_seqlens, *xs)
         ctx.rest = call.offset, call.flags
@@ -241,22 +246,23 @@ class _Overwritten(torch.autograd.Function):
     def forward(ctx: Any, call: RopeCall, *xs: Tensor) -> Any:
         # No tensor may precede xs: where a function overwrites a view, autograd takes its first tensor for that view.
         ctx.mark_dirty(*xs)
-        _save(ctx, call)
+        save(ctx, call)
         return xs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Every tensor that was recorded requires grad.
-        return (None, *_inverse_rotate(ctx, grads, [True] * len(grads)))
+        return (None, *inverse_rotate(ctx, grads, [True] * len(grads)))
 
 
-def _save(ctx: Any, call: RopeCall) -> None:
+def save(ctx: Any, call: RopeCall) -> None:
+    """Keep for a backward what a rotation read."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*call[:4], call.axes)
     ctx.rest = call.offset, call.flags
 
 
-def _inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Rotate back the gradients that exist and are needed, in one launch."""
     present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
