@@ -398,7 +398,7 @@ def lists_of(lists):
 
 @SLOW
 def test_plans_give_the_same_bits_and_read_new_lists(device, monkeypatch):
-    monkeypatch.setattr(plans, "on_cpu", True)
+    monkeypatch.setattr(plans.cache, "on_cpu", True)
     plans.FORWARDS.clear()
     plans.CALLS.clear()
     tensors = qkv(200, 200, torch.float32, device)
@@ -410,8 +410,8 @@ def test_plans_give_the_same_bits_and_read_new_lists(device, monkeypatch):
     assert any(isinstance(plan, plans.PlannedCall) for plan in plans.CALLS.found.values())
     dense = results(tensors, grads, "triton", causal=True)[0]
     assert not torch.equal(dense[0], planned[0][0])
-    monkeypatch.setattr(plans, "on_cpu", False)
-    monkeypatch.setattr(plans, "on_gpu", False)
+    monkeypatch.setattr(plans.cache, "on_cpu", False)
+    monkeypatch.setattr(plans.cache, "on_gpu", False)
     for seed, ours in enumerate(planned):
         lists = to_device(draw_lists(1, H, 200, 200, (64, 64), 3, seed=seed), device)
         plain = results(tensors, grads, "triton", blocks=lists, causal=True)[0]

@@ -346,7 +346,7 @@ def test_transforms(device):
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_planned_calls_are_gated(device, monkeypatch, layout):
     """A plan gates its output. Calls without a gate, and with gates of other strides, have plans of their own."""
-    monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
     plans.FORWARDS.clear()
     plans.CALLS.clear()
     q, k, v = draw(device, layout=layout)
@@ -471,7 +471,7 @@ def test_kernels_compile_without_spills(tmp_path, target, per_feature, dtype, fe
 @needs_kernels
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "output", "gate"])
 def test_its_own_launches_are_planned(device, monkeypatch, wanted):
-    monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
     caches = operation._FORWARDS, operation._BACKWARDS
     for cache in caches:
         cache.clear()

@@ -29,7 +29,7 @@ def draw(heads: int = 4, key_heads: int = 4, dim: int = 64) -> list[Tensor]:
 
 def train(impl: str) -> dict[str, Any]:
     """Record the launches of training by planned calls, by Triton's launchers and by ours."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     tensors, lengths = draw(), torch.full((2,), T - 10, dtype=torch.int32)
     records: dict[str, Any] = {}
     for name, is_enabled in (("Triton's", False), ("ours", True)):
@@ -69,7 +69,7 @@ def test_it_launches_as_triton_does(impl: str) -> None:
 
 def change_addresses() -> dict[str, Any]:
     """Count encoded descriptors while more tensors come than are kept, and compare the launches' addresses."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     count = 3 * 64
     many = [draw() for _ in range(count)]
     wrong = 0
@@ -95,7 +95,7 @@ def test_descriptors_follow_the_addresses() -> None:
 
 def refuse() -> dict[str, Any]:
     """Let the driver refuse a launch, call with wrong arguments, and then again with right ones."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     tensors = draw()
     messages = []
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_the_drivers_refusal_is_an_error_with_its_name() -> None:
 
 def run_threads() -> dict[str, Any]:
     """Run one plan in several threads with tensors of their own, and compare all launches' addresses."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     sets = [[x.detach() for x in draw()] for _ in range(4)]
     for _ in range(3):
         attention(*sets[0], impl="triton")
@@ -155,7 +155,7 @@ def test_threads_do_not_mix_their_addresses() -> None:
 
 def drop() -> int:
     """Return how many functions that encode descriptors outlive a plan."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     from ropewalk.ops.attention.triton import bind
 
     with torch.no_grad():

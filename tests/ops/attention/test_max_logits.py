@@ -274,7 +274,7 @@ def test_transforms(device):
 @needs_kernels
 def test_plans_are_left_alone(device, monkeypatch):
     """A call with max logits neither makes a plan nor takes that of the same call without."""
-    monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
     plans.FORWARDS.clear()
     plans.CALLS.clear()
     q, k, v = draw(device, queries=T, keys=T)

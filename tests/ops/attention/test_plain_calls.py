@@ -31,7 +31,7 @@ MOST_FUNCTIONS = 5  # the layer's, `repeat_plain`, a constant for torch.compile,
 @pytest.fixture(autouse=True, params=["guards", "python"])
 def plan_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan calls of CPU tensors, with PyTorch's guards and without them; on a GPU as well a library attends."""
-    monkeypatch.setattr(plans, "on_cpu", True)
+    monkeypatch.setattr(plans.cache, "on_cpu", True)
     monkeypatch.setattr(backends, "_rules", lambda device: (backends.Rule(backends.CUDNN_FIRST),))
     if request.param == "python":
         monkeypatch.setattr(tracing, "_has_guards", lambda: False)
@@ -206,7 +206,7 @@ def test_lengths_take_turns(device: torch.device) -> None:
 
 
 def test_what_is_known_is_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MAX_PLAIN", 4)
+    monkeypatch.setattr(plans.cache, "MAX_PLAIN", 4)
     tensors = draw(device)
     for index in range(9):
         for _ in range(3):

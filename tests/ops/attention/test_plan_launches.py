@@ -99,7 +99,7 @@ def record(calls: list[Callable[[], Any]]) -> dict[str, Any]:
     )
     launches: dict[str, list[Any]] = {}
     for name, on_cpu in (("without", False), ("with", True)):
-        plans.on_cpu = on_cpu
+        plans.cache.on_cpu = on_cpu
         for _ in range(4):
             for call in calls:
                 call()
@@ -177,7 +177,7 @@ def decode_growing(rows: int, layout: str, rotates: bool) -> dict[str, Any]:
 
 def count_calls_with_lists() -> dict[str, list[int]]:
     """Count the functions of Python that planned calls enter, without lists and with them."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     tensors = [zeros(2, T, 4, 64) for _ in range(3)]
     leaves = [x.clone().requires_grad_() for x in tensors]
     chosen = BlockLists(torch.ones(1, 4, 2, dtype=torch.int32), torch.zeros(1, 4, 2, 1, dtype=torch.int32))

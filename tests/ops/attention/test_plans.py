@@ -39,7 +39,7 @@ Made = tuple[list[Tensor], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def plan_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan calls of CPU tensors, and begin and end without plans."""
-    monkeypatch.setattr(plans, "on_cpu", True)
+    monkeypatch.setattr(plans.cache, "on_cpu", True)
     clear()
     yield
     clear()
@@ -239,11 +239,11 @@ def infer(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
 
 def without_plans(function: Callable[..., Any], *arguments: Any) -> Any:
     where = "on_gpu" if ON_GPU else "on_cpu"
-    setattr(plans, where, False)
+    setattr(plans.cache, where, False)
     try:
         return function(*arguments)
     finally:
-        setattr(plans, where, True)
+        setattr(plans.cache, where, True)
 
 
 def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
@@ -1006,12 +1006,12 @@ def test_a_cache_is_bounded() -> None:
         plan = cache.find(key, make)
         assert (made > n_made) <= (plan is not None)
         most_plans, most_seen = max(most_plans, len(cache.found)), max(most_seen, len(cache.seen))
-    assert made > plans.MAX_PLANS
-    assert most_plans == plans.MAX_PLANS
-    for number in range(9 * plans.MAX_PLANS):
+    assert made > plans.cache.MAX_PLANS
+    assert most_plans == plans.cache.MAX_PLANS
+    for number in range(9 * plans.cache.MAX_PLANS):
         assert cache.find(("new", number), make) is None
         most_seen = max(most_seen, len(cache.seen))
-    assert most_seen == 8 * plans.MAX_PLANS
+    assert most_seen == 8 * plans.cache.MAX_PLANS
 
 
 def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1020,7 +1020,7 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_of_random_shapes_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MAX_PLANS", 4)
+    monkeypatch.setattr(plans.cache, "MAX_PLANS", 4)
     launch_nothing(monkeypatch)
     rng = random.Random(0)
     for _ in range(300):
@@ -1039,7 +1039,7 @@ def test_backwards_of_random_strides_are_bounded(device: torch.device, monkeypat
         out = attention(leaf, leaf, leaf, impl="triton")
         torch.autograd.grad(out, leaf, torch.ones(2, tokens, 1, D, device=device)[:, :4])
     for plan in (*found(plans.CALLS), *found(plans.FORWARDS)):
-        assert 0 < len(plan.backwards) <= plans.MAX_BACKWARDS
+        assert 0 < len(plan.backwards) <= plans.cache.MAX_BACKWARDS
 
 
 # === the builder ===

@@ -139,7 +139,7 @@ def test_a_loop_without_masks(kind, case, device, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_give_the_same_bits(kind, device, monkeypatch):
-    monkeypatch.setattr(plans, "on_cpu", INTERPRETED)
+    monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
     q, k_cache, v_cache, keywords, _ = make("rope-rotated", kind, torch.float16, device)
     plans.CALLS.clear()
     plans.FORWARDS.clear()

@@ -89,7 +89,7 @@ def repeat_plain(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float) -> 
     """
     if is_dynamo_compiling():  # alone here: it is a constant to torch.compile, which traces no further
         return None
-    found = plans.CALLS.plain.get((causal, scale))
+    found: plans.LibraryCall | None = plans.CALLS.plain.get((causal, scale))
     if (
         found is None
         or not found.matches(q, k, v)
@@ -335,9 +335,9 @@ def attention(
         key, planned = plans.find_call(given, position, flags)
         if planned is not None:
             if is_autocast:
-                result = _outside_autocast(q, autograd.run_plan, planned, given, position)
+                result = _outside_autocast(q, plans.run_plan, planned, given, position)
             else:
-                result = autograd.run_plan(planned, given, position)
+                result = plans.run_plan(planned, given, position)
             if result is not None:
                 return result if gate is None or planned.gates else _apply_gate(result, gate)
     keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, FarQK, flatten
-from ropewalk.schemes import PositionScheme
 
 
 def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
@@ -65,85 +63,3 @@ class _Attend(torch.autograd.Function):
         grads = plans.backward(ctx.plan, call, ctx.backend, out, saved, grad_out, grad_lse, wanted)
         grad_q, grad_k, grad_v, *rest = grads
         return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
-
-
-def run_plan(
-    planned: plans.PlannedCall | plans.LibraryCall, given: Sequence[Tensor | None], position: PositionScheme
-) -> Any:
-    """Return what `attention` does before a gate that no kernel applies; None where a tensor is misaligned."""
-    if isinstance(planned, plans.LibraryCall):
-        return planned.run(given)
-    if isinstance(planned, plans.MadeCall):
-        return run_made(planned, given, position)
-    return run_planned(planned, given)
-
-
-def run_planned(planned: plans.PlannedCall, given: Sequence[Tensor | None]) -> Any:
-    """Return what `attention` does, by a plan; None where a tensor is misaligned."""
-    found = planned.inputs_of(given)
-    if found is None:
-        return None
-    if planned.needs_backward:
-        results: Any = _record(*given[:3], *given[-2:], None, planned, found)
-        return results
-    return planned.returned(planned.plan.plan.run(*found, planned.results))
-
-
-def run_made(made: plans.MadeCall, given: Sequence[Tensor | None], position: PositionScheme) -> Any:
-    """Return what `attention` does, by a plan for which tensors are made now; None where one is misaligned."""
-    found = made.make_inputs(given, position)
-    if found is None:
-        return None
-    inputs, addresses, params, sinks = found
-    if made.needs_backward:
-        return _record(*given[:3], given[-2], sinks, params, made, (inputs, addresses))
-    return made.returned(made.plan.plan.run(inputs, addresses, made.results))
-
-
-class _Planned(torch.autograd.Function):
-    """A planned call, with tensors in the caller's layout; differentiable once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor | None,
-        sinks: Tensor | None,
-        params: Tensor | None,
-        planned: plans.PlannedCall,
-        found: tuple[list[Tensor], list[int]],
-    ) -> Any:
-        results = planned.plan.plan.run(*found, planned.results)
-        ctx.planned = planned
-        ctx.save_for_backward(*planned.pick_saved((*found[0], *results)))
-        ctx.set_materialize_grads(False)
-        return planned.returned(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (_differentiate_again if torch.is_grad_enabled() else _differentiate)(ctx, *grads)
-
-
-# `_Planned.apply` without its tests for a setup_context and for active transforms, under which no plan runs.
-_record: Callable[..., Any] = super(torch.autograd.Function, _Planned).apply
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    reads_v = grad_out is not None  # as in `_Attend`
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[-1])
-    wants_gate, wants_sinks, wants_params = ctx.needs_input_grad[3:6]
-    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks, wants_gate))
-    return (
-        *(grads.q, grads.k, grads.v if reads_v else None),
-        grads.gate if wants_gate else None,
-        grads.sinks if wants_sinks else None,
-        grads.score_mod_params if wants_params else None,
-        *(None, None),
-    )
-
-
-_differentiate_again = once_differentiable(_differentiate)

@@ -1,0 +1,137 @@
+"""The keys of calls of `attention`, by its arguments before they are validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ropewalk.ops.attention.plans.cache import CALLS, may_plan
+from ropewalk.ops.attention.plans.library import LibraryCall
+from ropewalk.ops.attention.plans.planned import FIXED, PlannedCall
+from ropewalk.ops.attention.tables import identity_of, signature_of
+from ropewalk.ops.tracing import is_intercepted
+from ropewalk.schemes import PositionScheme
+
+# As the kernels for few queries: their most rows that share a key, and so many keys, but for one query.
+_MOST_ROWS, _FEWEST_KEYS = 64, 257
+
+
+def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
+    """Return the key of a call over a cache, without its length; None if the call is no such one.
+
+    It holds the powers of two, from 256 on, that the length lies between: they decide the size of tables and whether
+    there are splits, and the rules of the choice of a backend are by them.
+    """
+    q, k, v, mask, *others = given
+    layout = flags[7]
+    if not flags[5] and type(position).rotation is not PositionScheme.rotation:  # a call maps all keys' features
+        return None
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
+        return None
+    head, token = (2, 1) if layout == "bthd" else (1, 2)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    queries, keys = q_shape[token], k_shape[token]
+    if keys < (_FEWEST_KEYS if queries > 1 else 2) or keys < queries or v_shape[token] != keys:
+        return None
+    if queries * q_shape[head] > _MOST_ROWS * k_shape[head]:
+        return None
+    of_mask = None
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[3] != keys:
+            return None
+        strides = mask.stride()
+        is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
+        of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
+    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, *rest, gate, sinks = others
+    if not (bounds_q is bounds_k is block_table is rest[0] is rest[1] is rest[2] is None):  # rest[2] is of blocks
+        return None
+    bounds = (key_lengths, key_starts, query_starts, gate, sinks)
+    window, k_strides, v_strides = flags[1], k.stride(), v.stride()
+    # Those that are not in the key are multiples of 16 bytes.
+    if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
+        return None
+    return (
+        *("cache", max(8, (keys - 1).bit_length()), max(8, keys.bit_length())),
+        *(type(q), q_shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
+        *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
+        *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
+        *(k.is_neg(), v.is_neg(), of_mask),
+        *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in bounds],
+        identity_of(position),
+        flags,
+        *map(type, flags),
+        *(map(type, window) if type(window) is tuple else ()),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_cublas_allow_tf32(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def find_call(
+    given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
+) -> tuple[Any, PlannedCall | LibraryCall | None]:
+    """Return the key of a call, None for one that no plan is for, and its plan if there is one.
+
+    given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet: the key holds all
+    that decides whether they are valid.
+    """
+    if is_intercepted():
+        return None, None
+    q, k, v, *others = given
+    gate, sinks = others[-2:]
+    window = flags[1]
+    try:
+        if not may_plan(q):
+            return None, None
+        grads = None
+        if torch.is_grad_enabled():
+            of_gate, of_sinks = gate is not None and gate.requires_grad, sinks is not None and sinks.requires_grad
+            grads = (q.requires_grad, k.requires_grad, v.requires_grad, of_gate, of_sinks)
+            # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
+            if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return None, None
+        if grads is None or True not in grads:
+            key = _growing_key(given, position, flags)
+            found = None if key is None else CALLS.found.get(key)
+            if key is not None and found is not FIXED:
+                return key, found
+        identity = identity_of(position)
+        if identity is None:
+            identity = ("read", signature_of(position))
+            if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return None, None
+        # One tuple, as each * costs the host.
+        key = (
+            type(q),
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.get_device(),
+            q.is_neg(),
+            type(k),
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.get_device(),
+            k.is_neg(),
+            type(v),
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.get_device(),
+            v.is_neg(),
+            tuple([x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others]),
+            identity,
+            grads,
+            flags,
+            tuple(map(type, flags)),  # True is 1 to a dict, and no window
+            tuple(map(type, window)) if type(window) is tuple else None,
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_cublas_allow_tf32(),
+            torch._C._get_cudnn_sdp_enabled(),
+        )
+        return key, CALLS.found.get(key)
+    except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, lists no hash, None no shape
+        return None, None
