@@ -1,51 +1,69 @@
 """Changes between two records beyond the noise.
 
 Rows are compared if benchmark, case, mode, implementation, source of positions and protocol are the same: their time on
-the device, time in a CUDA graph, host time and peak of memory, each if both have it. A value changed if
-
-- the measurements are apart: the intervals from the 10 % to the 90 % quantile have nothing in common (for the host:
-  the least of one is above the median of the other; bytes have no noise);
-- and the median, or the bytes, changed by more than `FLOOR`.
+the device, time in a CUDA graph, host time and peak of memory, each if both have it. A value changed if the intervals
+from the 10 % to the 90 % quantile have nothing in common (for the host, from the least to the median; bytes have no
+noise), and the median, or the bytes, changed by more than `FLOOR`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ropewalk.bench.core.load import Record, Row, differences, label, read_record, unit_of, variant_of
 from ropewalk.bench.core.timing import COPY
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 FLOOR = 0.01
-GONE, ABSENT = "gone", "not there"
-READ = ("rope", "attention", "all")
+REGRESSION, ALONE = "regression", "in one alone"
+READ = ("rope", "attention", "all")  # the benchmarks whose records are read here
 # Keys of the line about a run: if one of them differs, times differ not by the code alone.
 _TELL = ("device", "driver_version", "clocks_max_sm", "power_limit", "threads", "torch", "cuda", "triton", "python")
-_STYLES = {"regression": "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
-_KEY = ["unit", "impl", "protocol", "quantity"]
+_STYLES = {REGRESSION: "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
+_DEVICE, _HOST = ("p10", "p50", "p90"), ("least", "median", "median")
+_TIMES = {"device": ("time", _DEVICE), "graph": ("graph", _DEVICE), "host": ("host", _HOST)}
+_TIMES["host, recording"] = "host_forward", _HOST
 
 
-@dataclass(frozen=True)
-class Changes:
-    """All that changed, the worst first, with columns what, impl, kind, quantity, A, B, ratio, verdict."""
+class Line(NamedTuple):
+    """A quantity of a row, as text and with its interval; or the row's status, which has none."""
+
+    what: str
+    impl: str
+    kind: str
+    quantity: str
+    text: str
+    low: float = 0.0
+    middle: float = 0.0
+    high: float = 0.0
+
+
+class Change(NamedTuple):
+    """One change: a line of either record, both texts, and the later median over the earlier one."""
+
+    line: Line
+    before: str
+    after: str
+    ratio: float | None
+    verdict: str
+
+
+class Changes(NamedTuple):
+    """All that changed, the worst first, and the number of rows that are in both records."""
 
     records: tuple[Record, Record]
-    table: pd.DataFrame
-    compared: int  # rows that are in both
-    relative: bool
+    found: list[Change]
+    compared: int
 
     @property
     def is_worse(self) -> bool:
         """Whether there is a regression."""
-        return bool((self.table["verdict"] == "regression").any())
+        return any(change.verdict == REGRESSION for change in self.found)
 
 
 def compare_records(
@@ -53,109 +71,79 @@ def compare_records(
 ) -> Changes:
     """Compare one record with an earlier one.
 
-    Args:
-        threshold: a regression is a change for the worse beyond the noise by more than this part of the median.
-        relative: take times on the device as multiples of what the device could do at best: of the copy beside them
-            for rotations and decoding, else of the matrix product in the run's rates. Times of the host do not count.
-        every: whether what is not ours can be a regression too.
-
-    A row that was right and now is wrong, fails, is not supported or is missing is a regression too.
+    A regression is a change of one of ours for the worse by more than `threshold`, a part of the median; or a row that
+    was right and now is wrong, fails, is not supported or is missing. With `every`, of peers and anchors too. With
+    `relative`, times on the device are multiples of what it could do at best: of the copy beside them for rotations
+    and decoding, else of the matrix product in the run's rates; times of the host do not count.
 
     Raises:
         ValueError: no row is in both records, or `relative` lacks what times are relative to.
     """
     records = read_record(before, *READ), read_record(after, *READ)
-    old, new = (_frame(record, relative) for record in records)
-    both = old.merge(new, how="outer", on=_KEY, suffixes=("_a", "_b"), sort=False)
-    for name in ("what", "kind"):
-        both[name] = both[f"{name}_a"].fillna(both[f"{name}_b"])
-    status = both["quantity"] == "status"
-    compared = int((status & both["value_a"].notna() & both["value_b"].notna()).sum())
+    old, new = (dict(_lines(record, relative)) for record in records)
+    compared = sum(line.quantity == "status" for key, line in old.items() if key in new)
     if not compared:
         raise ValueError(f"{before.name} and {after.name} have no row in common: nothing can be compared")
-    counts = (both["kind"] == "ours") | every
-    was, now = both["value_a"].fillna(ABSENT), both["value_b"].fillna(GONE)
-    lost = status & (was == "ok") & (now != "ok")
-    apart = (both["low_a"] > both["high_b"]) | (both["low_b"] > both["high_a"])
-    ratio = (both["middle_b"] / both["middle_a"]).where(~status)
-    changed = ~status & apart & ((ratio - 1).abs() > FLOOR)
-    verdict = (
-        both["quantity"]
-        .map(lambda name: "more" if name == "memory" else "slower")
-        .where(ratio > 1, both["quantity"].map(lambda name: "less" if name == "memory" else "faster"))
-    )
-    alone = status & (both["value_a"].isna() | both["value_b"].isna())
-    verdict = verdict.mask(status, "changed").mask(alone, "in one alone")
-    both["verdict"] = verdict.mask(counts & (lost | (changed & (ratio > 1 + threshold))), "regression")
-    both["ratio"], both["A"], both["B"] = ratio, was, now
-    table = both[(status & (was != now)) | changed].copy()
-    table["order"] = table["verdict"] != "regression"
-    table = table.sort_values(["order", "ratio"], ascending=[True, False], na_position="first", kind="stable")
-    return Changes(records, table, compared, relative)
+    judged = (_judge(old.get(key), new.get(key), threshold, every) for key in sorted(old | new))
+    found = [change for change in judged if change is not None]
+    found.sort(key=lambda one: (one.verdict != REGRESSION, one.ratio is not None, -(one.ratio or 0)))
+    return Changes(records, found, compared)
 
 
-def _frame(record: Record, relative: bool) -> pd.DataFrame:
-    """A line for each quantity of each row, and one for its status; `unsupported` rows have none."""
-    import pandas as pd
+def _judge(old: Line | None, new: Line | None, threshold: float, every: bool) -> Change | None:
+    """Compare what two records have of one quantity; None: nothing changed beyond the noise."""
+    line = old or new
+    assert line is not None
+    counts = every or line.kind == "ours"
+    before, after = old.text if old else "not there", new.text if new else "gone"
+    if line.quantity == "status":
+        verdict = REGRESSION if counts and before == "ok" else "changed" if old and new else ALONE
+        return None if before == after else Change(line, before, after, None, verdict)
+    if not old or not new or (old.low <= new.high and new.low <= old.high):
+        return None
+    ratio = new.middle / old.middle
+    worse, better = ("more", "less") if line.quantity == "memory" else ("slower", "faster")
+    verdict = REGRESSION if counts and ratio > 1 + threshold else worse if ratio > 1 else better
+    return None if abs(ratio - 1) <= FLOOR else Change(line, before, after, ratio, verdict)
 
+
+def _lines(record: Record, relative: bool) -> Iterator[tuple[tuple[str, ...], Line]]:
+    """Yield the lines of each row by unit, implementation, protocol and quantity; `unsupported` rows have none."""
     copies = {_unit(row): row for row in record.rows if row["impl"] == COPY and row["benchmark"] == "rope"}
-    lines = [
-        line
-        for row in record.rows
-        if row["status"] != "unsupported"
-        for line in _lines(row, record, copies if relative else None)
-    ]
-    columns = [*_KEY, "what", "kind", "value", "low", "middle", "high"]
-    return pd.DataFrame(lines, columns=columns).drop_duplicates(_KEY, keep="last")
+    for row in (row for row in record.rows if row["status"] != "unsupported"):
+        case, protocol, key = row["case"], row.get("protocol", ""), (_unit(row), label(row))
+        what = " ".join(filter(None, (case["name"], case["dtype"], variant_of(case), row["mode"], protocol)))
+        same = what, label(row), row["kind"]
+        # A row that was not right has no protocol: its status is compared by itself.
+        yield (*key, "", "status"), Line(*same, "status", row["status"])
+        if row["status"] != "ok" or (relative and row["kind"] == "anchor"):
+            continue
+        for quantity, (name, marks) in _TIMES.items():
+            if name in row and not (relative and marks is _HOST):
+                scale = _scale(row, name, record, copies) if relative else 1.0
+                low, middle, high = (row[name][mark] * scale for mark in marks)
+                text = f"{middle:.4g}" if relative else f"{middle:.4g} µs"
+                yield (*key, protocol, quantity), Line(*same, quantity, text, low, middle, high)
+        if "peak_bytes" in row:
+            peak = row["peak_bytes"]
+            yield (*key, protocol, "memory"), Line(*same, "memory", f"{peak / 2**20:.4g} MiB", peak, peak, peak)
 
 
 def _unit(row: Row) -> str:
-    case = {name: value for name, value in row["case"].items() if name != "modes"}
-    return " ".join(unit_of(row["benchmark"], case, row["mode"]))
-
-
-def _lines(row: Row, record: Record, copies: dict[str, Row] | None) -> Iterator[tuple[Any, ...]]:
-    case, protocol = row["case"], row.get("protocol", "")
-    parts = (case["name"], case["dtype"], variant_of(case), row["mode"], protocol)
-    what = " ".join(part for part in parts if part)
-    key = _unit(row), label(row), protocol
-    # A row that was not right has no protocol: its status is compared by itself.
-    yield key[0], key[1], "", "status", what, row["kind"], row["status"], None, None, None
-    is_anchor = copies is not None and row["kind"] == "anchor"
-    if row["status"] != "ok" or is_anchor:
-        return
-    for quantity, name in (("device", "time"), ("graph", "graph")):
-        if name in row:
-            scale = 1.0 if copies is None else _scale(row, name, record, copies)
-            low, middle, high = (row[name][quantile] * scale for quantile in ("p10", "p50", "p90"))
-            yield *key, quantity, what, row["kind"], _text(middle, copies is not None), low, middle, high
-    for quantity, name in (("host", "host"), ("host, recording", "host_forward")):
-        if name in row and copies is None:
-            least, middle = row[name]["least"], row[name]["median"]
-            yield *key, quantity, what, row["kind"], _text(middle, False), least, middle, middle
-    if "peak_bytes" in row:
-        peak = row["peak_bytes"]
-        yield *key, "memory", what, row["kind"], f"{peak / 2**20:.4g} MiB", peak, peak, peak
-
-
-def _text(time: float, relative: bool) -> str:
-    return f"{time:.4g}" if relative else f"{time:.4g} µs"
+    return " ".join(unit_of(row["benchmark"], {**row["case"], "modes": None}, row["mode"]))
 
 
 def _scale(row: Row, name: str, record: Record, copies: dict[str, Row]) -> float:
     """Return the factor that turns a row's time into a multiple of its anchor's."""
     rates = record.runs[row["run"]].get("rates", {})
-    if row["benchmark"] == "rope":
-        copy = copies.get(_unit(row), {}).get(name)
-        rate = None if copy is None else 1 / copy["p50"]
-    elif row["case"].get("form") == "cache":
-        rate = rates.get("copy_gb_per_s")
-    else:
-        rate = rates.get("matmul_tflops", {}).get(row["case"]["dtype"])
-    if rate is None:
+    try:
+        if row["benchmark"] == "rope":
+            return float(1 / copies[_unit(row)][name]["p50"])
+        is_cached = row["case"].get("form") == "cache"
+        return float(rates["copy_gb_per_s"] if is_cached else rates["matmul_tflops"][row["case"]["dtype"]])
+    except KeyError:
         what = f"{row['case']['name']} {row['mode']}"
-        raise ValueError(f"{record.path.name} does not have what the times of {what} would be relative to")
-    return float(rate)
+        raise ValueError(f"{record.path.name} does not have what the times of {what} would be relative to") from None
 
 
 def print_changes(changes: Changes, threshold: float, console: Console) -> None:
@@ -167,20 +155,17 @@ def print_changes(changes: Changes, threshold: float, console: Console) -> None:
         console.print(text, highlight=False)
     for name, old, new in differences(_TELL, changes.records[0].run, changes.records[1].run):
         console.print(f"NOTE: {name} was {old!r}, and is {new!r}", style="bold yellow", highlight=False)
-    found = changes.table
     # A record without peers is often compared with one that has them: those are counted, not listed.
-    listed = found[(found["verdict"] != "in one alone") | (found["kind"] == "ours")]
-    if len(listed):
-        table = Table(title="what changed, from A to B")
-        for heading in ("what", "implementation", "kind", "of", "A", "B", "change", ""):
-            table.add_column(heading, overflow="fold")
-        for row in listed.itertuples():
-            part = f"{row.ratio - 1:+.1%}" if row.ratio == row.ratio else "–"
-            cells = (row.what, row.impl, row.kind, row.quantity, row.A, row.B, part, row.verdict)
-            table.add_row(*map(str, cells), style=_STYLES.get(str(row.verdict)))
+    listed = [one for one in changes.found if one.verdict != ALONE or one.line.kind == "ours"]
+    if listed:
+        headings = ("what", "implementation", "kind", "of", "A", "B", "change", "")
+        table = Table(*(Column(heading, overflow="fold") for heading in headings), title="what changed, from A to B")
+        for line, before, after, ratio, verdict in listed:
+            part = "–" if ratio is None else f"{ratio - 1:+.1%}"
+            table.add_row(*line[:4], before, after, part, verdict, style=_STYLES.get(verdict))
         console.print(table)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in found["verdict"].value_counts().items())
-    said = counts or "nothing changed beyond the noise"
+    counted = Counter(change.verdict for change in changes.found).most_common()
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counted) or "nothing changed beyond the noise"
     console.print(f"{changes.compared} rows compared: {said}", highlight=False)
     if changes.is_worse:
         text = f"regressions: worse by more than {threshold:.1%}, or no longer right"

@@ -7,49 +7,58 @@ import gzip
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ropewalk.bench.core.load import Record, Row, label
-from ropewalk.bench.report.gains import (
-    ABSENT,
-    AHEAD,
-    ALONE,
-    BEHIND,
-    FLASH_PEER,
-    LEVEL,
-    SAME,
-    Choice,
-    Gain,
-    describe_case,
-    find_gains,
-    median,
-    newest_choices,
-    read_records,
-    share_of_roof,
-)
+from ropewalk.bench.report import gains as g
+from ropewalk.bench.report.gains import Choice, Gain, describe_case
 
-CHOICE_PEERS = {FLASH_PEER: "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention"}
+CHOICE_PEERS = {g.FLASH_PEER: "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention"}
 NOT_MEASURED, NOTHING = "not measured", "–"
 # By outcome, on a light and on a dark page alike; the marker tells them apart too.
-_LOOKS = {AHEAD: ("#2f7fe0", "circle"), LEVEL: ("#8a929c", "square"), BEHIND: ("#e0652f", "diamond")}
+_LOOKS = {g.AHEAD: ("#2f7fe0", "circle"), g.LEVEL: ("#8a929c", "square"), g.BEHIND: ("#e0652f", "diamond")}
 _LINES = ("#2f7fe0", "#e0652f", "#37a67a", "#b06ad0", "#c9a400", "#8a929c")
 _TEXT, _GRID = "#868d96", "#868d9640"
 _TICKS = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50]
 _FEWEST_LENGTHS = 5  # of one shape, to be drawn over the length
+# The columns of the table of all rows: texts with their widths, and numbers between them with a key and a unit.
+_FIRST = {"case": 150, "implementation": 170, "mode": 85, "protocol": 85, "status": 85}
+_LAST = {"shape": 300, "record": 220, "kind": 85, "served_by": 85, "reason": 300}
+_NUMBERS = {
+    "µs": ("time.p50", 1.0),
+    "10 %": ("time.p10", 1.0),
+    "90 %": ("time.p90", 1.0),
+    "graph, µs": ("graph.p50", 1.0),
+    "host, µs": ("host.median", 1.0),
+    "GB/s": ("gb_per_s", 1.0),
+    "TFLOP/s": ("tflops", 1.0),
+    "peak, MiB": ("peak_bytes", 2.0**20),
+    "error": ("error", 1.0),
+    "budget": ("error_budget", 1.0),
+    "of the roof": ("share", 1.0),
+}
+_DARK = """
+@media (prefers-color-scheme: dark) {
+  .slick-row, .slick-header-column, .slick-viewport { background: #14171b !important; color: #d9dde2 !important; }
+  .slick-row.odd { background: #1a1e23 !important; }
+  .bk-input { background: #1a1e23; color: #d9dde2; border-color: #2e343b; }
+}
+"""
+_FILTER = """
+const words = field.value_input.toLowerCase().split(" ");
+return source.data.words.map((text) => words.every((word) => text.includes(word)));
+"""
 
 
 def write_report(records: Sequence[Path], output: Path, *, force: bool = False) -> Path:
-    """Write the page of some records.
-
-    Args:
-        records: the files, at least one.
-        output: the page, which must not exist unless `force` is true, and is never one of the records.
+    """Write the page of some records, at least one, to a new file, or over another page with `force`.
 
     Raises:
-        ValueError: a file is no record, or the output exists.
+        ValueError: a file is no record, or the output exists or is one of the records.
         ModuleNotFoundError: Bokeh, Jinja2 or pandas is not installed.
     """
     if not records:
@@ -60,7 +69,7 @@ def write_report(records: Sequence[Path], output: Path, *, force: bool = False) 
         raise ValueError(f"output is {output}, which is a folder, but must be a file")
     if output.exists() and not force:
         raise ValueError(f"{output} exists already, and is not overwritten without --force")
-    page = render(read_records(records))
+    page = render(g.read_records(records))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
     return output
@@ -71,30 +80,30 @@ def render(records: Sequence[Record]) -> str:
     import jinja2
 
     rows = [row for record in records for row in record.rows]
-    gains = find_gains(rows)
-    compared = [gain for gain in gains if gain.outcome not in (ALONE, ABSENT)]
-    by_title: dict[str, list[Gain]] = {}
-    for gain in compared:
-        by_title.setdefault(gain.title, []).append(gain)
-    losses = sorted((gain for gain in gains if gain.outcome in (BEHIND, ABSENT)), key=lambda gain: gain.times or 0.0)
+    runs = [(record.path.stem, run) for record in records for run in record.runs]
+    gains = g.find_gains(rows)
+    groups: dict[str, list[Gain]] = {}
+    for gain in gains:
+        if gain.outcome in _LOOKS:
+            groups.setdefault(gain.title, []).append(gain)
+    counts = Counter(gain.outcome for gain in gains)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(time=duration, describe=describe_case, share=share_of_roof, label=label)
+    environment.globals.update(time=duration, side=_side, describe=describe_case, share=g.share_of_roof, label=label)
     template = environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
-    runs = [run for record in records for run in record.runs]
-    script, items = _bokeh(rows, by_title)
+    script, items = _bokeh(rows, groups)
     return template.render(
-        devices=" · ".join(dict.fromkeys(run["device"] for run in runs)),
-        groups={title: (_sentence(group), group) for title, group in by_title.items()},
-        good=sum(gain.outcome in (AHEAD, LEVEL) for gain in compared),
-        n_compared=len(compared),
-        same=SAME,
-        choices=[_choice(choice) for choice in newest_choices(records) if choice.lead.get("protocol") == "hot"],
+        devices=" · ".join(dict.fromkeys(run["device"] for _, run in runs)),
+        groups={title: (_sentence(group), group) for title, group in groups.items()},
+        good=counts[g.AHEAD] + counts[g.LEVEL],
+        n_compared=sum(counts[outcome] for outcome in _LOOKS),
+        same=g.SAME,
+        choices=[_choice(choice) for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
         choice_peers=CHOICE_PEERS.values(),
-        losses=losses,
+        losses=sorted((one for one in gains if one.outcome in (g.BEHIND, g.ABSENT)), key=lambda one: one.times or 0.0),
         bad=[row for row in rows if row["status"] in ("wrong", "failed")],
-        n_alone=sum(gain.outcome == ALONE for gain in gains),
-        runs=[(record.path.stem, run) for record in records for run in record.runs],
-        on_cpu=any(run["device"].startswith("CPU") for run in runs),
+        n_alone=counts[g.ALONE],
+        runs=runs,
+        on_cpu=any(run["device"].startswith("CPU") for _, run in runs),
         n_rows=len(rows),
         script=_pack(script),
         items=_pack(json.dumps(items)),
@@ -111,18 +120,23 @@ def duration(microseconds: float | None) -> str:
     return f"{value:.{max(3 - whole, 0)}f}\u00a0{unit}" if whole else f"{value:.3g}\u00a0{unit}"
 
 
+def _side(gain: Gain, row: Row | None) -> str:
+    """Say how long one side of a comparison takes, and by which implementation."""
+    if row is None:
+        return NOTHING
+    by = row.get("served_by", row["impl"])
+    return f"{duration(gain.time_of(row))}, {row['impl']}{'' if by == row['impl'] else f' ({by})'}"
+
+
 def _sentence(group: Sequence[Gain]) -> str:
-    counts = ", ".join(
-        f"{count} {outcome}" for outcome in _LOOKS if (count := sum(gain.outcome == outcome for gain in group))
-    )
-    times = statistics.median(gain.times for gain in group if gain.times is not None)
-    return f"{counts}; median {times:.2f} ×"
+    counts = Counter(gain.outcome for gain in group)
+    said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _LOOKS if counts[outcome])
+    return f"{said}; median {statistics.median(gain.times for gain in group if gain.times is not None):.2f} ×"
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
     picks = [NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}" for pick in choice.picks]
-    peers = [duration(choice.peers.get(name)) for name in CHOICE_PEERS]
-    return {"lead": choice.lead, "picks": picks, "peers": peers}
+    return {"lead": choice.lead, "picks": picks, "peers": [duration(choice.peers.get(name)) for name in CHOICE_PEERS]}
 
 
 def _pack(text: str) -> str:
@@ -148,64 +162,61 @@ def _bokeh(rows: Sequence[Row], groups: dict[str, list[Gain]]) -> tuple[str, lis
 
 def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
     """A line for each mode, and a mark for each case at how many times as fast ours is."""
-    titles = list(reversed(groups))
-    figure = _figure(
-        y_range=titles, x_axis_type="log", height=90 + 34 * len(titles), x_axis_label="times the best other's speed"
-    )
+    import pandas as pd
+    from bokeh.transform import factor_cmap, factor_mark
+
+    outcomes, titles = list(_LOOKS), list(reversed(groups))
+    gains = sorted((x for group in groups.values() for x in group), key=lambda gain: outcomes.index(gain.outcome))
+    marks = [
+        {
+            "x": gain.times,
+            "y": (gain.title, 0.5 * math.modf(number * 0.6180339887)[0] - 0.25),  # beside marks that it would cover
+            "case": f"{gain.lead['case']['name']}: {describe_case(gain.lead)}",
+            "ours": _side(gain, gain.ours),
+            "peer": _side(gain, gain.peer),
+            "outcome": gain.outcome,
+        }
+        for number, gain in enumerate(gains)
+    ]
+    axes = {"x_axis_type": "log", "x_axis_label": "times the best other's speed"}
+    figure = _figure(y_range=titles, height=90 + 34 * len(titles), **axes)
     figure.xaxis.ticker = _TICKS
     figure.xaxis.major_label_overrides = {tick: f"{tick:g}" for tick in _TICKS}
     figure.vspan(x=1, line_color=_TEXT, line_width=1.5)
-    for outcome, (colour, marker) in _LOOKS.items():
-        chosen = [gain for group in groups.values() for gain in group if gain.outcome == outcome]
-        if not chosen:
-            continue
-        names = [gain.peer["impl"] if gain.peer else "" for gain in chosen]
-        data = {
-            "x": [gain.times for gain in chosen],
-            "y": [(gain.title, _jitter(number)) for number, gain in enumerate(chosen)],
-            "case": [f"{gain.lead['case']['name']}: {describe_case(gain.lead)}" for gain in chosen],
-            "ours": [f"{duration(gain.time_of(gain.ours))}, {gain.ours['impl']}" for gain in chosen if gain.ours],
-            "peer": [f"{duration(gain.time_of(gain.peer))}, {name}" for gain, name in zip(chosen, names, strict=True)],
-        }
-        figure.scatter(
-            "x", "y", source=data, marker=marker, color=colour, size=9, alpha=0.75, legend_label=outcome, name="dots"
-        )
+    colours, markers = zip(*_LOOKS.values(), strict=True)
+    looks = {"color": factor_cmap("outcome", colours, outcomes), "marker": factor_mark("outcome", markers, outcomes)}
+    source = pd.DataFrame(marks).to_dict("list")
+    figure.scatter("x", "y", source=source, size=9, alpha=0.75, legend_group="outcome", name="dots", **looks)
     figure.legend.orientation = "horizontal"
     figure.add_layout(figure.legend[0], "above")
-    _hover(figure, [("case", "@case"), ("ours", "@ours"), ("best other", "@peer"), ("times as fast", "@x{0.00}")])
+    _hover(figure, {"case": "@case", "ours": "@ours", "best other": "@peer", "times as fast": "@x{0.00}"})
     return figure
 
 
-def _jitter(number: int) -> float:
-    """Spread marks that would cover each other, the same at each run."""
-    return 0.5 * math.modf(number * 0.6180339887)[0] - 0.25
+def _draw_lengths(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+    """Yield charts of the time over the tokens, of shapes that were measured at many lengths."""
+    import pandas as pd
 
-
-def _draw_lengths(rows: Sequence[Row]) -> list[tuple[str, Any]]:
-    """Charts of the time over the tokens, of shapes that were measured at many lengths."""
-    shapes: dict[str, dict[str, dict[int, Row]]] = {}
+    points = []
     for row in rows:
         case = row["case"]
         if "time" in row and row["benchmark"] == "rope" and case["name"].startswith("tokens-"):
-            place = "interleaved" if case["interleaved"] else "half-split"
-            shapes.setdefault(f"{place}, {row['mode']}", {}).setdefault(label(row), {})[case["tokens"]] = row
-    charts = []
-    for title, lines in shapes.items():
-        if max(map(len, lines.values())) < _FEWEST_LENGTHS:
-            continue
-        axes = {"x_axis_type": "log", "y_axis_type": "log", "x_axis_label": "tokens", "y_axis_label": "µs, cold cache"}
-        figure = _figure(height=360, **axes)
-        for number, (name, found) in enumerate(lines.items()):
-            tokens = sorted(found)
-            data = {"x": tokens, "y": [median(found[count], "time") for count in tokens], "name": [name] * len(tokens)}
-            colour = _LINES[number % len(_LINES)]
-            figure.line("x", "y", source=data, color=colour, line_width=2, legend_label=name)
-            figure.scatter("x", "y", source=data, color=colour, size=7, legend_label=name, name="dots")
-        figure.legend.click_policy = "hide"
-        figure.legend.location = "top_left"
-        _hover(figure, [("", "@name"), ("tokens", "@x"), ("µs", "@y{0.00}")])
-        charts.append((title, figure))
-    return charts
+            title = f"{'interleaved' if case['interleaved'] else 'half-split'}, {row['mode']}"
+            points.append((title, label(row), case["tokens"], g.median(row, "time")))
+    frame = pd.DataFrame(points, columns=["title", "name", "x", "y"])
+    frame = frame.drop_duplicates(["title", "name", "x"], keep="last").sort_values("x", kind="stable")
+    axes = {"x_axis_type": "log", "y_axis_type": "log", "x_axis_label": "tokens", "y_axis_label": "µs, cold cache"}
+    for title, lines in frame.groupby("title", sort=False):
+        if lines["name"].value_counts().max() >= _FEWEST_LENGTHS:
+            figure = _figure(height=360, **axes)
+            for number, (name, line) in enumerate(lines.groupby("name", sort=False)):
+                looks = {"source": line.to_dict("list"), "color": _LINES[number % len(_LINES)], "legend_label": name}
+                figure.line("x", "y", line_width=2, **looks)
+                figure.scatter("x", "y", size=7, name="dots", **looks)
+            figure.legend.click_policy = "hide"
+            figure.legend.location = "top_left"
+            _hover(figure, {"": "@name", "tokens": "@x", "µs": "@y{0.00}"})
+            yield title, figure
 
 
 def _figure(**options: Any) -> Any:
@@ -220,33 +231,12 @@ def _figure(**options: Any) -> Any:
     return made
 
 
-def _hover(figure: Any, tooltips: list[tuple[str, str]]) -> None:
+def _hover(figure: Any, tooltips: dict[str, str]) -> None:
     from bokeh.models import HoverTool
 
-    figure.add_tools(HoverTool(tooltips=tooltips, renderers=figure.select({"name": "dots"})))
+    figure.add_tools(HoverTool(tooltips=list(tooltips.items()), renderers=figure.select({"name": "dots"})))
     figure.legend.background_fill_color = figure.legend.border_line_color = None
     figure.legend.label_text_color = _TEXT
-
-
-_NUMBERS = {
-    "µs": ("time.p50", 1.0),
-    "10 %": ("time.p10", 1.0),
-    "90 %": ("time.p90", 1.0),
-    "graph, µs": ("graph.p50", 1.0),
-    "host, µs": ("host.median", 1.0),
-    "GB/s": ("gb_per_s", 1.0),
-    "TFLOP/s": ("tflops", 1.0),
-    "peak, MiB": ("peak_bytes", 2.0**20),
-    "error": ("error", 1.0),
-    "budget": ("error_budget", 1.0),
-}
-_DARK = """
-@media (prefers-color-scheme: dark) {
-  .slick-row, .slick-header-column, .slick-viewport { background: #14171b !important; color: #d9dde2 !important; }
-  .slick-row.odd { background: #1a1e23 !important; }
-  .bk-input { background: #1a1e23; color: #d9dde2; border-color: #2e343b; }
-}
-"""
 
 
 def _make_table(rows: Sequence[Row]) -> Any:
@@ -254,50 +244,27 @@ def _make_table(rows: Sequence[Row]) -> Any:
     import pandas as pd
     from bokeh import models
 
-    rows = sorted(rows, key=lambda row: row["status"] == "unsupported")
-    keys = ("mode", "protocol", "status", "record", "kind", "served_by", "reason")
-    texts = pd.DataFrame(
-        {
-            "case": [row["case"]["name"] for row in rows],
-            "implementation": [label(row) for row in rows],
-            "shape": [describe_case(row) for row in rows],
-            **{key: [row.get(key, "") for row in rows] for key in keys},
-        }
-    )
-    flat = pd.json_normalize([{key: value for key, value in row.items() if key != "ratios"} for row in rows])
-    numbers = pd.DataFrame(
-        {name: (flat[key] / scale).astype("float32") for name, (key, scale) in _NUMBERS.items() if key in flat}
-    )
-    numbers["of the roof"] = pd.Series([share_of_roof(row) for row in rows], dtype="float32")
-    words = texts.agg(" ".join, axis=1).str.lower()
-    columns_of = {**texts.to_dict("list"), **{name: numbers[name].to_numpy() for name in numbers}}
-    source = models.ColumnDataSource({**columns_of, "words": words.to_list()})
+    said = [
+        {"implementation": label(row), "shape": describe_case(row), "share": g.share_of_roof(row), "ratios": None}
+        for row in rows
+    ]
+    flat = [{**row, "case": row["case"]["name"], **more} for row, more in zip(rows, said, strict=True)]
+    frame = pd.json_normalize(sorted(flat, key=lambda row: row["status"] == "unsupported"))
+    texts = frame.reindex(columns=[*_FIRST, *_LAST]).astype(object).fillna("")
+    known = {name: (frame[key], unit) for name, (key, unit) in _NUMBERS.items() if key in frame}
+    numbers = {name: (column / unit).to_numpy("float32") for name, (column, unit) in known.items()}
+    words = texts.agg(" ".join, axis=1).str.lower().to_list()
+    source = models.ColumnDataSource({**texts.to_dict("list"), **numbers, "words": words})
     dark, hint = models.InlineStyleSheet(css=_DARK), "words that a row must have: llama triton bwd …"
     field = models.TextInput(placeholder=hint, sizing_mode="stretch_width", stylesheets=[dark])
-    code = "const words = field.value_input.toLowerCase().split(' '); "
-    code += "return source.data.words.map((text) => words.every((word) => text.includes(word)))"
-    view = models.CDSView(filter=models.CustomJSFilter(args={"field": field}, code=code))
+    view = models.CDSView(filter=models.CustomJSFilter(args={"field": field}, code=_FILTER))
     field.js_on_change("value_input", models.CustomJS(args={"source": source}, code="source.change.emit()"))
-    plain = models.NumberFormatter(format="0,0.[000]", nan_format=NOTHING)
-    wide = {"case": 150, "implementation": 170, "shape": 300, "reason": 300, "record": 220}
-    first, last = (
-        ("case", "implementation", "mode", "protocol", "status"),
-        ("shape", "record", "kind", "served_by", "reason"),
-    )
+    plain = {"formatter": models.NumberFormatter(format="0,0.[000]", nan_format=NOTHING)}
+    shown = {**_FIRST, **dict.fromkeys(numbers, 85), **_LAST}
     columns = [
-        models.TableColumn(
-            field=name, title=name, width=wide.get(name, 85), **({"formatter": plain} if name in numbers else {})
-        )
-        for name in (*first, *numbers, *last)
+        models.TableColumn(field=name, title=name, width=width, **(plain if name in numbers else {}))
+        for name, width in shown.items()
     ]
-    table = models.DataTable(
-        source=source,
-        view=view,
-        columns=columns,
-        index_position=None,
-        height=520,
-        sizing_mode="stretch_width",
-        autosize_mode="none",
-        stylesheets=[dark],
-    )
+    looks = {"height": 520, "sizing_mode": "stretch_width", "autosize_mode": "none", "stylesheets": [dark]}
+    table = models.DataTable(source=source, view=view, columns=columns, index_position=None, **looks)
     return models.Column(field, table, sizing_mode="stretch_width")
