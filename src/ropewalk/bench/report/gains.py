@@ -55,20 +55,15 @@ class Gain:
     @property
     def outcome(self) -> str:
         """Ahead, level or behind; absent: nothing of ours was measured; alone: no peer was."""
-        if self.ours is None:
-            return ABSENT
-        if self.times is None:
-            return ALONE
-        if self.times > 1 + SAME:
-            return AHEAD
-        return LEVEL if self.times >= 1 / (1 + SAME) else BEHIND
+        if self.ours is None or self.times is None:
+            return ABSENT if self.ours is None else ALONE
+        return AHEAD if self.times > 1 + SAME else LEVEL if self.times >= 1 / (1 + SAME) else BEHIND
 
     @property
     def title(self) -> str:
         """The benchmark's mode in words, with the protocol."""
-        lead = self.lead
-        title = TITLES.get((lead["benchmark"], lead["mode"]), f"{lead['benchmark']}, {lead['mode']}")
-        return ", ".join(part for part in (title, lead.get("protocol")) if part)
+        key = self.lead["benchmark"], self.lead["mode"]
+        return ", ".join(filter(None, (TITLES.get(key, ", ".join(key)), self.lead.get("protocol"))))
 
     def time_of(self, row: Row | None) -> float | None:
         """Return a side's time in µs."""
@@ -77,18 +72,14 @@ class Gain:
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
     """Read records; the rows get the name, the date and the machine of their run."""
-    records = []
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"{path} is not a file, but must be a record of ropewalk bench")
-        record = read_record(path, *READ)
+    records = [read_record(path, *READ) for path in paths]
+    for record in records:
         for run in record.runs:
             if not isinstance(run.get("device"), str) or not isinstance(run.get("date"), str):
-                raise ValueError(f"{path}: the line about the run must have the device and the date")
+                raise ValueError(f"{record.path}: the line about the run must have the device and the date")
         for row in record.rows:
             run = record.runs[row["run"]]
             row |= {"record": record.name_of(row), "date": run["date"], "machine": machine_of(run)}
-        records.append(record)
     return records
 
 
@@ -100,8 +91,7 @@ def machine_of(run: Row) -> str:
 
 def median(row: Row, quantity: str) -> float | None:
     """Return a row's median of "time" or "graph", in µs."""
-    found: dict[str, float] = row.get(quantity) or {}
-    return found.get("p50")
+    return (row.get(quantity) or {}).get("p50")
 
 
 def describe_case(row: Row) -> str:
@@ -111,8 +101,8 @@ def describe_case(row: Row) -> str:
         return f"{fields.get('words', '')}, batch {fields.get('batch')} of {fields.get('tokens')} tokens".lstrip(", ")
     kind: Any = Case if row["benchmark"] == "rope" else AttentionCase
     case = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    words = [case.description, variant_of(fields)]
-    return ", ".join(part for part in words if part).replace(", bthd", "").replace(", positions by index", "")
+    text = ", ".join(filter(None, (case.description, variant_of(fields))))
+    return text.replace(", bthd", "").replace(", positions by index", "")
 
 
 def share_of_roof(row: Row) -> float | None:
@@ -125,16 +115,14 @@ def find_gains(rows: Iterable[Row]) -> list[Gain]:
     """Compare every case by the newest run that timed its best peer; in the order of `TITLES`."""
     found: dict[tuple[object, ...], list[Gain]] = {}
     for group in groups(_with_refused(rows), "protocol"):
-        gain = _compare(group)
-        if gain is not None:
+        for gain in _compare(group):
             lead = gain.lead
             case = tuple(sorted((k, repr(v)) for k, v in lead["case"].items() if k not in ("modes", "yardstick")))
             key = lead["machine"], lead["benchmark"], case, lead["mode"], lead.get("protocol")
             found.setdefault(key, []).append(gain)
     newest = [one for gains in found.values() for one in gains if not _is_superseded(one, gains)]
-    order = list(TITLES)
-    rank = {title: number for number, title in enumerate(order)}
-    return sorted(newest, key=lambda one: (rank.get((one.lead["benchmark"], one.lead["mode"]), len(order)), one.title))
+    rank = {title: number for number, title in enumerate(TITLES)}
+    return sorted(newest, key=lambda one: (rank.get((one.lead["benchmark"], one.lead["mode"]), len(rank)), one.title))
 
 
 def _with_refused(rows: Iterable[Row]) -> Iterator[Row]:
@@ -142,10 +130,8 @@ def _with_refused(rows: Iterable[Row]) -> Iterator[Row]:
     for group in groups(rows):
         protocols = dict.fromkeys(row["protocol"] for row in group if "protocol" in row)
         for row in group:
-            if "protocol" in row or not protocols:
-                yield row
-            else:
-                yield from ({**row, "protocol": protocol} for protocol in protocols)
+            missing = protocols if "protocol" not in row else ()
+            yield from [{**row, "protocol": protocol} for protocol in missing] or [row]
 
 
 def _is_superseded(gain: Gain, others: Sequence[Gain]) -> bool:
@@ -158,19 +144,13 @@ def _is_superseded(gain: Gain, others: Sequence[Gain]) -> bool:
     )
 
 
-def _compare(group: Sequence[Row]) -> Gain | None:
-    """Compare what was timed together. None: the mode holds no peers against ours, or there is nothing to say."""
+def _compare(group: Sequence[Row]) -> Iterator[Gain]:
+    """Compare what was timed together, unless the mode holds no peers against ours, or there is nothing to say."""
     lead = group[0]
-    if lead["benchmark"] == "attention":
-        if lead["mode"] not in COMPARED:
-            return None
-        position, of_peers, name = COMPARED[lead["mode"]]
-    else:
-        position, of_peers, name = "none", "none", None
-    ours = [
-        row for row in group if row["kind"] == "ours" and row["position"] == position and name in (None, row["impl"])
-    ]
-    peers = [row for row in group if row["kind"] == "peer" and row["position"] == of_peers]
+    if lead["benchmark"] == "attention" and lead["mode"] not in COMPARED:
+        return
+    sides = COMPARED[lead["mode"]] if lead["benchmark"] == "attention" else ("none", "none", None)
+    ours, peers = _sides(group, *sides)
     # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
     quantity = "graph" if any("graph" in row for row in ours) else "time"
     timed = frozenset(row["impl"] for row in peers if "time" in row)
@@ -178,19 +158,27 @@ def _compare(group: Sequence[Row]) -> Gain | None:
     if best is None:
         fastest = min((row for row in peers if "time" in row), key=lambda row: row["time"]["p50"], default=None)
         bad = [row for row in ours if row["status"] in ("wrong", "failed")]
-        if fastest is None and not bad:
-            return None
-        said = [f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours]
-        return Gain(lead, None, fastest, None, "time", timed, "; ".join(said) or "none was asked for")
-    over = {id(row): _times(best, row, quantity) for row in peers if quantity in row}
-    peer = min((row for row in peers if id(row) in over), key=lambda row: over[id(row)], default=None)
-    return Gain(lead, best, peer, None if peer is None else over[id(peer)], quantity, timed)
+        if fastest is not None or bad:
+            said = "; ".join(f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours)
+            yield Gain(lead, None, fastest, None, "time", timed, said or "none was asked for")
+        return
+    # By the median over rounds if the record has it, else by medians.
+    over = {
+        number: best.get("ratios", {}).get(label(row), row[quantity]["p50"] / best[quantity]["p50"])
+        for number, row in enumerate(peers)
+        if quantity in row
+    }
+    first = min(over, key=over.__getitem__, default=None)
+    peer, times = (None, None) if first is None else (peers[first], over[first])
+    yield Gain(lead, best, peer, times, quantity, timed)
 
 
-def _times(ours: Row, peer: Row, quantity: str) -> float:
-    """Return the peer's time over ours: by the median over rounds if the record has it, else by medians."""
-    ratio: float | None = ours.get("ratios", {}).get(label(peer))
-    return peer[quantity]["p50"] / ours[quantity]["p50"] if ratio is None else ratio
+def _sides(group: Sequence[Row], position: str, of_peers: str, name: str | None) -> tuple[list[Row], list[Row]]:
+    """Return ours and the peers' rows of a group, with those positions; of ours those with this name, if any."""
+    ours = [
+        row for row in group if (row["kind"], row["position"]) == ("ours", position) and name in (None, row["impl"])
+    ]
+    return ours, [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
 
 
 @dataclass(frozen=True)
@@ -216,7 +204,7 @@ def newest_choices(records: Sequence[Record]) -> list[Choice]:
     """The choices of the newest run of each case, mode and protocol, in the order of the first one."""
     newest: dict[tuple[object, ...], Choice] = {}
     for record in records:
-        for group in groups((row for row in record.rows if "time" in row), "protocol"):
+        for group in groups((row for row in record.of("attention") if "time" in row), "protocol"):
             choice = _choose(group, record.runs[group[0]["run"]])
             if choice is not None:
                 key = describe_case(choice.lead), choice.lead["mode"], choice.lead.get("protocol")
@@ -227,19 +215,18 @@ def newest_choices(records: Sequence[Record]) -> list[Choice]:
 
 def _choose(group: Sequence[Row], run: Row) -> Choice | None:
     position, of_peers, name = COMPARED.get(group[0]["mode"], ("", "", None))
-    ours = {row["impl"]: row for row in group if row["kind"] == "ours" and row["position"] == position}
-    if name != AUTO or AUTO not in ours or group[0]["benchmark"] != "attention" or run["device"].startswith("CPU"):
+    ours, peers = _sides(group, position, of_peers, None)
+    auto = next((row for row in ours if row["impl"] == AUTO), None)
+    if name != AUTO or auto is None or run["device"].startswith("CPU"):
         return None
-    auto = ours[AUTO]
-    by_name = {impl: (row["time"]["p50"], impl) for impl, row in ours.items() if impl != AUTO}
+    by_name = {row["impl"]: (row["time"]["p50"], row["impl"]) for row in ours if row is not auto}
     kernels = min((by_name[impl] for impl in KERNELS if impl in by_name), default=None)
     picked = auto["time"]["p50"], str(auto["served_by"])
-    peers = {row["impl"]: row["time"]["p50"] for row in group if row["kind"] == "peer" and row["position"] == of_peers}
+    times = {row["impl"]: row["time"]["p50"] for row in peers}
     if picked[1] == FLASH:
-        return Choice(auto, (kernels, by_name.get(after_flash(auto, run)), picked), peers)
-    version = (run.get("peers") or {}).get(FLASH_PEER)
-    has_flash = version is not None and not str(version).startswith("missing")
-    return Choice(auto, (kernels, picked, picked if has_flash else None), peers)
+        return Choice(auto, (kernels, by_name.get(after_flash(auto, run)), picked), times)
+    has_flash = not str((run.get("peers") or {}).get(FLASH_PEER, "missing")).startswith("missing")
+    return Choice(auto, (kernels, picked, picked if has_flash else None), times)
 
 
 def after_flash(auto: Row, run: Row) -> str:
