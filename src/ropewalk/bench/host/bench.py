@@ -113,10 +113,11 @@ class HostBench(Bench):
         # A rotation's inputs say if it records.
         with torch.set_grad_enabled(mode == ROTATE or direction_of(mode) == "train"):
             samples = time_turns(timed, self.device, calls=calls, rounds=self.rounds, max_seconds=seconds)
-        unit = spread([burst.total for burst in samples[MULTIPLY]]).median
+        unit = spread([burst.total for burst in samples[MULTIPLY]])["median"]
         for name, bursts in samples.items():
             host = spread([burst.total for burst in bursts])
-            row = {**rows[name], "host": host, "multiple": host.over(unit), "calls": calls, "bursts": len(bursts)}
+            multiple = {key: value / unit for key, value in host.items()}
+            row = {**rows[name], "host": host, "multiple": multiple, "calls": calls, "bursts": len(bursts)}
             for part in ("forward", "backward"):
                 if getattr(bursts[0], part) is not None:
                     row[part] = spread([getattr(burst, part) for burst in bursts])

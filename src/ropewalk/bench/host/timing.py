@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +30,11 @@ class Burst(NamedTuple):
     backward: float | None = None
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The least, the median and the 95 % quantile over bursts."""
-
-    least: float
-    median: float
-    p95: float
-
-    def over(self, unit: float) -> Spread:
-        """Return all three as multiples of a unit."""
-        return Spread(self.least / unit, self.median / unit, self.p95 / unit)
-
-
-def spread(microseconds: Sequence[float]) -> Spread:
-    """Summarise the times of some bursts."""
+def spread(microseconds: Sequence[float]) -> dict[str, float]:
+    """Return the least, the median and the 95 % quantile of the times of some bursts."""
     samples = torch.tensor(microseconds, dtype=torch.float64)
-    return Spread(*samples.quantile(torch.tensor([0.0, 0.5, 0.95], dtype=torch.float64)).tolist())
+    found = samples.quantile(torch.tensor([0.0, 0.5, 0.95], dtype=torch.float64)).tolist()
+    return dict(zip(("least", "median", "p95"), found, strict=True))
 
 
 def time_turns(
@@ -70,23 +57,23 @@ def time_burst(timed: Timed, device: torch.device, calls: int) -> Burst:
         torch.cuda.synchronize(device)
     with timed.context():
         if timed.backward is None:
-            return Burst(_time_forward(timed.forward, calls) / calls)
-        parts = _time_both(timed.forward, timed.backward, calls)
-        return Burst(sum(parts) / calls, *(part / calls for part in parts))
+            return Burst(_time_forward(timed.forward, calls))
+        forward, backward = _time_both(timed.forward, timed.backward, calls)
+        return Burst(forward + backward, forward, backward)
 
 
 def _time_forward(forward: Callable[[], Any], calls: int) -> float:
-    """Return the microseconds of so many calls."""
+    """Return the microseconds of a call."""
     now = time.perf_counter_ns
     forward()
     start = now()
     for _ in range(calls):
         forward()
-    return (now() - start) / 1e3
+    return (now() - start) / 1e3 / calls
 
 
 def _time_both(forward: Callable[[], Any], backward: Callable[[Any], object], calls: int) -> tuple[float, float]:
-    """Return the microseconds of so many forwards, and of the backwards with which they take turns."""
+    """Return the microseconds of a forward, and of the backward with which it takes turns."""
     now, in_forward = time.perf_counter_ns, 0
     backward(forward())
     start = now()
@@ -97,4 +84,4 @@ def _time_both(forward: Callable[[], Any], backward: Callable[[Any], object], ca
         backward(out)
         del out
     total = now() - start
-    return in_forward / 1e3, (total - in_forward) / 1e3
+    return in_forward / 1e3 / calls, (total - in_forward) / 1e3 / calls
