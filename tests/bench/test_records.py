@@ -70,14 +70,6 @@ def test_several_runs_may_be_in_one_file(tmp_path: Path) -> None:
         read_stopped(path, RUN)
 
 
-def test_rotations_of_the_first_records_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "old.jsonl"
-    row = {"case": {"name": "x", "directions": ["fwd"]}, "direction": "fwd", "impl": "a", "kind": "ours", "graph": None}
-    path.write_text("\n".join(map(json.dumps, ({"format": 1, **RUN}, row))))
-    [found] = read_record(path).rows
-    assert (found["mode"], found["case"]["modes"], "graph" in found) == ("fwd", ["fwd"], False)
-
-
 def test_a_stopped_run_keeps_its_whole_units(tmp_path: Path) -> None:
     path = write(tmp_path / "record.jsonl", end=False)
     path.write_text(path.read_text()[:-9])  # the last line is cut off, and the unit before it may lack rows

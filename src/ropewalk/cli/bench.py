@@ -16,53 +16,29 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
-Modes = typer.Option(help="Of those that --list shows, with commas between. By default all.")
-# By the name of the option: its type, its description, and its default.
-SHARED: dict[str, tuple[Any, Any, Any]] = {
-    "case": (list[str] | None, typer.Option(help="A case by name; repeat for more."), None),
-    "impl": (
-        list[str] | None,
-        typer.Option(
-            help="One of our implementations; repeat for more. By default, of rotations all that exist here, of "
-            "attention triton on a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa "
-            "and reference."
-        ),
-        None,
-    ),
-    "mode": (str, Modes, ""),
-    "precision": (str, typer.Option(help="Of autocast and bf16, with commas between."), "autocast,bf16"),
-    "peers": (str, typer.Option(help="auto (those that import), none, or names with commas between."), "auto"),
-    "protocol": (
-        str,
-        typer.Option(help="hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
-        "",
-    ),
-    "output": (
-        Path | None,
-        typer.Option("--output", "-o", help="The record, a new file; by default one under ./results/."),
-        None,
-    ),
-    "resume": (
-        bool,
-        typer.Option(
-            "--resume",
-            help="Go on with the record that --output names: what is whole in it stays, what was cut off is measured "
-            "anew. The machine, all versions and the other options must be the same.",
-        ),
-        False,
-    ),
-    "device": (str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one."), None),
-    "dtype": (
-        str | None,
-        typer.Option(help="float16, bfloat16 or float32 for all cases; by default each case's own."),
-        None,
-    ),
-    "rounds": (
-        int | None,
-        typer.Option(min=3, help="How often each call is timed, at most; by default as the benchmark has it."),
-        None,
-    ),
-    "list_cases": (bool, typer.Option("--list", help="List the cases and modes, and stop."), False),
+_IMPL = (
+    "One of our implementations; repeat for more. By default, of rotations all that exist here, of attention triton on "
+    "a GPU, else reference; of the host's times all but the reference on a GPU, else sdpa and reference."
+)
+_RESUME = (
+    "Go on with the record that --output names: what is whole in it stays, what was cut off is measured anew. The "
+    "machine, all versions and the other options must be the same."
+)
+_RELATIVE = "Compare times as multiples of a copy's, or of a matrix product's, for other clocks or another GPU."
+# The options that several commands share: the type, the default, the help, and other names or bounds.
+SHARED: dict[str, tuple[Any, ...]] = {
+    "case": (list[str] | None, None, "A case by name; repeat for more."),
+    "impl": (list[str] | None, None, _IMPL),
+    "mode": (str, "", "Of those that --list shows, with commas between. By default all."),
+    "precision": (str, "autocast,bf16", "Of autocast and bf16, with commas between."),
+    "peers": (str, "auto", "auto (those that import), none, or names with commas between."),
+    "protocol": (str, "", "hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
+    "output": (Path | None, None, "The record, a new file; by default one under ./results/.", "--output", "-o"),
+    "resume": (bool, False, _RESUME, "--resume"),
+    "device": (str | None, None, "cuda or cpu; by default the GPU if there is one."),
+    "dtype": (str | None, None, "float16, bfloat16 or float32 for all cases; by default each case's own."),
+    "rounds": (int | None, None, "How often each call is timed, at most; by default as the benchmark has it."),
+    "list_cases": (bool, False, "List the cases and modes, and stop.", "--list"),
 }
 _EVERY = ("case", "impl", "peers", "output", "resume", "device", "dtype", "rounds", "list_cases")
 # Options that name several things, and what `Options` calls them.
@@ -76,15 +52,11 @@ def _command(name: str, *shared: str) -> Callable[[Callable[..., "Chosen"]], Non
         own = list(inspect.signature(choose).parameters.values())
 
         def command(**given: Any) -> None:
-            benches, more = choose(**{parameter.name: given.pop(parameter.name) for parameter in own})
+            with user_errors():
+                benches, more = choose(**{parameter.name: given.pop(parameter.name) for parameter in own})
             _run(benches, **given, **more)
 
-        parameters = [
-            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-            for key, (kind, option, default) in SHARED.items()
-            if key in shared
-        ]
-        *first, last = parameters  # --list
+        *first, last = (_parameter(key, *option) for key, option in SHARED.items() if key in shared)  # --list
         taken = [*first, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), last]
         command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
@@ -94,12 +66,15 @@ def _command(name: str, *shared: str) -> Callable[[Callable[..., "Chosen"]], Non
     return register
 
 
+def _parameter(key: str, kind: Any, default: Any, text: str, *names: str) -> inspect.Parameter:
+    option = typer.Option(*names, help=text, min=3 if key == "rounds" else None)
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
 @_command("rope", "mode", *_EVERY)
 def _rope(
     sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
-    only: Annotated[
-        str, typer.Option(help="norm: other cases, of the norm beside the rotation and of positions on three axes.")
-    ] = "",
+    only: Annotated[str, typer.Option(help="norm: other cases, of norms and of positions on three axes.")] = "",
 ) -> "Chosen":
     """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
 
@@ -153,8 +128,7 @@ def _all() -> "Chosen":
 @_command("training", "case", "precision", "output", "device", "rounds", "list_cases")
 def _training() -> "Chosen":
     """Measure training steps of BERT and Llama models with attention by Ropewalk, by SDPA and by eager PyTorch."""
-    with user_errors():
-        from ropewalk.bench.training.bench import TrainingBench
+    from ropewalk.bench.training.bench import TrainingBench
 
     return [TrainingBench], {}
 
@@ -174,24 +148,15 @@ def _parallel(
     """
     from ropewalk.bench.parallel.bench import ParallelBench, choose_parts
 
-    with user_errors():
-        return [ParallelBench], {"cases": choose_parts(split_names(only)), "quick": quick, "processes": processes}
+    return [ParallelBench], {"cases": choose_parts(split_names(only)), "quick": quick, "processes": processes}
 
 
 @app.command("compare")
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A record of bench rope, attention or all.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="A later record, of the same cases.")],
-    threshold: Annotated[
-        float, typer.Option(min=0.0, help="What part worse a median must be, beyond the noise, to fail.")
-    ] = 0.05,
-    relative: Annotated[
-        bool,
-        typer.Option(
-            "--relative",
-            help="Compare times as multiples of a copy's, or of a matrix product's, for other clocks or another GPU.",
-        ),
-    ] = False,
+    threshold: Annotated[float, typer.Option(min=0.0, help="What part worse, beyond the noise, fails.")] = 0.05,
+    relative: Annotated[bool, typer.Option("--relative", help=_RELATIVE)] = False,
     every: Annotated[bool, typer.Option("--all", help="Fail for peers and anchors too, not for ours alone.")] = False,
 ) -> None:
     """Show what B changed against A beyond the noise, and fail if one of ours is worse.
@@ -215,9 +180,7 @@ def _run(benches: "Sequence[type[Bench]]", list_cases: bool, **given: Any) -> No
     """Run benchmarks into one record, or list their cases; exit as Ctrl-C and errors require."""
     if list_cases:
         for bench in benches:
-            if len(benches) > 1:
-                typer.echo(bench.name.upper())
-            _list(bench)
+            typer.echo(f"{bench.name.upper()}\n" * (len(benches) > 1) + "\n".join(bench.listing()))
         return
     if given.get("resume") and given["output"] is None:
         raise typer.BadParameter("it needs --output, which names the record to go on with", param_hint="--resume")
@@ -233,22 +196,3 @@ def _run(benches: "Sequence[type[Bench]]", list_cases: bool, **given: Any) -> No
         result = None if benches[0].launch(options) else run(benches, options)
     if result is not None and result.interrupted:
         raise typer.Exit(130)
-
-
-def _list(bench: Any) -> None:
-    """List the cases of a benchmark, each name once, and its modes."""
-    from ropewalk.bench.core.load import variant_of
-
-    variants: dict[str, list[str]] = {}
-    for case in bench.cases:
-        variants.setdefault(case.name, []).append(variant_of(vars(case)))
-    first = {case.name: case for case in reversed(bench.cases)}
-    for name, known in variants.items():
-        also = [other for other, of in bench.aliases.items() if of == name]
-        typer.echo(f"{name} ({', '.join(also)})" if also else name)
-        typer.echo(f"    {first[name].description}")
-        if any(known):
-            typer.echo(f"    variants: {', '.join(known)}")
-        typer.echo(f"    modes: {', '.join(first[name].modes) or 'none of its own'}")
-    for mode, meaning in bench.modes.items():
-        typer.echo(f"mode {mode}: {meaning}")

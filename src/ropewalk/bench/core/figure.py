@@ -57,7 +57,7 @@ def draw_bars(
         bars = [(row, length) for row, length in zip(group, lengths(group), strict=True) if length is not None]
         if bars:
             case = group[0]["case"]
-            name = "\n".join(part for part in (case["name"], variant_of(case)) if part)
+            name = "\n".join(filter(None, (case["name"], variant_of(case))))
             drawn.setdefault(group[0]["mode"], []).append((name, bars))
     if not drawn:
         return False

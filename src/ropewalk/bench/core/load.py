@@ -23,6 +23,7 @@ Unit = tuple[str, str, str]  # a benchmark, a case of it as JSON, and a mode: it
 ALL = "all"  # the benchmark of a record whose rows name their own
 BENCHMARKS = ("rope", "attention", "host", "training", "parallel", ALL)
 
+_TEXTS = ("mode", "impl", "kind")  # keys that every row must have
 # Keys of the lines about the runs that must agree for one to go on with another; a missing key counts as None.
 SAME = (
     *("benchmark", "device", "driver_version", "threads", "python", "torch", "cuda", "hip", "triton"),
@@ -60,21 +61,14 @@ def read_record(path: Path, *benchmarks: str, may_be_cut_off: bool = False) -> R
     rows: list[Row] = []
     for line in lines:
         if "format" in line or not runs:
-            check_run_line(path, [line], *(benchmarks or BENCHMARKS))
+            check_run_line(path, line, benchmarks or BENCHMARKS)
             runs.append(line)
         elif line.keys() != {END}:
-            rows.append(_as_row(path, line, runs))
+            if not isinstance(line.get("case"), dict) or not all(isinstance(line.get(key), str) for key in _TEXTS):
+                raise ValueError(f"{path.name} has a line that is no row: {json.dumps(line)[:80]}")
+            row = {"run": len(runs) - 1, "benchmark": runs[-1]["benchmark"], **line}
+            rows.append({key: value for key, value in row.items() if value is not None})
     return Record(path, runs, rows, ended=lines[-1].keys() == {END})
-
-
-def _as_row(path: Path, line: dict[str, Any], runs: list[dict[str, Any]]) -> Row:
-    row = {"run": len(runs) - 1, "benchmark": runs[-1]["benchmark"], **line}
-    if "direction" in row:  # as rotations were written at first
-        row["mode"] = row.pop("direction")
-        row["case"] = {("modes" if name == "directions" else name): value for name, value in row["case"].items()}
-    if not isinstance(row.get("case"), dict) or not all(isinstance(row.get(x), str) for x in ("mode", "impl", "kind")):
-        raise ValueError(f"{path.name} has a line that is no row: {json.dumps(line)[:80]}")
-    return {key: value for key, value in row.items() if value is not None}
 
 
 def label(row: Mapping[str, Any]) -> str:
@@ -93,8 +87,8 @@ def variant_of(case: Mapping[str, Any]) -> str:
 
 def describe(row: Mapping[str, Any]) -> str:
     """Describe the implementation, the case and the mode in words."""
-    parts = (label(row), "on", row["case"]["name"], variant_of(row["case"]), row["mode"])
-    return " ".join(part for part in parts if part)
+    case = row["case"]
+    return " ".join(filter(None, (label(row), "on", case["name"], variant_of(case), row["mode"])))
 
 
 def unit_of(benchmark: str, case: Any, mode: str) -> Unit:
@@ -108,8 +102,8 @@ def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:
     """Group rows by record, benchmark, case, mode, and more keys, in the order of the first of each group."""
     together: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        unit = unit_of(row["benchmark"], row["case"], row["mode"])
-        together.setdefault((row.get("record"), row["run"], *unit, *(row.get(key) for key in keys)), []).append(row)
+        of_unit = unit_of(row["benchmark"], row["case"], row["mode"])
+        together.setdefault((*of_unit, *map(row.get, ("record", "run", *keys))), []).append(row)
     yield from together.values()
 
 

@@ -20,37 +20,21 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Options:
-    """The choices that a user has. A benchmark refuses those that it does not know.
+    """The choices that a user has. A benchmark refuses those that it does not know."""
 
-    Args:
-        cases: names of cases; none for all that suit the device.
-        impls: our implementations; none for those that the benchmark chooses.
-        modes: of the benchmark's; none for all.
-        peers: "auto" for those that import, "none", or names with commas between.
-        protocols: "hot", "cool"; none for each mode's own.
-        dtype: "float16", "bfloat16" or "float32" for all cases; None for each case's own.
-        rounds: how often each call is timed, at most; None for the benchmark's own number.
-        seed: of the random inputs.
-        device: "cuda" or "cpu"; None for the GPU if there is one.
-        output: the record's file, or None for one under ./results/.
-        resume: whether the file is a record to go on with; otherwise it must not exist.
-        quick: small cases, for correctness; of several processes alone.
-        processes: how many to start, where torchrun did not; None: one for each GPU, or 2 on a CPU.
-    """
-
-    cases: Sequence[str] = ()
-    impls: Sequence[str] = ()
-    modes: Sequence[str] = ()
-    peers: str = "auto"
-    protocols: Sequence[str] = ()
-    dtype: str | None = None
-    rounds: int | None = None
-    seed: int = 0
-    device: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    quick: bool = False
-    processes: int | None = None
+    cases: Sequence[str] = ()  # by name; none: all that suit the device
+    impls: Sequence[str] = ()  # of ours; none: those that the benchmark chooses
+    modes: Sequence[str] = ()  # of the benchmark's; none: all
+    peers: str = "auto"  # those that import; or "none", or names with commas between
+    protocols: Sequence[str] = ()  # "hot", "cool"; none: each mode's own
+    dtype: str | None = None  # one of `DTYPES` for all cases; None: each case's own
+    rounds: int | None = None  # how often each call is timed, at most; None: the benchmark's own number
+    seed: int = 0  # of the random inputs
+    device: str | None = None  # "cuda" or "cpu"; None: the GPU if there is one
+    output: Path | None = None  # the record's file; None: one under ./results/
+    resume: bool = False  # whether the file is a record to go on with; otherwise it must not exist
+    quick: bool = False  # small cases, for correctness; of several processes alone
+    processes: int | None = None  # to start, where torchrun did not; None: one for each GPU, or 2 on a CPU
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -77,20 +61,19 @@ def choose_peers(
     known: Mapping[str, AnyPeer], peers: str, device: torch.device
 ) -> tuple[list[AnyPeer], dict[str, str]]:
     """Choose the peers to measure by `Options.peers`; returns them, and for each its version, or why it is missing."""
-    if peers == "none":
-        return [], {}
-    names = list(known) if peers == "auto" else [name.strip() for name in peers.split(",")]
-    chosen: list[AnyPeer] = []
-    versions = {}
+    names = {"none": [], "auto": list(known)}.get(peers, split_names(peers))
     check_names("peer", names, known)
-    for name in names:
-        version, reason = find_peer(known[name], device)
-        if reason is None:
-            chosen.append(known[name])
-        elif peers != "auto":
+    found = {name: find_peer(known[name], device) for name in names}
+    for name, (_, reason) in found.items():
+        if reason is not None and peers != "auto":
             raise ValueError(f"peer {name!r} cannot be measured: {reason}")
-        versions[name] = version or f"{MISSING}: {reason}"
-    return chosen, versions
+    versions = {name: version or f"{MISSING}: {reason}" for name, (version, reason) in found.items()}
+    return [known[name] for name, (_, reason) in found.items() if reason is None], versions
+
+
+def split_names(text: str) -> list[str]:
+    """Split names at commas."""
+    return [name.strip() for name in text.split(",")]
 
 
 def choose_path(output: Path | None, run: Mapping[str, Any]) -> Path:

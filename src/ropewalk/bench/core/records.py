@@ -14,9 +14,9 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ FORMAT = 1
 END = "end"  # the one key of the line that ends a record
 
 
-class RecordWriter:
+class RecordWriter(AbstractContextManager["RecordWriter"]):
     """A record that is written row by row, so that an interrupted run keeps its rows.
 
     The file must not exist, unless lines of it are `kept`: then it becomes the run and those lines, all at once.
@@ -40,40 +40,31 @@ class RecordWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         started = path if kept is None else path.with_name(f"{path.name}.new")
         self._file = started.open("x" if kept is None else "w", encoding="utf-8")
-        self._write({"format": FORMAT, **run})
+        for line in ({"format": FORMAT, **run}, *(kept or ())):
+            self.append(line)
         if kept is not None:
-            for line in kept:
-                self._write(line)
             self._file.close()
             os.replace(started, path)
             self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any] | DataclassInstance) -> None:
         """Write one row and flush it."""
-        self._write(row if isinstance(row, Mapping) else asdict(row))
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, default=asdict) + "\n")
+        self._file.flush()
 
     def end(self) -> None:
         """Write that the run came to its end."""
-        self._write({END: _now()})
+        self.append({END: _now()})
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=asdict) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
 def read_lines(path: Path, *benchmarks: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read the line about the run and the lines of the rows, of a record of one run of one of these benchmarks."""
-    lines = parse_lines(path)
-    check_run_line(path, lines, *benchmarks)
-    return lines[0], [line for line in lines[1:] if line.keys() != {END}]
+    first, *lines = parse_lines(path)
+    check_run_line(path, first, benchmarks)
+    return first, [line for line in lines if line.keys() != {END}]
 
 
 def parse_lines(path: Path, *, may_be_cut_off: bool = False) -> list[dict[str, Any]]:
@@ -92,9 +83,9 @@ def parse_lines(path: Path, *, may_be_cut_off: bool = False) -> list[dict[str, A
     return lines
 
 
-def check_run_line(path: Path, lines: Sequence[Mapping[str, Any]], *benchmarks: str) -> None:
-    """Raise unless the first line is about a run of one of these benchmarks."""
-    if lines[0].get("format") != FORMAT or lines[0].get("benchmark") not in benchmarks:
+def check_run_line(path: Path, line: Mapping[str, Any], benchmarks: Sequence[str]) -> None:
+    """Raise unless a line is about a run of one of these benchmarks."""
+    if line.get("format") != FORMAT or line.get("benchmark") not in benchmarks:
         names = " or ".join(map(repr, benchmarks))
         raise ValueError(f"{path.name} is not a record of format {FORMAT} of the benchmark {names}")
 
@@ -181,19 +172,17 @@ def _describe_commit() -> dict[str, Any]:
     A copy of the source that came without its repository takes the commit from ROPEWALK_COMMIT, "…-dirty" where it
     differs.
     """
-    folder = Path(ropewalk.__file__).parent
 
     def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(ropewalk.__file__).parent), *arguments]
         try:
-            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
-        except FileNotFoundError:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (FileNotFoundError, subprocess.CalledProcessError):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
     # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        commit = os.environ.get("ROPEWALK_COMMIT")
-        if commit is None:
-            return {"commit": None, "dirty": None}
-        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    if git("ls-files", "--error-unmatch", "__init__.py") is not None:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    commit = os.environ.get("ROPEWALK_COMMIT")
+    dirty = None if commit is None else commit.endswith("-dirty")
+    return {"commit": commit and commit.removesuffix("-dirty"), "dirty": dirty}

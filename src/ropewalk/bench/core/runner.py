@@ -19,7 +19,18 @@ import torch
 from rich.console import Console
 
 from ropewalk.bench.core.gate import Verdict
-from ropewalk.bench.core.load import Record, Row, Stopped, Unit, describe, label, read_record, read_stopped, unit_of
+from ropewalk.bench.core.load import (
+    Record,
+    Row,
+    Stopped,
+    Unit,
+    describe,
+    label,
+    read_record,
+    read_stopped,
+    unit_of,
+    variant_of,
+)
 from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.roofline import measure_rates
@@ -143,6 +154,19 @@ class Bench(ABC):
     def draw(self, record: Record, path: Path) -> bool:
         """Draw a figure of a record, with matplotlib; False: there is nothing to draw."""
         return False
+
+    @classmethod
+    def listing(cls) -> Iterator[str]:
+        """Yield lines on the cases, each name once, and on the modes."""
+        for name in dict.fromkeys(case.name for case in cls.cases):
+            same = [case for case in cls.cases if case.name == name]
+            also, variants = [key for key, of in cls.aliases.items() if of == name], [variant_of(vars(x)) for x in same]
+            yield f"{name} ({', '.join(also)})" if also else name
+            yield f"    {same[0].description}"
+            if any(variants):
+                yield f"    variants: {', '.join(variants)}"
+            yield f"    modes: {', '.join(same[0].modes) or 'none of its own'}"
+        yield from (f"mode {mode}: {meaning}" for mode, meaning in cls.modes.items())
 
     def label_of(self, case: Any) -> str:
         """Name a case for the progress."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column as Heading
 from rich.table import Table
 
 from ropewalk.bench.core.load import Row, describe, groups, label, variant_of
@@ -18,30 +19,21 @@ Column = tuple[str, Callable[[Row], str | None]]
 
 def number(key: str, form: str = ".3g", scale: float = 1.0) -> Callable[[Row], str | None]:
     """Make a column's text: the number at `key`, as "host.median" finds it, over a scale."""
-
-    def text(row: Row) -> str | None:
-        value: Any = row
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return None if value is None else f"{value / scale:{form}}"
-
-    return text
+    return lambda row: None if (value := _at(row, key)) is None else f"{value / scale:{form}}"
 
 
 def microseconds(key: str) -> Callable[[Row], str | None]:
     """Make a column's text: the time at `key`."""
-
-    def text(row: Row) -> str | None:
-        plain = number(key, "")(row)
-        return None if plain is None else f"{float(plain):.{2 if float(plain) < 100 else 0}f}"
-
-    return text
+    return lambda row: None if (value := _at(row, key)) is None else f"{value:.{2 if value < 100 else 0}f}"
 
 
-COMMON: tuple[Column, ...] = (
-    ("µs", microseconds("time.p50")),
-    ("10 %", microseconds("time.p10")),
-    ("90 %", microseconds("time.p90")),
+def _at(row: Row, key: str) -> Any:
+    first, _, rest = key.partition(".")
+    return _at(row.get(first) or {}, rest) if rest else row.get(first)
+
+
+COMMON: tuple[Column, ...] = tuple(
+    (heading, microseconds(f"time.{key}")) for heading, key in (("µs", "p50"), ("10 %", "p10"), ("90 %", "p90"))
 )
 
 
@@ -50,18 +42,16 @@ def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence
     ok = [row for row in rows if row["status"] == "ok"]
     shown = [column for column in (*COMMON, *columns) if any(column[1](row) is not None for row in ok)]
     table = Table(
+        *(Heading(heading, overflow="fold") for heading in ("case", "mode", "implementation")),
+        *(Heading(heading, justify="right") for heading in ("×", *dict(shown))),
         title=f"{run['device']}, medians{cpu_note(run['device'])}",
         caption="×: how many times as long as the first of ours of the same rounds",
     )
-    for heading in ("case", "mode", "implementation"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("×", *(heading for heading, _ in shown)):
-        table.add_column(heading, justify="right")
     for group in groups(ok, "protocol"):
         lead = next((row for row in group if row["kind"] == "ours"), group[0])
         for row in group:
-            name = " ".join(part for part in (row["case"]["name"], variant_of(row["case"])) if part)
-            mode = " ".join(part for part in (row["mode"], row.get("protocol")) if part)
+            name = " ".join(filter(None, (row["case"]["name"], variant_of(row["case"]))))
+            mode = " ".join(filter(None, (row["mode"], row.get("protocol"))))
             by = row.get("served_by")
             who = label(row) if by in (None, row["impl"]) else f"{label(row)}, by {by}"
             texts = (text(row) or NOTHING for _, text in shown)

@@ -13,6 +13,7 @@ planned, the burst is measured again. Caches are as the call before left them. A
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ropewalk.bench.core.timing import Call, check_device, host_once, interleave
+from ropewalk.bench.core.timing import Call, check_device, host_once, interleave, time_on_cpu, time_on_gpu
 
 _BURST = 7e3  # microseconds that a burst should take
 _MOST_CALLS = 32  # in a burst: more launches than the driver's queue holds would make the host wait
@@ -39,9 +40,7 @@ class Protocol:
     measured: float  # microseconds of each call, over all rounds
 
 
-PROTOCOLS = {
-    protocol.name: protocol for protocol in (Protocol("hot", 0.0, 250e3, 150e3), Protocol("cool", 0.2, 0.0, 5 * _BURST))
-}
+PROTOCOLS = {"hot": Protocol("hot", 0.0, 250e3, 150e3), "cool": Protocol("cool", 0.2, 0.0, 5 * _BURST)}
 
 # Times one burst and returns microseconds for each call in it.
 Burst = Callable[[], float]
@@ -56,34 +55,24 @@ def time_bursts(
     """
     check_device(device)
     if device.type == "cuda":
-        bursts, wanted = _cuda_bursts(calls, device, protocol)
-        pause, warmup = protocol.pause, protocol.warmup
+        (bursts, wanted), pause, warmup = _cuda_bursts(calls, device, protocol), protocol.pause, protocol.warmup
     else:
-        bursts, wanted = {name: _cpu_burst(call) for name, call in calls.items()}, _ROUNDS[0]
-        pause, warmup = 0.0, 0.0
+        bursts = {name: functools.partial(time_on_cpu, call) for name, call in calls.items()}
+        wanted, pause, warmup = _ROUNDS[0], 0.0, 0.0
     warm_until = time.perf_counter() + warmup / 1e6
     while time.perf_counter() < warm_until:
         for burst in bursts.values():
             burst()
 
+    def rest_and_burst(name: str) -> float:
+        if pause:
+            time.sleep(pause)
+        return bursts[name]()
+
     def one_round(order: Sequence[str]) -> dict[str, float]:
-        times = {}
-        for name in order:
-            if pause:
-                time.sleep(pause)
-            times[name] = bursts[name]()
-        return times
+        return {name: rest_and_burst(name) for name in order}
 
     return interleave(calls, one_round, warmup=0, rounds=wanted if rounds is None else min(rounds, wanted))
-
-
-def _cpu_burst(call: Call) -> Burst:
-    def burst() -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e6
-
-    return burst
 
 
 def _cuda_bursts(calls: Mapping[str, Call], device: torch.device, protocol: Protocol) -> tuple[dict[str, Burst], int]:
@@ -138,10 +127,5 @@ def _timed(call: Call, repeats: int, once: float, spin: float, cycles: float, de
 
 def _cycles_per_microsecond(device: torch.device) -> float:
     cycles = 10_000_000
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)  # wakes the clocks
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    torch.cuda.synchronize(device)
-    return cycles / max(float(start.elapsed_time(end)) * 1e3, 1.0)
+    return cycles / max(time_on_gpu(lambda: torch.cuda._sleep(cycles), device), 1.0)

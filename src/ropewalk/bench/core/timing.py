@@ -110,13 +110,25 @@ def time_rounds(
     return {name: quantiles(times) for name, times in samples.items()}
 
 
+def time_on_cpu(call: Call) -> float:
+    """Return the microseconds of a call that has ended when it returns."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def time_on_gpu(enqueue: Call, device: torch.device) -> float:
+    """Return the microseconds that a GPU takes for what `enqueue` enqueues."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    enqueue()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(start.elapsed_time(end)) * 1e3
+
+
 def _cpu_round(calls: Mapping[str, Call], order: Sequence[str]) -> dict[str, float]:
-    times = {}
-    for name in order:
-        start = time.perf_counter()
-        calls[name]()
-        times[name] = (time.perf_counter() - start) * 1e6
-    return times
+    return {name: time_on_cpu(calls[name]) for name in order}
 
 
 def _cuda_rounds(calls: Mapping[str, Call], device: torch.device) -> Callable[[Sequence[str]], dict[str, float]]:
@@ -147,14 +159,8 @@ def _cuda_rounds(calls: Mapping[str, Call], device: torch.device) -> Callable[[S
 
 
 def _time_flush(buffer: Tensor, repeats: int = 20) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     buffer.zero_()
-    start.record()
-    for _ in range(repeats):
-        buffer.zero_()
-    end.record()
-    torch.cuda.synchronize(buffer.device)
-    return max(float(start.elapsed_time(end)) * 1e3 / repeats, 1.0)
+    return max(time_on_gpu(lambda: [buffer.zero_() for _ in range(repeats)], buffer.device) / repeats, 1.0)
 
 
 def host_once(call: Call, device: torch.device) -> float:
@@ -189,15 +195,7 @@ def time_graphs(
             graphs[name] = graph
 
     def one_round(order: Sequence[str]) -> dict[str, float]:
-        times = {}
-        for name in order:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            times[name] = start.elapsed_time(end) * 1e3 / calls_per_graph
-        return times
+        return {name: time_on_gpu(graphs[name].replay, device) / calls_per_graph for name in order}
 
     samples = interleave(graphs, one_round, warmup=5, rounds=replays)
     return {name: quantiles(times) for name, times in samples.items()}, failures
