@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Record:
     def run(self) -> dict[str, Any]:
         """The line about the last run."""
         return self.runs[-1]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The unit of each row."""
+        return [unit_of(row["benchmark"], row["case"], row["mode"]) for row in self.rows]
 
     def name_of(self, row: Row) -> str:
         """The name of a row's run: its own, or the file's."""
@@ -107,30 +112,19 @@ def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:
     yield from together.values()
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """The whole part of a record, of a run that was stopped or ended."""
-
-    run: dict[str, Any]
-    rows: list[Row]  # of the whole units
-    units: set[Unit]  # that are whole
-    ended: bool
-
-
-def read_stopped(path: Path, now: Mapping[str, Any]) -> Stopped:
-    """Read a record that may be cut off. Its last unit is not whole, unless the run came to its end."""
+def read_stopped(path: Path, now: Mapping[str, Any]) -> Record:
+    """Read the whole units of a record that may be cut off: its last unit is not, unless the run came to its end."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: there is no record to resume")
     record = read_record(path, may_be_cut_off=True)
     different = [f"{name} was {old!r}, and is {new!r}" for name, old, new in differences(SAME, record.run, now)]
     if different or len(record.runs) > 1:
         raise ValueError(f"{path} cannot be resumed: {'; '.join(different) or 'it has several runs'}")
-    units = [unit_of(row["benchmark"], row["case"], row["mode"]) for row in record.rows]
-    half = None if record.ended or not units else units[-1]
-    kept = [row for row, unit in zip(record.rows, units, strict=True) if unit != half]
+    half = None if record.ended or not record.rows else record.units[-1]
+    kept = [row for row, unit in zip(record.rows, record.units, strict=True) if unit != half]
     for row in kept:
-        del row["run"]
-    return Stopped(record.run, kept, {unit for unit in units if unit != half}, record.ended)
+        del row["run"]  # it is written again
+    return replace(record, rows=kept)
 
 
 def differences(

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,18 +20,7 @@ import torch
 from rich.console import Console
 
 from ropewalk.bench.core.gate import Verdict
-from ropewalk.bench.core.load import (
-    Record,
-    Row,
-    Stopped,
-    Unit,
-    describe,
-    label,
-    read_record,
-    read_stopped,
-    unit_of,
-    variant_of,
-)
+from ropewalk.bench.core.load import Record, Row, Unit, describe, label, read_record, read_stopped, unit_of, variant_of
 from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.roofline import measure_rates
@@ -60,9 +50,9 @@ class Candidate:
 
     def row(self, case: Any, mode: str) -> Row:
         """Make the row, as far as it is known before anything ran."""
-        row = new_row(case, mode, self.impl, self.kind, self.position)
         more = {"served_by": self.served_by, "yardstick": self.yardstick}
-        return {**row, **{key: value for key, value in more.items() if value is not None}}
+        known = {key: value for key, value in more.items() if value is not None}
+        return {**new_row(case, mode, self.impl, self.kind, self.position), **known}
 
 
 def new_row(case: Any, mode: str, impl: str, kind: str, position: str = "none") -> Row:
@@ -100,8 +90,7 @@ class Bench(ABC):
         elif left_out:
             console.print(f"left out on a CPU unless named with --case: {', '.join(left_out)}", highlight=False)
             cases = [case for case in cases if case.name not in left_out]
-        jobs = [(case, self.modes_of(case)) for case in cases]
-        self.jobs = [(case, modes) for case, modes in jobs if modes]
+        self.jobs = [(case, modes) for case in cases if (modes := self.modes_of(case))]
         if not self.jobs:
             named = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
             hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not names else ""
@@ -134,10 +123,8 @@ class Bench(ABC):
 
     def left(self, done: set[Unit]) -> list[tuple[Any, list[str]]]:
         """Return the cases and their modes that are not done."""
-        left = [
-            (case, [mode for mode in modes if unit_of(self.name, case, mode) not in done]) for case, modes in self.jobs
-        ]
-        return [(case, modes) for case, modes in left if modes]
+        jobs = [(case, [m for m in modes if unit_of(self.name, case, m) not in done]) for case, modes in self.jobs]
+        return [(case, modes) for case, modes in jobs if modes]
 
     @abstractmethod
     def open(self, case: Any) -> Any:
@@ -186,9 +173,9 @@ class Bench(ABC):
             return {**row, "status": "failed", "reason": type(error).__name__}, None
         finite = {"error": verdict.error} if math.isfinite(verdict.error) else {}
         row = {**row, **finite, "error_budget": verdict.budget}
-        if verdict.complaint is None:
-            return row, timed
-        return {**row, "status": "wrong", "reason": verdict.complaint}, None
+        if verdict.complaint is not None:
+            return {**row, "status": "wrong", "reason": verdict.complaint}, None
+        return row, timed
 
     def measure(self, case: Any, modes: Sequence[str], rates: Rates) -> Iterator[tuple[str, Iterator[Row]]]:
         """Yield the rows of each mode, in this order, each to its end."""
@@ -249,44 +236,32 @@ def run_benches(
             peers[peer] = version
     given = {bench.name: dict(bench.given) for bench in benches}
     run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
-    path, run, stopped = open_record(options, run, console)
-    done: set[Unit] = set() if stopped is None else stopped.units
+    stopped = None
+    if options.resume:
+        if options.output is None:
+            raise ValueError("there is no record to resume: say with output which")
+        stopped = read_stopped(options.output, run)
+        text = f"{len(set(stopped.units))} measurements in {options.output} are whole, and stay"
+        console.print(text, highlight=False)
+        run = {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}
+    path = choose_path(options.output, run) if stopped is None else stopped.path
+    done = set() if stopped is None else set(stopped.units)
     left = [(bench, case, modes) for bench in benches for case, modes in bench.left(done)]
     for peer, version in peers.items():
         console.print(f"peer {peer}: {version}", highlight=False)
-    interrupted = False
-    if left or stopped is None or not stopped.ended:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            run = _with_rates(benches, run, device, console)
-            with RecordWriter(path, run, None if stopped is None else stopped.rows) as writer:
-                interrupted = _measure(left, run.get("rates", {}), writer, console)
-    else:
+    if not left and stopped is not None and stopped.ended:
         console.print("nothing is left to measure")
+        return show(path, benches, False, console)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dtypes = [bench.dtypes for bench in benches if bench.dtypes is not None]
+        if dtypes:
+            run["rates"] = measure_rates(dict.fromkeys(chain(*dtypes)), device, run.get("rates"))
+            products = (f"{dtype} {tflops:.4g} TFLOP/s" for dtype, tflops in run["rates"]["matmul_tflops"].items())
+            text = f"copy: {run['rates']['copy_gb_per_s']:.4g} GB/s; matrix product: {', '.join(products) or 'none'}"
+            console.print(text, highlight=False)
+        with RecordWriter(path, run, None if stopped is None else stopped.rows) as writer:
+            interrupted = _measure(left, run.get("rates", {}), writer, console)
     return show(path, benches, interrupted, console)
-
-
-def open_record(options: Options, run: dict[str, Any], console: Console) -> tuple[Path, dict[str, Any], Stopped | None]:
-    """Return the record's path, the line about the run, and the part of a resumed record that stays."""
-    if not options.resume:
-        return choose_path(options.output, run), run, None
-    if options.output is None:
-        raise ValueError("there is no record to resume: say with output which")
-    stopped = read_stopped(options.output, run)
-    console.print(f"{len(stopped.units)} measurements in {options.output} are whole, and stay", highlight=False)
-    return options.output, {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}, stopped
-
-
-def _with_rates(
-    benches: Sequence[Bench], run: dict[str, Any], device: torch.device, console: Console
-) -> dict[str, Any]:
-    """Add the device's rates to the line about the run, if a benchmark needs them."""
-    wanted = [bench.dtypes for bench in benches if bench.dtypes is not None]
-    if not wanted:
-        return run
-    rates = measure_rates(dict.fromkeys(dtype for dtypes in wanted for dtype in dtypes), device, run.get("rates"))
-    products = ", ".join(f"{dtype} {tflops:.4g} TFLOP/s" for dtype, tflops in rates["matmul_tflops"].items())
-    console.print(f"copy: {rates['copy_gb_per_s']:.4g} GB/s; matrix product: {products or 'none'}", highlight=False)
-    return {**run, "rates": rates}
 
 
 def _measure(
