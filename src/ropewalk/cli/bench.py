@@ -41,6 +41,9 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "list_cases": (bool, False, "List the cases and modes, and stop.", "--list"),
 }
 _EVERY = ("case", "impl", "peers", "output", "resume", "device", "dtype", "rounds", "list_cases")
+_GATED = (
+    "Everything is checked against float64 before it is timed. A run that was stopped keeps its rows: see --resume."
+)
 # Options that name several things, and what `Options` calls them.
 _SEVERAL = {"case": "cases", "impl": "impls", "mode": "modes", "precision": "modes", "protocol": "protocols"}
 
@@ -60,7 +63,8 @@ def _command(name: str, *shared: str) -> Callable[[Callable[..., "Chosen"]], Non
         taken = [*first, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), last]
         command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
-        command.__doc__ = choose.__doc__
+        text = inspect.getdoc(choose)
+        command.__doc__ = f"{text}\n\n{_GATED}" if "resume" in shared else text
         app.command(name)(command)
 
     return register
@@ -76,10 +80,7 @@ def _rope(
     sweep: Annotated[bool, typer.Option(help="Other cases: one shape at lengths from 1 to 131072.")] = False,
     only: Annotated[str, typer.Option(help="norm: other cases, of norms and of positions on three axes.")] = "",
 ) -> "Chosen":
-    """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers.
-
-    Everything is checked against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
-    """
+    """Measure the rotation: time, bandwidth, host time, memory, each against a copy and against the peers."""
     from ropewalk.bench.rope.bench import NormBench, RopeBench, SweepBench
 
     if only not in ("", "norm") or (only and sweep):
@@ -91,8 +92,7 @@ def _rope(
 def _attention() -> "Chosen":
     """Measure attention: kernels, RoPE and other schemes in them, memory, each against the peers.
 
-    A copy and a product of large matrices are measured first: what the device can do at best. Everything is checked
-    against float64 before it is timed. Ctrl-C keeps what was measured; --resume goes on.
+    A copy and a product of large matrices are measured first: what the device can do at best.
     """
     from ropewalk.bench.attention.bench import AttentionBench
 
@@ -103,9 +103,8 @@ def _attention() -> "Chosen":
 def _host() -> "Chosen":
     """Measure the host's part of eager calls, in µs and as multiples of x.mul_(1.0), beside the peers.
 
-    Calls are timed in short bursts, in turns, and a forward in turns with its backward, as training has them.
-    Everything is checked against float64 before it is timed. On a CPU the times include the arithmetic. Ctrl-C keeps
-    what was measured; --resume goes on.
+    Calls are timed in short bursts, in turns, and a forward in turns with its backward, as training has them. On a CPU
+    the times include the arithmetic.
     """
     from ropewalk.bench.host.bench import HostBench
 
@@ -143,8 +142,7 @@ def _parallel(
 ) -> "Chosen":
     """Measure context parallelism on several GPUs of a machine, against the whole call on each of them.
 
-    torchrun --nproc-per-node 2 -m ropewalk bench parallel does the same in processes that torchrun starts. Everything
-    is checked against float64 before it is timed. A run that was stopped keeps its rows; --resume goes on.
+    torchrun --nproc-per-node 2 -m ropewalk bench parallel does the same in processes that torchrun starts.
     """
     from ropewalk.bench.parallel.bench import ParallelBench, choose_parts
 

@@ -32,25 +32,22 @@ def rotations_of(case: AttentionCase, device: torch.device, seed: int) -> Iterat
         q, k = (rotation.to_native(x.clone()).requires_grad_(mode == "bwd") for x in (inputs.q, inputs.k))
         return verdict, Timed(functools.partial(rotation.rotate, q, k))
 
-    def ours(impl: str, position: str, *arguments: object) -> Candidate:
-        return Candidate(impl, "ours", functools.partial(check, *arguments), position)  # type: ignore[arg-type]
-
     inside, outside = (functools.partial(_build, inplace=inplace) for inplace in (True, False))
-    yield ours("apply_rope", "in place", in_place, inside)
-    yield ours("apply_rope", "out of place", plain, outside)
-    yield ours("apply_rope", RECORDING, plain, outside, "bwd")
-    yield ours("rotary_embedding", "in place", in_place, _build_operator)
-    by_complex = functools.partial(check, replace(plain, interleaved=True), _build_complex)
-    yield Candidate("complex", "anchor", by_complex, "out of place")
+    neighbours = replace(plain, interleaved=True)
+    checks = {
+        ("apply_rope", "in place"): functools.partial(check, in_place, inside),
+        ("apply_rope", "out of place"): functools.partial(check, plain, outside),
+        ("apply_rope", RECORDING): functools.partial(check, plain, outside, "bwd"),
+        ("rotary_embedding", "in place"): functools.partial(check, in_place, _build_operator),
+        ("complex", "out of place"): functools.partial(check, neighbours, _build_complex),
+    }
+    for (impl, position), one in checks.items():
+        yield Candidate(impl, "anchor" if impl == "complex" else "ours", one, position)
 
 
 def _build(inputs: Inputs, inplace: bool) -> Rotation:
     cos, sin = inputs.cos, inputs.sin
-
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rope(q, k, cos, sin, inplace=inplace)
-
-    return Rotation(rotate)
+    return Rotation(lambda q, k: apply_rope(q, k, cos, sin, inplace=inplace))
 
 
 def _build_operator(inputs: Inputs) -> Rotation:
