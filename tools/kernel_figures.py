@@ -49,7 +49,7 @@ from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
 from ropewalk.ops.cache.triton import append_kernel  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
-from ropewalk.ops.rope.triton import head_kernel, norm_kernel  # noqa: E402
+from ropewalk.ops.rope.triton import head_kernel, norm_kernel, page_launch  # noqa: E402
 from ropewalk.ops.rope.triton.kernel import compile_kernel  # noqa: E402
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -160,6 +160,7 @@ ROWS: dict[str, list[Row]] = {
                 "4-bit, 16384 tokens": {"cache": "int4", "tokens": 16384},
             }.items()
         ),
+        Row("rotate_pages_kernel", "half-split, D 128"),
     ],
     "attention-forward": [
         *_attention_rows("forward_kernel"),
@@ -315,6 +316,15 @@ def _launch_of_decode(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple
     return _find(row.kernel, launches)
 
 
+def _launch_of_pages(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    patch.setattr(page_launch, row.kernel, Recorder(page_launch.rotate_pages_kernel, launches))
+    table, positions = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 48, dtype=torch.int64)
+    cos, sin = torch.zeros(2, 64, 64)
+    page_launch.rotate(torch.empty(9, 16, 8, 128, dtype=BF16), table, positions, cos, sin, None, 128, 0, False)
+    return _find(row.kernel, launches)
+
+
 def _launch_of_merge(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
     launches: list[Any] = []
     patch.setattr(merge, "merge_kernel", Recorder(merge.merge_kernel, launches))
@@ -335,6 +345,7 @@ def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[A
 
 
 _LAUNCHES = {
+    "rotate_pages_kernel": _launch_of_pages,
     **dict.fromkeys(
         (
             *("forward_kernel", "backward_dq_kernel", "backward_dkdv_kernel"),
