@@ -248,7 +248,7 @@ def test_compiled(device):
 
 def launch_thrice():
     """Record a step three times: without a plan, as it is made, and by it."""
-    plans.on_cpu = True
+    plans.cache.on_cpu = True
     q = torch.zeros(13, 8, 64, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
     where = {
