@@ -11,8 +11,8 @@ from ropewalk import ReRope, SelfExtend
 from ropewalk.bench.core.records import read_lines
 from ropewalk.cli import app
 from ropewalk.experiments import length_extrapolation
+from ropewalk.experiments.byte_model import ModelSize
 from ropewalk.experiments.length_extrapolation import (
-    Size,
     cut_windows,
     draw_length_record,
     evaluate_at,
@@ -21,7 +21,7 @@ from ropewalk.experiments.length_extrapolation import (
 )
 
 SIZES = {"multiples": (1, 2, 4), "windows": 5, "tokens_at_once": 100}
-TINY = Size(2, 32, 2, context=16, batch=4, steps=3, learning_rate=1e-2, **SIZES)
+TINY = ModelSize(2, 32, 2, context=16, batch=4, steps=3, learning_rate=1e-2, **SIZES)
 TEXT = b"All that a rope maker makes is rope, and rope again.\n" * 60
 SCHEMES = ["RoPE", "RoPE, NTK", "ReRoPE", "ReRoPE, log n", "leaky ReRoPE", "SelfExtend"]
 

@@ -1,13 +1,11 @@
-"""A small causal transformer over bytes, and its training: common to the experiments.
-
-Shape letters: B batch, T tokens (here bytes), H heads, D head dim.
-"""
+"""A small causal transformer over bytes, and its training: common to the experiments."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +26,18 @@ _REPORTS = 8  # lines of a training
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model, and its training."""
+    """The size of a model, its training, and its evaluation on longer texts."""
 
     n_layers: int
     d_model: int
     n_heads: int
     context: int
     batch: int
-    steps: int
-    learning_rate: float
+    steps: int = 0
+    learning_rate: float = 0.0
+    multiples: tuple[int, ...] = ()  # of the training length: at which lengths, unless the caller says
+    windows: int = 64  # of held-out text, at most
+    tokens_at_once: int = 1 << 12  # in a forward of the evaluation
 
 
 class Block(nn.Module):
@@ -65,8 +66,9 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList([Block(size.d_model, size.n_heads) for _ in range(size.n_layers)])
         self.norm, self.head = nn.LayerNorm(size.d_model), nn.Linear(size.d_model, N_BYTES)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.shape = f"({size.n_layers} layers, {size.n_heads} heads of {size.d_model // size.n_heads})"
         self.n_parameters = sum(parameter.numel() for parameter in self.parameters())
+        shape = f"({size.n_layers} layers, {size.n_heads} heads of {size.d_model // size.n_heads})"
+        self.title = f"{self.n_parameters:,} parameters {shape}"
 
     def forward(self, tokens: Tensor, position: PositionScheme = ROPE, **options: Any) -> Tensor:
         x = self.embedding(tokens)
@@ -78,18 +80,18 @@ class ByteTransformer(nn.Module):
         return logits.float()
 
 
-def choose_target(name: str | None) -> torch.device:
-    """Choose the device by name, or the GPU if there is one, and make a GPU that is named the current one."""
+def choose_size(
+    sizes: Mapping[str, ModelSize], name: str | None, **changes: int | None
+) -> tuple[torch.device, ModelSize]:
+    """Choose the device by name, or the GPU if there is one, and the size for it, but for changes that are not None."""
     device = choose_device(name)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels that are told no device are there
-    return device
-
-
-def check_steps(steps: int) -> None:
-    """Raise if nothing would be trained."""
-    if steps < 1:
-        raise ValueError(f"steps is {steps}, but must be at least 1")
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    size = dataclasses.replace(sizes[device.type], **given)
+    if size.steps < 1:
+        raise ValueError(f"steps is {size.steps}, but must be at least 1")
+    return device, size
 
 
 def make_table(title: str, caption: str, columns: str, numbers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -117,11 +119,10 @@ def train(
     """Train by AdamW on random windows of the text, printing the loss now and then; returns it for each step.
 
     The learning rate rises, then falls along half a wave to zero where the steps or the seconds end, whichever comes
-    first. The limit in seconds is printed before the first step.
+    first.
     """
     steps, warmup = size.steps, max(1, size.steps // 20)
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
-    window = torch.arange(size.context + 1)
     losses: list[float] = []
     if max_seconds < math.inf:
         console.print(f"It ends after {steps} steps or {max_seconds:.0f} s, whichever comes first.", highlight=False)
@@ -135,7 +136,7 @@ def train(
         decay = (1 + math.cos(math.pi * done)) / 2
         optimiser.param_groups[0]["lr"] = size.learning_rate * min(1.0, (step + 1) / warmup) * decay
         starts = torch.randint(tokens.numel() - size.context, (size.batch, 1))
-        loss = byte_losses(model, tokens[starts + window]).mean()
+        loss = byte_losses(model, tokens[starts + torch.arange(size.context + 1)]).mean()
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

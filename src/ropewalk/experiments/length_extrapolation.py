@@ -7,30 +7,19 @@ the same bytes are predicted at each length and by each scheme, and what differs
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from ropewalk.bench.core.options import choose_path
 from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.experiments.byte_model import (
-    ByteTransformer,
-    ModelSize,
-    byte_losses,
-    check_steps,
-    choose_target,
-    make_table,
-    train,
-)
+from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, choose_size, make_table, train
 from ropewalk.frequencies import inverse_frequencies
 from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
 
@@ -41,33 +30,10 @@ LEAST_TRAIN_LENGTH = 4
 HELD_OUT_FILES = 10  # one file in so many is held out; of a text in one file, its last tenth
 ZOOM = 0.25  # nats per byte that the figure shows large
 SMOKE_BYTES = 10_000_000  # of a training, below which schemes cannot be compared
-
-
-@dataclass(frozen=True)
-class Size(ModelSize):
-    """The size of the model, its training and its evaluation."""
-
-    multiples: tuple[int, ...]  # of the training length: at which lengths, unless the caller says
-    windows: int  # of held-out text, at most
-    tokens_at_once: int  # in a forward of the evaluation
-
-
-_CPU = ModelSize(2, 128, 2, context=128, batch=16, steps=1000, learning_rate=3e-3)  # about two minutes on a core
-_GPU = ModelSize(6, 384, 6, context=512, batch=64, steps=3000, learning_rate=1e-3)
-SIZES = {
-    "cpu": Size(**vars(_CPU), multiples=(1, 2, 4), windows=64, tokens_at_once=1 << 12),
-    "cuda": Size(**vars(_GPU), multiples=(1, 2, 4, 8, 16), windows=256, tokens_at_once=1 << 17),
+SIZES = {  # the first takes about two minutes on a core
+    "cpu": ModelSize(2, 128, 2, context=128, batch=16, steps=1000, learning_rate=3e-3, multiples=(1, 2, 4)),
+    "cuda": ModelSize(6, 384, 6, 512, 64, 3000, 1e-3, (1, 2, 4, 8, 16), windows=256, tokens_at_once=1 << 17),
 }
-
-
-class Corpus(NamedTuple):
-    """Bytes to learn from, and the documents that are held out; all uint8."""
-
-    name: str
-    training: Tensor
-    held_out: list[Tensor]
-
-
 # A row of a record: scheme, its settings, length; loss, in nats per byte, of the last bytes of the windows, and its
 # standard_error over windows, None where there is but one; loss_all, of all bytes of the windows.
 Row = dict[str, Any]
@@ -83,7 +49,6 @@ def run_length_extrapolation(
     output: Path | None = None,
     figure: Path | None = None,
     seed: int = 0,
-    console: Console | None = None,
 ) -> Path:
     """Train a byte-level transformer with RoPE at one length, evaluate it at others by each scheme, and write a record.
 
@@ -91,46 +56,32 @@ def run_length_extrapolation(
     """
     import matplotlib.figure  # noqa: F401, before the training if it is missing
 
-    console = console or default_console()
-    target = choose_target(device)
-    size = SIZES[target.type]
-    context = size.context if train_length is None else train_length
-    size = dataclasses.replace(size, context=context, steps=size.steps if steps is None else steps)
-    check_steps(size.steps)
+    console = default_console()
+    target, size = choose_size(SIZES, device, steps=steps, context=train_length)
     if size.context < LEAST_TRAIN_LENGTH:
         raise ValueError(f"train_length is {size.context}, but must be at least {LEAST_TRAIN_LENGTH}")
     lengths = sorted({*lengths} or {size.context * multiple for multiple in size.multiples})
     scored = min(SCORED_BYTES, size.context // 2)
     if lengths[0] < scored:
         raise ValueError(f"lengths has {lengths[0]}, but the last {scored} bytes are scored: that is the least length")
-    corpus = read_corpus(text)
-    if len(corpus.training) <= size.context:
-        found = f"the text has {len(corpus.training)} bytes to learn from"
+    name, training, held_out = read_corpus(text)
+    if len(training) <= size.context:
+        found = f"the text has {len(training)} bytes to learn from"
         raise ValueError(f"{found}, but must have more than train_length, {size.context}")
-    windows = cut_windows(corpus.held_out, lengths[-1] + 1, size.windows)
+    windows = cut_windows(held_out, lengths[-1] + 1, size.windows)
     torch.manual_seed(seed)
     model = ByteTransformer(size).to(target)
-    run = {
-        **describe_run(BENCHMARK, target, {}),
-        "seed": seed,
-        "text": corpus.name,
-        "training_bytes": len(corpus.training),
-        "held_out_bytes": sum(map(len, corpus.held_out)),
-        "model": {key: getattr(size, key) for key in ("n_layers", "d_model", "n_heads")},
-        "position": f"Rope({BASE})",
-        "train_length": size.context,
-        **{key: getattr(size, key) for key in ("batch", "steps", "learning_rate")},
-        "dtype": "bfloat16 autocast" if target.type == "cuda" else "float32",
-        "lengths": lengths,
-        "scored_bytes": scored,
-        "windows": len(windows),
-        "parameters": model.n_parameters,
-    }
+    run = describe_run(BENCHMARK, target, {}) | {"seed": seed, "text": name}
+    run |= {"training_bytes": len(training), "held_out_bytes": sum(map(len, held_out))}
+    run |= {"model": {key: getattr(size, key) for key in ("n_layers", "d_model", "n_heads")}}
+    run |= {"position": f"Rope({BASE})", "train_length": size.context, "batch": size.batch, "steps": size.steps}
+    run |= {"learning_rate": size.learning_rate, "dtype": "bfloat16 autocast" if target.type == "cuda" else "float32"}
+    run |= {"lengths": lengths, "scored_bytes": scored, "windows": len(windows), "parameters": model.n_parameters}
     path = choose_path(output, run)
-    said = f"Training {model.n_parameters:,} parameters {model.shape} at length {size.context} on {run['device']}"
-    console.print(f"{said}, on {corpus.name} ({len(corpus.training):,} bytes)", markup=False, highlight=False)
+    said = f"Training {model.title} at length {size.context} on {run['device']}, on {name} ({len(training):,} bytes)"
+    console.print(said, markup=False, highlight=False)
     start = time.perf_counter()
-    last = train(model, corpus.training, size, console)[-max(1, size.steps // 20) :]
+    last = train(model, training, size, console)[-max(1, size.steps // 20) :]
     run["training_loss"] = sum(last) / len(last)  # of the last 5 % of the steps
     run["training_seconds"] = round(time.perf_counter() - start, 1)
     with RecordWriter(path, run) as writer, progress_bar(console) as progress:
@@ -151,8 +102,8 @@ def run_length_extrapolation(
     return path
 
 
-def read_corpus(text: Path | None) -> Corpus:
-    """Read the bytes of `text`, its last tenth held out; or PyTorch's own Python sources, one file in ten held out.
+def read_corpus(text: Path | None) -> tuple[str, Tensor, list[Tensor]]:
+    """Read a name, bytes to learn from and held-out documents of `text`, or of PyTorch's own Python sources.
 
     Those are on every machine that this runs on, and more than 40 MB, so that the default training reads them twice or
     so and cannot learn them by heart; the documentation that ships with Python has less than 1 MB. Source code also
@@ -161,14 +112,14 @@ def read_corpus(text: Path | None) -> Corpus:
     """
     if text is not None:
         tokens = _as_tokens(text.read_bytes())
-        cut = tokens.numel() - tokens.numel() // HELD_OUT_FILES
-        return Corpus(text.name, tokens[:cut], [tokens[cut:]])
+        cut = len(tokens) - len(tokens) // HELD_OUT_FILES
+        return text.name, tokens[:cut], [tokens[cut:]]
     root = Path(torch.__file__).parent
     files = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
     documents = [path.read_bytes() for path in files]
-    held_out = [_as_tokens(document) for document in documents[::HELD_OUT_FILES] if document]
+    held_out = [_as_tokens(document) for document in documents[::HELD_OUT_FILES]]
     del documents[::HELD_OUT_FILES]
-    return Corpus("PyTorch's Python sources", _as_tokens(b"\n".join(documents)), held_out)
+    return "PyTorch's Python sources", _as_tokens(b"\n".join(documents)), held_out
 
 
 def _as_tokens(text: bytes) -> Tensor:
@@ -203,19 +154,20 @@ def schemes_at(
     squeeze = max(1, math.ceil((longest - 1 - window) / (train_length - 1 - window)))
     factor = max(1.0, length / train_length)
     inv_freq, _ = inverse_frequencies("ntk", head_dim, BASE, factor=factor)
-    logs: dict[str, float] = {"window": window, "log_n": train_length}
     return {
         "RoPE": (rope, {"base": BASE}),
         "RoPE, NTK": (Rope(inv_freq=inv_freq), {"factor": factor}),
         "ReRoPE": (ReRope(window, rope=rope), {"window": window}),
-        "ReRoPE, log n": (ReRope(window, log_n=train_length, rope=rope), logs),
+        "ReRoPE, log n": (ReRope(window, log_n=train_length, rope=rope), {"window": window, "log_n": train_length}),
         "leaky ReRoPE": (ReRope(window, leak=squeeze, rope=rope), {"window": window, "leak": squeeze}),
         "SelfExtend": (SelfExtend(window, squeeze, rope=rope), {"window": window, "group": squeeze}),
     }
 
 
 @torch.no_grad()
-def evaluate_at(model: nn.Module, size: Size, windows: Tensor, length: int, longest: int, scored: int) -> list[Row]:
+def evaluate_at(
+    model: nn.Module, size: ModelSize, windows: Tensor, length: int, longest: int, scored: int
+) -> list[Row]:
     """Compute the losses by each scheme of the windows' last `scored` bytes, where `length` bytes are read."""
     model.eval()
     parts = windows[:, -(length + 1) :].split(max(1, size.tokens_at_once // length))
@@ -258,7 +210,7 @@ def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> 
             axes.plot([row["length"] for row in line], [row["loss"] for row in line], style, markersize=4, label=label)
         axes.axvline(run["train_length"], color="#555555", linestyle=":", zorder=0, label="training length")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(run["lengths"], [str(length) for length in run["lengths"]])
+        axes.set_xticks(run["lengths"], run["lengths"])
         axes.minorticks_off()
         axes.set_xlabel("length, bytes")
         axes.spines[["top", "right"]].set_visible(False)
@@ -267,8 +219,7 @@ def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> 
         least = min(row["loss"] for row in rows)
         panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
         panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(
         f"{'Smoke: no comparison. ' if is_smoke else ''}Trained with RoPE at length {run['train_length']} on "
         f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}",
