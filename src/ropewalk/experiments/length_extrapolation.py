@@ -105,10 +105,9 @@ def run_length_extrapolation(
 def read_corpus(text: Path | None) -> tuple[str, Tensor, list[Tensor]]:
     """Read a name, bytes to learn from and held-out documents of `text`, or of PyTorch's own Python sources.
 
-    Those are on every machine that this runs on, and more than 40 MB, so that the default training reads them twice or
-    so and cannot learn them by heart; the documentation that ships with Python has less than 1 MB. Source code also
-    has what long contexts are for: names that come back far from where they were defined. Whole files are held out, so
-    that what is held out does not go on from what was learnt.
+    Those are everywhere, more than 40 MB, which the default training reads twice or so and cannot learn by heart, and
+    have names that come back far from where they were defined. Whole files are held out, which go on from nothing
+    that was learnt.
     """
     if text is not None:
         tokens = _as_tokens(text.read_bytes())

@@ -10,7 +10,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ropewalk.experiments.bert_positions import speed
-from ropewalk.experiments.bert_positions.figures import draw_learning, draw_speed, markdown_tables, read_bert_record
+from ropewalk.experiments.bert_positions.figures import (
+    HUGGING_FACE,
+    draw_learning,
+    draw_speed,
+    markdown_tables,
+    read_bert_record,
+)
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -49,7 +55,7 @@ def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):
     monkeypatch.setattr(speed, "plain_bert", fail)
     config = dataclasses.replace(TINY, schemes=["rope", "exposb"])
     rows = speed.measure_speed(config, 30, device, Console(quiet=True))
-    names = [("rope", "ropewalk"), ("exposb", "ropewalk"), *((speed.HUGGING_FACE, name) for name in speed.ATTENTIONS)]
+    names = [("rope", "ropewalk"), ("exposb", "ropewalk"), *((HUGGING_FACE, name) for name in speed.ATTENTIONS)]
     assert [(row["model"], row["attention"], row["length"], row["batch"]) for row in rows] == [
         (*name, length, 128 // length) for length in (16, 64) for name in names
     ]

@@ -67,7 +67,7 @@ class Config:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, but must {must}")
 
         for interval, keys in _RANGES.items():
-            for key in keys:
+            for key in keys.split():
                 require(key, getattr(self, key) in interval, f"be in {interval}")
         for key in ("schemes", "seeds", "length_multiples"):
             values = getattr(self, key)
@@ -77,9 +77,10 @@ class Config:
         multiples = [1, *self.length_multiples]
         rise = sorted(multiples) == multiples and not any(multiples[-1] % n for n in multiples)
         require("length_multiples", rise, "rise from 1 or more, and divide the last")
-        for divisor, whole in _DIVIDES:
-            is_whole = getattr(self, whole) % getattr(self, divisor) == 0
-            require(divisor, is_whole, f"divide {whole}, {getattr(self, whole)}")
+        # A mean loss of some steps is logged; a checkpoint in the midst of them would lose its first half.
+        for key, whole in (("accumulation_steps", "batch_size"), ("log_every", "checkpoint_every")):
+            size = getattr(self, whole)
+            require(key, size % getattr(self, key) == 0, f"divide {whole}, {size}")
 
     def validate_schemes(self) -> None:
         """Raise ValueError unless each scheme can be made with its options."""
@@ -108,19 +109,15 @@ class Config:
 
 
 _RANGES = {
-    pd.Interval(1, inf, "left"): (
-        *("hidden_size", "num_layers", "num_heads", "intermediate_size", "batch_size", "accumulation_steps"),
-        *("steps", "evaluation_windows", "checkpoint_every", "log_every"),
-    ),
-    pd.Interval(8, inf, "left"): ("train_length",),
-    pd.Interval(512, inf, "left"): ("vocab_size",),
-    pd.Interval(0, inf, "neither"): ("max_megabytes", "learning_rate", "max_grad_norm"),
-    pd.Interval(0, inf, "left"): ("weight_decay",),
-    pd.Interval(0, 1, "neither"): ("held_out", "mask_probability"),
-    pd.Interval(0, 1, "left"): ("dropout", "warmup"),
+    pd.Interval(1, inf, "left"): "hidden_size num_layers num_heads intermediate_size batch_size accumulation_steps "
+    "steps evaluation_windows checkpoint_every log_every",
+    pd.Interval(8, inf, "left"): "train_length",
+    pd.Interval(512, inf, "left"): "vocab_size",
+    pd.Interval(0, inf, "neither"): "max_megabytes learning_rate max_grad_norm",
+    pd.Interval(0, inf, "left"): "weight_decay",
+    pd.Interval(0, 1, "neither"): "held_out mask_probability",
+    pd.Interval(0, 1, "left"): "dropout warmup",
 }
-# A mean loss of some steps is logged; a checkpoint in the midst of them would lose its first half.
-_DIVIDES = (("accumulation_steps", "batch_size"), ("log_every", "checkpoint_every"))
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 
 
@@ -131,13 +128,12 @@ def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Conf
     values = dict(PRESETS[preset])
     given = {key: value for key, value in overrides.items() if value is not None}
     for layer in ({} if file is None else _read(file), given):
-        values |= layer
-        if layer.get("corpus") and "dataset" not in layer:  # where the text is from, the later says alone
+        if layer.get("corpus"):  # where the text is from, the later says alone
             values["dataset"] = None
-        elif layer.get("dataset") is not None and "corpus" not in layer:
+        elif layer.get("dataset") is not None:
             values["corpus"] = []
-    source = "" if file is None else f"{file} or the command line: "
-    known = [entry.name for entry in fields(Config)]
+        values |= layer
+    source, known = "" if file is None else f"{file} or the command line: ", [entry.name for entry in fields(Config)]
     if unknown := [key for key in values if key not in known]:
         raise ValueError(f"{source}there is no key {unknown[0]!r}; there are: {', '.join(known)}")
     try:

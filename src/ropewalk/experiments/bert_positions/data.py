@@ -60,7 +60,22 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
     """Read the corpus from `folder`; if it is not there yet, prepare it there first; ValueError if it will not do."""
     file = folder / "tokens.pt"
     if not file.exists():
-        _write_tokens(config, folder, file)
+        name, documents = read_documents(config)
+        n_held_out = max(1, round(config.held_out * len(documents)))
+        if n_held_out >= len(documents):
+            raise ValueError(f"{name} has {len(documents)} documents that differ, but must have more than {n_held_out}")
+        encoded = [document.encode() for document in documents]
+        facts: dict[str, Any] = {"name": name, "n_documents": len(documents), "n_bytes": sum(map(len, encoded))}
+        facts["sha256"] = hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in encoded)).hexdigest()
+        wordpiece = train_wordpiece(documents[n_held_out:], config.vocab_size)
+        folder.mkdir(parents=True, exist_ok=True)
+        wordpiece.save(str(folder / "tokenizer.json"))
+        content: dict[str, Any] = {"facts": facts}
+        content["tokens"], content["lengths"] = encode(wordpiece, documents[n_held_out:])
+        content["held_out"], content["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
+        unfinished = file.with_suffix(".unfinished")
+        torch.save(content, unfinished)
+        os.replace(unfinished, file)
     names = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
     content = torch.load(file, mmap=True)
@@ -73,29 +88,10 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
                 f"{facts['name']}: no document {of} has {least} tokens: give more or longer text, raise max_megabytes "
                 "or held_out, or lower train_length or length_multiples"
             )
-    documents = f"{facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB"
-    held_out = f"{len(begins)} held-out windows of {longest}"
-    line = f"text: {facts['name']}; {documents}; {len(tokens):,} tokens to learn from, {held_out}"
-    console.print(line, markup=False, highlight=False)
+    documents_said = f"{facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB"
+    line = f"text: {facts['name']}; {documents_said}; {len(tokens):,} tokens to learn from, "
+    console.print(f"{line}{len(begins)} held-out windows of {longest}", markup=False, highlight=False)
     return Corpus(facts, tokenizer, tokens, windows, content["held_out"][begins[:, None] + torch.arange(longest)])
-
-
-def _write_tokens(config: Config, folder: Path, file: Path) -> None:
-    name, documents = read_documents(config)
-    n_held_out = max(1, round(config.held_out * len(documents)))
-    if n_held_out >= len(documents):
-        raise ValueError(f"{name} has {len(documents)} documents that differ, but must have more than {n_held_out}")
-    encoded = [document.encode() for document in documents]
-    facts: dict[str, Any] = {"name": name, "n_documents": len(documents), "n_bytes": sum(map(len, encoded))}
-    facts["sha256"] = hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in encoded)).hexdigest()
-    tokenizer = train_wordpiece(documents[n_held_out:], config.vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    held_out = dict(zip(("held_out", "held_out_lengths"), encode(tokenizer, documents[:n_held_out]), strict=True))
-    to_learn = dict(zip(("tokens", "lengths"), encode(tokenizer, documents[n_held_out:]), strict=True))
-    unfinished = file.with_suffix(".unfinished")
-    torch.save({"facts": facts, **to_learn, **held_out}, unfinished)
-    os.replace(unfinished, file)
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], at_once: int = 64) -> tuple[Tensor, Tensor]:
@@ -154,13 +150,9 @@ def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:
     characters = sorted((x for x in counts if not x.isspace()), key=lambda x: (-counts[x], x))
     characters = sorted(characters[: min(1000, vocab_size // 4)])  # rarer ones are unknown
     inner = [f"##{x}" for x in characters if x not in string.punctuation and unicodedata.category(x)[0] != "P"]
-    trainer = WordPieceTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=characters,
-        limit_alphabet=len(characters),
-        special_tokens=[*SPECIAL_TOKENS, *inner],
-        show_progress=False,
-    )
+    alphabet: dict[str, Any] = {"initial_alphabet": characters, "limit_alphabet": len(characters)}
+    special = [*SPECIAL_TOKENS, *inner]
+    trainer = WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False, **alphabet)
     tokenizer.train_from_iterator(sample, trainer)
     return make(WordPiece(vocab=tokenizer.get_vocab(), unk_token="[UNK]"))
 
@@ -170,13 +162,11 @@ def read_documents(config: Config) -> tuple[str, list[str]]:
     if config.dataset is not None:
         name, found = config.dataset, _read_dataset(config.dataset, config.dataset_column)
         name = Path(name).resolve().name if Path(name.partition(":")[0]).exists() else name
-    elif config.corpus:
-        name = ", ".join(Path(path).resolve().name for path in config.corpus)
-        found = _read_files(list(_list_paths(config.corpus)), config.max_megabytes)
     else:
         packages = ", ".join(f"{package} {version(package)}" for package in DEFAULT_PACKAGES)
-        name = f"the sources of Python {platform.python_version()}, {packages}"
-        found = _read_files(list(_list_sources()), config.max_megabytes)
+        name = ", ".join(Path(path).resolve().name for path in config.corpus)
+        name = name or f"the sources of Python {platform.python_version()}, {packages}"
+        found = _read_files(list(_list_files(config.corpus)), config.max_megabytes)
     documents: dict[str, None] = {}
     left = int(config.max_megabytes * MEGABYTE)
     for document in found:
@@ -189,6 +179,25 @@ def read_documents(config: Config) -> tuple[str, list[str]]:
         reason = f"has no document below max_megabytes, {config.max_megabytes}" if left < 0 else "has no text"
         raise ValueError(f"{name} {reason}")
     return name, list(documents)
+
+
+def _list_files(corpus: list[str]) -> Iterator[tuple[str, Path, bool]]:
+    """List files that are not hidden: name, path, whether the user named it, so that it must be text."""
+    roots = {str(number): Path(path) for number, path in enumerate(corpus)}
+    if not corpus:
+        found = {package: importlib.util.find_spec(package) for package in DEFAULT_PACKAGES}
+        roots = {"python": Path(sysconfig.get_path("stdlib"))}
+        roots |= {package: Path(spec.origin).parent for package, spec in found.items() if spec and spec.origin}
+    for prefix, root in roots.items():
+        if root.is_file():
+            yield f"{prefix}/{root.name}", root, True
+        elif not root.is_dir():
+            raise ValueError(f"corpus: {root} does not exist, but must be a file or a folder with text")
+        for folder, folders, names in os.walk(root):
+            folders[:] = [x for x in folders if not x.startswith(".") and (corpus or x not in SKIPPED_FOLDERS)]
+            for path in (Path(folder, x) for x in names if not x.startswith(".") and (corpus or x.endswith(".py"))):
+                if path.is_file():
+                    yield f"{prefix}/{path.relative_to(root).as_posix()}", path, False
 
 
 def _read_files(files: list[tuple[str, Path, bool]], max_megabytes: float) -> Iterator[str]:
@@ -220,35 +229,6 @@ def read_part(path: Path, part: int, part_bytes: int) -> bytes:
             ends.append(file.tell())
         file.seek(ends[0])
         return file.read(ends[1] - ends[0])
-
-
-def _list_paths(paths: list[str]) -> Iterator[tuple[str, Path, bool]]:
-    """List (name, path, whether the user named it, so that it must be text)."""
-    for number, path in enumerate(map(Path, paths)):
-        if path.is_file():
-            yield f"{number}/{path.name}", path, True
-        elif path.is_dir():
-            yield from ((f"{number}/{file.relative_to(path).as_posix()}", file, False) for file in _walk(path, set()))
-        else:
-            raise ValueError(f"corpus: {path} does not exist, but must be a file or a folder with text")
-
-
-def _list_sources() -> Iterator[tuple[str, Path, bool]]:
-    found = {package: importlib.util.find_spec(package) for package in DEFAULT_PACKAGES}
-    roots = {"python": Path(sysconfig.get_path("stdlib"))}
-    roots |= {package: Path(spec.origin).parent for package, spec in found.items() if spec and spec.origin}
-    for package, root in roots.items():
-        for path in _walk(root, SKIPPED_FOLDERS):
-            if path.suffix == ".py":
-                yield f"{package}/{path.relative_to(root).as_posix()}", path, False
-
-
-def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """List all files under a folder, but hidden ones and those in skipped or hidden folders."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
 
 
 def _read_dataset(dataset: str, column: str) -> Iterator[str]:

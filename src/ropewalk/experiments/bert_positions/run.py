@@ -22,16 +22,10 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from ropewalk.bench.core.options import choose_device
 from ropewalk.bench.core.records import RecordWriter, describe_run, version_of
 from ropewalk.bench.core.terminal import default_console
+from ropewalk.experiments.bert_positions import figures
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.data import Corpus, prepare_corpus
 from ropewalk.experiments.bert_positions.exposb import check_exposb, trained_band_weights
-from ropewalk.experiments.bert_positions.figures import (
-    BENCHMARK,
-    draw_learning,
-    draw_speed,
-    markdown_tables,
-    read_bert_record,
-)
 from ropewalk.experiments.bert_positions.speed import measure_speed
 from ropewalk.experiments.bert_positions.training import evaluate, train_run
 
@@ -51,12 +45,6 @@ def run_bert_positions(
 
     It returns the record there. `jobs` models are trained at a time, each in a process of its own on the same device:
     a small model alone does not fill a GPU. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from ropewalk.experiments.bert_positions.config import load_config
-        >>> from ropewalk.experiments.bert_positions.run import run_bert_positions
-        >>> run_bert_positions(load_config("smoke"), output=Path("bert-positions"))  # doctest: +SKIP
     """
     target = choose_device(device)
     state = PartialState(cpu=target.type == "cpu")
@@ -97,12 +85,11 @@ def run_bert_positions(
         for path in {output / RECORD, record or output / RECORD}:
             with RecordWriter(path, run, kept=rows):  # whole, or not at all
                 pass
-        result = read_bert_record(output / RECORD)
-        draw_learning(result, output / "learning.png")
-        draw_speed(result, output / "speed.png")
-        tables = markdown_tables(result)
-        _write(output / "tables.md", tables)
-        console.print(Markdown(tables))
+        result = figures.read_bert_record(output / RECORD)
+        figures.draw_learning(result, output / "learning.png")
+        figures.draw_speed(result, output / "speed.png")
+        (output / "tables.md").write_text(figures.markdown_tables(result), encoding="utf-8")
+        console.print(Markdown(figures.markdown_tables(result)))
         for name in (RECORD, "learning.png", "speed.png", "tables.md"):
             console.print(str(output / name), highlight=False, markup=False)
     state.wait_for_everyone()
@@ -122,19 +109,16 @@ def _runs(config: Config) -> list[tuple[str, int]]:
 
 
 def _describe(config: Config, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """Describe the run: machine, versions, configuration and text, without a path of the machine."""
+    """Describe the run, without a path of the machine."""
     settings = asdict(config)
     settings["corpus"] = [PurePath(path).name for path in config.corpus]
     if config.dataset is not None and PurePath(config.dataset).is_absolute():
         settings["dataset"] = PurePath(config.dataset).name
-    text = {"vocab_size": len(corpus.tokenizer), "n_tokens": len(corpus.tokens), "n_windows": len(corpus.windows)}
     packages = ("transformers", "tokenizers", "accelerate", "datasets")
-    return {
-        **describe_run(BENCHMARK, device, {name: version_of(name) or "missing" for name in packages}),
-        "config": settings,
-        "corpus": {**corpus.facts, **text, "held_out": list(corpus.held_out.shape)},
-        "precision": config.precision_on(device),
-    }
+    text = corpus.facts | {"vocab_size": len(corpus.tokenizer), "n_tokens": len(corpus.tokens)}
+    text |= {"n_windows": len(corpus.windows), "held_out": list(corpus.held_out.shape)}
+    run = describe_run(figures.BENCHMARK, device, {name: version_of(name) or "missing" for name in packages})
+    return run | {"config": settings, "corpus": text, "precision": config.precision_on(device)}
 
 
 def _claim(output: Path, config: Config, resume: bool) -> None:
@@ -144,7 +128,9 @@ def _claim(output: Path, config: Config, resume: bool) -> None:
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             raise ValueError(f"{output} exists already and is not an empty folder: resume it, or choose another output")
         output.mkdir(parents=True, exist_ok=True)
-        _write(file, yaml.safe_dump(asdict(config), sort_keys=False))
+        unfinished = output / f"{CONFIG}.unfinished"
+        unfinished.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+        os.replace(unfinished, file)
         return
     try:
         before = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
@@ -153,10 +139,3 @@ def _claim(output: Path, config: Config, resume: bool) -> None:
     for key, now in asdict(config).items():
         if before.get(key) != now:
             raise ValueError(f"{file}: {key} is {before.get(key)!r} there, but {now!r} here: it must be the same run")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)

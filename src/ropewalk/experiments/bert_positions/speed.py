@@ -10,8 +10,8 @@ padding; a row has, by a seed, half of the length or more in tokens.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ropewalk.bench.core.timing import interleave, peak_memory
+from ropewalk.bench.core.timing import interleave, peak_memory, time_on_cpu
 from ropewalk.experiments.bert_positions.config import Config
 from ropewalk.experiments.bert_positions.data import make_batch
+from ropewalk.experiments.bert_positions.figures import HUGGING_FACE
 from ropewalk.experiments.bert_positions.training import autocast, make_model, make_optimizer, plain_bert
 from ropewalk.integrations.huggingface import register
 
-HUGGING_FACE = "Hugging Face BERT"  # as it is
 ATTENTIONS = ("sdpa", "eager", "ropewalk")
 MULTIPLES = (1, 4)  # of the training length
 _PAD_ID = _SEED = 0
@@ -40,10 +40,7 @@ class Effort(NamedTuple):
     seconds: float  # after so many, no further round of a length begins
 
 
-EFFORTS = {
-    "cpu": Effort(tokens=1 << 9, warmup=1, steps=1, seconds=1.5),
-    "cuda": Effort(tokens=1 << 15, warmup=3, steps=5, seconds=7.0),
-}
+EFFORTS = {"cpu": Effort(1 << 9, warmup=1, steps=1, seconds=1.5), "cuda": Effort(1 << 15, 3, steps=5, seconds=7.0)}
 
 
 def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[dict[str, Any]]:
@@ -55,16 +52,52 @@ def measure_speed(config: Config, vocab_size: int, device: torch.device, console
     if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
         config = dataclasses.replace(config, length_multiples=list(MULTIPLES))
     register()
-    rows: list[dict[str, Any]] = []
+    rows = []
     for multiple in MULTIPLES:
         console.print(f"speed: step of {config.train_length * multiple} tokens", highlight=False)
-        batch = draw_batch(config, multiple, vocab_size, EFFORTS[device.type].tokens)
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        models = {f"{x}/ropewalk": make_model(config, x, _SEED, vocab_size, _PAD_ID) for x in config.schemes}
-        for name in ATTENTIONS:
-            model = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=name)
-            models[f"{HUGGING_FACE}/{name}"] = model
-        rows += _measure({name: _make_step(x, config, device, batch) for name, x in models.items()}, batch, device)
+        rows += _measure(config, multiple, vocab_size, device)
+    return rows
+
+
+def _measure(config: Config, multiple: int, vocab_size: int, device: torch.device) -> list[dict[str, Any]]:
+    """Warm up, measure memory, then time in rounds those that did not run out of memory."""
+    effort, peaks = EFFORTS[device.type], dict[str, int | None]()
+    batch = draw_batch(config, multiple, vocab_size, effort.tokens)
+    (n_rows, length), n_tokens = batch["input_ids"].shape, int(batch["attention_mask"].sum())
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    models = {f"{x}/ropewalk": make_model(config, x, _SEED, vocab_size, _PAD_ID) for x in config.schemes}
+    for x in ATTENTIONS:
+        models[f"{HUGGING_FACE}/{x}"] = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=x)
+    steps = {name: _make_step(model, config, device, batch) for name, model in models.items()}
+    for name, step in steps.items():
+        try:
+            for _ in range(effort.warmup):
+                step()
+            peaks[name] = peak_memory(step, device) if device.type == "cuda" else None
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def some_steps(step: Callable[[], None]) -> None:
+        for _ in range(effort.steps):
+            step()
+        wait()
+
+    def one_round(names: Sequence[str]) -> dict[str, float]:
+        wait()
+        return {name: time_on_cpu(partial(some_steps, steps[name])) / 1e3 / effort.steps for name in names}
+
+    times = interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=effort.seconds)
+    rows = []
+    for name in steps:
+        model, attention = name.split("/")
+        step_ms = pd.Series(times[name]).quantile([0.2, 0.5, 0.8]).tolist() if name in times else None
+        row = {"kind": "speed", "model": model, "attention": attention, "length": length, "batch": n_rows}
+        row |= {"tokens_per_second": step_ms and n_tokens / step_ms[1] * 1e3, "step_ms": step_ms}
+        rows.append(row | {"peak_bytes": peaks.get(name)})
     return rows
 
 
@@ -97,41 +130,3 @@ def _make_step(model: nn.Module, config: Config, device: torch.device, batch: di
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _measure(
-    steps: dict[str, Callable[[], None]], batch: dict[str, Tensor], device: torch.device
-) -> list[dict[str, Any]]:
-    """Warm up, measure memory, then time in rounds those that did not run out of memory."""
-    effort, peaks = EFFORTS[device.type], dict[str, int | None]()
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for name, step in steps.items():
-        try:
-            for _ in range(effort.warmup):
-                step()
-            peaks[name] = peak_memory(step, device) if device.type == "cuda" else None
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-
-    def milliseconds(step: Callable[[], None]) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(effort.steps):
-            step()
-        wait()
-        return (time.perf_counter() - start) * 1e3 / effort.steps
-
-    def one_round(names: Sequence[str]) -> dict[str, float]:
-        return {name: milliseconds(steps[name]) for name in names}
-
-    times = pd.DataFrame(interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=effort.seconds))
-    (n_rows, length), n_tokens, rows = batch["input_ids"].shape, int(batch["attention_mask"].sum()), []
-    for name in steps:
-        model, attention = name.split("/")
-        rate, step_ms = None, None
-        if name in times:
-            step_ms = times[name].quantile([0.2, 0.5, 0.8]).tolist()
-            rate = n_tokens / step_ms[1] * 1e3
-        of_model = {"kind": "speed", "model": model, "attention": attention, "length": length, "batch": n_rows}
-        rows.append(of_model | {"tokens_per_second": rate, "step_ms": step_ms, "peak_bytes": peaks.get(name)})
-    return rows

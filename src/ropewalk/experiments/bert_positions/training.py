@@ -41,19 +41,11 @@ class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
 
 def plain_bert(config: Config, vocab_size: int, pad_id: int, **more: Any) -> MaskedBert:
     """Make transformers' BERT, with its table of positions, of the experiment's sizes."""
-    sizes = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.dropout,
-        max_position_embeddings=config.longest,
-        pad_token_id=pad_id,
-        **more,
-    )
-    return MaskedBert(sizes)
+    more |= {"vocab_size": vocab_size, "pad_token_id": pad_id, "max_position_embeddings": config.longest}
+    more |= {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    more |= {"num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads}
+    more |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.dropout}
+    return MaskedBert(BertConfig(**more))
 
 
 def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: int) -> MaskedBert:
@@ -91,12 +83,12 @@ def train_run(
 ) -> tuple[MaskedBert, dict[str, Any]]:
     """Train a BERT, from the newest checkpoint in its folder if there is one: the model, and its row of the record."""
     model = make_model(config, scheme, seed, len(corpus.tokenizer), corpus.tokenizer.pad_token_id)
-    batches, title = TrainingBatches(corpus, config, seed), f"{scheme}, seed {seed}"
+    batches = TrainingBatches(corpus, config, seed)
     arguments = training_arguments(config, folder, device, derive_seed("dropout", seed) % 2**32)
     model.to(arguments.device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    optimizer, progress = make_optimizer(model, config), _Progress(title, console)
+    optimizer, progress = make_optimizer(model, config), _Progress(f"{scheme}, seed {seed}", console)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step))
     made = {"optimizers": (optimizer, schedule), "callbacks": [progress]}
     trainer = Trainer(model, arguments, default_convert, batches, **made)  # the data set makes a batch at once
@@ -123,28 +115,18 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     precision, on_cpu = config.precision_on(device), device.type == "cpu"
     if precision == "fp16" and on_cpu:
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=config.steps,
-        gradient_accumulation_steps=config.accumulation_steps,
-        max_grad_norm=config.max_grad_norm,
-        seed=seed,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        use_cpu=on_cpu,
-        train_sampling_strategy="sequential",  # the data set is in the order of training
-        remove_unused_columns=False,
-        dataloader_num_workers=0 if on_cpu else 2,  # masks are drawn on the CPU, ahead
-        dataloader_pin_memory=not on_cpu,
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,  # it would wait for the device at each step; `_Progress` looks at the loss
-        save_steps=config.checkpoint_every,
-        save_total_limit=1,
-        ddp_find_unused_parameters=False,
-        ddp_timeout=24 * 3600,  # of processes that wait while the main one evaluates
-        report_to="tensorboard" if find_spec("tensorboard") else "none",
-        disable_tqdm=True,
-    )
+    given: dict[str, Any] = {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
+    given |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
+    given |= {"gradient_accumulation_steps": config.accumulation_steps, "remove_unused_columns": False}
+    given |= {"train_sampling_strategy": "sequential"}  # the data set is in the order of training
+    # Masks are drawn on the CPU, ahead.
+    given |= {"dataloader_num_workers": 0 if on_cpu else 2, "dataloader_pin_memory": not on_cpu}
+    # The filter would wait for the device at each step; `_Progress` looks at the loss.
+    given |= {"logging_nan_inf_filter": False, "logging_steps": config.log_every, "disable_tqdm": True}
+    given |= {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
+    given |= {"save_steps": config.checkpoint_every, "save_total_limit": 1, "ddp_find_unused_parameters": False}
+    given |= {"ddp_timeout": 24 * 3600}  # of processes that wait while the main one evaluates
+    arguments = TrainingArguments(**given)
     arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
     parts = config.accumulation_steps * arguments.world_size
     if config.batch_size % parts:
