@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.nn.attention.flex_attention import create_block_mask
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from helpers.compile import Recorder, describe, describe_launch, rotate_anywhere
 from helpers.targets import TARGETS, cuobjdump
+from ropewalk import BlockLists
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
@@ -51,6 +53,21 @@ CALLS = {
     "softcap": {"softcap": 50.0},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
+LISTS = BlockLists(torch.ones(1, H, 2, dtype=torch.int32), torch.zeros(1, H, 2, 1, dtype=torch.int32))
+# Of each head; cut by spans, and by bits.
+LIST_CALLS = {
+    "lists": {"blocks": LISTS},
+    "lists-causal": {"position": Rope(), "causal": True, "blocks": LISTS},
+    "lists-lengths": {"key_lengths": torch.tensor([T, 100]), "blocks": LISTS},
+    "lists-spans": {"position": Rope(), "blocks": BlockLists.sliding_window(T, window=130)},
+    "lists-bits": {
+        "position": Rope(),
+        "causal": True,
+        "blocks": create_block_mask(lambda b, h, m, n: m % 2 == n % 2, None, None, T, T, device="cpu"),
+    },
+    "lists-alibi": {"position": Alibi(), "causal": True, "blocks": LISTS},
+    "lists-rerope": {"position": ReRope(48), "causal": True, "blocks": LISTS},
+}
 # Numbers that are 1 are constants in a group.
 LONE_CALLS = {
     "one-head": {"position": Alibi(), "causal": True, "batch": 1, "heads": 1},
@@ -68,7 +85,7 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 def call_of(monkeypatch, head_dim, dtype, name):
     """Return a call, and a list to which launches of schedules will be added; a pair of head dims is of q and of v."""
-    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS)[name])
+    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | LIST_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
@@ -168,6 +185,7 @@ WIDE_CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),
     ((136, 8), torch.float16, "rope-causal"),
 ]
+LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
 # accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.

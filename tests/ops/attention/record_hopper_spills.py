@@ -41,4 +41,6 @@ def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(hopper.WIDE_CASES if sys.argv[1:] == ["wide"] else hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES)
+    SOME = {"wide": hopper.WIDE_CASES, "lists": hopper.LIST_CASES}
+    EVERY = hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES + hopper.LIST_CASES
+    main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

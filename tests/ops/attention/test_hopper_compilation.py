@@ -17,6 +17,8 @@ if support.why_missing() is not None:
 from helpers.compile_hopper import (
     CASES,
     FAR_CASES,
+    LIST_CALLS,
+    LIST_CASES,
     LONE_CALLS,
     SPILLS,
     WIDE,
@@ -35,7 +37,7 @@ from helpers.compile_hopper import (
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 
 pytestmark = pytest.mark.compile
-RANGES = {"rerope-causal": 2, "self-extend": 3}  # of pairs: far ones behind, far ones ahead, near ones
+RANGES = {"rerope-causal": 2, "self-extend": 3, "lists-rerope": 2}  # of pairs: far ones behind, those ahead, near ones
 SIDED_RANGES = {"rerope-causal": 2, "self-extend": 2}  # those in which the first queries do not attend later keys
 
 
@@ -83,7 +85,7 @@ def order_of_work(instructions):
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + WIDE_CASES, ids=str)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + WIDE_CASES + LIST_CASES, ids=str)
 def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     launch, schedules = forward_launch_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)
@@ -123,7 +125,7 @@ def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned)
         assert others == 0
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + LIST_CASES)
 def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     _, launch, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)
@@ -142,7 +144,8 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     # of one consumer before it in a walk that may begin with queries which attend none of its keys.
     products = sum(line.startswith("HGMMA") for line in instructions)
     ranges = RANGES.get(name, 1)
-    skipping = 0 if arguments["DEFER_DQ"] else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
+    skips_none = arguments["DEFER_DQ"] or name in LIST_CALLS
+    skipping = 0 if skips_none else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
     extra_dq = 2 * ranges if arguments["DEFER_DQ"] else skipping
     assert products == (ranges * 2 * (2 * block + 2 * queries + keys) + extra_dq * keys) // 16
     # Of each consumer, in a step: scores and the gradients of probabilities; gradients of values and queries; of keys.

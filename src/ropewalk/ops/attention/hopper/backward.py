@@ -20,9 +20,11 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     Inputs,
     KvSmem,
     QuerySmem,
+    ReduceSmem,
     has_keys,
     load_warp,
     loop_over_queries,
+    loops_before,
     reduce_dq_warp,
     tile_of_program,
     wg_query_range,
@@ -43,9 +45,10 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring
 from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
-from ropewalk.ops.attention.hopper.softmax import recompute_p
+from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
     DQ_CHUNK,
@@ -62,7 +65,16 @@ from ropewalk.ops.attention.hopper.tiles import (
     zero_missing_rows,
 )
 from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags, Scores
-from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, PAST, mask_flags, range_flags
+from ropewalk.ops.attention.triton.masking import (
+    ALL,
+    FAR_FUTURE,
+    FAR_PAST,
+    NEAR,
+    PAST,
+    mask_flags,
+    range_flags,
+    slots_of_head,
+)
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -110,6 +122,10 @@ class Step(NamedTuple):
     m_start: Any  # the first query
     full: Any  # queries of [full, full_stop) attend all keys of the warp group
     full_stop: Any
+    is_partial: Any = None  # fields of `TileMask`
+    slots: Any = None
+    slots_stride_query: Any = None
+    bits: Any = None
 
 
 @gluon.jit
@@ -210,7 +226,10 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
         named_barrier_arrive(DQ_FULL, CONSUMER)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
-    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, masked, seqlens, scores, flags, score_flags)
+    if step.is_partial is not None:
+        masked = masked | step.is_partial
+    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
+    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     p_half = gl.convert_layout(p.to(DTYPE), p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
@@ -257,7 +276,10 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
-    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, masked, seqlens, scores, flags, score_flags)
+    if step.is_partial is not None:
+        masked = masked | step.is_partial
+    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
+    p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     p_half = gl.convert_layout(p.to(DTYPE), p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
@@ -365,6 +387,101 @@ def _mainloop_q(
 
 
 @gluon.jit
+def _mainloop_listed_q(
+    state,
+    keys,
+    smem,
+    dq_smem,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add the listed queries of a range of pairs, as `_mainloop_q` does; each query head may have its own."""
+    acc_dk, acc_dv, first_use = state
+    BLOCK_M: gl.constexpr = options.BLOCK_M
+    lists = problem.lists
+    HAS_PARTIAL: gl.constexpr = lists.slots is not None
+    start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    heads_per_key = problem.schedule.heads_per_key
+    seqlens, _, _, _ = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
+    bits = lists.bits
+    if bits is not None:
+        bits += CONSUMER * WG_ROWS // 32
+    listed_use = loops_before(RANGE, options.HAS_FUTURE) * heads_per_key
+    use = first_use
+    if options.DEFER_DQ:  # for what was stored before the first step, if there is one
+        named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
+    for member in range(heads_per_key):
+        head = tile.kv_head * heads_per_key + member
+        slots = slots_of_head(lists, tile.batch, head)
+        if bits is not None:
+            slots += tile.start // LISTED
+        tiles = smem.listed.receive(listed_use + member)
+        for _step in range(tiles.count + tiles.n_partial):
+            stage = use % smem.q.stages
+            mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
+            mark = gl.max(smem.starts.index(stage).load(start_layout), 0)
+            is_partial = None
+            if HAS_PARTIAL:
+                is_partial = (mark & 1) != 0
+            scores = problem.scores
+            params = params_of_head(scores, tile.batch, head)
+            scores = Scores(
+                params,
+                scores.params_stride,
+                scores.params_stride_batch,
+                scores.scale,
+                scores.softcap,
+                scores.exp2_scale,
+            )
+            take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
+            acc_dk, acc_dv = take_step(
+                (acc_dk, acc_dv),
+                Step(
+                    use,
+                    first_use,
+                    mark & -2,
+                    wg_range.full,
+                    wg_range.full_stop,
+                    is_partial,
+                    slots,
+                    lists.slots_stride_query,
+                    bits,
+                ),
+                smem,
+                dq_smem,
+                wg_kv,
+                seqlens,
+                scores,
+                range_flags(flags, RANGE),
+                score_flags,
+                CONSUMER,
+            )
+            use += 1
+    if options.DEFER_DQ:
+        last_ds = (use + 1) % 2
+        named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
+        if use > first_use:
+            dq = _start_dq(dq_smem.ds.index(last_ds), wg_kv, CONSUMER)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            named_barrier_sync(DQ_FREE, CONSUMER)
+            dq_smem.dq.store(to_thread_order(dq))
+    if use > first_use:
+        fence_async_shared()
+        named_barrier_arrive(DQ_FULL, CONSUMER)
+    if RANGE != ALL and RANGE != NEAR:  # another loop follows, which begins with these barriers and buffers anew
+        named_barrier_sync(RANGE_DONE, 0)
+    return acc_dk, acc_dv, use
+
+
+@gluon.jit
 def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
     """Compute dK and dV of WG_ROWS keys of the tile, and a chunk of each step's dQ."""
     # === prologue
@@ -386,17 +503,18 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
             zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
 
     # === mainloop
+    mainloop: gl.constexpr = _mainloop_q if problem.lists.ptr is None else _mainloop_listed_q
     zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
     state = (zeros, zeros, 0)
     if problem.far_window is not None:
         far_tile = kv.k_far.reshape([BLOCK_N, BLOCK_D])
         zero_missing_rows(far_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
         keys = KeyTile(far_tile, wg_v, k_idx)
-        state = _mainloop_q(
+        state = mainloop(
             state, keys, smem, dq_smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
         )
         if options.HAS_FUTURE:
-            state = _mainloop_q(
+            state = mainloop(
                 state,
                 keys,
                 smem,
@@ -428,7 +546,7 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
                 rotation.INTERLEAVED,
             )
         state = (acc_dk, acc_dv, use)
-    state = _mainloop_q(
+    state = mainloop(
         state,
         KeyTile(k_tile, wg_v, k_idx),
         smem,
@@ -491,6 +609,7 @@ def backward_kernel(
     far_table,  # RopeTable of `k_far`; None: far keys are not rotated
     packed,  # Packed | None
     bounds,  # Bounds
+    lists,  # Lists, of columns
     scores,  # Scores
     grad_scale,  # of dK
     window,
@@ -540,6 +659,11 @@ def backward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(stats_full.index(stage), count=1)
     mbarrier.init(kv_full, count=1)
+    listed_ring = None
+    starts = None
+    if lists.ptr is not None:
+        starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        listed_ring = make_listed_ring(3)  # of readers: compute warp groups, and the dQ-reduce warp
     FLAGS: gl.constexpr = mask_flags(
         packed is not None,
         bounds.key_lengths,
@@ -557,7 +681,7 @@ def backward_kernel(
                 (
                     KvGrads(dk, dk_far, dv, feature_weights_ptr),
                     KeyRotation(table, far_table, cos, R, INTERLEAVED),
-                    QuerySmem(q_ring, do_ring, stats, stats_full),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
                     Problem(
@@ -572,6 +696,7 @@ def backward_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        lists,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -584,7 +709,7 @@ def backward_kernel(
                 load_warp,
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
-                    QuerySmem(q_ring, do_ring, stats, stats_full),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     Problem(
                         packed,
@@ -598,6 +723,7 @@ def backward_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        lists,
                     ),
                     FLAGS,
                 ),
@@ -607,7 +733,7 @@ def backward_kernel(
                 reduce_dq_warp,
                 (
                     dq_accum,
-                    dq_chunks,
+                    ReduceSmem(dq_chunks, listed_ring),
                     workspace_rows,
                     Problem(
                         packed,
@@ -621,6 +747,7 @@ def backward_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        lists,
                     ),
                     FLAGS,
                     BLOCK_M,

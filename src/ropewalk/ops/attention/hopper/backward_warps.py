@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
+from ropewalk.ops.attention.hopper.lists import LISTED, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
@@ -16,6 +17,7 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
+    lists_of_line,
     query_ranges,
     range_flags,
     range_seqlens,
@@ -44,6 +46,8 @@ class QuerySmem(NamedTuple):
     do: Any  # Ring; stages are released with those of q
     stats: Any  # [2 · stages, BLOCK_M]: lse and delta of a stage's queries
     stats_full: Any  # mbarrier of each stage
+    listed: Any = None  # ListedRing; None without lists
+    starts: Any = None  # [stages, 1]: the first query of a stage, and 1 more if its block is partial; likewise
 
 
 class KvSmem(NamedTuple):
@@ -60,6 +64,21 @@ class DqSmem(NamedTuple):
 
     ds: Any  # [2, BLOCK_N, BLOCK_M]: of even and odd steps
     dq: Any  # [2, ...]: a chunk of each compute warp group; inside one its own
+
+
+class ReduceSmem(NamedTuple):
+    """Shared memory that the dQ-reduce warp reads."""
+
+    dq: Any  # as in `DqSmem`
+    listed: Any  # ListedRing; None without lists
+
+
+class Workspace(NamedTuple):
+    """A workspace of dQ at the first query head of a tile's keys."""
+
+    line: Any  # the first one
+    rows: Any  # of each head
+    LINES_PER_ROW: Any
 
 
 @gluon.jit
@@ -118,6 +137,31 @@ def next_step(m_start, member, tile_range, BLOCK_M: gl.constexpr):
     return gl.where(is_last, tile_range.start, m_start), gl.where(is_last, member + 1, member)
 
 
+@gluon.constexpr_function
+def loops_before(RANGE, HAS_FUTURE):
+    """Return how many loops over ranges of pairs come before that over a range."""
+    return {FAR_FUTURE.value: 1, NEAR.value: 1 + HAS_FUTURE}.get(RANGE, 0)
+
+
+@gluon.jit
+def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, n_heads, problem):
+    """Load a step's Q, dO, and, by column, lse and delta; with lists, tell where it is."""
+    smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
+    smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
+    stage = use % smem.q.stages
+    offset = (tile.batch * n_heads + head).to(gl.int64) * problem.n_queries + tile.q_offset + m_start
+    exists = column < seqlens.n_queries - m_start
+    lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
+    delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
+    # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
+    smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
+    smem.stats.index(2 * stage + 1).store(delta)
+    if smem.starts is not None:
+        start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        smem.starts.index(stage).store(gl.full([1], m_start + is_partial, gl.int32, start_layout))
+    mbarrier.arrive(smem.stats_full.index(stage), count=1)
+
+
 @gluon.jit
 def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RANGE: gl.constexpr):
     """Load each step's Q, dO, lse and delta; return the next use of the rings."""
@@ -126,23 +170,29 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
-    m_start = tile_range.start
-    member = 0
-    for _step in range(n_steps):
-        head = tile.kv_head * heads_per_key + member
-        smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
-        smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
-        stage = use % smem.q.stages
-        offset = (tile.batch * n_heads + head).to(gl.int64) * problem.n_queries + tile.q_offset + m_start
-        exists = column < seqlens.n_queries - m_start
-        lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
-        delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
-        # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
-        smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
-        smem.stats.index(2 * stage + 1).store(delta)
-        mbarrier.arrive(smem.stats_full.index(stage), count=1)
-        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
-        use += 1
+    lists = problem.lists
+    if lists.ptr is None:
+        m_start = tile_range.start
+        member = 0
+        for _step in range(n_steps):
+            head = tile.kv_head * heads_per_key + member
+            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, n_heads, problem)
+            m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+            use += 1
+    else:
+        listed_use = loops_before(RANGE, inputs.far.q_future is not None) * heads_per_key
+        for member in range(heads_per_key):
+            head = tile.kv_head * heads_per_key + member
+            line = lists_of_line(lists, tile.batch, head, tile.start // LISTED)
+            tiles = tell_tiles(smem.listed, listed_use + member, tile_range, line, BLOCK_M, lists.slots is not None)
+            n_tiles = tiles.count + tiles.n_partial
+            upcoming = start_of_tile(0, tiles, line, BLOCK_M, lists.slots is not None) if n_tiles > 0 else 0
+            for i in range(n_tiles):
+                m_start = upcoming  # read a step before it is needed
+                upcoming = start_of_tile(gl.minimum(i + 1, n_tiles - 1), tiles, line, BLOCK_M, lists.slots is not None)
+                is_partial = (i >= tiles.count).to(gl.int32)
+                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, n_heads, problem)
+                use += 1
     return use
 
 
@@ -184,38 +234,55 @@ def load_warp(inputs, smem, kv, problem, flags):
 
 
 @gluon.jit
+def _reduce_step(dq_accum, dq_chunks, line):
+    """Add each compute warp group's chunk of a step's dQ to the workspace, from a line on."""
+    for consumer in gl.static_range(2):
+        await_stores(1 - consumer)
+        named_barrier_arrive(DQ_FREE, consumer)
+    for consumer in gl.static_range(2):
+        named_barrier_sync(DQ_FULL, consumer)
+        tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_chunks.index(consumer))
+
+
+@gluon.jit
 def _reduce_loop(
     dq_accum,
-    dq_chunks,
-    first_line,
-    workspace_rows,
+    smem,
+    workspace,
     tile,
     seqlens,
     problem,
     flags,
     BLOCK_M: gl.constexpr,
-    LINES_PER_ROW: gl.constexpr,
+    HAS_FUTURE: gl.constexpr,
     RANGE: gl.constexpr,
 ):
     """Add each compute warp group's chunks of dQ to the workspace of a range of pairs."""
     _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    m_start = tile_range.start
-    member = 0
-    for _step in range(n_steps):
-        line = first_line + (member * workspace_rows + m_start) * LINES_PER_ROW
-        for consumer in gl.static_range(2):
-            await_stores(1 - consumer)
-            named_barrier_arrive(DQ_FREE, consumer)
-        for consumer in gl.static_range(2):
-            named_barrier_sync(DQ_FULL, consumer)
-            tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_chunks.index(consumer))
-        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+    lists = problem.lists
+    if lists.ptr is None:
+        m_start = tile_range.start
+        member = 0
+        for _step in range(n_steps):
+            row = member * workspace.rows + m_start
+            _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
+            m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+    else:
+        heads_per_key = problem.schedule.heads_per_key
+        listed_use = loops_before(RANGE, HAS_FUTURE) * heads_per_key
+        for member in range(heads_per_key):
+            head = tile.kv_head * heads_per_key + member
+            line = lists_of_line(lists, tile.batch, head, tile.start // LISTED)
+            tiles = smem.listed.receive(listed_use + member)
+            for i in range(tiles.count + tiles.n_partial):
+                row = member * workspace.rows + start_of_tile(i, tiles, line, BLOCK_M, lists.slots is not None)
+                _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
 
 
 @gluon.jit
 def reduce_dq_warp(
     dq_accum,
-    dq_chunks,
+    smem,
     workspace_rows,
     problem,
     flags,
@@ -233,42 +300,39 @@ def reduce_dq_warp(
         n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
         _reduce_loop(
             dq_accum,
-            dq_chunks,
-            line + n_lines,
-            workspace_rows,
+            smem,
+            Workspace(line + n_lines, workspace_rows, LINES_PER_ROW),
             tile,
             seqlens,
             problem,
             flags,
             BLOCK_M,
-            LINES_PER_ROW,
+            HAS_FUTURE,
             FAR_PAST,
         )
         if HAS_FUTURE:
             _reduce_loop(
                 dq_accum,
-                dq_chunks,
-                line + 2 * n_lines,
-                workspace_rows,
+                smem,
+                Workspace(line + 2 * n_lines, workspace_rows, LINES_PER_ROW),
                 tile,
                 seqlens,
                 problem,
                 flags,
                 BLOCK_M,
-                LINES_PER_ROW,
+                HAS_FUTURE,
                 FAR_FUTURE,
             )
     _reduce_loop(
         dq_accum,
-        dq_chunks,
-        line,
-        workspace_rows,
+        smem,
+        Workspace(line, workspace_rows, LINES_PER_ROW),
         tile,
         seqlens,
         problem,
         flags,
         BLOCK_M,
-        LINES_PER_ROW,
+        HAS_FUTURE,
         ALL if problem.far_window is None else NEAR,
     )
     await_stores(0)

@@ -34,7 +34,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem
-from ropewalk.ops.attention.hopper.softmax import recompute_p
+from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
     WG_ROWS,
@@ -287,9 +287,8 @@ def _mainloop_dv(
             s = warpgroup_mma_wait(0, deps=(s,))
             smem.q.release(use)
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
-            p, _, _ = recompute_p(
-                s, lse, m_start, k_idx, masked, seqlens, scores, range_flags(flags, RANGE), score_flags
-            )
+            mask = TileMask(masked, seqlens)
+            p, _, _ = recompute_p(s, lse, m_start, k_idx, mask, scores, range_flags(flags, RANGE), score_flags)
             p_half = gl.convert_layout(p.to(DTYPE), p_layout)
             for _step in range(n_skipped + 1, steps_per_head):
                 stage = (use + 1) % smem.q.stages
@@ -307,9 +306,8 @@ def _mainloop_dv(
                 s = warpgroup_mma_wait(1, deps=(s,))
                 smem.q.release(use + 1)
                 masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
-                p, _, _ = recompute_p(
-                    s, lse, m_start, k_idx, masked, seqlens, scores, range_flags(flags, RANGE), score_flags
-                )
+                mask = TileMask(masked, seqlens)
+                p, _, _ = recompute_p(s, lse, m_start, k_idx, mask, scores, range_flags(flags, RANGE), score_flags)
                 next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
                 acc_dv, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half, next_p_half))
                 smem.do.release(use)
@@ -461,7 +459,9 @@ def _step_dk(
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
     dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, capped, scaled = recompute_p(s, lse, step.m_start, k_idx, step.masked, seqlens, scores, flags, score_flags)
+    p, capped, scaled = recompute_p(
+        s, lse, step.m_start, k_idx, TileMask(step.masked, seqlens), scores, flags, score_flags
+    )
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))

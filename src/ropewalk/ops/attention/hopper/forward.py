@@ -16,9 +16,10 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
-from ropewalk.ops.attention.hopper.softmax import online_softmax, rescale, sum_in_threads
+from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale, sum_in_threads
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores, Tile
 from ropewalk.ops.attention.triton.masking import (
@@ -28,9 +29,11 @@ from ropewalk.ops.attention.triton.masking import (
     NEAR,
     PAST,
     key_ranges,
+    lists_of_line,
     mask_flags,
     range_flags,
     range_seqlens,
+    slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.softmax import logit_factor
@@ -43,6 +46,7 @@ class Rings(NamedTuple):
     q: Any
     k: Any
     v: Any
+    listed: Any  # ListedRing; None without lists
 
 
 class RowResults(NamedTuple):
@@ -117,62 +121,82 @@ def _fill_q(q_use, q, rings, tile, options):
 
 
 @gluon.jit
-def _load_loop(uses, q, k, v, rings, tile, seqlens, far_window, flags, options, RANGE: gl.constexpr):
+def _row_of_tile(index, first, tiles, line, lists, BLOCK_N: gl.constexpr):
+    """Return the first row of keys of a loop's tile, counted from the first one, whose row is given without lists."""
+    if lists.ptr is None:
+        row = first + index * BLOCK_N
+    else:
+        row = start_of_tile(gl.maximum(index, 0), tiles, line, BLOCK_N, lists.slots is not None)
+    return row
+
+
+@gluon.jit
+def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RANGE: gl.constexpr):
     """Load queries, and keys one tile ahead of values, from the last tile back; return the uses of the rings."""
-    q_use, use = uses
+    q_use, use, listed_use = uses
+    lists = problem.lists
     BLOCK_N: gl.constexpr = options.BLOCK_N
     _, tile_range, n_steps = _loop_over_keys(
-        tile.start, seqlens, far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
+        tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
     )
+    line = lists_of_line(lists, tile.batch, tile.head, tile.start // LISTED)
+    tiles = None
+    if lists.ptr is not None:
+        tiles = tell_tiles(rings.listed, listed_use, tile_range, line, BLOCK_N, lists.slots is not None)
+        listed_use += 1
+        n_steps = tiles.count + tiles.n_partial
     if _holds_q(options.OUT_IN_Q, RANGE):
         q_use = _fill_q(q_use, q, rings, tile, options)
     if n_steps > 0:
         if not _holds_q(options.OUT_IN_Q, RANGE):
             q_use = _fill_q(q_use, q, rings, tile, options)
         first = tile.k_offset + tile_range.start
-        rings.k.fill(use, k, [tile.batch, tile.kv_head, first + (n_steps - 1) * BLOCK_N, 0])
+        batch, head = tile.batch, tile.kv_head
+        row = _row_of_tile(n_steps - 1, first, tiles, line, lists, BLOCK_N)
+        upcoming = _row_of_tile(n_steps - 2, first, tiles, line, lists, BLOCK_N)
+        rings.k.fill(use, k, [batch, head, row, 0])
         for step in range(1, n_steps):
-            rings.k.fill(use + 1, k, [tile.batch, tile.kv_head, first + (n_steps - 1 - step) * BLOCK_N, 0])
-            rings.v.fill(use, v, [tile.batch, tile.kv_head, first + (n_steps - step) * BLOCK_N, 0])
+            # A row of lists is read a step before it is needed.
+            later = _row_of_tile(n_steps - 2 - step, first, tiles, line, lists, BLOCK_N)
+            rings.k.fill(use + 1, k, [batch, head, upcoming, 0])
+            rings.v.fill(use, v, [batch, head, row, 0])
+            row = upcoming
+            upcoming = later
             use += 1
-        rings.v.fill(use, v, [tile.batch, tile.kv_head, first, 0])
+        rings.v.fill(use, v, [batch, head, row, 0])
         use += 1
-    return q_use, use
+    return q_use, use, listed_use
 
 
 @gluon.jit
 def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, options):
     """Take work items, and load the tiles of each."""
     n_work = problem.n_work
-    far_window = problem.far_window
     n_done = 0
-    q_use = 0
-    use = 0
+    uses = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     work_idx = gl.program_id(0)
     while work_idx < n_work:
         scheduler.publish(n_done, work_idx)
         n_done += 1
         tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
-        if far_window is not None:
-            q_use, use = _load_loop(
-                (q_use, use), far.q_past, far.k, v, rings, tile, seqlens, far_window, flags, options, FAR_PAST
-            )
+        if problem.far_window is not None:
+            uses = _load_loop(uses, far.q_past, far.k, v, rings, tile, seqlens, problem, flags, options, FAR_PAST)
             if options.HAS_FUTURE:
-                q_use, use = _load_loop(
-                    (q_use, use), far.q_future, far.k, v, rings, tile, seqlens, far_window, flags, options, FAR_FUTURE
+                uses = _load_loop(
+                    uses, far.q_future, far.k, v, rings, tile, seqlens, problem, flags, options, FAR_FUTURE
                 )
-        q_use, use = _load_loop(
-            (q_use, use),
+        uses = _load_loop(
+            uses,
             q,
             k,
             v,
             rings,
             tile,
             seqlens,
-            far_window,
+            problem,
             flags,
             options,
-            ALL if far_window is None else NEAR,
+            ALL if problem.far_window is None else NEAR,
         )
         work_idx = next_work(counter_ptr, n_work)  # no sooner, or another program could have begun with it
     scheduler.publish(n_done, n_work)
@@ -233,8 +257,11 @@ def _mainloop_kv(
         threads                  | mask S, row maxima, P(j+1), row sums | rescale O, release V
     """
     acc_o, row_max, row_sum, row_logit = state
-    q_use, use = uses
+    q_use, use, listed_use = uses
+    lists = problem.lists
     BLOCK_N: gl.constexpr = options.BLOCK_N
+    HAS_LISTS: gl.constexpr = lists.ptr is not None
+    HAS_PARTIAL: gl.constexpr = lists.slots is not None
     MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
     DTYPE: gl.constexpr = rings.v.tiles.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
@@ -252,9 +279,18 @@ def _mainloop_kv(
     )
 
     # === prologue
+    is_partial = None
+    slots = slots_of_head(lists, tile.batch, tile.head)
+    if lists.bits is not None:
+        slots += (tile.start // LISTED).to(gl.int64) * lists.slots_stride_query
+    if HAS_LISTS:
+        line = lists_of_line(lists, tile.batch, tile.head, tile.start // LISTED)
+        tiles = rings.listed.receive(listed_use)
+        listed_use += 1
+        n_steps = tiles.count + tiles.n_partial
     n_before = 0
     n_after = 0
-    if options.CONSUMERS * WG_ROWS > BLOCK_N:  # some tiles may be for other warp groups only
+    if options.CONSUMERS * WG_ROWS > BLOCK_N and not HAS_LISTS:  # some tiles may be for other warp groups only
         wg_range = key_ranges(wg_start, seqlens, range_flags(flags, RANGE), WG_ROWS, BLOCK_N, False)
         full = wg_range.full
         full_stop = wg_range.full_stop
@@ -269,7 +305,14 @@ def _mainloop_kv(
         s = _start_s(q_tiles, rings, use, options)
         s = warpgroup_mma_wait(0, deps=(s,))
         rings.k.release(use)
-        n_start = start + (n_steps - 1 - n_before) * BLOCK_N
+        if HAS_LISTS:
+            n_start = start_of_tile(n_steps - 1, tiles, line, BLOCK_N, HAS_PARTIAL)
+        else:
+            n_start = start + (n_steps - 1 - n_before) * BLOCK_N
+        masked = (n_start < full) | (n_start >= full_stop)
+        if HAS_PARTIAL:
+            is_partial = n_steps - 1 >= tiles.count
+            masked = masked | is_partial
         p, alpha, row_max, row_sum, new_logit = online_softmax(
             s,
             row_max,
@@ -277,8 +320,7 @@ def _mainloop_kv(
             row_logit,
             q_idx,
             n_start,
-            (n_start < full) | (n_start >= full_stop),
-            seqlens,
+            TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits),
             scores,
             range_flags(flags, RANGE),
             score_flags,
@@ -291,7 +333,9 @@ def _mainloop_kv(
             acc_o = rescale(acc_o, alpha)
 
         # === mainloop
-        for _step in range(1, n_steps - n_before - n_after):
+        for step in range(1, n_steps - n_before - n_after):
+            if HAS_LISTS:  # no later, or the softmax would wait for it
+                upcoming = start_of_tile(n_steps - 1 - step, tiles, line, BLOCK_N, HAS_PARTIAL)
             if MISSING_KEYS:  # noqa: SIM102
                 if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
                     rings.v.wait_full(use)
@@ -306,7 +350,14 @@ def _mainloop_kv(
                 pingpong_arrive(CONSUMER, options.CONSUMERS)
             s = warpgroup_mma_wait(1, deps=(s,))
             rings.k.release(use + 1)
-            n_start -= BLOCK_N
+            if HAS_LISTS:
+                n_start = upcoming
+            else:
+                n_start -= BLOCK_N
+            masked = (n_start < full) | (n_start >= full_stop)
+            if HAS_PARTIAL:
+                is_partial = n_steps - 1 - step >= tiles.count
+                masked = masked | is_partial
             p, alpha, row_max, row_sum, new_logit = online_softmax(
                 s,
                 row_max,
@@ -314,8 +365,7 @@ def _mainloop_kv(
                 row_logit,
                 q_idx,
                 n_start,
-                (n_start < full) | (n_start >= full_stop),
-                seqlens,
+                TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits),
                 scores,
                 range_flags(flags, RANGE),
                 score_flags,
@@ -347,7 +397,7 @@ def _mainloop_kv(
         rings.v.release(use)
         use += 1
         use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER)
-    return (acc_o, row_max, row_sum, row_logit), (q_use, use)
+    return (acc_o, row_max, row_sum, row_logit), (q_use, use, listed_use)
 
 
 @gluon.jit
@@ -398,7 +448,7 @@ def _compute_warps(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     exp2_scale = problem.scores.exp2_scale
     n_done = 0
-    uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0))
+    uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0), gl.to_tensor(0))
     if options.PINGPONG and CONSUMER == options.CONSUMERS - 1:
         pingpong_arrive(CONSUMER, options.CONSUMERS)
     work_idx = scheduler.receive(n_done)
@@ -436,7 +486,7 @@ def _compute_warps(
             feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
             exists = row < seqlens.n_queries
             acc_o *= load_sigmoid(row_inputs.gate, tile.batch, tile.head, tile.q_offset + row, exists, feature)
-        q_use, use = uses
+        q_use, use, listed_use = uses
         if options.OUT_IN_Q:
             rings.q.wait_full(q_use)
             out_memory = rings.q.tiles.index(CONSUMER)
@@ -459,7 +509,7 @@ def _compute_warps(
         if options.OUT_IN_Q:
             await_stores(0)
             rings.q.release(q_use)
-            uses = (q_use + options.CONSUMERS, use)
+            uses = (q_use + options.CONSUMERS, use, listed_use)
         n_done += 1
         work_idx = scheduler.receive(n_done)
     await_stores(0)
@@ -479,6 +529,7 @@ def forward_kernel(
     counter_ptr,  # zero, and zero afterwards: work items taken
     packed,  # Packed | None
     bounds,  # Bounds
+    lists,  # Lists, of rows
     gate,  # Gate
     sinks_ptr,  # (H,); or None
     scores,  # Scores
@@ -495,6 +546,7 @@ def forward_kernel(
     n_work,  # work items
     CONSUMERS: gl.constexpr,  # compute warp groups
     BLOCK_N: gl.constexpr,
+    Q_STAGES: gl.constexpr,  # of each compute warp group
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
@@ -517,13 +569,16 @@ def forward_kernel(
         group 0  S, O wgmma | softmax    | S, O wgmma | softmax
         group 1  softmax    | S, O wgmma | softmax    | S, O wgmma
     """
-    q_ring = make_ring(q, CONSUMERS, 1, D_CHUNKS)
+    q_ring = make_ring(q, CONSUMERS * Q_STAGES, 1, D_CHUNKS)
     k_ring = make_ring(k, K_STAGES, CONSUMERS, D_CHUNKS)
     v_ring = make_ring(v, V_STAGES, CONSUMERS)
     out_tiles = q_ring.tiles  # never read
     if not OUT_IN_Q:
         out_tiles = allocate_chunks(q, CONSUMERS)
     scheduler = make_scheduler(CONSUMERS)
+    listed_ring = None
+    if lists.ptr is not None:
+        listed_ring = make_listed_ring(CONSUMERS)
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     N_OTHERS: gl.constexpr = CONSUMERS - 1  # compute warp groups but the first
     FLAGS: gl.constexpr = mask_flags(
@@ -544,7 +599,7 @@ def forward_kernel(
                     out,
                     RowResults(lse_ptr, row_logits_ptr),
                     scheduler,
-                    Rings(q_ring, k_ring, v_ring),
+                    Rings(q_ring, k_ring, v_ring, listed_ring),
                     out_tiles,
                     RowInputs(gate, sinks_ptr),
                     Problem(
@@ -559,6 +614,7 @@ def forward_kernel(
                         n_queries,
                         n_keys,
                         n_work,
+                        lists,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),
@@ -584,7 +640,7 @@ def forward_kernel(
                     Far(q_far_past, q_far_future, k_far, far_window),
                     counter_ptr,
                     scheduler,
-                    Rings(q_ring, k_ring, v_ring),
+                    Rings(q_ring, k_ring, v_ring, listed_ring),
                     Problem(
                         packed,
                         bounds,
@@ -597,6 +653,7 @@ def forward_kernel(
                         n_queries,
                         n_keys,
                         n_work,
+                        lists,
                     ),
                     FLAGS,
                     Options(

@@ -36,6 +36,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     gives_far_features,
     gradient_of_sinks,
     inverse_rotate_all,
+    lists_args,
     load_score_mod,
     on_its_device,
     rope_table_args,
@@ -67,6 +68,7 @@ class ForwardConfig(NamedTuple):
     CONVERT_P_EARLY: bool
     PINGPONG: bool
     OUT_IN_Q: bool = False
+    Q_STAGES: int = 1  # of each compute warp group; two load the next tile's queries before this one's last step
 
     @property
     def block_m(self) -> int:
@@ -91,8 +93,8 @@ class FeatureBlocks(NamedTuple):
 FORWARD = {
     (64, False): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
     (64, True): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False),
-    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True),
+    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, Q_STAGES=2),
+    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, True, CONVERT_P_EARLY=False, PINGPONG=True, Q_STAGES=2),
     (192, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
     (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, OUT_IN_Q=True),
     (256, False): ForwardConfig(2, 64, 2, 2, 240, 24, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
@@ -102,6 +104,11 @@ FORWARD = {
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+# A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
+FORWARD_LISTS = {
+    64: ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    128: ForwardConfig(2, 128, 2, 2, 240, 24, True, CONVERT_P_EARLY=False, PINGPONG=False, Q_STAGES=2),
+}
 
 
 class BackwardConfig(NamedTuple):
@@ -146,6 +153,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     config = FORWARD[blocks.widest, call.causal]
     if score_mod is not None and blocks.widest == 64:
         config = FORWARD_SCORE_MOD
+    if call.blocks is not None:
+        config = FORWARD_LISTS[blocks.widest]
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -166,6 +175,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         counter_ptr=on.per_stream(counter_of, saved.q),
         packed=packed,
         bounds=bounds,
+        lists=lists_args(call, "rows"),
         scores=scores_args(call, score_mod),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
@@ -328,6 +338,7 @@ def _launch_kernel(
         dk=dk,
         dk_far=dk_far,
         dv=dv,
+        lists=lists_args(call, "columns"),
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
@@ -444,6 +455,8 @@ def cut_features(head_dim: int, v_head_dim: int) -> FeatureBlocks:
 def _has_partial_tiles(call: AttentionCall, saved: Saved, packed: Packed | None, bounds: Bounds, block_n: int) -> bool:
     """Say whether a tile of scores may have pairs that are not attended."""
     if call.causal or call.has_window or saved.q_past is not None or packed is not None:
+        return True
+    if call.blocks is not None and (call.blocks.slots is not None or call.blocks.spans is not None):
         return True
     return any(x is not None for x in bounds) or saved.k.shape[2] % block_n != 0
 

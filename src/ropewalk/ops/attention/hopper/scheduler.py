@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     n_queries: Any
     n_keys: Any
     n_work: Any  # work items; None in the backward, whose programs have one each
+    lists: Any = None  # Lists; None in the kernels that have none
 
 
 @aggregate

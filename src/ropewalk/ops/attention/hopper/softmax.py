@@ -1,9 +1,23 @@
 """The softmax of a tile of scores, and its probabilities again in the backward, for the kernels for Hopper."""
 
+from typing import Any, NamedTuple
+
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
+from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries
 from ropewalk.ops.attention.triton.arguments import Seqlens
 from ropewalk.ops.attention.triton.masking import PAST, attention_mask
 from ropewalk.ops.attention.triton.softmax import tanh
+
+
+class TileMask(NamedTuple):
+    """Everything that decides which pairs of a tile are attended, except `MaskFlags`."""
+
+    masked: Any  # whether some may not be
+    seqlens: Any
+    is_partial: Any = None  # whether bits or spans cut the listed block that the tile is in; None without either
+    slots: Any = None  # fields of `Lists`, at one head; with bits at the program's block, too
+    slots_stride_query: Any = None
+    bits: Any = None
 
 
 @gluon.jit
@@ -75,8 +89,17 @@ def rescale(acc_o, alpha):
 
 
 @gluon.jit
+def _attended_keys(q_idx, n_start, column, mask, flags):
+    """Return whether queries attend a tile of keys, [queries, keys]."""
+    attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], mask.seqlens, flags)
+    if mask.is_partial is not None:
+        attends = attends & listed_keys(q_idx, n_start, column, mask)
+    return attends
+
+
+@gluon.jit
 def online_softmax(
-    s, row_max, row_sum, row_logit, q_idx, n_start, masked, seqlens, scores, flags, score_flags, PIN_EXP2: gl.constexpr
+    s, row_max, row_sum, row_logit, q_idx, n_start, mask, scores, flags, score_flags, PIN_EXP2: gl.constexpr
 ):
     """Return P, alpha that rescales earlier sums, each row's new maximum, sums in threads, and new largest score.
 
@@ -89,8 +112,8 @@ def online_softmax(
         logit = s * scores.scale  # which may be below 0
         largest = row_logit
         if flags.PARTIAL_TILES:
-            if masked:  # a maximum in each branch: a masked tile that both end with would take registers of its own
-                attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
+            if mask.masked:  # a maximum in each branch: a masked tile that both end with would take more registers
+                attends = _attended_keys(q_idx, n_start, column, mask, flags)
                 largest = gl.max(gl.where(attends, logit, float("-inf")), 1)
             else:
                 largest = gl.max(logit, 1)
@@ -104,12 +127,12 @@ def online_softmax(
     elif score_flags.MOD is not None:
         s *= scores.scale
     if score_flags.MOD is not None:
-        q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
+        q_pos = (q_idx + (mask.seqlens.causal_offset - n_start)).to(gl.float32)
         k_pos = column.to(gl.float32)
         s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
     if flags.PARTIAL_TILES:  # noqa: SIM102
-        if masked:
-            attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], seqlens, flags)
+        if mask.masked:
+            attends = _attended_keys(q_idx, n_start, column, mask, flags)
             s = gl.where(attends, s, float("-inf"))
     if score_flags.MAX_LOGITS and not CHANGES:
         row_logit = gl.maximum(row_logit, gl.max(s, 1))
@@ -129,8 +152,9 @@ def online_softmax(
 
 
 @gluon.jit
-def recompute_p(s, lse, m_start, k_idx, masked, seqlens, scores, flags, score_flags):
+def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
     """Return P of a tile of raw scores [keys, queries], the soft-capped scores, and the score function's input."""
+    seqlens = mask.seqlens
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     if score_flags.SOFTCAP:
         s = tanh(s * scores.scale, score_flags.FAST_TANH)
@@ -145,11 +169,13 @@ def recompute_p(s, lse, m_start, k_idx, masked, seqlens, scores, flags, score_fl
         modified = s
     p = gl.exp2(modified * scores.exp2_scale - lse[None, :])
     if flags.PARTIAL_TILES:  # noqa: SIM102
-        if masked:
+        if mask.masked:
             offset = seqlens.causal_offset + m_start
             from_here = Seqlens(
                 seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, offset, seqlens.window, seqlens.window_right
             )
             attends = attention_mask(column[None, :], k_idx[:, None], from_here, flags)
+            if mask.is_partial is not None:
+                attends = attends & listed_queries(m_start + column, m_start, k_idx, mask)
             p = gl.where(attends, p, 0.0)
     return p, s, scaled

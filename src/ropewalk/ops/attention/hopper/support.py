@@ -16,6 +16,7 @@ TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kerne
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
 WIDEST = 256  # features of a row
+LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
     for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY")
@@ -45,8 +46,9 @@ class Gluon:
                 return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but {needed}")
         if call.mask is not None:
             return Refusal("mask", "mask is not supported")
-        if call.blocks is not None:
-            return Refusal("blocks", "lists of blocks (blocks) are not supported")
+        refusal = _why_no_lists(call)
+        if refusal is not None:
+            return refusal
         if call.block_table is not None:
             return Refusal("block_table", "paged keys (block_table) are not supported")
         if call.dropout_p > 0:
@@ -93,6 +95,22 @@ class Gluon:
         from ropewalk.ops.attention.hopper import launch
 
         return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
+
+
+def _why_no_lists(call: AttentionCall) -> Refusal | None:
+    """Say why the kernels do not run a call's lists of blocks; None if they do, or there are none."""
+    if call.blocks is None:
+        return None
+    rows, columns = call.blocks.block_q, call.blocks.block_k
+    if (rows, columns) != (LISTED, LISTED):
+        needed = f"its kernels need {LISTED} × {LISTED}"
+        return Refusal("blocks", f"lists of blocks of {rows} × {columns} are not supported: {needed}")
+    for name, x in (("q", call.q), ("v", call.v)):
+        if x.shape[3] > WIDEST_LISTED:
+            return Refusal(
+                "blocks", f"{name}'s head dim is {x.shape[3]}, but with lists of blocks must be up to {WIDEST_LISTED}"
+            )
+    return None
 
 
 @gpu.assume_constant

@@ -204,6 +204,12 @@ def list_range(tile_range, ptr, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKE
     It holds the tiles of BLOCK tokens that are in a range of the sequence. MASKED: of blocks that have bits, all of
     which is partial.
     """
+    return list_range_by(tl.arange(0, 128), tile_range, ptr, BLOCK, LISTED, MASKED)
+
+
+@triton.jit
+def list_range_by(lanes, tile_range, ptr, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKED: tl.constexpr):
+    """Return `list_range`, by lanes 0 to below their number, each of which reads every so many-th entry."""
     first = 0
     count = tl.load(ptr)
     if MASKED == BITS:
@@ -213,8 +219,8 @@ def list_range(tile_range, ptr, BLOCK: tl.constexpr, LISTED: tl.constexpr, MASKE
     full = start
     full_stop = start
     stop = start
-    for step in tl.range(0, count, 128):
-        entry = step + tl.arange(0, 128)
+    for step in tl.range(0, count, lanes.shape[0]):
+        entry = step + lanes
         listed = entry < count
         token = tl.load(ptr + 2 + first + entry, listed, other=0) * LISTED
         start += _count_listed(token, listed, tile_range.start, BLOCK, LISTED)
