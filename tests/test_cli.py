@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import ropewalk
@@ -46,12 +47,12 @@ def test_doctor_names_the_defaults_of_the_rotation_and_of_attention(monkeypatch:
 def test_doctor_says_how_planned_calls_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = pytest.importorskip("ropewalk.ops.attention.triton.launcher", reason="Triton is missing")
     monkeypatch.setattr(device, "is_nvidia", lambda device: False)
-    assert _launcher() is None
+    assert _launcher(torch.device("cuda", 0)) is None
     monkeypatch.setattr(device, "is_nvidia", lambda device: True)
     monkeypatch.setattr(device, "why_no_triton", lambda device: None)
     for reason, said in ((None, "launch by the launcher in C."), ("no compiler", "Triton's launchers, which costs")):
         monkeypatch.setattr(launcher, "why_missing", lambda reason=reason: reason)
-        text = _launcher()
+        text = _launcher(torch.device("cuda", 0))
         assert text is not None
         assert said in text
         assert reason is None or text.endswith(f": {reason}.")
@@ -177,7 +178,7 @@ def test_bench_writes_a_record(tmp_path: Path) -> None:
 
 def test_bench_ends_with_130_when_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = SimpleNamespace(interrupted=True)
-    monkeypatch.setattr("ropewalk.bench.all.run", lambda benches, options: stopped)
+    monkeypatch.setattr("ropewalk.bench.core.runner.run", lambda benches, options: stopped)
     assert invoke("bench", "rope").exit_code == 130
 
 
@@ -235,7 +236,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, extra: str, mon
     def fail(benches: Any, options: Any) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    monkeypatch.setattr("ropewalk.bench.all.run", fail)
+    monkeypatch.setattr("ropewalk.bench.core.runner.run", fail)
     result = invoke("bench", "rope")
     assert result.exit_code == 2
     name = package.partition(".")[0]

@@ -59,7 +59,6 @@ LAYERS = {
     "bench.parallel": "bench.core bench.attention bench.rope parallel ops.* schemes",
     "bench.training": "bench.core integrations ops.* schemes",
     "bench.report": "bench.core bench.rope bench.attention",
-    "bench.all": "bench.core bench.rope bench.attention ops.attention.backends ops.rope.backends",
     "experiments": "bench.core modules integrations ops.* schemes",
     "cli": "*",
 }

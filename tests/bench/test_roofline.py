@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from ropewalk.bench.core import roofline
-from ropewalk.bench.core.roofline import measure_rates
+from ropewalk.bench.core import sustained
+from ropewalk.bench.core.sustained import measure_rates
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes, size in ((roofline.SIZES, 64), (roofline.COPIED_BYTES, 4096)):
+    for sizes, size in ((sustained.SIZES, 64), (sustained.COPIED_BYTES, 4096)):
         for kind in sizes:
             monkeypatch.setitem(sizes, kind, size)
 
@@ -24,7 +24,7 @@ def test_a_product_for_each_dtype_and_a_copy_are_measured(device: torch.device) 
 
 
 def test_rates_count_operations_and_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "time_bursts", lambda calls, *_: {name: [1.0, 2.0, 9.0] for name in calls})
+    monkeypatch.setattr(sustained, "time_bursts", lambda calls, *_: {name: [1.0, 2.0, 9.0] for name in calls})
     found = measure_rates(["float32"], torch.device("cpu"))
     assert found["copy_gb_per_s"] == pytest.approx(2 * 4096 / 2e-6 / 1e9)
     assert found["matmul_tflops"]["float32"] == pytest.approx(2 * 64**3 / 2e-6 / 1e12)
@@ -32,13 +32,13 @@ def test_rates_count_operations_and_bytes_read_and_written(monkeypatch: pytest.M
 
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     timed: list[list[str]] = []
-    right = roofline.time_bursts
+    right = sustained.time_bursts
 
     def spy(calls: Any, *arguments: Any) -> Any:
         timed.append(list(calls))
         return right(calls, *arguments)
 
-    monkeypatch.setattr(roofline, "time_bursts", spy)
+    monkeypatch.setattr(sustained, "time_bursts", spy)
     known = {"copy_gb_per_s": 5.0, "matmul_tflops": {"float16": 7.0}}
     assert measure_rates(["float16"], device, known) == known
     more = measure_rates(["float16", "float32"], device, known)

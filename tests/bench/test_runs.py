@@ -10,12 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from ropewalk.bench.all import run
 from ropewalk.bench.attention import cases as attention_cases
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.core.load import read_record, unit_of
 from ropewalk.bench.core.options import Options
-from ropewalk.bench.core.runner import Bench, OursError
+from ropewalk.bench.core.runner import Bench, OursError, run
 from ropewalk.bench.host import bench as host_bench
 from ropewalk.bench.parallel.bench import choose_parts, run_parallel_bench
 from ropewalk.bench.rope.bench import NormBench, RopeBench

@@ -10,8 +10,7 @@ import typer
 import ropewalk
 from ropewalk.cli import bench, experiment
 from ropewalk.cli.doctor import doctor
-from ropewalk.cli.options import user_errors
-from ropewalk.cli.report import report
+from ropewalk.cli.options import Option, command, user_errors
 
 app = typer.Typer(
     help="Position encodings for transformers as fast, differentiable GPU kernels.",
@@ -21,12 +20,15 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
-app.command()(experiment.demo)
+command(app, "demo", experiment.DEMO)(experiment.demo)
 app.command()(doctor)
-app.command()(report)
-
+command(app, "report", bench.REPORT)(bench.report)
 
 _ARCH = "A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."
+_BUILD: dict[str, Option] = {
+    "arch": (list[str] | None, None, _ARCH),
+    "force": (bool, False, "Compile in any case.", "--force"),
+}
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,11 +46,8 @@ def main(
     """Position encodings for transformers as fast, differentiable GPU kernels."""
 
 
-@app.command()
-def build(
-    arch: Annotated[list[str] | None, typer.Option(help=_ARCH)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Compile in any case.")] = False,
-) -> None:
+@command(app, "build", _BUILD)
+def build(arch: list[str] | None, force: bool) -> None:
     """Compile the native extension ahead of its first use."""
     from ropewalk.ops.rope.cuda import build as native_build
 

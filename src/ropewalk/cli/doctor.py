@@ -26,7 +26,9 @@ def doctor() -> None:
     from ropewalk.bench.core.records import version_of
     from ropewalk.bench.rope.peers import PEERS
     from ropewalk.ops.attention import backends
+    from ropewalk.ops.attention.api import explain_choice
     from ropewalk.ops.rope.backends import IMPLEMENTATIONS, choose, why_not
+    from ropewalk.schemes import Rope
 
     console, names = Console(), {torch.device("cpu"): "cpu"}
     for index in reversed(range(torch.cuda.device_count())):  # GPUs come first
@@ -40,6 +42,9 @@ def doctor() -> None:
             table.add_row(*map(escape, row))
         console.print(table)
 
+    def verdict(reason: str | None, is_default: bool) -> str:
+        return f"no: {reason}" if reason is not None else "yes, and used by default" if is_default else "yes"
+
     versions = {
         "ropewalk": ropewalk.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -49,26 +54,24 @@ def doctor() -> None:
         "triton": version_of("triton") or "not installed",
     }
     show("versions", "package version", versions.items())
-    rotations = [
-        (name, impl, _verdict(why_not(impl, device), choose(None, device) == impl))
-        for device, name in names.items()
-        for impl in IMPLEMENTATIONS
-    ]
+    rotations, attentions = [], []
+    for device, name in names.items():
+        default = choose(None, device)
+        rotations += [(name, impl, verdict(why_not(impl, device), default == impl)) for impl in IMPLEMENTATIONS]
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        q = torch.empty(1, DEFAULT_TOKENS, 8, 64, dtype=dtype, device=device, requires_grad=True)
+        default = explain_choice(q, q, q, position=Rope(), causal=True).name  # of a plain training call
+        for impl in backends.BACKENDS:
+            attentions.append((str(device), impl, verdict(backends.why_missing(impl, device), default == impl)))
     show("implementations of the rotation", "device implementation here", rotations)
     if first.type == "cpu":
         console.print("PyTorch finds no GPU.")
-    defaults = {device: _attention_by_default(device) for device in names}
-    attentions = [
-        (str(device), impl, _verdict(backends.why_missing(impl, device), default == impl))
-        for device, default in defaults.items()
-        for impl in backends.BACKENDS
-    ]
     show("implementations of attention", "device implementation here", attentions)
     console.print(
         f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
         "that of your call. The reference is for correctness, not speed."
     )
-    if first.type == "cuda" and (text := _launcher()) is not None:
+    if first.type == "cuda" and (text := _launcher(torch.device("cuda", 0))) is not None:
         console.print(escape(text))
     show("native extension", "what here", _native_extension().items())
     known = [("rotation", peer) for peer in PEERS.values()] + [("attention", peer) for peer in ATTENTION_PEERS.values()]
@@ -77,29 +80,10 @@ def doctor() -> None:
     show(f"peers that `ropewalk bench` can measure on {first}", "of peer here", rows)
 
 
-def _verdict(reason: str | None, is_default: bool) -> str:
-    return f"no: {reason}" if reason is not None else "yes, and used by default" if is_default else "yes"
-
-
-def _attention_by_default(device: torch.device) -> str:
-    """Name the backend of a plain training call."""
-    import torch
-
-    from ropewalk.ops.attention.api import explain_choice
-    from ropewalk.schemes import Rope
-
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q = torch.empty(1, DEFAULT_TOKENS, 8, 64, dtype=dtype, device=device, requires_grad=True)
-    return explain_choice(q, q, q, position=Rope(), causal=True).name
-
-
-def _launcher() -> str | None:
+def _launcher(device: torch.device) -> str | None:
     """Say how planned calls of attention launch; None without Triton for NVIDIA GPUs. It is compiled here."""
-    import torch
-
     from ropewalk import device as gpu
 
-    device = torch.device("cuda", 0)
     if not gpu.is_nvidia(device) or gpu.why_no_triton(device) is not None:
         return None
     from ropewalk.ops.attention.triton import launcher

@@ -1,9 +1,11 @@
-"""Common code of the commands: errors without tracebacks, and lists in one option."""
+"""Common code of the commands: their options, errors without tracebacks, and lists in one option."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +15,37 @@ EXTRAS = {
     **dict.fromkeys(("tensorboard", "tokenizers", "tomli", "yaml"), "train"),
     **dict.fromkeys(("bokeh", "jinja2", "matplotlib", "pandas", "rich", "transformers", "typer"), "bench"),
 }
+# The type, the default (...: an argument that must be given), the help; then other names, and more of typer's.
+Option = tuple[Any, ...]
+
+
+def command(
+    app: typer.Typer, name: str, options: Mapping[str, Option], *errors: type[Exception], text: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function that takes the options by keyword; its help is `text`, or the docstring."""
+
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        def call(**given: Any) -> None:
+            with user_errors(*errors):
+                run(**given)
+
+        parameters = []
+        for key, (kind, default, said, *rest) in options.items():
+            names = [one for one in rest if isinstance(one, str)]
+            made = typer.Argument if default is ... else typer.Option
+            more = {key: value for one in rest if isinstance(one, dict) for key, value in one.items()}
+            annotation: Any = Annotated[kind, made(*names, help=said, **more)]
+            given = inspect.Parameter.empty if default is ... else default
+            parameters.append(
+                inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=annotation)
+            )
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.__doc__ = text or inspect.getdoc(run)
+        app.command(name)(call)
+        return run
+
+    return register
 
 
 @contextmanager
@@ -22,17 +55,11 @@ def user_errors(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        typer.secho(f"error: {_describe(error)}", fg="red", err=True)
+        text, package = str(error), (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and "pip install" not in text and package in EXTRAS:
+            text = f"{package} is not installed: pip install 'ropewalk[{EXTRAS[package]}]'"
+        typer.secho(f"error: {text}", fg="red", err=True)
         raise typer.Exit(2) from error
-
-
-def _describe(error: Exception) -> str:
-    """Return an error's message; for a package of an extra that is missing, how to install it."""
-    if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
-        package = (error.name or "").partition(".")[0]
-        if package in EXTRAS:
-            return f"{package} is not installed: pip install 'ropewalk[{EXTRAS[package]}]'"
-    return str(error)
 
 
 def split_names(text: str) -> list[str]:

@@ -8,34 +8,13 @@ from pathlib import Path
 from ropewalk.bench.core.load import Row, groups, label, variant_of
 
 # By implementation, so that the same colour means the same in every figure.
-COLOURS = {
-    "auto": "#0b2f6b",
-    "native": "#0b2f6b",
-    "triton": "#1f5fbf",
-    "gluon": "#3a8fd9",
-    "rotary_embedding": "#5b7fd1",
-    "sdpa": "#5b7fd1",
-    "flash": "#7f9fe0",
-    "reference": "#9dbde8",
-    "compiled": "#e07b39",
-    "flex": "#e07b39",
-    "eager": "#f2b78b",
-    "huggingface": "#c9a400",
-    "liger_kernel": "#3a9d5d",
-    "transformer_engine": "#6b8e23",
-    "cudnn": "#6b8e23",
-    "quack": "#8e5ab5",
-    "flash_attn": "#c23b4b",
-    "flash_attn_4": "#c23b4b",
-    "flash_attn_3": "#8f2c5b",
-    "flash_attn_2": "#d07f8c",
-    "sdpa_flash": "#d8a0a8",
-    "flashinfer": "#2aa5a5",
-    "vllm": "#4d4d4d",
-    "xformers": "#8a6d54",
-}
+_COLOURS = """
+0b2f6b auto native, 1f5fbf triton, 3a8fd9 gluon, 5b7fd1 rotary_embedding sdpa, 7f9fe0 flash, 9dbde8 reference,
+e07b39 compiled flex, f2b78b eager, c9a400 huggingface, 3a9d5d liger_kernel, 6b8e23 transformer_engine cudnn,
+8e5ab5 quack, c23b4b flash_attn flash_attn_4, 8f2c5b flash_attn_3, d07f8c flash_attn_2, d8a0a8 sdpa_flash,
+2aa5a5 flashinfer, 4d4d4d vllm, 8a6d54 xformers"""
+COLOURS = {impl: f"#{colour}" for colour, *impls in map(str.split, _COLOURS.split(",")) for impl in impls}
 _BAR = 0.16  # inches
-
 # The rows of a unit that were timed together -> the length of each one's bar; None: it has none.
 Lengths = Callable[[Sequence[Row]], Sequence[float | None]]
 
@@ -45,9 +24,7 @@ def draw_bars(
 ) -> bool:
     """Draw bars, in groups of what was timed together; False: there are none.
 
-    Args:
-        panels: the titles of the modes that are drawn.
-        across: the label of the axis.
+    `panels` has the titles of the modes that are drawn; `across` is the label of the axis.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,8 +33,7 @@ def draw_bars(
     for group in groups((row for row in rows if row["mode"] in panels), "protocol"):
         bars = [(row, length) for row, length in zip(group, lengths(group), strict=True) if length is not None]
         if bars:
-            case = group[0]["case"]
-            name = "\n".join(filter(None, (case["name"], variant_of(case))))
+            name = f"{group[0]['case']['name']}\n{variant_of(group[0]['case'])}".rstrip()
             drawn.setdefault(group[0]["mode"], []).append((name, bars))
     if not drawn:
         return False
@@ -70,8 +46,8 @@ def draw_bars(
             ticks.append(y + (len(bars) - 1) / 2)
             for row, length in bars:
                 axes.barh(y, length, height=0.9, color=COLOURS.get(row["impl"], "#555555"))
-                text = f"{length:.3g}  {label(row)}"
-                axes.annotate(text, (length, y), (2, 0), textcoords="offset points", va="center", fontsize=6)
+                at = {"xytext": (2, 0), "textcoords": "offset points", "va": "center", "fontsize": 6}
+                axes.annotate(f"{length:.3g}  {label(row)}", (length, y), **at)
                 y += 1
             y += 1
         axes.set_yticks(ticks, [name for name, _ in panel], fontsize=7)

@@ -22,13 +22,8 @@ Row = dict[str, Any]
 Unit = tuple[str, str, str]  # a benchmark, a case of it as JSON, and a mode: its rows are measured together
 ALL = "all"  # the benchmark of a record whose rows name their own
 BENCHMARKS = ("rope", "attention", "host", "training", "parallel", ALL)
-
-_TEXTS = ("mode", "impl", "kind")  # keys that every row must have
 # Keys of the lines about the runs that must agree for one to go on with another; a missing key counts as None.
-SAME = (
-    *("benchmark", "device", "driver_version", "threads", "python", "torch", "cuda", "hip", "triton"),
-    *("ropewalk", "commit", "dirty", "seed", "peers", "options"),
-)
+SAME = "benchmark device driver_version threads python torch cuda hip triton ropewalk commit dirty seed peers options"
 
 
 @dataclass(frozen=True)
@@ -61,15 +56,15 @@ class Record:
 
 def read_record(path: Path, *benchmarks: str, may_be_cut_off: bool = False) -> Record:
     """Read a record of one of these benchmarks, by default of any."""
-    lines = parse_lines(path, may_be_cut_off=may_be_cut_off)
     runs: list[dict[str, Any]] = []
     rows: list[Row] = []
-    for line in lines:
+    for line in (lines := parse_lines(path, may_be_cut_off=may_be_cut_off)):
         if "format" in line or not runs:
             check_run_line(path, line, benchmarks or BENCHMARKS)
             runs.append(line)
         elif line.keys() != {END}:
-            if not isinstance(line.get("case"), dict) or not all(isinstance(line.get(key), str) for key in _TEXTS):
+            texts = map(line.get, ("mode", "impl", "kind"))
+            if not isinstance(line.get("case"), dict) or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{path.name} has a line that is no row: {json.dumps(line)[:80]}")
             row = {"run": len(runs) - 1, "benchmark": runs[-1]["benchmark"], **line}
             rows.append({key: value for key, value in row.items() if value is not None})
@@ -90,10 +85,14 @@ def variant_of(case: Mapping[str, Any]) -> str:
     return f"{'interleaved' if case['interleaved'] else 'half'}/{'in place' if case['inplace'] else 'out of place'}"
 
 
+def words(*parts: str | None) -> str:
+    """Join those that there are."""
+    return " ".join(filter(None, parts))
+
+
 def describe(row: Mapping[str, Any]) -> str:
     """Describe the implementation, the case and the mode in words."""
-    case = row["case"]
-    return " ".join(filter(None, (label(row), "on", case["name"], variant_of(case), row["mode"])))
+    return words(label(row), "on", row["case"]["name"], variant_of(row["case"]), row["mode"])
 
 
 def unit_of(benchmark: str, case: Any, mode: str) -> Unit:
@@ -128,10 +127,10 @@ def read_stopped(path: Path, now: Mapping[str, Any]) -> Record:
 
 
 def differences(
-    keys: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    keys: str | Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of two lines about runs, (name, old, new); mappings entry by entry."""
-    for key in keys:
+    for key in keys.split() if isinstance(keys, str) else keys:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(dict.fromkeys((*old, *new)), old, new, f"{prefix}{key} ")

@@ -36,6 +36,15 @@ class Options:
     quick: bool = False  # small cases, for correctness; of several processes alone
     processes: int | None = None  # to start, where torchrun did not; None: one for each GPU, or 2 on a CPU
 
+    def __post_init__(self) -> None:
+        if self.resume and self.output is None:
+            raise ValueError("there is no record to resume: say with output which")
+
+    @property
+    def named_peers(self) -> list[str]:
+        """The peers that are named."""
+        return [] if self.peers in ("auto", "none") else [name.strip() for name in self.peers.split(",")]
+
 
 def choose_device(name: str | None) -> torch.device:
     """Choose the device by name, or the GPU if there is one; raise unless calls can be timed there."""
@@ -58,22 +67,17 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def choose_peers(
-    known: Mapping[str, AnyPeer], peers: str, device: torch.device
+    known: Mapping[str, AnyPeer], options: Options, device: torch.device
 ) -> tuple[list[AnyPeer], dict[str, str]]:
-    """Choose the peers to measure by `Options.peers`; returns them, and for each its version, or why it is missing."""
-    names = {"none": [], "auto": list(known)}.get(peers, split_names(peers))
-    check_names("peer", names, known)
+    """Choose the peers to measure; returns them, and for each its version, or why it is missing."""
+    check_names("peer", options.named_peers, known)
+    names = list(known) if options.peers == "auto" else options.named_peers
     found = {name: find_peer(known[name], device) for name in names}
     for name, (_, reason) in found.items():
-        if reason is not None and peers != "auto":
+        if reason is not None and options.peers != "auto":
             raise ValueError(f"peer {name!r} cannot be measured: {reason}")
     versions = {name: version or f"{MISSING}: {reason}" for name, (version, reason) in found.items()}
     return [known[name] for name, (_, reason) in found.items() if reason is None], versions
-
-
-def split_names(text: str) -> list[str]:
-    """Split names at commas."""
-    return [name.strip() for name in text.split(",")]
 
 
 def choose_path(output: Path | None, run: Mapping[str, Any]) -> Path:

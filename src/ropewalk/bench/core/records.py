@@ -17,14 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import ropewalk
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 FORMAT = 1
 END = "end"  # the one key of the line that ends a record
@@ -44,11 +41,11 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             self.append(line)
         if kept is not None:
             self._file.close()
-            os.replace(started, path)
+            started.replace(path)
             self._file = path.open("a", encoding="utf-8")
 
-    def append(self, row: Mapping[str, Any] | DataclassInstance) -> None:
-        """Write one row and flush it."""
+    def append(self, row: Any) -> None:
+        """Write one row, a mapping or a dataclass, and flush it."""
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, default=asdict) + "\n")
         self._file.flush()
 
@@ -134,36 +131,28 @@ def cpu_note(device: str) -> str:
 
 
 def _describe_device(device: torch.device) -> dict[str, Any]:
+    """Describe the device; of a GPU also the driver, and clocks and power while it copies, if nvidia-smi answers."""
     if device.type == "cpu":
         return {"device": f"CPU {platform.processor() or platform.machine()}", "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        **_query_nvidia_smi(device, getattr(properties, "uuid", None)),
-    }
-
-
-def _query_nvidia_smi(device: torch.device, uuid: object) -> dict[str, str]:
-    """Query the driver, and clocks and power while the GPU copies; empty if nvidia-smi does not answer."""
+    gpu = torch.cuda.get_device_properties(device)
+    found: dict[str, Any] = {"device": gpu.name, "capability": f"{gpu.major}.{gpu.minor}"}
+    found |= {"memory_bytes": gpu.total_memory, "multiprocessors": gpu.multi_processor_count}
     fields = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    command.append(f"--id=GPU-{getattr(gpu, 'uuid', None)}")
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except FileNotFoundError:
-        return {}
+        return found
     source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     while process.poll() is None:
         target.copy_(source)
     torch.cuda.synchronize(device)
-    answer, _ = process.communicate()
-    values = [value.strip() for value in answer.split(",")]
-    if process.returncode != 0 or len(values) != len(fields):
-        return {}
-    return dict(zip((field.replace(".", "_") for field in fields), values, strict=True))
+    values = [value.strip() for value in process.communicate()[0].split(",")]
+    if process.returncode == 0 and len(values) == len(fields):
+        found |= dict(zip((field.replace(".", "_") for field in fields), values, strict=True))
+    return found
 
 
 def _describe_commit() -> dict[str, Any]:

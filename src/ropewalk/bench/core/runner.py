@@ -14,18 +14,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from rich.console import Console
 
+from ropewalk.bench.core import load
 from ropewalk.bench.core.gate import Verdict
-from ropewalk.bench.core.load import Record, Row, Unit, describe, label, read_record, read_stopped, unit_of, variant_of
-from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_path, choose_peers
+from ropewalk.bench.core.load import ALL, Record, Row, Unit, describe, label, read_record, unit_of, variant_of
+from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_device, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
-from ropewalk.bench.core.roofline import measure_rates
 from ropewalk.bench.core.summary import Column, print_summary
-from ropewalk.bench.core.terminal import progress_bar
+from ropewalk.bench.core.sustained import measure_rates
+from ropewalk.bench.core.terminal import default_console, progress_bar
 
 Rates = Mapping[str, Any]  # as `measure_rates` returns them
 # By label: the row so far of a candidate whose result is right, and what its check returned beside the verdict.
@@ -48,12 +49,6 @@ class Candidate:
     served_by: str | None = None  # ours: the implementation that runs the case
     yardstick: str | None = None  # anchors: the case that is computed, where it is another one
 
-    def row(self, case: Any, mode: str) -> Row:
-        """Make the row, as far as it is known before anything ran."""
-        more = {"served_by": self.served_by, "yardstick": self.yardstick}
-        known = {key: value for key, value in more.items() if value is not None}
-        return {**new_row(case, mode, self.impl, self.kind, self.position), **known}
-
 
 def new_row(case: Any, mode: str, impl: str, kind: str, position: str = "none") -> Row:
     """Make a row of a right result."""
@@ -71,6 +66,7 @@ class Bench(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of cases
     protocols: ClassVar[Sequence[str]] = ()  # that can be chosen from
     columns: ClassVar[Sequence[Column]] = ()  # of the summary, beside the common ones
+    launch: ClassVar[Any] = None  # runs it in processes of its own, to the end
 
     def __init__(self, options: Options, device: torch.device, console: Console) -> None:
         self.options, self.device, self.console = options, device, console
@@ -95,13 +91,8 @@ class Bench(ABC):
             named = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
             hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not names else ""
             raise ValueError(f"nothing is to be measured: the cases are {named}, and none has a chosen mode{hint}")
-        found: tuple[list[Any], dict[str, str]] = choose_peers(self.peers, options.peers, device)
-        self.found, self.versions = found
-
-    @classmethod
-    def launch(cls, options: Options) -> bool:
-        """Run in processes of its own, to the end; False: it runs in this one."""
-        return False
+        self.found: list[Any]
+        self.found, self.versions = choose_peers(self.peers, options, device)
 
     def modes_of(self, case: Any) -> list[str]:
         """Return the modes of a case that are to be measured."""
@@ -146,13 +137,13 @@ class Bench(ABC):
     def listing(cls) -> Iterator[str]:
         """Yield lines on the cases, each name once, and on the modes."""
         for name in dict.fromkeys(case.name for case in cls.cases):
-            same = [case for case in cls.cases if case.name == name]
-            also, variants = [key for key, of in cls.aliases.items() if of == name], [variant_of(vars(x)) for x in same]
-            yield f"{name} ({', '.join(also)})" if also else name
-            yield f"    {same[0].description}"
-            if any(variants):
-                yield f"    variants: {', '.join(variants)}"
-            yield f"    modes: {', '.join(same[0].modes) or 'none of its own'}"
+            case, *others = (case for case in cls.cases if case.name == name)
+            also = ", ".join(key for key, of in cls.aliases.items() if of == name)
+            yield f"{name} ({also})" if also else name
+            yield f"    {case.description}"
+            if variant_of(vars(case)):
+                yield f"    variants: {', '.join(variant_of(vars(same)) for same in (case, *others))}"
+            yield f"    modes: {', '.join(case.modes) or 'none of its own'}"
         yield from (f"mode {mode}: {meaning}" for mode, meaning in cls.modes.items())
 
     def label_of(self, case: Any) -> str:
@@ -193,7 +184,9 @@ class Bench(ABC):
         right: dict[str, tuple[Row, Any]] = {}
         candidate = None
         for candidate in self.candidates(case, mode, opened):
-            row = candidate.row(case, mode)
+            more = {"served_by": candidate.served_by, "yardstick": candidate.yardstick}
+            row = new_row(case, mode, candidate.impl, candidate.kind, candidate.position)
+            row |= {key: value for key, value in more.items() if value is not None}
             if candidate.reason is not None:
                 yield {**row, "status": "unsupported", "reason": candidate.reason}
                 continue
@@ -206,8 +199,7 @@ class Bench(ABC):
         yield from self.time(case, mode, right, rates)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The record of a run, and whether the run was stopped before its end."""
 
     path: Path
@@ -215,14 +207,38 @@ class Result:
     interrupted: bool
 
 
+def run(benches: Sequence[type[Bench]], options: Options, console: Console | None = None) -> Result:
+    """Measure, write one record and a figure of each benchmark, and print their summaries, as `run_benches` does.
+
+    A name of a case, an implementation or a peer goes to every benchmark that has it. If cases or implementations are
+    named, a benchmark that has none of them is left out.
+
+    Raises:
+        ValueError: an unknown name, a device that PyTorch does not find, a record that exists or cannot be resumed.
+        OursError: at the end, if one of ours was wrong or failed.
+    """
+    console, device = console or default_console(), choose_device(options.device)
+    if len(benches) == 1:
+        return run_benches(benches[0].name, [benches[0](options, device, console)], options, device, console)
+    asked = {"case": options.cases, "impl": options.impls, "peer": options.named_peers}
+    known = [([*(case.name for case in one.cases), *one.aliases], one.impls, one.peers) for one in benches]
+    for (what, names), *those in zip(asked.items(), *known, strict=True):
+        check_names(what, names, chain(*those))
+    made = []
+    for bench, those in zip(benches, known, strict=True):
+        cases, impls, peers = ([x for x in names if x in of] for names, of in zip(asked.values(), those, strict=True))
+        if (cases or not options.cases) and (impls or not options.impls):
+            said = ",".join(peers) or "none" if options.named_peers else options.peers
+            made.append(bench(replace(options, cases=cases, impls=impls, peers=said), device, console))
+    if not made:
+        raise ValueError("no benchmark has both one of the cases and one of the implementations that are named")
+    return run_benches(ALL, made, options, device, console)
+
+
 def run_benches(
     name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console
 ) -> Result:
-    """Measure, write a record and figures beside it, and print a summary.
-
-    Args:
-        name: what the record is of: a benchmark's name, or "all".
-        benches: one after another.
+    """Measure, write a record of `name`, a benchmark's or "all", and figures beside it, and print a summary.
 
     Raises:
         ValueError: the file exists; or it cannot be resumed, since it was measured by something else.
@@ -236,22 +252,19 @@ def run_benches(
             peers[peer] = version
     given = {bench.name: dict(bench.given) for bench in benches}
     run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
-    stopped = None
-    if options.resume:
-        if options.output is None:
-            raise ValueError("there is no record to resume: say with output which")
-        stopped = read_stopped(options.output, run)
-        text = f"{len(set(stopped.units))} measurements in {options.output} are whole, and stay"
-        console.print(text, highlight=False)
+    stopped, done = None, set[Unit]()
+    if options.resume and options.output is not None:
+        stopped = load.read_stopped(options.output, run)
+        done = set(stopped.units)
+        console.print(f"{len(done)} measurements in {options.output} are whole, and stay", highlight=False)
         run = {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}
     path = choose_path(options.output, run) if stopped is None else stopped.path
-    done = set() if stopped is None else set(stopped.units)
     left = [(bench, case, modes) for bench in benches for case, modes in bench.left(done)]
     for peer, version in peers.items():
         console.print(f"peer {peer}: {version}", highlight=False)
     if not left and stopped is not None and stopped.ended:
         console.print("nothing is left to measure")
-        return show(path, benches, False, console)
+        return _show(path, benches, False, console)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dtypes = [bench.dtypes for bench in benches if bench.dtypes is not None]
         if dtypes:
@@ -261,7 +274,7 @@ def run_benches(
             console.print(text, highlight=False)
         with RecordWriter(path, run, None if stopped is None else stopped.rows) as writer:
             interrupted = _measure(left, run.get("rates", {}), writer, console)
-    return show(path, benches, interrupted, console)
+    return _show(path, benches, interrupted, console)
 
 
 def _measure(
@@ -284,7 +297,7 @@ def _measure(
     return False
 
 
-def show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> Result:
+def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> Result:
     """Print and draw a record, and raise if one of ours was wrong or failed."""
     record = read_record(path)
     benches = [bench for bench in benches if record.of(bench.name)]
@@ -296,8 +309,7 @@ def show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Conso
     console.print(f"record: {path}", highlight=False)
     try:
         for bench in benches:
-            several = len(benches) > 1
-            figure = path.with_name(f"{path.stem}-{bench.name}.png") if several else path.with_suffix(".png")
+            figure = path.with_name(f"{path.stem}-{bench.name}.png") if len(benches) > 1 else path.with_suffix(".png")
             if bench.draw(record, figure):
                 console.print(f"figure: {figure}", highlight=False)
     except ModuleNotFoundError as error:

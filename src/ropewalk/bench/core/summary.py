@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column as Heading
 from rich.table import Table
 
-from ropewalk.bench.core.load import Row, describe, groups, label, variant_of
+from ropewalk.bench.core.load import Row, describe, groups, label, variant_of, words
 from ropewalk.bench.core.records import cpu_note
 
 NOTHING = "–"
@@ -32,9 +32,7 @@ def _at(row: Row, key: str) -> Any:
     return _at(row.get(first) or {}, rest) if rest else row.get(first)
 
 
-COMMON: tuple[Column, ...] = tuple(
-    (heading, microseconds(f"time.{key}")) for heading, key in (("µs", "p50"), ("10 %", "p10"), ("90 %", "p90"))
-)
+COMMON = tuple((text, microseconds(f"time.{key}")) for text, key in (("µs", "p50"), ("10 %", "p10"), ("90 %", "p90")))
 
 
 def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence[Column], console: Console) -> None:
@@ -50,12 +48,18 @@ def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence
     for group in groups(ok, "protocol"):
         lead = next((row for row in group if row["kind"] == "ours"), group[0])
         for row in group:
-            name = " ".join(filter(None, (row["case"]["name"], variant_of(row["case"]))))
-            mode = " ".join(filter(None, (row["mode"], row.get("protocol"))))
+            # By the median over rounds if the record has it, else by medians.
+            ratio = lead.get("ratios", {}).get(label(row))
+            if ratio is None and row is not lead and "time" in row and "time" in lead:
+                ratio = row["time"]["p50"] / lead["time"]["p50"]
             by = row.get("served_by")
-            who = label(row) if by in (None, row["impl"]) else f"{label(row)}, by {by}"
-            texts = (text(row) or NOTHING for _, text in shown)
-            table.add_row(name, mode, who, _ratio(row, lead), *texts)
+            table.add_row(
+                words(row["case"]["name"], variant_of(row["case"])),
+                words(row["mode"], row.get("protocol")),
+                label(row) if by in (None, row["impl"]) else f"{label(row)}, by {by}",
+                NOTHING if ratio is None else f"{ratio:.3f}",
+                *(text(row) or NOTHING for _, text in shown),
+            )
         table.add_section()
     console.print(table)
     for row in rows:
@@ -63,11 +67,3 @@ def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence
             error = f" (error {row['error']:.3g}, budget {row['error_budget']:.3g})" if "error" in row else ""
             text = f"{row['status']}: {describe(row)}: {row.get('reason')}{error}"
             console.print(text, style="red", markup=False, highlight=False)
-
-
-def _ratio(row: Row, lead: Row) -> str:
-    """Compare a row's time with the lead's: by the median over rounds if the record has it, else by medians."""
-    value = lead.get("ratios", {}).get(label(row))
-    if value is None and row is not lead and "time" in row and "time" in lead:
-        value = row["time"]["p50"] / lead["time"]["p50"]
-    return NOTHING if value is None else f"{value:.3f}"

@@ -5,20 +5,19 @@ All times are in microseconds. Results of calls are dropped.
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 Call = Callable[[], object]
 Sample = TypeVar("Sample")
+Round = Callable[[Sequence[str]], Mapping[str, Sample]]  # measures what is named, in this order
 COPY = "copy_"  # what records call a copy
 MIN_ROUNDS = 3  # that are timed however long they take
 
@@ -44,27 +43,27 @@ class HostTime:
 
 def quantiles(microseconds: Sequence[float]) -> Quantiles:
     """Summarise some times."""
-    samples = torch.tensor(microseconds, dtype=torch.float64)
-    return Quantiles(*samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist())
+    return Quantiles(*at_parts(microseconds, 0.1, 0.5, 0.9))
+
+
+def at_parts(samples: Sequence[float], *parts: float) -> list[float]:
+    """Return quantiles of some samples."""
+    wanted = torch.tensor(parts, dtype=torch.float64)
+    return torch.tensor(samples, dtype=torch.float64).quantile(wanted).tolist()
 
 
 def check_device(device: torch.device) -> None:
     """Raise unless calls on `device` can be timed here."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the device is {device.type!r}, but only 'cpu' and 'cuda' can be timed")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("the device is 'cuda', but PyTorch finds no GPU here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"the device is '{device}', but PyTorch finds {torch.cuda.device_count()} GPUs here")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        name, found = (str(device), f"{count} GPUs") if count else ("cuda", "no GPU")
+        raise ValueError(f"the device is {name!r}, but PyTorch finds {found} here")
 
 
 def interleave(
-    names: Iterable[str],
-    one_round: Callable[[Sequence[str]], Mapping[str, Sample]],
-    *,
-    warmup: int,
-    rounds: int,
-    max_seconds: float = math.inf,
+    names: Collection[str], one_round: Round[Sample], *, warmup: int, rounds: int, max_seconds: float = math.inf
 ) -> dict[str, list[Sample]]:
     """Measure all names once per round, in a new random order each round; the n-th samples are of the n-th round.
 
@@ -72,18 +71,15 @@ def interleave(
     no further round begins, but `MIN_ROUNDS` are always measured.
     """
     order, shuffle = list(names), random.Random(0).shuffle
-    samples: dict[str, list[Sample]] = {name: [] for name in order}
-    for count, least, is_recorded in ((warmup, 1, False), (rounds, MIN_ROUNDS, True)):
-        deadline = time.perf_counter() + max_seconds
+    measured: list[Mapping[str, Sample]] = []
+    for count, least in ((warmup, 1), (rounds, MIN_ROUNDS)):
+        measured, deadline = [], time.perf_counter() + max_seconds
         for done in range(count):
             if done >= least and time.perf_counter() > deadline:
                 break
             shuffle(order)
-            measured = one_round(order)
-            if is_recorded:
-                for name in samples:
-                    samples[name].append(measured[name])
-    return samples
+            measured.append(one_round(order))
+    return {name: [samples[name] for samples in measured] for name in names}
 
 
 def ratios(samples: Mapping[str, Sequence[float]], name: str) -> dict[str, float]:
@@ -96,16 +92,15 @@ def ratios(samples: Mapping[str, Sequence[float]], name: str) -> dict[str, float
 
 
 def time_rounds(
-    calls: Mapping[str, Call],
-    device: torch.device,
-    *,
-    warmup: int = 10,
-    rounds: int = 100,
-    max_seconds: float = 10.0,
+    calls: Mapping[str, Call], device: torch.device, *, warmup: int = 10, rounds: int = 100, max_seconds: float = 10.0
 ) -> dict[str, Quantiles]:
     """Time each call once per round on the device and with a cold L2 cache; rounds are those of `interleave`."""
     check_device(device)
-    one_round = functools.partial(_cpu_round, calls) if device.type == "cpu" else _cuda_rounds(calls, device)
+
+    def on_cpu(order: Sequence[str]) -> dict[str, float]:
+        return {name: time_on_cpu(calls[name]) for name in order}
+
+    one_round: Round[float] = on_cpu if device.type == "cpu" else _cold_rounds(calls, device)
     samples = interleave(calls, one_round, warmup=warmup, rounds=rounds, max_seconds=max_seconds)
     return {name: quantiles(times) for name, times in samples.items()}
 
@@ -119,7 +114,7 @@ def time_on_cpu(call: Call) -> float:
 
 def time_on_gpu(enqueue: Call, device: torch.device) -> float:
     """Return the microseconds that a GPU takes for what `enqueue` enqueues."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = cuda_events()
     start.record()
     enqueue()
     end.record()
@@ -127,40 +122,35 @@ def time_on_gpu(enqueue: Call, device: torch.device) -> float:
     return float(start.elapsed_time(end)) * 1e3
 
 
-def _cpu_round(calls: Mapping[str, Call], order: Sequence[str]) -> dict[str, float]:
-    return {name: time_on_cpu(calls[name]) for name in order}
+def cuda_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Make two events that can be timed."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def _cuda_rounds(calls: Mapping[str, Call], device: torch.device) -> Callable[[Sequence[str]], dict[str, float]]:
+def _cold_rounds(calls: Mapping[str, Call], device: torch.device) -> Round[float]:
     """Make the function that times one round on a GPU.
 
     Before each call a buffer of four times the L2 cache is written, outside the events. It is written as often as it
     takes to keep the GPU busy until the host has enqueued the call: otherwise a short call's time would be the host's.
     """
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or _DEFAULT_L2
-    buffer = torch.empty(4 * l2, dtype=torch.uint8, device=device)
-    flush_time = _time_flush(buffer)
+    buffer = torch.empty(4 * l2, dtype=torch.uint8, device=device).zero_()
+    flush_time = max(time_on_gpu(lambda: [buffer.zero_() for _ in range(20)], device) / 20, 1.0)
     flushes = {name: 1 + math.ceil(1.5 * host_once(call, device) / flush_time) for name, call in calls.items()}
 
     def one_round(order: Sequence[str]) -> dict[str, float]:
         events = {}
         for name in order:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[name] = start, end = cuda_events()
             for _ in range(flushes[name]):
                 buffer.zero_()
             start.record()
             calls[name]()
             end.record()
-            events[name] = start, end
         torch.cuda.synchronize(device)
         return {name: start.elapsed_time(end) * 1e3 for name, (start, end) in events.items()}
 
     return one_round
-
-
-def _time_flush(buffer: Tensor, repeats: int = 20) -> float:
-    buffer.zero_()
-    return max(time_on_gpu(lambda: [buffer.zero_() for _ in range(repeats)], buffer.device) / repeats, 1.0)
 
 
 def host_once(call: Call, device: torch.device) -> float:
@@ -187,27 +177,22 @@ def time_graphs(
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(calls_per_graph):
                     call()
+            graphs[name] = graph
         except Exception as error:  # another library's call may fail in any way; that it failed is the result
             failures[name] = type(error).__name__
             torch.cuda.synchronize(device)
-            _renew_generator(device)
-        else:
-            graphs[name] = graph
+            # A failed capture leaves the device's default generator in the capture's state.
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+            seed = generator.initial_seed()
+            generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+            generator.manual_seed(seed)
 
     def one_round(order: Sequence[str]) -> dict[str, float]:
         return {name: time_on_gpu(graphs[name].replay, device) / calls_per_graph for name in order}
 
     samples = interleave(graphs, one_round, warmup=5, rounds=replays)
     return {name: quantiles(times) for name, times in samples.items()}, failures
-
-
-def _renew_generator(device: torch.device) -> None:
-    """Renew the device's default generator: a failed capture leaves it in the capture's state."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index]
-    seed = generator.initial_seed()
-    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-    generator.manual_seed(seed)
 
 
 def time_host(call: Call, device: torch.device, *, calls: int = 32, repeats: int = 20) -> HostTime:

@@ -6,31 +6,31 @@ Every rank runs the same program; the first one writes and prints. Under torchru
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
+from ropewalk.bench.core import timing
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.load import Row, Unit
 from ropewalk.bench.core.options import Options, choose_device
 from ropewalk.bench.core.runner import Bench, Candidate, OursError, Rates, Right, run_benches
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.terminal import default_console
-from ropewalk.bench.core.timing import interleave, quantiles, ratios
 from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, Inputs, ParallelCase, make_inputs, quick, shrink
 from ropewalk.bench.parallel.gate import SHORT, Gate
-from ropewalk.bench.parallel.llama import training_step
-from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, one_process, ours
+from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, one_process, ours, training_step
 
 ROUNDS = (2, 20)  # of a case: at least and at most
 SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
@@ -42,19 +42,17 @@ Opened = Sequence[tuple[Inputs, Mapping[bool, Gate]]]  # of the short case and t
 
 
 def run_parallel_bench(options: Options) -> None:
-    """Measure context parallelism, write a record, and print a summary.
+    """Measure context parallelism, write a record, and print a summary; cases are named by parts of their names.
 
     Under torchrun each process calls this. Otherwise it starts them.
 
     Raises:
-        ValueError: a CPU without `quick`, a record that exists or cannot be resumed.
+        ValueError: a CPU without `quick`, a case that does not exist, a record that exists or cannot be resumed.
         OursError: at the end, if ours was wrong or failed.
     """
-    device = choose_device(options.device)
+    device, options = choose_device(options.device), replace(options, cases=choose_parts(options.cases))
     if device.type == "cpu" and not options.quick:
         raise ValueError("the device is a CPU, where the cases take hours: --quick has small ones")
-    if options.resume and options.output is None:
-        raise ValueError("there is no record to resume: say with output which")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _work(int(os.environ["LOCAL_RANK"]), options)
     count = options.processes or (torch.cuda.device_count() if device.type == "cuda" else 2)
@@ -115,22 +113,17 @@ class ParallelBench(Bench):
         ("tokens/s", number("tokens_per_second", ",.0f")),
         ("error / budget", number("error", ".2f")),
     )
+    launch = staticmethod(run_parallel_bench)  # starts the processes
 
     def __init__(self, options: Options, device: torch.device, console: Console) -> None:
         self.rank, self.size, self.is_shared = dist.get_rank(), dist.get_world_size(), False
         if options.quick:
             self.cases = tuple(quick(case, device) for case in self.cases)
         super().__init__(options, device, console)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,))
+        self.mesh, self.on_gpu = init_device_mesh(device.type, (self.size,)), device.type == "cuda"
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
         self.rounds = options.rounds or ROUNDS[1]
         self._losses: list[float] = []  # of one process
-
-    @classmethod
-    def launch(cls, options: Options) -> bool:
-        """Start the processes."""
-        run_parallel_bench(options)
-        return True
 
     @property
     def given(self) -> Mapping[str, object]:
@@ -167,8 +160,7 @@ class ParallelBench(Bench):
         worst = max(one[2] for one in every)
         row = {**row, "ranks": self.size, "status": status}
         row |= {} if reason is None else {"reason": reason}
-        row |= {"error": worst, "error_budget": 1.0} if worst < float("inf") else {}
-        return row, timed
+        return row | ({"error": worst, "error_budget": 1.0} if worst < float("inf") else {}), timed
 
     def open(self, case: ParallelCase) -> Opened:
         """Make the inputs and gates of a short case, whose gradients are compared whole, and of the case."""
@@ -181,11 +173,10 @@ class ParallelBench(Bench):
     def candidates(self, case: ParallelCase, mode: str, opened: Opened) -> Iterator[Candidate]:
         """Yield the call on one process, ours, and the peers; or both ways to train a model."""
         for name, kind, make in ((ONE, "anchor", one_process), (OURS, "ours", ours)):
-            check = functools.partial(self._check, name, make, opened)
-            train = functools.partial(self._check_training, case, name)
-            yield Candidate(name, kind, check if opened else train)
+            check = partial(self._check, name, make, opened) if opened else partial(self._check_training, case, name)
+            yield Candidate(name, kind, check)
         for peer in self.found if opened else ():
-            check = functools.partial(self._check, peer.name, functools.partial(peer.call, mesh=self.mesh), opened)
+            check = partial(self._check, peer.name, partial(peer.call, mesh=self.mesh), opened)
             yield Candidate(peer.name, "peer", check, reason=peer.why_not(case))
 
     def _check(self, name: str, make: Callable[[Inputs], Call], opened: Opened) -> tuple[Verdict, Call]:
@@ -196,8 +187,8 @@ class ParallelBench(Bench):
         with call.context():
             of_short = short_gates[bare].check_all(call.run(), whole)
         call = make(inputs)
-        on_gpu, free, before = self.device.type == "cuda", 0, 0
-        if on_gpu:
+        free, before = 0, 0
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             free, before = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device)
@@ -205,7 +196,7 @@ class ParallelBench(Bench):
         begun = time.perf_counter()
         with call.context():
             results = call.run()
-            if on_gpu:
+            if self.on_gpu:
                 torch.cuda.synchronize(self.device)
                 call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
                 call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
@@ -233,24 +224,21 @@ class ParallelBench(Bench):
         calls: dict[str, Call] = {name: call for name, (_, call) in right.items()}
         if not calls:
             return
-
-        def time_of(name: str, repeats: int) -> float:
-            with calls[name].context():
-                return max(self._gather(self._time(calls[name].run, repeats)))
-
         # A long call was timed well enough when it was checked.
-        seconds = {name: max(self._gather(call.seconds)) for name, call in calls.items()}
-        once = {name: 1e6 * seconds[name] if seconds[name] > _LONG else time_of(name, 1) for name in calls}
+        once = {name: 1e6 * max(self._gather(call.seconds)) for name, call in calls.items()}
+        once = {name: long if long > 1e6 * _LONG else self._time(calls[name], 1) for name, long in once.items()}
         repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
         of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
         rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))
-        samples = interleave(
-            calls, lambda order: {name: time_of(name, repeats[name]) for name in order}, warmup=0, rounds=rounds
-        )
+
+        def one_round(order: Sequence[str]) -> dict[str, float]:
+            return {name: self._time(calls[name], repeats[name]) for name in order}
+
+        samples = timing.interleave(calls, one_round, warmup=0, rounds=rounds)
         for name, (row, call) in right.items():
-            times = quantiles(samples[name])
+            times = timing.quantiles(samples[name])
             more = {key: max(self._gather(x)) if isinstance(x, int) else x for key, x in call.more.items()}
-            row = {**row, **more, "time": times, "rounds": rounds, "ratios": ratios(samples, name)}
+            row = {**row, **more, "time": times, "rounds": rounds, "ratios": timing.ratios(samples, name)}
             if ONE in samples and row["kind"] != "anchor":
                 pairs = zip(samples[ONE], samples[name], strict=True)
                 row["efficiency"] = statistics.median(alone / (self.size * other) for alone, other in pairs)
@@ -259,21 +247,17 @@ class ParallelBench(Bench):
                 row["tokens_per_second"] = sequences * case.tokens / times.p50 * 1e6
             yield row
 
-    def _time(self, call: Callable[[], object], repeats: int) -> float:
-        """Time a call on this rank, in µs, from when all ranks are there."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def _time(self, call: Call, repeats: int) -> float:
+        """Time a call, in µs, from when all ranks are there, on the slowest one."""
+
+        def repeat() -> None:
+            for _ in range(repeats):
+                call.run()
+
+        with call.context():
+            if not self.on_gpu:
+                dist.barrier()
+                return max(self._gather(timing.time_on_cpu(repeat) / repeats))
             torch.cuda.synchronize(self.device)
             dist.all_reduce(torch.zeros(1, device=self.device))  # a barrier in the stream: the host does not wait
-            start.record()
-        else:
-            dist.barrier()
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        if not on_gpu:
-            return (time.perf_counter() - begun) * 1e6 / repeats
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return float(start.elapsed_time(end)) * 1e3 / repeats
+            return max(self._gather(timing.time_on_gpu(repeat, self.device) / repeats))

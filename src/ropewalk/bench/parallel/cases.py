@@ -104,8 +104,12 @@ class Inputs:
     k: Tensor
     v: Tensor
     grad: Tensor  # of the output
-    learned: tuple[Tensor, ...]  # float32, that the setting learns
-    parameters: tuple[Tensor, ...]  # of the setting, whether learned or not
+    parameters: tuple[Tensor, ...]  # of the setting, float32; those that it learns require gradients
+
+    @property
+    def learned(self) -> tuple[Tensor, ...]:
+        """The parameters that the setting learns."""
+        return self.parameters if SETTINGS[self.case.setting].learned else ()
 
     def keywords(self, parameters: tuple[Tensor, ...] | None = None) -> dict[str, Any]:
         """Return the call's keywords for one process, of other parameters where they are given."""
@@ -123,19 +127,14 @@ class Inputs:
         return result[None] if isinstance(result, Tensor) else result
 
 
-def draw_documents(case: ParallelCase, seed: int) -> Tensor | None:
-    """Draw the bounds of packed documents, (S + 1,); the last one is cut off at the sequence's end."""
-    if case.shortest is None or case.longest is None:
-        return None
-    most = case.tokens // case.shortest + 1
-    lengths = torch.randint(case.shortest, case.longest + 1, (most,), generator=torch.Generator().manual_seed(seed))
-    return F.pad(lengths.cumsum(0).clamp(max=case.tokens).unique(), (1, 0)).int()
-
-
 def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) -> Inputs:
-    """Draw the tensors of a case."""
-    generator = torch.Generator(device).manual_seed(seed)
-    layout = SequenceLayout(mesh, case.tokens, case.kind, draw_documents(case, seed))
+    """Draw the tensors of a case, and the bounds of its documents, of which the last one ends with the sequence."""
+    bounds = None
+    if case.shortest is not None and case.longest is not None:
+        shape, drawn = (case.tokens // case.shortest + 1,), torch.Generator().manual_seed(seed)
+        ends = torch.randint(case.shortest, case.longest + 1, shape, generator=drawn).cumsum(0)
+        bounds = F.pad(ends.clamp(max=case.tokens).unique(), (1, 0)).int()
+    layout, generator = SequenceLayout(mesh, case.tokens, case.kind, bounds), torch.Generator(device).manual_seed(seed)
     q, k, v, grad = (
         torch.randn(1, case.tokens, heads, case.head_dim, generator=generator, device=device, dtype=case.torch_dtype)
         for heads in (case.q_heads, case.k_heads, case.k_heads, case.q_heads)
@@ -143,4 +142,4 @@ def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) 
     setting = SETTINGS[case.setting]
     whole = AttentionCase(case.name, 1, case.tokens, case.q_heads, case.k_heads, case.head_dim, True, dtype=case.dtype)
     parameters = tuple(x.to(device).requires_grad_(setting.learned) for x in setting.draw(whole))
-    return Inputs(case, layout, q, k, v, grad, parameters if setting.learned else (), parameters)
+    return Inputs(case, layout, q, k, v, grad, parameters)

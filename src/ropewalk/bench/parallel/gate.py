@@ -37,11 +37,11 @@ class Gate:
         """Compare an output and its gradients, whole tensors or shards. For short cases alone."""
         layout, found = self.inputs.layout, []
         for index, (result, (truth, budget)) in enumerate(zip(results, self._whole, strict=True)):
-            if not whole and index < len(_NAMES):
+            is_parameters = index >= len(_NAMES)
+            if not whole and not is_parameters:
                 truth = shard_sequence(truth, layout)
                 result = result.masked_fill(~layout.valid[:, None, None], 0)  # rows of padding
-            name = _NAMES[index] if index < len(_NAMES) else "a parameter's gradient"
-            found.append((name, result, (truth, budget)))
+            found.append(("a parameter's gradient" if is_parameters else _NAMES[index], result, (truth, budget)))
         return _worst(found)
 
     def check_rows(self, results: Sequence[Tensor], whole: bool) -> Verdict:
@@ -49,18 +49,14 @@ class Gate:
         found: list[tuple[str, Tensor, Exact]] = []
         for local, start, heads, exacts in self._rows:
             at, count = start if whole else local, exacts[0][0].shape[1]
-            of_rows = [x[:, at : at + count, heads] for x in results[: len(exacts)]]
-            found += zip(_NAMES, of_rows, exacts, strict=False)
+            found += zip(_NAMES, (x[:, at : at + count, heads] for x in results[: len(exacts)]), exacts, strict=False)
         return _worst(found)
 
     @cached_property
     def _whole(self) -> list[Exact]:
-        inputs, found = self.inputs, []
-        for dtype in (torch.float64, inputs.case.torch_dtype):
-            leaves = tuple(x.to(dtype).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-            parameters = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs.parameters)
-            found.append(self._attend(inputs.whole, leaves, parameters, inputs.grad))
-        return _exact(found[0], [plain.to(inputs.case.torch_dtype) for plain in found[1]])
+        inputs = self.inputs
+        parameters = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs.parameters)
+        return self._exact(inputs.whole, (inputs.q, inputs.k, inputs.v), 3, parameters, inputs.grad)
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, slice, list[Exact]]]:
@@ -68,7 +64,7 @@ class Gate:
 
     def _sample(self) -> Iterator[tuple[int, int, slice, list[Exact]]]:
         """Yield (place in the shard, place in the sequence, query heads, the right rows)."""
-        layout, case = self.inputs.layout, self.inputs.case
+        layout, case, inputs = self.inputs.layout, self.inputs.case, self.inputs
         n, group, indices = layout.n_local, case.q_heads // case.k_heads, layout.indices.tolist()
         places = dict.fromkeys((0, n // 2 - _ROWS, n // 2, n - _ROWS))
         for number, local in enumerate(place for place in places if place >= 0):
@@ -83,29 +79,24 @@ class Gate:
                 continue  # a document's first token alone: q's gradient is 0, and no scale for errors
             head = number % case.k_heads
             heads = slice(head * group, (head + 1) * group)
-            yield local, start, heads, self._of_rows(slice(start, stop), slice(first, stop), heads, head)
+            # From these tokens to the keys up to them: `causal` ends where the rows end.
+            q, grad = (x[:, start:stop, heads] for x in (inputs.q, inputs.grad))
+            k, v = (x[:, first:stop, head : head + 1] for x in (inputs.k, inputs.v))
+            parameters = tuple(x.detach()[..., heads] for x in inputs.parameters)
+            yield local, start, heads, self._exact(attention, (q, k, v), 1, parameters, grad)
 
-    def _of_rows(self, rows: slice, keys: slice, heads: slice, head: int) -> list[Exact]:
-        """Attend from some tokens to the keys up to them: `causal` ends where the rows end. Also q's gradient."""
-        inputs, found = self.inputs, []
-        parameters = tuple(x.detach()[..., heads] for x in inputs.parameters)
-        for dtype in (torch.float64, inputs.case.torch_dtype):
-            q = inputs.q[:, rows, heads].to(dtype).requires_grad_()
-            k, v = (x[:, keys, head : head + 1].to(dtype) for x in (inputs.k, inputs.v))
-            found.append(self._attend(attention, (q, k, v), parameters, inputs.grad[:, rows, heads]))
-        return _exact(*found)
-
-    def _attend(
-        self, run: Callable[..., Tensor], qkv: tuple[Tensor, ...], parameters: tuple[Tensor, ...], grad: Tensor
-    ) -> list[Tensor]:
-        """Return the reference's output, and the gradients of what requires one."""
-        out = run(*qkv, impl="reference", **{**self.inputs.keywords(parameters), **self.bare})
-        wanted = [x for x in (*qkv, *parameters) if x.requires_grad]
-        return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(qkv[0].dtype))]
-
-
-def _exact(truths: Sequence[Tensor], plains: Sequence[Tensor]) -> list[Exact]:
-    return [(truth, error_budget(truth, plain, _ROUNDINGS)) for truth, plain in zip(truths, plains, strict=True)]
+    def _exact(
+        self, run: Callable[..., Tensor], qkv: Sequence[Tensor], n: int, parameters: tuple[Tensor, ...], grad: Tensor
+    ) -> list[Exact]:
+        """Return the reference's output, the gradients of the first `n` of q, k, v and of the parameters; budgets."""
+        found, plainly = [], self.inputs.case.torch_dtype
+        for dtype in (torch.float64, plainly):
+            own = [x.to(dtype).detach().requires_grad_(index < n) for index, x in enumerate(qkv)]
+            out = run(*own, impl="reference", **{**self.inputs.keywords(parameters), **self.bare})
+            wanted = [x for x in (*own, *parameters) if x.requires_grad]
+            found.append([out.detach(), *torch.autograd.grad(out, wanted, grad.to(dtype))])
+        pairs = zip(found[0], found[1], strict=True)
+        return [(truth, error_budget(truth, plain.to(plainly), _ROUNDINGS)) for truth, plain in pairs]
 
 
 def _worst(found: Iterable[tuple[str, Tensor, Exact]]) -> Verdict:

@@ -1,4 +1,4 @@
-"""Candidates: one process, ours, torch's context_parallel, and an all-gather by hand.
+"""Candidates: one process, ours, torch's context_parallel, and an all-gather by hand; and a training step of a model.
 
 Each takes its leaves, q, k and v of (1, T or T_local, heads, D), and returns the output. All shards are zigzag ones,
 which PyTorch's are too where the length divides.
@@ -7,18 +7,20 @@ which PyTorch's are too where the length divides.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import sdpa_kernel
 
+import ropewalk.parallel as cp
 from ropewalk.bench.attention.cases import BASE
 from ropewalk.bench.attention.peers import BACKENDS
 from ropewalk.bench.core.peers import Library
@@ -27,12 +29,13 @@ from ropewalk.bench.rope.gate import rotate_plainly
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.rope.api import apply_rope
-from ropewalk.parallel import context_parallel_attention, explain_context_parallel, shard_sequence
+from ropewalk.schemes import Rope
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 ONE = "one process"  # the anchor: the whole call on each rank at once
 OURS = "ropewalk"
+VOCABULARY, LAYERS = 1024, 4  # of the model: neither the table nor a head should cost anything
 NO_ROPE = ("torch_cudnn_bare", "torch_flash_bare")  # what these compute is held against attention without positions
 # PyTorch 2.14 has another name.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -48,23 +51,22 @@ class Call:
     seconds: float = 0.0
 
 
-def _both(run: Run, leaves: tuple[Tensor, ...], learned: tuple[Tensor, ...], grad: Tensor) -> Callable[[], Any]:
+def _both(run: Run, leaves: Sequence[Tensor], learned: Sequence[Tensor], grad: Tensor, **more: Any) -> Call:
     """Run forward and backward: the output, and the gradients of q, k, v and of what is learned."""
 
     def both() -> list[Tensor]:
         out = run(*leaves)
         return [out, *torch.autograd.grad(out, (*leaves, *learned), grad)]
 
-    return both
+    return Call(both, more=more)
 
 
 def one_process(inputs: Inputs) -> Call:
     """Make the yardstick: the whole call, by the implementation that `attention` chooses."""
     keywords = inputs.keywords()
-    leaves = tuple(x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    served_by = inputs.whole(*leaves, run=explain_choice, **keywords).name
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     run = functools.partial(inputs.whole, **keywords)
-    return Call(_both(run, leaves, inputs.learned, inputs.grad), more={"served_by": served_by})
+    return _both(run, leaves, inputs.learned, inputs.grad, served_by=run(*leaves, run=explain_choice).name)
 
 
 def ours(inputs: Inputs) -> Call:
@@ -72,10 +74,10 @@ def ours(inputs: Inputs) -> Call:
     keywords = {**inputs.keywords(), "layout": inputs.layout, "method": inputs.case.method}
     keywords["sum_gradients"] = bool(inputs.learned)
     leaves, grad = _shards(inputs)
-    choice = explain_context_parallel(*leaves, **keywords)
+    choice = cp.explain_context_parallel(*leaves, **keywords)
     received = choice.bytes_received + choice.bytes_received_backward
-    run = functools.partial(context_parallel_attention, **keywords)
-    return Call(_both(run, leaves, inputs.learned, grad), more={"served_by": choice.method, "bytes_received": received})
+    run = functools.partial(cp.context_parallel_attention, **keywords)
+    return _both(run, leaves, inputs.learned, grad, served_by=choice.method, bytes_received=received)
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,12 @@ class ParallelPeer(Library):
         """Make the call of a case that it supports."""
         leaves, grad = _shards(inputs)
         run, context = self.build(inputs, mesh)
-        return Call(_both(run, leaves, (), grad), context)
+        return replace(_both(run, leaves, (), grad), context=context)
 
 
-def _shards(inputs: Inputs) -> tuple[tuple[Tensor, ...], Tensor]:
-    leaves = tuple(shard_sequence(x, inputs.layout).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    return leaves, shard_sequence(inputs.grad, inputs.layout)
+def _shards(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    *leaves, grad = (cp.shard_sequence(x, inputs.layout) for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+    return [x.requires_grad_() for x in leaves], grad
 
 
 def _table(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -142,13 +144,10 @@ def _by_hand(flash: bool, inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Contex
 
 
 @functools.cache
-def _compiled_rope() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled_rope() -> Callable[..., Any]:
     """Compile PyTorch's RoPE of q and k once, for all lengths and heads."""
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_plainly(q, cos, sin, False), rotate_plainly(k, cos, sin, False)
-
-    return torch.compile(rotate, fullgraph=True, dynamic=True)
+    rotate = functools.partial(rotate_plainly, interleaved=False)
+    return torch.compile(lambda q, k, *table: (rotate(q, *table), rotate(k, *table)), fullgraph=True, dynamic=True)
 
 
 def _torch(backend: str, rope: bool, inputs: Inputs, mesh: DeviceMesh) -> tuple[Run, Context]:
@@ -182,3 +181,55 @@ _PEERS = (
     ("torch_flash", "torch", "torch", True, functools.partial(_torch, "sdpa_flash", True), 1 << 16),
 )
 PEERS = {row[0]: ParallelPeer(*row) for row in _PEERS}
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP, each after an RMS norm."""
+
+    def __init__(self, case: ParallelCase) -> None:
+        super().__init__()
+        self.heads, self.head_dim = [case.q_heads, case.k_heads, case.k_heads], case.head_dim
+        width = case.q_heads * case.head_dim
+        inner = int(3.5 * width)  # Llama 3 8B's
+        self.norm, self.norm_of_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, sum(self.heads) * case.head_dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
+        x = x + self.out(attention(q, k, v, position=Rope(BASE), causal=True).flatten(2))
+        gate, up = self.up(self.norm_of_mlp(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def training_step(
+    case: ParallelCase, mesh: DeviceMesh, device: torch.device, sharded: bool, seed: int
+) -> Callable[[], Tensor]:
+    """Make the step of a whole model, or of its shard under FSDP2; it returns this process's part of the loss."""
+    torch.manual_seed(seed)
+    width = case.q_heads * case.head_dim
+    with device:
+        layers = [Layer(case) for _ in range(LAYERS)]
+        table, head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        model: Any = nn.Sequential(table, *layers, nn.RMSNorm(width), head).to(case.torch_dtype)
+    text = torch.randint(VOCABULARY, (1, case.tokens + 1), generator=torch.Generator().manual_seed(seed)).to(device)
+    tokens, labels, layout = text[:, :-1], text[:, 1:], cp.SequenceLayout(mesh, case.tokens, case.kind)
+    if sharded:
+        for layer in (*layers, model):
+            fully_shard(layer, mesh=mesh)
+        tokens = cp.shard_sequence(tokens, layout)
+        labels = cp.shard_sequence(labels, layout).masked_fill(~layout.valid, -100)
+    scale = layout.size if sharded else 1  # FSDP averages over the ranks
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+    def step() -> Tensor:
+        with cp.context_parallel(layout) if sharded else nullcontext():
+            logits = model(tokens)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        (total / case.tokens * scale).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        return total.detach().float() / case.tokens
+
+    return step
