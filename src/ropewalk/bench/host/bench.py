@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,8 +24,7 @@ from ropewalk.bench.core.options import Options
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
 from ropewalk.bench.core.summary import microseconds, number
 from ropewalk.bench.core.timing import MIN_ROUNDS
-from ropewalk.bench.host.cases import CASES, CONTEXTS, HOST_PEERS, MODES, ROTATE
-from ropewalk.bench.host.rotations import rotations_of
+from ropewalk.bench.host.cases import CASES, CONTEXTS, HOST_PEERS, MODES, ROTATE, rotations_of
 from ropewalk.bench.host.timing import Timed, spread, time_turns
 from ropewalk.bench.rope.bench import MULTIPLY
 from ropewalk.ops.attention.backends import BACKENDS
@@ -38,10 +36,8 @@ SECONDS = {"cuda": 10.0, "cpu": 1.0}  # of the rounds of one mode
 ROUNDS = 100
 
 
-class _Opened(NamedTuple):
-    inputs: AttentionInputs
-    gate: AttentionGate
-    found: Mapping[str, Sequence[AttentionCandidate]]  # of the benchmark of attention, by its modes
+# Inputs, their gate, and the candidates of the benchmark of attention by its modes.
+Opened = tuple[AttentionInputs, AttentionGate, Mapping[str, Sequence[AttentionCandidate]]]
 
 
 class HostBench(Bench):
@@ -77,32 +73,30 @@ class HostBench(Bench):
     def is_too_large(self, case: AttentionCase) -> bool:
         return case.flops("fwd") > CPU_FLOPS
 
-    def open(self, case: AttentionCase) -> _Opened:
-        """Make the inputs, the gate, and the candidates of the benchmark of attention."""
+    def open(self, case: AttentionCase) -> Opened:
+        """Make the inputs, the gate, and the candidates."""
         inputs = make_attention_inputs(case, self.device, self.options.seed)
-        found = candidates_of(case, inputs, (AUTO, *self._impls), self.found)
-        return _Opened(inputs, AttentionGate(case, inputs), found)
+        return inputs, AttentionGate(case, inputs), candidates_of(case, inputs, (AUTO, *self._impls), self.found)
 
-    def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
+    def candidates(self, case: AttentionCase, mode: str, opened: Opened) -> Iterator[Candidate]:
         """Yield ours, then the peers; one that has no adapter with the mode's setting is there to say so."""
+        inputs, gate, found = opened
         if mode == ROTATE:
             yield from rotations_of(case, self.device, self.options.seed)
             return
         if case.form == "cache":
-            chosen = list(
-                {candidate.position + candidate.impl: candidate for candidate in opened.found["decode"]}.values()
-            )
+            chosen = [*{one.position + one.impl: one for one in found["decode"]}.values()]
         else:
             setting = mode.rpartition("-")[0]
-            ours = [our_candidate(case, opened.inputs, impl, setting) for impl in (AUTO, *self._impls)]
-            peers = [x for x in opened.found["train" if setting == "rope" else "fwd"] if x.kind == "peer"]
+            ours = [our_candidate(case, inputs, impl, setting) for impl in (AUTO, *self._impls)]
+            peers = [x for x in found["train" if setting == "rope" else "fwd"] if x.kind == "peer"]
             if setting not in ("none", "rope"):
                 reason = f"the benchmark has no adapter of it with {setting}"
                 peers = [replace(peer, position=setting, choose=lambda backward: (None, reason)) for peer in peers]
             chosen = [*ours, *peers]
         for candidate in chosen:
-            plain = candidate.of_mode(mode, opened.gate)
-            yield replace(plain, check=functools.partial(_check, candidate, opened.gate, direction_of(mode) == "train"))
+            plain = candidate.of_mode(mode, gate)
+            yield replace(plain, check=functools.partial(_check, candidate, gate, direction_of(mode) == "train"))
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time those that are right in turns with `mul_`."""
@@ -113,15 +107,18 @@ class HostBench(Bench):
         # A rotation's inputs say if it records.
         with torch.set_grad_enabled(mode == ROTATE or direction_of(mode) == "train"):
             samples = time_turns(timed, self.device, calls=calls, rounds=self.rounds, max_seconds=seconds)
-        unit = spread([burst.total for burst in samples[MULTIPLY]])["median"]
+        unit = spread([burst["host"] for burst in samples[MULTIPLY]])["median"]
         for name, bursts in samples.items():
-            host = spread([burst.total for burst in bursts])
-            multiple = {key: value / unit for key, value in host.items()}
-            row = {**rows[name], "host": host, "multiple": multiple, "calls": calls, "bursts": len(bursts)}
-            for part in ("forward", "backward"):
-                if getattr(bursts[0], part) is not None:
-                    row[part] = spread([getattr(burst, part) for burst in bursts])
-            yield row
+            parts = {part: spread([burst[part] for burst in bursts]) for part in bursts[0]}
+            multiple = {key: value / unit for key, value in parts["host"].items()}
+            yield {
+                **rows[name],
+                "host": parts.pop("host"),
+                "multiple": multiple,
+                "calls": calls,
+                "bursts": len(bursts),
+                **parts,
+            }
 
 
 def _check(candidate: AttentionCandidate, gate: AttentionGate, trains: bool) -> tuple[Verdict, Timed]:

@@ -1,4 +1,4 @@
-"""The cases of the host's benchmark: a small layer, BERT-base's, and decoding steps.
+"""The cases of the host's benchmark: a small layer, BERT-base's, and decoding steps; and rotations of q and k alone.
 
 A mode is a setting of attention with a direction, "fwd" without gradients or "train" for forward and backward in turns,
 or `ROTATE`.
@@ -7,52 +7,56 @@ or `ROTATE`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from ropewalk.bench.attention.cases import REROPE, AttentionCase
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, BACKENDS, AttentionPeer
+from ropewalk.bench.core.gate import Verdict
+from ropewalk.bench.core.runner import Candidate
+from ropewalk.bench.host.timing import Timed
+from ropewalk.bench.rope.bench import by_operator
+from ropewalk.bench.rope.cases import Case, make_inputs
+from ropewalk.bench.rope.gate import Gate, Rotation
+from ropewalk.ops.rope.api import apply_rope
 
 ROTATE = "rotate-fwd"  # `apply_rope` alone, on q and k of the case
 DIRECTIONS = {
     "fwd": "without gradients",
     "train": "a training loop: forward, then torch.autograd.grad, in turns",
 }
-
-
-def _modes(*settings: str) -> tuple[str, ...]:
-    return tuple(f"{setting}-{direction}" for setting in settings for direction in DIRECTIONS)
+_ROPE, _LAYER = (
+    tuple(f"{setting}-{direction}" for setting in settings.split() for direction in DIRECTIONS)
+    for settings in ("rope", "none rope dropout sinks alibi-learned")
+)
 
 
 def _layer(name: str, batch: int, tokens: int, heads: int) -> tuple[AttentionCase, ...]:
     """Make the cases of a layer's shape: one for each kind of mask and layout."""
-    dense = AttentionCase(name, batch, tokens, heads, heads, 64)
+    dense = AttentionCase(name, batch, tokens, heads, heads, 64, modes=(*_LAYER, ROTATE))
     return (
-        replace(dense, modes=(*_modes("none", "rope", "dropout", "sinks", "alibi-learned"), ROTATE)),
-        replace(dense, name=f"{name}-lengths", padded=True, modes=_modes("rope")),
-        replace(dense, name=f"{name}-packed", form="packed", shortest=tokens // 4, modes=_modes("rope")),
-        replace(dense, name=f"{name}-window", causal=True, window=tokens // 4, modes=_modes("rope")),
+        dense,
+        replace(dense, name=f"{name}-lengths", padded=True, modes=_ROPE),
+        replace(dense, name=f"{name}-packed", form="packed", shortest=tokens // 4, modes=_ROPE),
+        replace(dense, name=f"{name}-window", causal=True, window=tokens // 4, modes=_ROPE),
         replace(dense, name=f"{name}-rerope", causal=True, far_window=tokens // 2, modes=REROPE),
     )
 
 
-def _decode(rows: int) -> AttentionCase:
-    """Make a decoding step: one query for each row of a cache of 8192 rotated keys."""
-    shortest = 8192 if rows == 1 else 1024
-    return AttentionCase(
-        f"decode-{rows}", rows, 8192, 32, 8, 128, causal=True, modes=("rope-fwd",), form="cache", shortest=shortest
-    )
-
-
+# One query for each row of a cache of 8192 rotated keys.
+_DECODE = AttentionCase("decode-1", 1, 8192, 32, 8, 128, causal=True, modes=("rope-fwd",), form="cache", shortest=8192)
 CASES: tuple[AttentionCase, ...] = (
     *_layer("small", 2, 128, 4),
     *_layer("bert", 32, 512, 12),
-    *(_decode(rows) for rows in (1, 8, 64)),
+    _DECODE,
+    *(replace(_DECODE, name=f"decode-{rows}", batch=rows, shortest=1024) for rows in (8, 64)),
 )
-
 MODES = {
     **{mode: DIRECTIONS[mode.rpartition("-")[2]] for case in CASES for mode in case.modes},
     ROTATE: "apply_rope in place, out of place and recording, rotary_embedding, complex numbers",
@@ -67,3 +71,44 @@ HOST_PEERS: dict[str, AttentionPeer] = {
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "cudnn": functools.partial(sdpa_kernel, BACKENDS["cudnn"])
 }
+
+
+def rotations_of(case: AttentionCase, device: torch.device, seed: int) -> Iterator[Candidate]:
+    """Make all rotations of a case's q and k: by where the result goes, by our operator, and by complex numbers."""
+    plain = Case(case.name, case.batch, case.tokens, case.q_heads, case.k_heads, case.head_dim, case.dtype)
+    in_place, neighbours = replace(plain, inplace=True), replace(plain, interleaved=True)
+    inputs = make_inputs(plain, device, seed)
+    cos, sin = inputs.cos, inputs.sin
+
+    def check(of: Case, build: Callable[[], Rotation], mode: str = "fwd") -> tuple[Verdict, Timed]:
+        rotation = build()
+        verdict = Gate(of, inputs, mode).check(rotation)
+        q, k = (rotation.to_native(x.clone()).requires_grad_(mode == "bwd") for x in (inputs.q, inputs.k))
+        return verdict, Timed(functools.partial(rotation.rotate, q, k))
+
+    def ours(inplace: bool) -> Rotation:
+        return Rotation(lambda q, k: apply_rope(q, k, cos, sin, inplace=inplace))
+
+    def operator() -> Rotation:  # which vLLM calls
+        return by_operator(torch.ops.ropewalk.rotary_embedding, inputs, plain.head_dim, True)
+
+    def by_complex() -> Rotation:
+        """Build RoPE by PyTorch's complex numbers, in float32: pairs of neighbours times unit numbers."""
+        units = torch.complex(cos, sin)[:, None]  # over heads
+
+        def rotate(x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * units).flatten(-2).to(x.dtype)
+
+        return Rotation(lambda q, k: (rotate(q), rotate(k)))
+
+    inside, outside = (functools.partial(ours, inplace) for inplace in (True, False))
+    checks: tuple[tuple[Any, ...], ...] = (
+        ("apply_rope", "in place", in_place, inside),
+        ("apply_rope", "out of place", plain, outside),
+        ("apply_rope", "recording", plain, outside, "bwd"),  # out of place, for autograd
+        ("rotary_embedding", "in place", in_place, operator),
+        ("complex", "out of place", neighbours, by_complex),
+    )
+    for impl, position, *arguments in checks:
+        yield Candidate(impl, "anchor" if impl == "complex" else "ours", functools.partial(check, *arguments), position)
