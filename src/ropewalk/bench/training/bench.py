@@ -7,9 +7,9 @@ PyTorch's eager attention, or by SDPA for Llama.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from ropewalk.bench.core.peers import Library
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.timing import interleave, peak_memory, quantiles, ratios
-from ropewalk.bench.training.cases import CASES, MODES, Inputs, TrainingCase, make_inputs
-from ropewalk.bench.training.models import CANDIDATES, OURS
+from ropewalk.bench.training.cases import CANDIDATES, CASES, MODES, OURS, Inputs, TrainingCase, make_inputs
 from ropewalk.integrations import huggingface
 from ropewalk.ops.attention import backends
 
@@ -33,7 +32,6 @@ ROUNDS = 8
 _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
 _PROBED = tuple(f".{projection}.weight" for projection in ("query", "key", "value", "q_proj", "k_proj", "v_proj"))
-_PEERS = {"transformers": Library("transformers", "transformers", "transformers", False)}
 Opened = tuple[Inputs, tuple[Tensor, Tensor]]  # and the right results
 
 
@@ -44,7 +42,7 @@ class TrainingBench(Bench):
     cases = CASES
     modes = MODES
     impls = ()
-    peers = _PEERS
+    peers = {"transformers": Library("transformers", "transformers", "transformers", False)}  # noqa: RUF012
     columns = (
         ("tokens/s", number("tokens_per_second", ",.0f")),
         ("peak, GiB", number("peak_bytes", ".1f", 2**30)),
@@ -85,14 +83,15 @@ class TrainingBench(Bench):
             return Verdict(share, _TOLERANCE, complaint), trainee
 
         for name in names:
-            yield Candidate(name, "ours" if name == OURS else "peer", functools.partial(check, name))
+            yield Candidate(name, "ours" if name == OURS else "peer", partial(check, name))
 
     def time(self, case: TrainingCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time a step of each candidate once in each round."""
-        trainees: dict[str, _Trainee] = {name: trainee for name, (_, trainee) in right.items()}
-        samples = interleave(
-            trainees, lambda order: {name: trainees[name].time_steps() for name in order}, warmup=1, rounds=self.rounds
-        )
+
+        def one_round(order: Sequence[str]) -> dict[str, float]:
+            return {name: right[name][1].time_steps() for name in order}
+
+        samples = interleave(right, one_round, warmup=1, rounds=self.rounds)
         for name, (row, trainee) in right.items():
             times, n_tokens = quantiles(samples[name]), trainee.inputs.n_tokens
             row = {**row, "n_tokens": n_tokens, "parameters": trainee.n_parameters, "time": times}
@@ -120,9 +119,8 @@ class _Trainee:
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         self.n_parameters = sum(parameter.numel() for parameter in parameters)
         self.optimiser = torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
-        self.autocast: Any = functools.partial(
-            torch.autocast, self.device.type, torch.bfloat16, enabled=precision == "autocast"
-        )
+        is_mixed = precision == "autocast"
+        self.autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=is_mixed)
 
     def step(self) -> None:
         with self.autocast():
@@ -133,7 +131,7 @@ class _Trainee:
 
     def time_steps(self) -> float:
         """Return the microseconds of a step, a mean of some between two waits for the device."""
-        wait = functools.partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
+        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
         with self.model.context():
             wait()
             start = time.perf_counter()
