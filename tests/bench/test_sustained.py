@@ -1,4 +1,4 @@
-"""Timing in bursts, on a CPU and with a stand-in for a GPU's clock."""
+"""Timing in bursts, on a CPU and with a stand-in for a GPU's clock; and the roofline."""
 
 from collections.abc import Callable
 from itertools import count
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ropewalk.bench.core import sustained
-from ropewalk.bench.core.sustained import PROTOCOLS, plan_burst, time_bursts
+from ropewalk.bench.core.sustained import PROTOCOLS, measure_rates, plan_burst, time_bursts
 from ropewalk.bench.core.timing import ratios
 
 
@@ -123,3 +123,38 @@ def test_the_least_is_taken_of_a_burst_that_is_late_every_time(monkeypatch: pyte
         {"late": lambda: gpu.call(7000.0, next(hosts, 0.0))}, torch.device("cuda"), PROTOCOLS["cool"], rounds=1
     )
     assert 2e5 < times["late"][0] < 2e5 + 7000.0  # the third's, less what the GPU spun
+
+
+@pytest.fixture
+def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes, size in ((sustained.SIZES, 64), (sustained.COPIED_BYTES, 4096)):
+        for kind in sizes:
+            monkeypatch.setitem(sizes, kind, size)
+
+
+def test_a_product_for_each_dtype_and_a_copy_are_measured(small_rates: None, device: torch.device) -> None:
+    found = measure_rates(["bfloat16", "float32"], device)
+    assert list(found) == ["copy_gb_per_s", "matmul_tflops"]
+    assert list(found["matmul_tflops"]) == ["bfloat16", "float32"]
+    assert all(rate > 0 for rate in (found["copy_gb_per_s"], *found["matmul_tflops"].values()))
+
+
+def test_rates_count_operations_and_bytes_read_and_written(small_rates: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sustained, "time_bursts", lambda calls, *_: {name: [1.0, 2.0, 9.0] for name in calls})
+    found = measure_rates(["float32"], torch.device("cpu"))
+    assert found["copy_gb_per_s"] == pytest.approx(2 * 4096 / 2e-6 / 1e9)
+    assert found["matmul_tflops"]["float32"] == pytest.approx(2 * 64**3 / 2e-6 / 1e12)
+
+
+def test_what_is_known_is_not_measured_again(
+    small_rates: None, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    timed: list[list[str]] = []
+    monkeypatch.setattr(sustained, "time_bursts", lambda calls, *_: timed.append([*calls]) or {x: [1.0] for x in calls})
+    known = {"copy_gb_per_s": 5.0, "matmul_tflops": {"float16": 7.0}}
+    assert measure_rates(["float16"], device, known) == known
+    more = measure_rates(["float16", "float32"], device, known)
+    assert timed == [["float32"]]
+    assert (more["copy_gb_per_s"], more["matmul_tflops"]["float16"]) == (5.0, 7.0)
+    assert set(more["matmul_tflops"]) == {"float16", "float32"}
+    assert known["matmul_tflops"] == {"float16": 7.0}

@@ -63,12 +63,10 @@ def user_errors(*more: type[Exception]) -> Iterator[None]:
 
 
 def split_names(text: str) -> list[str]:
-    """Split names at commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Split whole numbers at commas."""
     names = split_names(text)
     if not all(name.isdecimal() for name in names):
         raise ValueError(f"{option} is {text!r}, but must be whole numbers with commas between, as in 512,1024")

@@ -37,12 +37,10 @@ class Record:
 
     @property
     def run(self) -> dict[str, Any]:
-        """The line about the last run."""
         return self.runs[-1]
 
     @property
     def units(self) -> list[Unit]:
-        """The unit of each row."""
         return [unit_of(row["benchmark"], row["case"], row["mode"]) for row in self.rows]
 
     def name_of(self, row: Row) -> str:
@@ -50,7 +48,6 @@ class Record:
         return str(self.runs[row["run"]].get("name", self.path.stem))
 
     def of(self, benchmark: str) -> list[Row]:
-        """The rows of one benchmark."""
         return [row for row in self.rows if row["benchmark"] == benchmark]
 
 
@@ -86,12 +83,10 @@ def variant_of(case: Mapping[str, Any]) -> str:
 
 
 def words(*parts: str | None) -> str:
-    """Join those that there are."""
     return " ".join(filter(None, parts))
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Describe the implementation, the case and the mode in words."""
     return words(label(row), "on", row["case"]["name"], variant_of(row["case"]), row["mode"])
 
 

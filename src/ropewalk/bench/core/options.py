@@ -42,7 +42,6 @@ class Options:
 
     @property
     def named_peers(self) -> list[str]:
-        """The peers that are named."""
         return [] if self.peers in ("auto", "none") else [name.strip() for name in self.peers.split(",")]
 
 
@@ -59,7 +58,6 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise unless all names are known."""
     known = list(dict.fromkeys(known))
     for name in names:
         if name not in known:

@@ -12,8 +12,6 @@ from ropewalk.bench.core.records import version_of
 
 @dataclass(frozen=True)
 class Library:
-    """The package of another implementation."""
-
     name: str
     module: str  # must import
     distribution: str  # has the version

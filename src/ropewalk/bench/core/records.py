@@ -50,7 +50,6 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         self._file.flush()
 
     def end(self) -> None:
-        """Write that the run came to its end."""
         self.append({END: _now()})
 
     def __exit__(self, *error: object) -> None:
@@ -118,7 +117,6 @@ def _now() -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the installed version, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

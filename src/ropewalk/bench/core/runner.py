@@ -51,13 +51,10 @@ class Candidate:
 
 
 def new_row(case: Any, mode: str, impl: str, kind: str, position: str = "none") -> Row:
-    """Make a row of a right result."""
     return {"case": case, "mode": mode, "impl": impl, "position": position, "kind": kind, "status": "ok"}
 
 
 class Bench(ABC):
-    """One benchmark with the options of one run."""
-
     name: ClassVar[str]  # as records have it
     cases: Sequence[Any]  # dataclasses with a name, a dtype and modes
     modes: ClassVar[Mapping[str, str]]  # with their meanings
@@ -147,7 +144,6 @@ class Bench(ABC):
         yield from (f"mode {mode}: {meaning}" for mode, meaning in cls.modes.items())
 
     def label_of(self, case: Any) -> str:
-        """Name a case for the progress."""
         return str(case.name)
 
     def judge(self, row: Row, check: Callable[[], tuple[Verdict, Any]]) -> tuple[Row, Any]:
@@ -200,8 +196,6 @@ class Bench(ABC):
 
 
 class Result(NamedTuple):
-    """The record of a run, and whether the run was stopped before its end."""
-
     path: Path
     record: Record
     interrupted: bool

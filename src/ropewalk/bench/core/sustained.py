@@ -34,8 +34,6 @@ _ROUNDS = (5, 40)  # at least, at most
 
 
 class Protocol(NamedTuple):
-    """The pauses and durations of bursts."""
-
     pause: float  # seconds before each burst
     warmup: float  # microseconds of all calls together, before the first round
     measured: float  # microseconds of each call, over all rounds

@@ -10,7 +10,6 @@ class StepProgress(Progress):
     """A bar in a terminal; elsewhere, as in a file, a line when a step is done."""
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Advance by `advance` steps."""
         super().advance(task_id, advance)
         if not self.console.is_terminal:
             task = self._tasks[task_id]

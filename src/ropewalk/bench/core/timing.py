@@ -42,12 +42,10 @@ class HostTime:
 
 
 def quantiles(microseconds: Sequence[float]) -> Quantiles:
-    """Summarise some times."""
     return Quantiles(*at_parts(microseconds, 0.1, 0.5, 0.9))
 
 
 def at_parts(samples: Sequence[float], *parts: float) -> list[float]:
-    """Return quantiles of some samples."""
     wanted = torch.tensor(parts, dtype=torch.float64)
     return torch.tensor(samples, dtype=torch.float64).quantile(wanted).tolist()
 
@@ -123,7 +121,6 @@ def time_on_gpu(enqueue: Call, device: torch.device) -> float:
 
 
 def cuda_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Make two events that can be timed."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 

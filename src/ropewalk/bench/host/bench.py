@@ -41,8 +41,6 @@ Opened = tuple[AttentionInputs, AttentionGate, Mapping[str, Sequence[AttentionCa
 
 
 class HostBench(Bench):
-    """Eager calls of attention and of the rotation, on the host's clock."""
-
     name = "host"
     cases = CASES
     modes = MODES
@@ -74,7 +72,6 @@ class HostBench(Bench):
         return case.flops("fwd") > CPU_FLOPS
 
     def open(self, case: AttentionCase) -> Opened:
-        """Make the inputs, the gate, and the candidates."""
         inputs = make_attention_inputs(case, self.device, self.options.seed)
         return inputs, AttentionGate(case, inputs), candidates_of(case, inputs, (AUTO, *self._impls), self.found)
 
@@ -122,7 +119,6 @@ class HostBench(Bench):
 
 
 def _check(candidate: AttentionCandidate, gate: AttentionGate, trains: bool) -> tuple[Verdict, Timed]:
-    """Check a candidate's result in its context, and make what is timed."""
     attend, context = candidate.build(), CONTEXTS.get(candidate.impl, nullcontext)
     with context():
         verdict = gate.check(attend, candidate.setting, backward=trains, parameters=candidate.parameters)

@@ -131,18 +131,15 @@ class ParallelBench(Bench):
         return {"ranks": self.size, "transport": transport, "quick": self.options.quick, "rounds": self.rounds}
 
     def left(self, done: set[Unit]) -> list[tuple[Any, list[str]]]:
-        """Return what the first rank has to measure."""
         return self.share(super().left(done))
 
     def share(self, value: Any) -> Any:
-        """Return the first rank's value on all."""
         values = [value]
         dist.broadcast_object_list(values, group=self.control)
         self.is_shared = True
         return values[0]
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return all ranks' values."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, value, group=self.control)
         return every

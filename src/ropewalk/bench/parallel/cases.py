@@ -44,12 +44,10 @@ class ParallelCase:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """PyTorch's dtype."""
         return getattr(torch, self.dtype)
 
     @property
     def description(self) -> str:
-        """The case in words."""
         parts = [f"T{self.tokens} H{self.q_heads}/{self.k_heads} D{self.head_dim}, {self.dtype}, {self.setting}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"documents of {self.shortest} to {self.longest}"] if self.shortest else []
@@ -108,7 +106,6 @@ class Inputs:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """The parameters that the setting learns."""
         return self.parameters if SETTINGS[self.case.setting].learned else ()
 
     def keywords(self, parameters: tuple[Tensor, ...] | None = None) -> dict[str, Any]:

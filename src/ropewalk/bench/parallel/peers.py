@@ -82,13 +82,10 @@ def ours(inputs: Inputs) -> Call:
 
 @dataclass(frozen=True)
 class ParallelPeer(Library):
-    """Another implementation of context parallelism."""
-
     build: Callable[[Inputs, DeviceMesh], tuple[Run, Context]]
     most_tokens: int | None = None  # of the cases that it is timed on
 
     def why_not(self, case: ParallelCase) -> str | None:
-        """Say why it cannot run a case."""
         if not case.peers:
             return "measured with the default method"
         if case.setting != "rope" or case.window is not None or case.shortest is not None:
@@ -98,7 +95,6 @@ class ParallelPeer(Library):
         return None
 
     def call(self, inputs: Inputs, mesh: DeviceMesh) -> Call:
-        """Make the call of a case that it supports."""
         leaves, grad = _shards(inputs)
         run, context = self.build(inputs, mesh)
         return replace(_both(run, leaves, (), grad), context=context)
@@ -184,8 +180,6 @@ PEERS = {row[0]: ParallelPeer(*row) for row in _PEERS}
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, each after an RMS norm."""
-
     def __init__(self, case: ParallelCase) -> None:
         super().__init__()
         self.heads, self.head_dim = [case.q_heads, case.k_heads, case.k_heads], case.head_dim

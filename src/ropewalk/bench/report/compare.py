@@ -11,23 +11,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from ropewalk.bench.core.load import Record, Row, differences, label, read_record, unit_of, variant_of
+from ropewalk.bench.core.load import Record, Row, differences, label, read_record, unit_of, variant_of, words
 from ropewalk.bench.core.timing import COPY
 
 FLOOR = 0.01
 REGRESSION, ALONE = "regression", "in one alone"
 READ = ("rope", "attention", "all")  # the benchmarks whose records are read here
 # Keys of the line about a run: if one of them differs, times differ not by the code alone.
-_TELL = ("device", "driver_version", "clocks_max_sm", "power_limit", "threads", "torch", "cuda", "triton", "python")
+_TELL = "device driver_version clocks_max_sm power_limit threads torch cuda triton python"
 _STYLES = {REGRESSION: "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
+# What is compared of a row, its key in records, and the keys of the interval.
 _DEVICE, _HOST = ("p10", "p50", "p90"), ("least", "median", "median")
-_TIMES = {"device": ("time", _DEVICE), "graph": ("graph", _DEVICE), "host": ("host", _HOST)}
-_TIMES["host, recording"] = "host_forward", _HOST
+_QUANTITIES = (
+    *(("device", "time", _DEVICE), ("graph", "graph", _DEVICE)),
+    *(("host", "host", _HOST), ("host, recording", "host_forward", _HOST)),
+)
 
 
 class Line(NamedTuple):
@@ -62,7 +65,6 @@ class Changes(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Whether there is a regression."""
         return any(change.verdict == REGRESSION for change in self.found)
 
 
@@ -92,8 +94,7 @@ def compare_records(
 
 def _judge(old: Line | None, new: Line | None, threshold: float, every: bool) -> Change | None:
     """Compare what two records have of one quantity; None: nothing changed beyond the noise."""
-    line = old or new
-    assert line is not None
+    line: Any = old or new
     counts = every or line.kind == "ours"
     before, after = old.text if old else "not there", new.text if new else "gone"
     if line.quantity == "status":
@@ -112,13 +113,12 @@ def _lines(record: Record, relative: bool) -> Iterator[tuple[tuple[str, ...], Li
     copies = {_unit(row): row for row in record.rows if row["impl"] == COPY and row["benchmark"] == "rope"}
     for row in (row for row in record.rows if row["status"] != "unsupported"):
         case, protocol, key = row["case"], row.get("protocol", ""), (_unit(row), label(row))
-        what = " ".join(filter(None, (case["name"], case["dtype"], variant_of(case), row["mode"], protocol)))
-        same = what, label(row), row["kind"]
+        same = words(case["name"], case["dtype"], variant_of(case), row["mode"], protocol), label(row), row["kind"]
         # A row that was not right has no protocol: its status is compared by itself.
         yield (*key, "", "status"), Line(*same, "status", row["status"])
         if row["status"] != "ok" or (relative and row["kind"] == "anchor"):
             continue
-        for quantity, (name, marks) in _TIMES.items():
+        for quantity, name, marks in _QUANTITIES:
             if name in row and not (relative and marks is _HOST):
                 scale = _scale(row, name, record, copies) if relative else 1.0
                 low, middle, high = (row[name][mark] * scale for mark in marks)
@@ -149,10 +149,9 @@ def _scale(row: Row, name: str, record: Record, copies: dict[str, Row]) -> float
 def print_changes(changes: Changes, threshold: float, console: Console) -> None:
     """Print the two runs, the changes beyond the noise, and the number of regressions."""
     for record, name in zip(changes.records, "AB", strict=True):
-        run = record.run
-        commit = f"{str(run.get('commit'))[:10]}{', dirty' if run.get('dirty') else ''}"
-        text = f"{name}: {record.path.name}, {run['device']}, {run.get('date')}, commit {commit}"
-        console.print(text, highlight=False)
+        run, dirty = record.run, ", dirty" if record.run.get("dirty") else ""
+        at = f"{run['device']}, {run.get('date')}, commit {str(run.get('commit'))[:10]}{dirty}"
+        console.print(f"{name}: {record.path.name}, {at}", highlight=False)
     for name, old, new in differences(_TELL, changes.records[0].run, changes.records[1].run):
         console.print(f"NOTE: {name} was {old!r}, and is {new!r}", style="bold yellow", highlight=False)
     # A record without peers is often compared with one that has them: those are counted, not listed.
@@ -168,5 +167,6 @@ def print_changes(changes: Changes, threshold: float, console: Console) -> None:
     said = ", ".join(f"{count} {verdict}" for verdict, count in counted) or "nothing changed beyond the noise"
     console.print(f"{changes.compared} rows compared: {said}", highlight=False)
     if changes.is_worse:
-        text = f"regressions: worse by more than {threshold:.1%}, or no longer right"
-        console.print(text, style="red", highlight=False)
+        console.print(
+            f"regressions: worse by more than {threshold:.1%}, or no longer right", style="red", highlight=False
+        )

@@ -16,27 +16,21 @@ from ropewalk.bench.rope.cases import Case
 READ = ("rope", "attention", "training", "all")  # the benchmarks whose records are read here
 SAME = 0.02  # times within so much of each other are taken for equal
 AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alone"
-TITLES = {
-    ("rope", "fwd"): "Rotation, forward",
-    ("rope", "bwd"): "Rotation, backward",
-    ("rope", "decode"): "Rotation, decode",
-    ("attention", "train"): "RoPE and attention, training",
-    ("attention", "decode"): "RoPE and attention, decode",
-    ("attention", "rerope-fwd"): "ReRoPE, forward",
-    ("attention", "rerope-train"): "ReRoPE, training",
-    ("attention", "fwd"): "Attention alone, forward",
-    ("attention", "bwd"): "Attention alone, backward",
-    ("training", "autocast"): "Whole models, training, autocast",
-    ("training", "bf16"): "Whole models, training, bfloat16",
-}
-# mode of attention -> ours and the peers' positions, and ours by name where it is one implementation that users get
-COMPARED: dict[str, tuple[str, str, str | None]] = {
-    "fwd": ("none", "none", None),
-    "bwd": ("none", "none", None),
-    "train": ("rope", COMPILED, AUTO),
-    "decode": ("rope", COMPILED, AUTO),
-    "rerope-fwd": ("rerope", "rerope", AUTO),
-    "rerope-train": ("rerope", "rerope", AUTO),
+# The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
+Compared = tuple[str, str, str, "str | None"]
+_PLAIN: tuple[str, str, None] = ("none", "none", None)
+COMPARED: dict[tuple[str, str], Compared] = {
+    ("rope", "fwd"): ("Rotation, forward", *_PLAIN),
+    ("rope", "bwd"): ("Rotation, backward", *_PLAIN),
+    ("rope", "decode"): ("Rotation, decode", *_PLAIN),
+    ("attention", "train"): ("RoPE and attention, training", "rope", COMPILED, AUTO),
+    ("attention", "decode"): ("RoPE and attention, decode", "rope", COMPILED, AUTO),
+    ("attention", "rerope-fwd"): ("ReRoPE, forward", "rerope", "rerope", AUTO),
+    ("attention", "rerope-train"): ("ReRoPE, training", "rerope", "rerope", AUTO),
+    ("attention", "fwd"): ("Attention alone, forward", *_PLAIN),
+    ("attention", "bwd"): ("Attention alone, backward", *_PLAIN),
+    ("training", "autocast"): ("Whole models, training, autocast", *_PLAIN),
+    ("training", "bf16"): ("Whole models, training, bfloat16", *_PLAIN),
 }
 
 
@@ -61,17 +55,16 @@ class Gain:
 
     @property
     def title(self) -> str:
-        """The benchmark's mode in words, with the protocol."""
-        key = self.lead["benchmark"], self.lead["mode"]
-        return ", ".join(filter(None, (TITLES.get(key, ", ".join(key)), self.lead.get("protocol"))))
+        return ", ".join(filter(None, (_compared(self.lead)[0], self.lead.get("protocol"))))
 
-    def time_of(self, row: Row | None) -> float | None:
-        """Return a side's time in µs."""
-        return None if row is None else median(row, self.quantity)
+
+def _compared(row: Row) -> Compared:
+    mode = row["benchmark"], row["mode"]
+    return COMPARED.get(mode, (", ".join(mode), *_PLAIN))
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """Read records; the rows get the name, the date and the machine of their run."""
+    """Read records; the rows get the name, the date and the machine of their run. Those of two are never compared."""
     records = [read_record(path, *READ) for path in paths]
     for record in records:
         for run in record.runs:
@@ -79,23 +72,13 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
                 raise ValueError(f"{record.path}: the line about the run must have the device and the date")
         for row in record.rows:
             run = record.runs[row["run"]]
-            row |= {"record": record.name_of(row), "date": run["date"], "machine": machine_of(run)}
+            keys = {"driver_version": "driver ", "power_limit": "power limit ", "system": ""}
+            machine = ", ".join([run["device"], *(f"{said}{run[key]}" for key, said in keys.items() if run.get(key))])
+            row |= {"record": record.name_of(row), "date": run["date"], "machine": machine}
     return records
 
 
-def machine_of(run: Row) -> str:
-    """The device, and by what machines with the same one differ. Rows of two machines are never compared."""
-    keys = {"driver_version": "driver ", "power_limit": "power limit ", "system": ""}
-    return ", ".join([run["device"], *(f"{said}{run[key]}" for key, said in keys.items() if run.get(key))])
-
-
-def median(row: Row, quantity: str) -> float | None:
-    """Return a row's median of "time" or "graph", in µs."""
-    return (row.get(quantity) or {}).get("p50")
-
-
 def describe_case(row: Row) -> str:
-    """Describe a row's case: its shape, its dtype, and anything unusual."""
     fields = dict(row["case"])
     if row["benchmark"] == "training":
         return f"{fields.get('words', '')}, batch {fields.get('batch')} of {fields.get('tokens')} tokens".lstrip(", ")
@@ -112,16 +95,16 @@ def share_of_roof(row: Row) -> float | None:
 
 
 def find_gains(rows: Iterable[Row]) -> list[Gain]:
-    """Compare every case by the newest run that timed its best peer; in the order of `TITLES`."""
+    """Compare every case by the newest run that timed its best peer; in the order of `COMPARED`."""
     found: dict[tuple[object, ...], list[Gain]] = {}
     for group in groups(_with_refused(rows), "protocol"):
-        for gain in _compare(group):
-            lead = gain.lead
+        gain, lead = _compare(group), group[0]
+        if gain is not None:
             case = tuple(sorted((k, repr(v)) for k, v in lead["case"].items() if k not in ("modes", "yardstick")))
             key = lead["machine"], lead["benchmark"], case, lead["mode"], lead.get("protocol")
             found.setdefault(key, []).append(gain)
     newest = [one for gains in found.values() for one in gains if not _is_superseded(one, gains)]
-    rank = {title: number for number, title in enumerate(TITLES)}
+    rank = {mode: number for number, mode in enumerate(COMPARED)}
     return sorted(newest, key=lambda one: (rank.get((one.lead["benchmark"], one.lead["mode"]), len(rank)), one.title))
 
 
@@ -144,13 +127,14 @@ def _is_superseded(gain: Gain, others: Sequence[Gain]) -> bool:
     )
 
 
-def _compare(group: Sequence[Row]) -> Iterator[Gain]:
-    """Compare what was timed together, unless the mode holds no peers against ours, or there is nothing to say."""
+def _compare(group: Sequence[Row]) -> Gain | None:
+    """Compare what was timed together; None: the mode holds no peers against ours, or there is nothing to say."""
     lead = group[0]
-    if lead["benchmark"] == "attention" and lead["mode"] not in COMPARED:
-        return
-    sides = COMPARED[lead["mode"]] if lead["benchmark"] == "attention" else ("none", "none", None)
-    ours, peers = _sides(group, *sides)
+    if lead["benchmark"] == "attention" and ("attention", lead["mode"]) not in COMPARED:
+        return None
+    name = _compared(lead)[3]
+    ours, peers = _sides(group)
+    ours = [row for row in ours if name in (None, row["impl"])]
     # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
     quantity = "graph" if any("graph" in row for row in ours) else "time"
     timed = frozenset(row["impl"] for row in peers if "time" in row)
@@ -158,27 +142,22 @@ def _compare(group: Sequence[Row]) -> Iterator[Gain]:
     if best is None:
         fastest = min((row for row in peers if "time" in row), key=lambda row: row["time"]["p50"], default=None)
         bad = [row for row in ours if row["status"] in ("wrong", "failed")]
-        if fastest is not None or bad:
-            said = "; ".join(f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours)
-            yield Gain(lead, None, fastest, None, "time", timed, said or "none was asked for")
-        return
+        said = "; ".join(f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours)
+        reason = said or "none was asked for"
+        return Gain(lead, None, fastest, None, "time", timed, reason) if fastest is not None or bad else None
     # By the median over rounds if the record has it, else by medians.
-    over = {
-        number: best.get("ratios", {}).get(label(row), row[quantity]["p50"] / best[quantity]["p50"])
-        for number, row in enumerate(peers)
-        if quantity in row
-    }
-    first = min(over, key=over.__getitem__, default=None)
-    peer, times = (None, None) if first is None else (peers[first], over[first])
-    yield Gain(lead, best, peer, times, quantity, timed)
+    ratios, own = best.get("ratios", {}), best[quantity]["p50"]
+    over = [(ratios.get(label(row), row[quantity]["p50"] / own), row) for row in peers if quantity in row]
+    times, peer = min(over, key=lambda one: one[0], default=(None, None))
+    return Gain(lead, best, peer, times, quantity, timed)
 
 
-def _sides(group: Sequence[Row], position: str, of_peers: str, name: str | None) -> tuple[list[Row], list[Row]]:
-    """Return ours and the peers' rows of a group, with those positions; of ours those with this name, if any."""
-    ours = [
-        row for row in group if (row["kind"], row["position"]) == ("ours", position) and name in (None, row["impl"])
-    ]
-    return ours, [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
+def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return ours and the peers' rows of a group, with the positions that are compared."""
+    _, position, of_peers, _ = _compared(group[0])
+    wanted = ("ours", position), ("peer", of_peers)
+    ours, peers = ([row for row in group if (row["kind"], row["position"]) == side] for side in wanted)
+    return ours, peers
 
 
 @dataclass(frozen=True)
@@ -214,10 +193,9 @@ def newest_choices(records: Sequence[Record]) -> list[Choice]:
 
 
 def _choose(group: Sequence[Row], run: Row) -> Choice | None:
-    position, of_peers, name = COMPARED.get(group[0]["mode"], ("", "", None))
-    ours, peers = _sides(group, position, of_peers, None)
+    ours, peers = _sides(group)
     auto = next((row for row in ours if row["impl"] == AUTO), None)
-    if name != AUTO or auto is None or run["device"].startswith("CPU"):
+    if _compared(group[0])[3] != AUTO or auto is None or run["device"].startswith("CPU"):
         return None
     by_name = {row["impl"]: (row["time"]["p50"], row["impl"]) for row in ours if row is not auto}
     kernels = min((by_name[impl] for impl in KERNELS if impl in by_name), default=None)

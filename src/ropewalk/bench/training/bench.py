@@ -36,8 +36,6 @@ Opened = tuple[Inputs, tuple[Tensor, Tensor]]  # and the right results
 
 
 class TrainingBench(Bench):
-    """Training steps of models; a mode is a precision."""
-
     name = "training"
     cases = CASES
     modes = MODES
@@ -86,8 +84,6 @@ class TrainingBench(Bench):
             yield Candidate(name, "ours" if name == OURS else "peer", partial(check, name))
 
     def time(self, case: TrainingCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
-        """Time a step of each candidate once in each round."""
-
         def one_round(order: Sequence[str]) -> dict[str, float]:
             return {name: right[name][1].time_steps() for name in order}
 

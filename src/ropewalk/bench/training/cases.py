@@ -33,7 +33,6 @@ class TrainingCase:
 
     @property
     def description(self) -> str:
-        """The model and the batch in words."""
         return f"{self.words}, batch {self.batch} of {self.tokens} tokens"
 
 
@@ -78,8 +77,6 @@ CASES = tuple(TrainingCase(*case) for case in _CASES)
 
 
 class Inputs(NamedTuple):
-    """One batch, on the device."""
-
     input_ids: Tensor  # (B, T)
     attention_mask: Tensor | None  # (B, T), 1 for tokens
     labels: Tensor  # (B, T), −100 where nothing is to be predicted
