@@ -107,8 +107,8 @@ def _run(names: str, list_cases: bool, sweep: bool = False, norm: str = "", **gi
         given[_SEVERAL[key]] = split_names(value) if isinstance(value, str) else value or ()
     with user_errors(runner.OursError):
         launch, options = benches[0].launch, Options(**given)
-        result = runner.run(benches, options) if launch is None else launch(options)
-    if result is not None and result.interrupted:
+        interrupted = runner.run(benches, options) if launch is None else launch(options)
+    if interrupted:
         raise typer.Exit(130)
 
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -195,13 +195,7 @@ class Bench(ABC):
         yield from self.time(case, mode, right, rates)
 
 
-class Result(NamedTuple):
-    path: Path
-    record: Record
-    interrupted: bool
-
-
-def run(benches: Sequence[type[Bench]], options: Options, console: Console | None = None) -> Result:
+def run(benches: Sequence[type[Bench]], options: Options, console: Console | None = None) -> bool:
     """Measure, write one record and a figure of each benchmark, and print their summaries, as `run_benches` does.
 
     A name of a case, an implementation or a peer goes to every benchmark that has it. If cases or implementations are
@@ -229,16 +223,14 @@ def run(benches: Sequence[type[Bench]], options: Options, console: Console | Non
     return run_benches(ALL, made, options, device, console)
 
 
-def run_benches(
-    name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console
-) -> Result:
+def run_benches(name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console) -> bool:
     """Measure, write a record of `name`, a benchmark's or "all", and figures beside it, and print a summary.
 
     Raises:
         ValueError: the file exists; or it cannot be resumed, since it was measured by something else.
         OursError: at the end, if one of ours was wrong or failed.
 
-    Ctrl-C ends the run and keeps what was measured; each row is written as soon as it is known.
+    Ctrl-C ends the run, which then returns True; each row is written as soon as it is known, and stays.
     """
     peers: dict[str, str] = {}
     for peer, version in (found for bench in benches for found in bench.versions.items()):
@@ -258,7 +250,8 @@ def run_benches(
         console.print(f"peer {peer}: {version}", highlight=False)
     if not left and stopped is not None and stopped.ended:
         console.print("nothing is left to measure")
-        return _show(path, benches, False, console)
+        _show(path, benches, False, console)
+        return False
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dtypes = [bench.dtypes for bench in benches if bench.dtypes is not None]
         if dtypes:
@@ -266,32 +259,25 @@ def run_benches(
             products = (f"{dtype} {tflops:.4g} TFLOP/s" for dtype, tflops in run["rates"]["matmul_tflops"].items())
             text = f"copy: {run['rates']['copy_gb_per_s']:.4g} GB/s; matrix product: {', '.join(products) or 'none'}"
             console.print(text, highlight=False)
-        with RecordWriter(path, run, None if stopped is None else stopped.rows) as writer:
-            interrupted = _measure(left, run.get("rates", {}), writer, console)
-    return _show(path, benches, interrupted, console)
+        kept, interrupted = None if stopped is None else stopped.rows, False
+        with RecordWriter(path, run, kept) as writer, progress_bar(console) as progress:
+            task = progress.add_task("starting", total=sum(len(modes) for _, _, modes in left))
+            try:
+                for bench, case, modes in left:
+                    progress.update(task, description=f"{bench.label_of(case)} {modes[0]}")
+                    for mode, rows in bench.measure(case, modes, run.get("rates", {})):
+                        progress.update(task, description=f"{bench.label_of(case)} {mode}")
+                        for row in rows:
+                            writer.append({"benchmark": bench.name, **row})
+                        progress.advance(task)
+                writer.end()
+            except KeyboardInterrupt:
+                interrupted = True
+    _show(path, benches, interrupted, console)
+    return interrupted
 
 
-def _measure(
-    left: Sequence[tuple[Bench, Any, list[str]]], rates: Rates, writer: RecordWriter, console: Console
-) -> bool:
-    """Measure the rest, and return whether Ctrl-C ended it."""
-    with progress_bar(console) as progress:
-        task = progress.add_task("starting", total=sum(len(modes) for _, _, modes in left))
-        try:
-            for bench, case, modes in left:
-                progress.update(task, description=f"{bench.label_of(case)} {modes[0]}")
-                for mode, rows in bench.measure(case, modes, rates):
-                    progress.update(task, description=f"{bench.label_of(case)} {mode}")
-                    for row in rows:
-                        writer.append({"benchmark": bench.name, **row})
-                    progress.advance(task)
-        except KeyboardInterrupt:
-            return True
-    writer.end()
-    return False
-
-
-def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> Result:
+def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> None:
     """Print and draw a record, and raise if one of ours was wrong or failed."""
     record = read_record(path)
     benches = [bench for bench in benches if record.of(bench.name)]
@@ -313,4 +299,3 @@ def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Cons
     if bad:
         names = ", ".join(f"{describe(row)} is {row['status']}" for row in bad)
         raise OursError(f"{names}; {path.name} has the rest")
-    return Result(path, record, interrupted)
