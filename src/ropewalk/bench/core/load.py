@@ -23,7 +23,10 @@ Unit = tuple[str, str, str]  # a benchmark, a case of it as JSON, and a mode: it
 ALL = "all"  # the benchmark of a record whose rows name their own
 BENCHMARKS = ("rope", "attention", "host", "training", "parallel", ALL)
 # Keys of the lines about the runs that must agree for one to go on with another; a missing key counts as None.
-SAME = "benchmark device driver_version threads python torch cuda hip triton ropewalk commit dirty seed peers options"
+SAME = (
+    *("benchmark", "device", "driver_version", "threads", "python", "torch", "cuda", "hip", "triton"),
+    *("ropewalk", "commit", "dirty", "seed", "peers", "options"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,10 @@ def read_stopped(path: Path, now: Mapping[str, Any]) -> Record:
 
 
 def differences(
-    keys: str | Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+    keys: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of two lines about runs, (name, old, new); mappings entry by entry."""
-    for key in keys.split() if isinstance(keys, str) else keys:
+    for key in keys:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(dict.fromkeys((*old, *new)), old, new, f"{prefix}{key} ")

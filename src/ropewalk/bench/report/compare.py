@@ -23,7 +23,7 @@ FLOOR = 0.01
 REGRESSION, ALONE = "regression", "in one alone"
 READ = ("rope", "attention", "all")  # the benchmarks whose records are read here
 # Keys of the line about a run: if one of them differs, times differ not by the code alone.
-_TELL = "device driver_version clocks_max_sm power_limit threads torch cuda triton python"
+_TELL = ("device", "driver_version", "clocks_max_sm", "power_limit", "threads", "torch", "cuda", "triton", "python")
 _STYLES = {REGRESSION: "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
 # What is compared of a row, its key in records, and the keys of the interval.
 _DEVICE, _HOST = ("p10", "p50", "p90"), ("least", "median", "median")
