@@ -64,7 +64,7 @@ from ropewalk.ops.attention.hopper.tiles import (
     wgmma_layout,
     zero_missing_rows,
 )
-from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags
+from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags, Scores
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -75,7 +75,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_flags,
     slots_of_head,
 )
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, scores_of_head
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class KvGrads(NamedTuple):
@@ -346,8 +346,17 @@ def _mainloop_q(
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
             for i in range(n_skipped, steps_per_head):
+                scores = problem.scores
                 head = tile.kv_head * problem.schedule.heads_per_key + member
-                scores = scores_of_head(problem.scores, tile.batch, head)
+                params = params_of_head(scores, tile.batch, head)
+                scores = Scores(
+                    params,
+                    scores.params_stride,
+                    scores.params_stride_batch,
+                    scores.scale,
+                    scores.softcap,
+                    scores.exp2_scale,
+                )
                 step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
@@ -422,7 +431,16 @@ def _mainloop_listed_q(
             is_partial = None
             if HAS_PARTIAL:
                 is_partial = (mark & 1) != 0
-            scores = scores_of_head(problem.scores, tile.batch, head)
+            scores = problem.scores
+            params = params_of_head(scores, tile.batch, head)
+            scores = Scores(
+                params,
+                scores.params_stride,
+                scores.params_stride_batch,
+                scores.scale,
+                scores.softcap,
+                scores.exp2_scale,
+            )
             take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
             acc_dk, acc_dv = take_step(
                 (acc_dk, acc_dv),

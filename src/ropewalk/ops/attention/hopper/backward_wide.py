@@ -46,9 +46,9 @@ from ropewalk.ops.attention.hopper.tiles import (
     zero_missing_rows,
     zero_of_step,
 )
-from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores
 from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, mask_flags, range_flags
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, scores_of_head
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class Inputs(NamedTuple):
@@ -264,8 +264,10 @@ def _mainloop_dv(
     n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
-        head = tile.kv_head * problem.schedule.heads_per_key + member
-        scores = scores_of_head(problem.scores, tile.batch, head)
+        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
+        scores = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
             mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
@@ -518,8 +520,10 @@ def _mainloop_dk(
     wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
-        head = tile.kv_head * problem.schedule.heads_per_key + member
-        scores = scores_of_head(problem.scores, tile.batch, head)
+        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
+        scores = Scores(
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        )
         use = first_use + member * steps_per_head
         m_start = tile_range.start
         row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)

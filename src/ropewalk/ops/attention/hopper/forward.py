@@ -21,7 +21,7 @@ from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale, sum_in_threads
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
-from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores, Tile
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -37,7 +37,7 @@ from ropewalk.ops.attention.triton.masking import (
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.softmax import logit_factor
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, scores_of_head
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
 
 class Rings(NamedTuple):
@@ -272,7 +272,11 @@ def _mainloop_kv(
     full = tile_range.full
     full_stop = tile_range.full_stop
     wg_start = tile.start + CONSUMER * WG_ROWS
-    scores = scores_of_head(problem.scores, tile.batch, tile.head)
+    scores = problem.scores
+    params = params_of_head(scores, tile.batch, tile.head)
+    scores = Scores(
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+    )
 
     # === prologue
     is_partial = None

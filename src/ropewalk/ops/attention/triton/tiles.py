@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ropewalk.ops.attention.triton.arguments import Scores
-
 # Parameters whose values differ from call to call, and must not make another binary.
 DO_NOT_SPECIALIZE = ("n_queries", "n_keys", "window", "window_right", "far_window")
 
@@ -254,19 +252,6 @@ def params_of_head(scores, batch, head):
         if scores.params_stride_batch is not None:
             ptr += wide(batch) * scores.params_stride_batch
     return ptr
-
-
-@triton.jit
-def scores_of_head(scores, batch, head):
-    """Return `Scores` whose pointer is at one head."""
-    return Scores(
-        params_of_head(scores, batch, head),
-        scores.params_stride,
-        scores.params_stride_batch,
-        scores.scale,
-        scores.softcap,
-        scores.exp2_scale,
-    )
 
 
 @triton.jit
