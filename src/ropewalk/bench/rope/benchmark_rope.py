@@ -55,12 +55,5 @@ def benchmark_rope(
     }
     times = time_rounds(calls, device, warmup=n_warmup, rounds=n_iterations, max_seconds=60.0)
     pytorch_ms, triton_ms = (times[name].p50 / 1e3 for name in ("pytorch", "triton"))
-    return {
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "n_heads": n_heads,
-        "head_dim": head_dim,
-        "pytorch_ms": pytorch_ms,
-        "triton_ms": triton_ms,
-        "speedup": pytorch_ms / triton_ms,
-    }
+    sizes = dict(zip(("batch_size", "seq_len", "n_heads", "head_dim"), shape, strict=True))
+    return {**sizes, "pytorch_ms": pytorch_ms, "triton_ms": triton_ms, "speedup": pytorch_ms / triton_ms}

@@ -44,11 +44,6 @@ class Case:
     source: str = "dense"  # "fused": q and k are slices of one projection; "gated": a head of q lies beside its gate
 
     @property
-    def variant(self) -> str:
-        """The pairing, and whether the result overwrites the input."""
-        return f"{'interleaved' if self.interleaved else 'half'}/{'in place' if self.inplace else 'out of place'}"
-
-    @property
     def description(self) -> str:
         """The shape, the dtype, the layout and the positions in words."""
         positions = "packed sequences" if self.sequences else f"positions by {self.positions}"
@@ -58,9 +53,7 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as PyTorch's."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def width(self) -> int:
@@ -72,35 +65,23 @@ class Case:
         """The number of elements of q and k together."""
         return self.batch * self.tokens * (self.q_heads + self.k_heads) * self.head_dim
 
-    @property
-    def bytes_moved(self) -> int:
-        """Every element of q and k read once and written once."""
-        return 2 * self.elements * self.torch_dtype.itemsize
-
     def bytes_of(self, mode: str) -> int:
-        """Return the bytes that a mode moves: the backward of a norm reads q and k too."""
-        return self.bytes_moved * 3 // 2 if mode == "bwd" and self.norm_offset is not None else self.bytes_moved
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.sequences) if self.sequences else self.tokens
+        """Count q and k read once and written once, in bytes; the backward of a norm reads them once more."""
+        times = 3 if mode == "bwd" and self.norm_offset is not None else 2
+        return times * self.elements * self.torch_dtype.itemsize
 
     def shape(self, heads: int) -> tuple[int, ...]:
         """Return the shape of a tensor of `heads` heads in this layout."""
-        if self.layout == "thd":
-            return self.tokens, heads, self.head_dim
-        if self.layout == "bhtd":
-            return self.batch, heads, self.tokens, self.head_dim
-        return self.batch, self.tokens, heads, self.head_dim
+        sizes = {"b": self.batch, "t": self.tokens, "h": heads, "d": self.head_dim}
+        return tuple(sizes[letter] for letter in self.layout)
 
 
-def _in_and_out(case: Case) -> tuple[Case, Case]:
+def _both(case: Case) -> tuple[Case, Case]:
     return case, replace(case, inplace=True)
 
 
-def _variants(case: Case) -> tuple[Case, ...]:
-    return *_in_and_out(case), *_in_and_out(replace(case, interleaved=True))
+def _all(case: Case) -> tuple[Case, ...]:
+    return *_both(case), *_both(replace(case, interleaved=True))
 
 
 _LLAMA3_8B = Case("llama3-8b", 2, 8192, 32, 8, 128, base=500000.0)
@@ -109,31 +90,31 @@ _DECODE = Case("decode-1", 1, 1, 32, 8, 128, base=500000.0, positions="offsets",
 _DECODE_64 = replace(_DECODE, name="decode-64", batch=64)
 
 CASES: tuple[Case, ...] = (
-    *_variants(_LLAMA3_8B),
-    *_variants(Case("llama3-70b", 1, 16384, 64, 8, 128, base=500000.0)),
-    *_in_and_out(Case("bert-base", 32, 512, 12, 12, 64)),  # the shape; BERT itself learns its positions
-    *_in_and_out(Case("qwen3-8b", 1, 32768, 32, 8, 128, base=1e6)),
-    *_in_and_out(Case("gemma3-27b", 1, 8192, 32, 16, 128, base=1e6)),
+    *_all(_LLAMA3_8B),
+    *_all(Case("llama3-70b", 1, 16384, 64, 8, 128, base=500000.0)),
+    *_both(Case("bert-base", 32, 512, 12, 12, 64)),  # the shape; BERT itself learns its positions
+    *_both(Case("qwen3-8b", 1, 32768, 32, 8, 128, base=1e6)),
+    *_both(Case("gemma3-27b", 1, 8192, 32, 16, 128, base=1e6)),
     # The part that rotates: 64 features of each of 128 query heads, and of one key that all of them share.
-    *_in_and_out(Case("deepseek-mla", 1, 8192, 128, 1, 64, interleaved=True)),
-    *_variants(Case("rerope-8k", 1, 8192, 32, 32, 64)),
-    *_variants(Case("api-4x512", 4, 512, 8, 8, 64)),
-    *_variants(Case("vllm-4096-fp32", 1, 4096, 32, 16, 128, "float32", layout="thd", positions="tokens")),
-    *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-positions", positions="tokens")),
-    *_in_and_out(replace(_PACKED, sequences=(5003, 1, 3180, 8192, 8))),
-    *_in_and_out(replace(_LLAMA3_8B, name="llama3-8b-bhtd", layout="bhtd")),
+    *_both(Case("deepseek-mla", 1, 8192, 128, 1, 64, interleaved=True)),
+    *_all(Case("rerope-8k", 1, 8192, 32, 32, 64)),
+    *_all(Case("api-4x512", 4, 512, 8, 8, 64)),
+    *_all(Case("vllm-4096-fp32", 1, 4096, 32, 16, 128, "float32", layout="thd", positions="tokens")),
+    *_both(replace(_LLAMA3_8B, name="llama3-8b-positions", positions="tokens")),
+    *_both(replace(_PACKED, sequences=(5003, 1, 3180, 8192, 8))),
+    *_both(replace(_LLAMA3_8B, name="llama3-8b-bhtd", layout="bhtd")),
     Case("glm4-9b-partial", 1, 8192, 32, 2, 128, rotary_dim=64, interleaved=True),
-    *_variants(replace(_DECODE, modes=("decode", "bwd"))),  # backward for what one token costs the host
-    *_variants(_DECODE_64),
-    *_in_and_out(replace(_DECODE, name="decode-256", batch=256)),
-    *_in_and_out(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
+    *_all(replace(_DECODE, modes=("decode", "bwd"))),  # backward for what one token costs the host
+    *_all(_DECODE_64),
+    *_both(replace(_DECODE, name="decode-256", batch=256)),
+    *_both(replace(_DECODE_64, name="decode-64-positions", positions="tokens")),
 )
 
 # One shape at every length, to see which implementation is for which.
 SWEEP: tuple[Case, ...] = tuple(
-    replace(_LLAMA3_8B, name=f"tokens-{tokens}", batch=1, tokens=tokens, interleaved=interleaved, inplace=True)
+    replace(_LLAMA3_8B, name=f"tokens-{2**i}", batch=1, tokens=2**i, interleaved=interleaved, inplace=True)
     for interleaved in (False, True)
-    for tokens in (2**exponent for exponent in range(18))
+    for i in range(18)
 )
 
 _FUSED = replace(_LLAMA3_8B, norm_offset=0.0, source="fused")
@@ -174,6 +155,10 @@ class Inputs:
             return self.token_positions[..., None]
         return self.positions[self.axes].movedim(0, -1)
 
+    def parameters(self, grad: bool = True) -> tuple[Tensor, ...]:
+        """Return copies of the weights as leaves."""
+        return tuple(weight.detach().clone().requires_grad_(grad) for weight in self.weights)
+
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Draw q and k, and lay out tables and positions; positions that a case gives are random and out of order."""
@@ -191,29 +176,26 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
             q = torch.stack((q, q), dim=-2).flatten(-2)[..., : case.head_dim]
     inv_freq, _ = inverse_frequencies("default", case.width, case.base)
     token_shape = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
-    index = torch.arange(case.tokens, device=device).expand(token_shape)
-    by_index = case.positions in ("index", "ordered", "axes")
-    rows = case.longest if by_index else max(case.tokens, _TABLE_ROWS)
-    positions = cu_seqlens = None
-    token_positions = index
+    token_positions = index = torch.arange(case.tokens, device=device).expand(token_shape)
+    rows = (
+        max(case.tokens, _TABLE_ROWS)
+        if case.positions in ("tokens", "offsets")
+        else max(case.sequences, default=case.tokens)
+    )
+    positions = cu_seqlens = axes = None
     if case.positions == "tokens":
         positions = token_positions = torch.randint(rows, token_shape, generator=generator, device=device)
     elif case.positions == "ordered":
         positions = index.contiguous()
     elif case.positions == "axes":  # frames of patches: time, height and width
         positions = torch.stack((index // 1024, index // 32 % 32, index % 32))
-        token_positions = positions[0]
+        token_positions, axes = positions[0], torch.arange(case.width // 2, device=device) % 3
     elif case.positions == "offsets":
-        last = rows - case.tokens + 1
-        positions = torch.randint(last, (case.batch,), generator=generator, device=device)
+        positions = torch.randint(rows - case.tokens + 1, (case.batch,), generator=generator, device=device)
         token_positions = positions[:, None] + index
     if case.sequences:
-        ends = torch.tensor((0, *case.sequences)).cumsum(0)
-        cu_seqlens = ends.to(device, torch.int32)
+        cu_seqlens = torch.tensor((0, *case.sequences)).cumsum(0).to(device, torch.int32)
         token_positions = torch.cat([torch.arange(length, device=device) for length in case.sequences])
     cos, sin = rope_table(rows, inv_freq, device=device)
-    axes = torch.arange(case.width // 2, device=device) % 3 if case.positions == "axes" else None
     weights = () if case.norm_offset is None else tuple(draw(case.head_dim) * 0.1 + 1 - case.norm_offset for _ in "qk")
-    return Inputs(
-        q, k, cos, sin, inv_freq.to(device), positions, cu_seqlens, token_positions, axes=axes, weights=weights
-    )
+    return Inputs(q, k, cos, sin, inv_freq.to(device), positions, cu_seqlens, token_positions, axes, weights)
