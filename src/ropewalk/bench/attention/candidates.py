@@ -14,12 +14,13 @@ from torch import Tensor
 from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
 from ropewalk.bench.attention.gate import Attend, AttentionGate
 from ropewalk.bench.attention.layer import make_layer
-from ropewalk.bench.attention.peers import AttentionPeer, compile_rope
+from ropewalk.bench.attention.peers import compile_rope
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.attention.two_scores import Pairs, build_of_pairs, build_two_calls, make_pairs, near_keywords
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
 from ropewalk.bench.core.timing import Call
+from ropewalk.bench.rope.peers import Peer
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.attention.libraries.flash import flash_version
 from ropewalk.ops.rope.api import apply_rope
@@ -95,7 +96,7 @@ class AttentionCandidate:
 
 
 def candidates_of(
-    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[Peer]
 ) -> dict[str, list[AttentionCandidate]]:
     """Make the candidates of a case, by mode. A peer is built, and compiled, once for all modes."""
     rotate = functools.cache(functools.partial(compile_rope, case, inputs))
@@ -196,7 +197,7 @@ def our_candidate(
 def _of_peer(
     case: AttentionCase,
     inputs: AttentionInputs,
-    peer: AttentionPeer,
+    peer: Peer,
     position: str,
     setting: str,
     build: Callable[[], Attend],
@@ -237,7 +238,7 @@ def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
 
 
 def _layers(
-    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionPeer]
+    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[Peer]
 ) -> list[AttentionCandidate]:
     """Make the candidates of layers: ours bare, with parts and whole; and PyTorch's around peers."""
     layer = make_layer(case, inputs)

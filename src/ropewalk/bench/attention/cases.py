@@ -6,9 +6,9 @@ Shape letters: B batch, T tokens, H query heads, K key heads, D head dim, R rota
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.frequencies import inverse_frequencies, rope_table
@@ -71,22 +71,25 @@ class AttentionCase:
     window: int | None = None  # a query attends so many keys, its own and those before it; None: all that it may
 
     def __post_init__(self) -> None:
-        if self.form not in _FORMS or (self.padded and self.form != "dense"):
-            raise ValueError(f"{self.name}: there is no form {self.form!r} with padded={self.padded}")
-        window = self.far_window
-        if window is not None and not 1 <= window < self.tokens:
-            raise ValueError(f"{self.name}: far_window is {window}, but must be from 1 to below {self.tokens} tokens")
-        plain = self.form == "dense" and self.causal and not self.padded
-        if self.window is not None and (not plain or not 1 <= self.window < self.tokens or window is not None):
-            raise ValueError(f"{self.name}: a window is of dense causal cases, from 1 to below {self.tokens} tokens")
-        if not set(self.modes).isdisjoint(LAYER) and (not plain or self.window is not None or window is not None):
-            raise ValueError(f"{self.name}: layers are measured of dense causal cases without a window")
-        if not set(self.modes).isdisjoint(REROPE) and (window is None or not plain):
-            raise ValueError(f"{self.name}: ReRoPE is measured of dense causal cases that have a far_window")
+        far, near, within = self.far_window, self.window, f"from 1 to below {self.tokens} tokens"
+        plain, modes = self.form == "dense" and self.causal and not self.padded, set(self.modes)
+        outside = [window is not None and not 1 <= window < self.tokens for window in (far, near)]
+        no_form = self.form not in _FORMS or (self.padded and self.form != "dense")
+        wrong = {
+            f"there is no form {self.form!r} with padded={self.padded}": no_form,
+            f"far_window is {far}, but must be {within}": outside[0],
+            f"a window is of dense causal cases, {within}": near is not None and (not plain or outside[1] or far),
+            "layers are measured of dense causal cases without a window": modes & {*LAYER}
+            and (not plain or near or far),
+            "ReRoPE is measured of dense causal cases that have a far_window": modes & {*REROPE}
+            and not (plain and far),
+        }
+        for message, is_so in wrong.items():
+            if is_so:
+                raise ValueError(f"{self.name}: {message}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch's."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -98,7 +101,6 @@ class AttentionCase:
 
     @property
     def out_head_dim(self) -> int:
-        """The head dim of v and the output."""
         return self.v_head_dim or self.head_dim
 
     @property
@@ -106,14 +108,13 @@ class AttentionCase:
         """The shape and the mask in words."""
         heads = f"{self.q_heads}" if self.group == 1 else f"{self.q_heads}/{self.k_heads}"
         features = f"{self.head_dim}" if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
-        rest = f"H{heads} D{features}, {self.dtype}"
-        mask = "causal" if self.causal else "full"
+        rest, mask = f"H{heads} D{features}, {self.dtype}", "causal" if self.causal else "full"
         if self.form == "packed":
             return f"{self.batch} sequences of {self.shortest} to {self.tokens} tokens, {rest}, {mask}"
         if self.form == "cache":
-            if self.batch == 1 and self.shortest == self.tokens:
-                return f"one full cache of {self.tokens} keys, {rest}"
-            return f"{self.batch} caches of {self.shortest} to {self.tokens} keys, {rest}"
+            is_full = self.batch == 1 and self.shortest == self.tokens
+            caches = "one full cache of" if is_full else f"{self.batch} caches of {self.shortest} to"
+            return f"{caches} {self.tokens} keys, {rest}"
         padding = ", key lengths from T/2 to T" if self.padded else ""
         far = "" if self.far_window is None else f", far from {self.far_window} tokens on"
         sliding = "" if self.window is None else f", a window of {self.window}"
@@ -131,6 +132,11 @@ class AttentionCase:
         least = self.tokens // 2 if self.padded else self.shortest
         return torch.randint(least, self.tokens + 1, (self.batch,), generator=generator, dtype=torch.int32)
 
+    def count_keys(self, seed: int = 0) -> int:
+        """Count the keys of a head in all rows."""
+        lengths = self.draw_lengths(seed)
+        return self.batch * self.tokens if lengths is None else int(lengths.sum())
+
     def scores(self, seed: int = 0) -> float:
         """Count the scores of a head: a row's key length for one T where there are lengths, half when causal.
 
@@ -139,14 +145,11 @@ class AttentionCase:
         """
         if self.window is not None:
             return self.batch * (self.window * self.tokens - self.window**2 / 2)
-        lengths = self.draw_lengths(seed)
-        if lengths is None:
-            count = self.batch * self.tokens**2
-        elif self.form == "packed":
-            count = int(lengths.long().square().sum())
-        else:
-            count = int(lengths.sum()) * (1 if self.form == "cache" else self.tokens)
-        return count / 2 if self.causal and self.form != "cache" else count
+        if self.form == "cache":
+            return self.count_keys(seed)
+        lengths = self.draw_lengths(seed) if self.form == "packed" else None
+        count = self.count_keys(seed) * self.tokens if lengths is None else int(lengths.long().square().sum())
+        return count / 2 if self.causal else count
 
     def flops(self, mode: str, seed: int = 0) -> float:
         """Count operations: 2·(D + Dv) for each needed score, forward; 2·(3·D + 2·Dv) backward.
@@ -159,63 +162,54 @@ class AttentionCase:
 
     def cache_bytes(self, seed: int = 0) -> int:
         """Count the bytes of the keys and values that are there: a decoding step must read them."""
-        lengths = self.draw_lengths(seed)
-        keys = self.batch * self.tokens if lengths is None else int(lengths.sum())
-        return keys * self.k_heads * (self.head_dim + self.out_head_dim) * self.torch_dtype.itemsize
+        features = self.k_heads * (self.head_dim + self.out_head_dim)
+        return self.count_keys(seed) * features * self.torch_dtype.itemsize
 
     def training_bytes(self, seed: int = 0) -> int:
         """Count the bytes of q, k, v, out, the gradients of all four, and rotated q and k: training needs them all."""
-        lengths = self.draw_lengths(seed) if self.form == "packed" else None
-        tokens = self.batch * self.tokens if lengths is None else int(lengths.sum())
-        features = 3 * self.head_dim + 2 * self.out_head_dim
-        return tokens * (self.q_heads + self.k_heads) * features * self.torch_dtype.itemsize
+        tokens = self.count_keys(seed) if self.form == "packed" else self.batch * self.tokens
+        features = (self.q_heads + self.k_heads) * (3 * self.head_dim + 2 * self.out_head_dim)
+        return tokens * features * self.torch_dtype.itemsize
+
+    @property
+    def score_gib(self) -> float:
+        """GiB at the peak of whole matrices of scores, in the backward: two in float32, and one in the dtype."""
+        queries = 1 if self.form == "cache" else self.tokens
+        return self.batch * self.q_heads * queries * self.tokens * (2 * 4 + self.torch_dtype.itemsize) / 2**30
 
 
 _SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd")
 _ALL = (*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd")
-_FORWARD_AND_BACKWARD, _TRAIN, _DECODE = ("fwd", "bwd"), ("train",), ("decode",)
-
-
-def _causal(
-    name: str, batch: int, tokens: int, q_heads: int, k_heads: int, head_dim: int, **more: Any
-) -> AttentionCase:
-    return AttentionCase(name, batch, tokens, q_heads, k_heads, head_dim, causal=True, **more)
-
-
-def _cache(name: str, batch: int, shortest: int) -> AttentionCase:
-    return _causal(name, batch, 8192, 32, 8, 128, modes=_DECODE, form="cache", shortest=shortest)
-
-
-_REROPE_D64 = _causal("rerope-8k-d64", 1, 8192, 32, 32, 64, modes=REROPE, far_window=2048)  # of ReRoPE's source
+_TRAIN = ("train",)
+_DECODE = AttentionCase("decode-8k-d128", 64, 8192, 32, 8, 128, True, modes=("decode",), form="cache", shortest=1024)
+_REROPE = AttentionCase("rerope-8k-d64", 1, 8192, 32, 32, 64, True, modes=REROPE, far_window=2048)  # of its source
+_PACKED = AttentionCase("packed-4k-d128", 64, 4096, 32, 8, 128, True, modes=_TRAIN, form="packed", shortest=128)
+_MLA = AttentionCase("mla-8k-d192", 1, 8192, 16, 16, 192, True, modes=("fwd", "bwd"), v_head_dim=128)
 CASES: tuple[AttentionCase, ...] = (
-    _causal("causal-16k-d128", 1, 16384, 32, 32, 128),
+    AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, True),
     AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128),
-    _causal("causal-4k-d128", 4, 4096, 32, 32, 128, modes=_ALL),
-    _causal("gqa-8k-d128", 2, 8192, 32, 8, 128),
-    _causal("causal-2k-d128", 8, 2048, 32, 32, 128),
-    _causal("causal-8k-d64", 1, 8192, 32, 32, 64, modes=_SCHEMES),
+    AttentionCase("causal-4k-d128", 4, 4096, 32, 32, 128, True, modes=_ALL),
+    AttentionCase("gqa-8k-d128", 2, 8192, 32, 8, 128, True),
+    AttentionCase("causal-2k-d128", 8, 2048, 32, 32, 128, True),
+    AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, True, modes=_SCHEMES),
     AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64),
     AttentionCase("bert-512", 32, 512, 12, 12, 64),
     AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=_TRAIN),
-    _causal(
-        *("packed-4k-d128", 64, 4096, 32, 8, 128), modes=_TRAIN, form="packed", shortest=128, yardstick="gqa-4k-d128"
-    ),
-    _cache("decode-8k-d128", 64, 1024),
-    _causal(
-        *("mla-8k-d192", 1, 8192, 16, 16, 192), modes=_FORWARD_AND_BACKWARD, v_head_dim=128, yardstick="causal-8k-h16"
-    ),
-    _REROPE_D64,
-    replace(_REROPE_D64, name="rerope-8k-d64-fp16", dtype="float16"),
-    _causal("rerope-16k-d128", 1, 16384, 32, 32, 128, modes=REROPE, far_window=4096),
-    _causal("memory-64k", 1, 65536, 8, 8, 128, modes=("memory",), far_window=16384),
-    _causal("llama3-70b", 1, 8192, 64, 8, 128, modes=_TRAIN),
+    replace(_PACKED, yardstick="gqa-4k-d128"),
+    _DECODE,
+    replace(_MLA, yardstick="causal-8k-h16"),
+    _REROPE,
+    replace(_REROPE, name="rerope-8k-d64-fp16", dtype="float16"),
+    AttentionCase("rerope-16k-d128", 1, 16384, 32, 32, 128, True, modes=REROPE, far_window=4096),
+    AttentionCase("memory-64k", 1, 65536, 8, 8, 128, True, modes=("memory",), far_window=16384),
+    AttentionCase("llama3-70b", 1, 8192, 64, 8, 128, True, modes=_TRAIN),
     # Five of every six layers have the window, and the sixth has none.
-    _causal("gemma3-27b", 1, 8192, 32, 16, 128, modes=_TRAIN, window=1024),
+    AttentionCase("gemma3-27b", 1, 8192, 32, 16, 128, True, modes=_TRAIN, window=1024),
     # Qwen3-Next's heads and half of its features: 64 of 256 turn there.
-    _causal("qwen3-next-d128", 2, 8192, 24, 4, 128, modes=LAYER),
-    _cache("decode-1", 1, 8192),
-    _causal("gqa-4k-d128", 4, 4096, 32, 8, 128, modes=()),  # yardsticks alone
-    _causal("causal-8k-h16", 1, 8192, 16, 16, 128, modes=()),
+    AttentionCase("qwen3-next-d128", 2, 8192, 24, 4, 128, True, modes=LAYER),
+    replace(_DECODE, name="decode-1", batch=1, shortest=8192),
+    AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, True, modes=()),  # yardsticks alone
+    AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, True, modes=()),
 )
 
 # Models whose layers have a case's shape: other names of it.
@@ -259,23 +253,18 @@ def make_attention_inputs(case: AttentionCase, device: torch.device, seed: int =
     keys, positions = queries, torch.arange(case.tokens)
     if case.form == "packed":
         assert lengths is not None
-        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
+        cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        queries = keys = positions.shape
-        lengths = None
+        queries, keys, lengths = positions.shape, positions.shape, None
     elif case.form == "cache":
         assert lengths is not None
         queries, positions = (case.batch, 1), lengths[:, None] - 1
-    q, k, v, grad = (
-        torch.randn(*tokens, heads, features, generator=generator, device=device).to(case.torch_dtype)
-        for tokens, heads, features in (
-            (queries, case.q_heads, case.head_dim),
-            (keys, case.k_heads, case.head_dim),
-            (keys, case.k_heads, case.out_head_dim),
-            (queries, case.q_heads, case.out_head_dim),
-        )
-    )
+
+    def draw(tokens: tuple[int, ...], heads: int, features: int) -> Tensor:
+        return torch.randn(*tokens, heads, features, generator=generator, device=device).to(case.torch_dtype)
+
+    q, k = draw(queries, case.q_heads, case.head_dim), draw(keys, case.k_heads, case.head_dim)
+    v, grad = draw(keys, case.k_heads, case.out_head_dim), draw(queries, case.q_heads, case.out_head_dim)
     inv_freq, _ = inverse_frequencies("default", case.head_dim, BASE)
     cos, sin = rope_table(positions, inv_freq, device=device)
-    moved = [None if x is None else x.to(device) for x in (lengths, cu_seqlens)]
-    return AttentionInputs(q, k, v, grad, moved[0], cos, sin, moved[1])
+    return AttentionInputs(q, k, v, grad, None if lengths is None else lengths.to(device), cos, sin, cu_seqlens)

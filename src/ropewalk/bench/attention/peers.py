@@ -1,4 +1,4 @@
-"""Other attentions, found by import: PyTorch's are here, other packages' in `libraries`.
+"""Other attentions, found by import and called by their own documentation.
 
 All take and return tensors as `AttentionInputs` has them, as views of the same memory. A model makes masks
 and tables once for all layers: they are made outside the timed call.
@@ -6,10 +6,11 @@ and tables once for all layers: they are made outside the timed call.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,41 +20,52 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ropewalk.bench.attention.cases import AttentionCase, AttentionInputs
 from ropewalk.bench.attention.gate import Attend
-from ropewalk.bench.attention.libraries import (
-    build_flash_2,
-    build_flash_3,
-    build_flash_4,
-    build_flashinfer,
-    build_huggingface,
-    build_te,
-    build_xformers,
-    flash_2_why_not,
-    flash_why_not,
-    flashinfer_why_not,
-    huggingface_why_not,
-    score_bytes,
-    te_why_not,
-    xformers_why_not,
-)
-from ropewalk.bench.core.peers import Library
 from ropewalk.bench.rope.gate import rotate_plainly
+from ropewalk.bench.rope.peers import Peers, compile_whole, keep_buffers
 
-# The rotation of q and k, both as `AttentionInputs` has them.
-Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-MOST_BYTES = 64 << 30  # of whole matrices of scores that an implementation may hold
+# GiB of whole matrices of scores: past the first, hundreds of milliseconds a call would say nothing new.
+SLOW_GIB, MOST_GIB = 16, 64
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
+_PAGE = 16  # tokens
+_WORKSPACE = 128 << 20  # bytes, as FlashInfer's documentation has it
+
+ATTENTION_PEERS = Peers(
+    dense=("dense tensors alone", lambda case: case.form != "dense"),
+    unpacked=("packed sequences are not dense tensors", lambda case: case.form == "packed"),
+    whole=("dense tensors without lengths alone", lambda case: case.form != "dense" or case.padded),
+    plain=(
+        "dense tensors without lengths or a window alone",
+        lambda case: case.form != "dense" or case.padded or case.window is not None,
+    ),
+    caches=("caches alone: it has no backward", lambda case: case.form != "cache"),
+    default=("caches alone: elsewhere it takes one of the others", lambda case: case.form != "cache"),
+    paged=(f"a cache that is cut into pages of {_PAGE} tokens", lambda case: case.tokens % _PAGE),
+    unpadded=("no key lengths for dense tensors", lambda case: case.padded),
+    windowless=("no window", lambda case: case.window is not None),
+    masked=("a window is a mask of its own to it", lambda case: case.window is not None),
+    dtype=("float16 and bfloat16 alone", lambda case: case.dtype not in ("float16", "bfloat16")),
+    square=("one head dim for keys and values", lambda case: case.out_head_dim != case.head_dim),
+    dims=(
+        "one head dim for keys and values, of 64, 128 and 256",
+        lambda case: case.out_head_dim != case.head_dim or case.head_dim not in (64, 128, 256),
+    ),
+    grouped=("heads that share keys are supported forward alone", lambda case: case.group > 1),
+    slow=(
+        f"its whole matrices take {{0.score_gib:.0f}} GiB, of {SLOW_GIB} that it may take",
+        lambda case: case.score_gib > SLOW_GIB,
+    ),
+    fits=(
+        f"its whole matrices do not fit: {{0.score_gib:.0f}} GiB, of {MOST_GIB} that it may take",
+        lambda case: case.score_gib > MOST_GIB,
+    ),
+    rerope=(
+        "ReRoPE of dense causal tensors alone",
+        lambda case: case.far_window is None or not case.causal or case.padded or case.form != "dense",
+    ),
+)
 
 
-@dataclass(frozen=True)
-class AttentionPeer(Library):
-    """One other implementation of attention; it supports no positions, or ReRoPE alone."""
-
-    why_not: Callable[[AttentionCase], str | None]
-    build: Callable[[AttentionCase, AttentionInputs], Attend]
-    rerope: bool = False  # whether it supports ReRoPE
-
-
-def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Rotate:
+def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Compile PyTorch's RoPE, half-split, with the tables made before. A cache's keys are rotated already."""
     cos, sin = inputs.cos[..., None, :], inputs.sin[..., None, :]  # over heads
     cached = case.form == "cache"
@@ -61,102 +73,183 @@ def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Rotate:
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rotate_plainly(q, cos, sin, False), k if cached else rotate_plainly(k, cos, sin, False)
 
-    return torch.compile(rotate, fullgraph=True, dynamic=False)
+    return compile_whole(rotate)
 
 
-def _cudnn_why_not(case: AttentionCase) -> str | None:
-    if case.window is not None:
-        return "a window is a mask of its own to it"
-    return "packed sequences are not dense tensors" if case.form == "packed" else None
-
-
-def _dense_why_not(case: AttentionCase) -> str | None:
-    if case.form != "dense":
-        return "dense tensors alone"
-    if case.out_head_dim != case.head_dim:
-        return "one head dim for keys and values"
-    if case.window is not None:
-        return "no window"
-    return "no key lengths for dense tensors" if case.padded else None
-
-
-def _default_why_not(case: AttentionCase) -> str | None:
-    return None if case.form == "cache" else "caches alone: elsewhere it takes one of the others"
-
-
-def _eager_why_not(case: AttentionCase) -> str | None:
-    if case.far_window is None or not case.causal or case.padded or case.form != "dense":
-        return "ReRoPE of dense causal tensors alone"
-    needed = score_bytes(case)
-    if needed > MOST_BYTES:
-        return f"its whole matrices do not fit: {needed / 2**30:.0f} GiB, of {MOST_BYTES >> 30} that it may take"
-    return None
-
-
-def _build_flex(case: AttentionCase, inputs: AttentionInputs) -> Attend:
-    """Compile FlexAttention with a case's own block mask; past Dynamo's limit it would run eagerly."""
-    import torch._functorch.config
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # A backward that is timed runs many times over one graph, so it must not give its buffers away.
-    torch._functorch.config.donated_buffer = False
-    mask = _block_mask(case, inputs)
-    compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    grouped = case.group > 1
+@ATTENTION_PEERS.add("flex", "torch.nn.attention.flex_attention", "torch", True)
+def _flex(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    keep_buffers()
+    mask, grouped, packed = _block_mask(lib, case, inputs), case.group > 1, case.form == "packed"
+    compiled = compile_whole(lib.flex_attention)  # past Dynamo's limit it would run eagerly
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
         out = out.transpose(1, 2)
-        return out if case.form != "packed" else out[0]
+        return out[0] if packed else out
 
     return call
 
 
-def _block_mask(case: AttentionCase, inputs: AttentionInputs) -> Any:
+def _block_mask(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Any:
     """Make FlexAttention's block mask; None where every query attends all."""
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask
-
-    device, lengths, attends = inputs.q.device, inputs.key_lengths, []
-    queries, keys = inputs.q.shape[-3], inputs.k.shape[-3]
+    device, lengths, window, attends = inputs.q.device, inputs.key_lengths, case.window, []
     if case.causal and case.form != "cache":
         attends.append(lambda b, h, query, key: query >= key)
-    if case.window is not None:
-        window = case.window
+    if window is not None:
         attends.append(lambda b, h, query, key: query - key < window)
     if lengths is not None:
         attends.append(lambda b, h, query, key: key < lengths[b])
     if inputs.cu_seqlens is not None:
-        sizes = inputs.cu_seqlens.diff()
-        sequences = torch.arange(case.batch, device=device).repeat_interleave(sizes)
+        sequences = torch.arange(case.batch, device=device).repeat_interleave(inputs.cu_seqlens.diff())
         attends.append(lambda b, h, query, key: sequences[query] == sequences[key])
     if not attends:
         return None
-    attended = attends[0] if len(attends) == 1 else and_masks(*attends)
-    return create_block_mask(attended, None if lengths is None else case.batch, None, queries, keys, device=device)
+    attended = attends[0] if len(attends) == 1 else lib.and_masks(*attends)
+    rows, sizes = None if lengths is None else case.batch, (inputs.q.shape[-3], inputs.k.shape[-3])
+    return lib.create_block_mask(attended, rows, None, *sizes, device=device)
 
 
-def _build_sdpa(name: str) -> Callable[[AttentionCase, AttentionInputs], Attend]:
-    def build(case: AttentionCase, inputs: AttentionInputs) -> Attend:
-        backend, grouped, mask = BACKENDS.get(name), case.group > 1, None  # no backend: PyTorch chooses
-        causal = case.causal and case.form != "cache"
-        if inputs.key_lengths is not None:
-            index = torch.arange(case.tokens, device=inputs.q.device)
-            mask = (index < inputs.key_lengths[:, None])[:, None, None]  # (B, 1, 1, T)
+def _sdpa(name: str, lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    backend, grouped, mask = BACKENDS.get(name), case.group > 1, None  # no backend: PyTorch chooses
+    causal = case.causal and case.form != "cache"
+    if inputs.key_lengths is not None:
+        mask = _attended(case, inputs.key_lengths)
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            with nullcontext() if backend is None else sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-            return out.transpose(1, 2)
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
-        return call
-
-    return build
+    return call
 
 
-def _build_eager(case: AttentionCase, inputs: AttentionInputs) -> Attend:
+def _attended(case: AttentionCase, lengths: Tensor) -> Tensor:
+    """Return whether a key is there, (B, 1, 1, T)."""
+    return (torch.arange(case.tokens, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+ATTENTION_PEERS.add("cudnn", "torch", "torch", True, limits="masked unpacked")(functools.partial(_sdpa, "cudnn"))
+
+
+@ATTENTION_PEERS.add("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, limits="unpadded dtype")
+def _flash_4(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """Build its call, which takes a cache's lengths in the one for packed sequences."""
+    if case.form == "cache":
+        return _first_result(lib.flash_attn_varlen_func, causal=True, seqused_k=inputs.key_lengths)
+    return _flash(lib, case, inputs)
+
+
+@ATTENTION_PEERS.add(
+    "flash_attn_2", "flash_attn.flash_attn_interface", "flash-attn", True, limits="square unpadded dtype"
+)
+@ATTENTION_PEERS.add("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, limits="unpadded dtype")
+def _flash(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    if case.form == "cache":
+        return _first_result(lib.flash_attn_with_kvcache, causal=True, cache_seqlens=inputs.key_lengths)
+    if case.form == "dense":
+        return _first_result(lib.flash_attn_func, causal=case.causal, **_window(case))
+    starts, longest = inputs.cu_seqlens, case.tokens
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return _first_result(lib.flash_attn_varlen_func, causal=case.causal, **lengths)
+
+
+def _window(case: AttentionCase) -> dict[str, Any]:
+    """Return the keys to the left and to the right of a query's own, where there is a window."""
+    return {} if case.window is None else {"window_size": (case.window - 1, 0)}
+
+
+def _first_result(attend: Callable[..., Any], **keywords: Any) -> Attend:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = attend(q, k, v, **keywords)
+        return result[0] if isinstance(result, tuple) else result  # some versions add the log-sum-exp
+
+    return call
+
+
+@ATTENTION_PEERS.add(
+    "transformer_engine", "transformer_engine.pytorch", "transformer-engine", True, limits="whole dtype"
+)
+def _te(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    attend = lib.DotProductAttention(
+        case.q_heads,
+        case.head_dim if case.v_head_dim is None else (case.head_dim, case.v_head_dim),
+        num_gqa_groups=case.k_heads,
+        qkv_format="bshd",
+        attn_mask_type="causal" if case.causal else "no_mask",
+        **_window(case),
+    )
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flat: Tensor = attend(q, k, v)  # (B, T, H·D)
+        return flat.view(*flat.shape[:-1], case.q_heads, -1)
+
+    return call
+
+
+@ATTENTION_PEERS.add("xformers", "xformers.ops", "xformers", True, limits="plain grouped square")
+def _xformers(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    attend, bias = lib.memory_efficient_attention, lib.LowerTriangularMask() if case.causal else None
+    return lambda q, k, v: attend(q, k, v, attn_bias=bias)
+
+
+@ATTENTION_PEERS.add("flashinfer", "flashinfer", "flashinfer-python", True, limits="caches dims paged dtype")
+def _flashinfer(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """Plan once, as a model does for all its layers, and build the call; each row's pages are in their order."""
+    lengths, device, pages_of_row = inputs.key_lengths, inputs.q.device, case.tokens // _PAGE
+    assert lengths is not None
+    counts = (lengths + _PAGE - 1) // _PAGE
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+    page_idx = torch.arange(pages_of_row, device=device)
+    pages = torch.arange(case.batch, device=device)[:, None] * pages_of_row + page_idx
+    indices, last_lengths = pages[page_idx < counts[:, None]].int(), (lengths - (counts - 1) * _PAGE).int()
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=case.group >= 4)
+    sizes = case.q_heads, case.k_heads, case.head_dim, _PAGE
+    dtypes = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype}
+    wrapper.plan(starts, indices, last_lengths, *sizes, **dtypes)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (x.unflatten(1, (-1, _PAGE)).flatten(0, 1) for x in (k, v))
+        out: Tensor = wrapper.run(q[:, 0], (keys, values))
+        return out[:, None]
+
+    return call
+
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+
+
+@ATTENTION_PEERS.add("huggingface", _LLAMA, "transformers", False, limits="unpacked slow")
+def _huggingface(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
+    """Build the call of attn_implementation="eager"; its mask is added to the scores."""
+    module = SimpleNamespace(num_key_value_groups=case.group, training=False)
+    device, attended, mask = inputs.q.device, None, None
+    if case.causal and case.form != "cache":
+        attended = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=device).tril()[None, None]
+        attended = attended if case.window is None else attended.triu(1 - case.window)
+    elif inputs.key_lengths is not None:
+        attended = _attended(case, inputs.key_lengths)
+    if attended is not None:
+        least = torch.finfo(case.torch_dtype).min
+        mask = torch.zeros(attended.shape, dtype=case.torch_dtype, device=device).masked_fill(~attended, least)
+    scale, attend = case.head_dim**-0.5, lib.eager_attention_forward
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(module, q, k, v, mask, scaling=scale)[0]
+
+    return call
+
+
+for _name, _limits in (("sdpa_flash", "dense square windowless unpadded"), ("sdpa_default", "default")):
+    ATTENTION_PEERS.add(_name, "torch", "torch", False, limits=_limits)(functools.partial(_sdpa, _name))
+
+
+@ATTENTION_PEERS.add("eager", "torch", "torch", False, limits="rerope fits", rerope=True)
+def _eager(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
     """Build ReRoPE as models' own code has it: two whole matrices of scores, one of them for far pairs."""
     window = case.far_window
     assert window is not None
@@ -177,24 +270,3 @@ def _build_eager(case: AttentionCase, inputs: AttentionInputs) -> Attend:
         return (probabilities @ v).transpose(1, 2)
 
     return call
-
-
-_LLAMA = "transformers.models.llama.modeling_llama"
-_FLASH_2, _TE = "flash_attn.flash_attn_interface", "transformer_engine.pytorch"
-ATTENTION_PEERS: dict[str, AttentionPeer] = {
-    peer.name: peer
-    for peer in (
-        AttentionPeer("flex", "torch.nn.attention.flex_attention", "torch", True, lambda case: None, _build_flex),
-        AttentionPeer("cudnn", "torch", "torch", True, _cudnn_why_not, _build_sdpa("cudnn")),
-        AttentionPeer("flash_attn_4", "flash_attn.cute", "flash-attn-4", True, flash_why_not, build_flash_4),
-        AttentionPeer("flash_attn_3", "flash_attn_interface", "flash_attn_3", True, flash_why_not, build_flash_3),
-        AttentionPeer("flash_attn_2", _FLASH_2, "flash-attn", True, flash_2_why_not, build_flash_2),
-        AttentionPeer("transformer_engine", _TE, "transformer-engine", True, te_why_not, build_te),
-        AttentionPeer("xformers", "xformers.ops", "xformers", True, xformers_why_not, build_xformers),
-        AttentionPeer("flashinfer", "flashinfer", "flashinfer-python", True, flashinfer_why_not, build_flashinfer),
-        AttentionPeer("huggingface", _LLAMA, "transformers", False, huggingface_why_not, build_huggingface),
-        AttentionPeer("sdpa_flash", "torch", "torch", False, _dense_why_not, _build_sdpa("sdpa_flash")),
-        AttentionPeer("sdpa_default", "torch", "torch", False, _default_why_not, _build_sdpa("sdpa_default")),
-        AttentionPeer("eager", "torch", "torch", False, _eager_why_not, _build_eager, rerope=True),
-    )
-}

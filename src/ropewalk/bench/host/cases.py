@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from ropewalk.bench.attention.cases import REROPE, AttentionCase
-from ropewalk.bench.attention.peers import ATTENTION_PEERS, BACKENDS, AttentionPeer
+from ropewalk.bench.attention.peers import ATTENTION_PEERS, BACKENDS
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
 from ropewalk.bench.host.timing import Timed
 from ropewalk.bench.rope.bench import by_operator
 from ropewalk.bench.rope.cases import Case, make_inputs
 from ropewalk.bench.rope.gate import Gate, Rotation
+from ropewalk.bench.rope.peers import Peer
 from ropewalk.ops.rope.api import apply_rope
 
 ROTATE = "rotate-fwd"  # `apply_rope` alone, on q and k of the case
@@ -63,7 +64,7 @@ MODES = {
 }
 _SDPA, _CUDNN = ATTENTION_PEERS["sdpa_default"], ATTENTION_PEERS["cudnn"]
 # SDPA is the same call by PyTorch's choice and by cuDNN. A model makes the choice once, outside of the call.
-HOST_PEERS: dict[str, AttentionPeer] = {
+HOST_PEERS: dict[str, Peer] = {
     "sdpa_default": replace(_SDPA, why_not=_CUDNN.why_not),
     "cudnn": replace(_CUDNN, build=_SDPA.build),
     **{name: ATTENTION_PEERS[name] for name in ("flash_attn_4", "flex")},
