@@ -56,11 +56,8 @@ class _Slice(NamedTuple):
         return x[self.rows, self.queries if of_queries else self.keys, self.heads(group if of_queries else 1)]
 
 
-class _Stretch(NamedTuple):
-    """Some tokens of a slice of one result."""
-
-    truth: Tensor
-    budget: float
+# Of every slice, for every result: the truth and the budget of each stretch.
+_Expected = list[tuple[_Slice, list[list[tuple[Tensor, float]]]]]
 
 
 class AttentionGate:
@@ -68,7 +65,7 @@ class AttentionGate:
 
     def __init__(self, case: AttentionCase, inputs: AttentionInputs) -> None:
         self.case, self.inputs = case, inputs
-        self._known: dict[str, list[list[list[_Stretch]]]] = {}
+        self._known: dict[str, _Expected] = {}
 
     def check(self, candidate: Attend, setting: str, *, backward: bool, parameters: Sequence[Tensor] = ()) -> Verdict:
         """Run `candidate` once on copies and compare; every exception of the implementation is let through.
@@ -86,7 +83,7 @@ class AttentionGate:
         else:
             with torch.no_grad():
                 results = [candidate(*xs)]
-        if not all(torch.equal(x, original) for x, original in zip(xs, originals, strict=True)):
+        if not all(map(torch.equal, xs, originals)):
             return Verdict(math.inf, 0.0, "it wrote into its inputs")
         names = [*_NAMES, *("a parameter's gradient" for _ in parameters)]
         shapes = [x.shape for x in (self.inputs.grad, *originals, *parameters)]
@@ -94,20 +91,16 @@ class AttentionGate:
         for index, result in enumerate(results):
             if result.shape != shapes[index]:
                 return Verdict(math.inf, 0.0, f"{names[index]} has shape {tuple(result.shape)}")
-            for at, known in zip(self._slices(SETTINGS[setting]), expected, strict=True):
-                for piece, stretch in zip(self._pieces(index, result, at), known[index], strict=True):
-                    error = max_error([piece], [stretch.truth])
-                    if _share(error, stretch.budget) > _share(worst.error, worst.budget):
-                        fits = error <= stretch.budget
-                        complaint = None if fits else f"the error of {names[index]} is past the budget"
-                        worst = Verdict(error, stretch.budget, complaint)
+            for at, of_results in expected:
+                for piece, (truth, budget) in zip(self._cut(index, result, at), of_results[index], strict=True):
+                    error = max_error([piece], [truth])
+                    if _share(error, budget) > _share(worst.error, worst.budget):
+                        complaint = None if error <= budget else f"the error of {names[index]} is past the budget"
+                        worst = Verdict(error, budget, complaint)
         return worst if math.isfinite(worst.budget) else replace(worst, budget=0.0)
 
-    def _pieces(self, index: int, result: Tensor, at: _Slice) -> Sequence[Tensor]:
-        """Cut a slice of a whole result into stretches; a parameter's gradient is one."""
-        if index >= len(_NAMES):
-            return [result[None]]
-        return _chunk(at.cut(index, result, self.case.group))
+    def _cut(self, index: int, result: Tensor, at: _Slice) -> Sequence[Tensor]:
+        return _chunk(index, at.cut(index, result, self.case.group) if index < len(_NAMES) else result)
 
     def _slices(self, setting: Setting) -> list[_Slice]:
         case, inputs = self.case, self.inputs
@@ -124,29 +117,28 @@ class AttentionGate:
         corners = dict.fromkeys(((0, 0), (case.batch - 1, case.k_heads - 1)))
         return [_Slice(_one(row), _EVERY, _EVERY, _one(head)) for row, head in corners]
 
-    def _expected(self, setting: str) -> list[list[list[_Stretch]]]:
-        """Return stretches by slice and by result: out, and the gradients of q, k, v and parameters."""
-        if setting not in self._known:
-            keywords = SETTINGS[setting]
-            self._known[setting] = [self._stretches(keywords, at) for at in self._slices(keywords)]
-        return self._known[setting]
-
-    def _stretches(self, setting: Setting, at: _Slice) -> list[list[_Stretch]]:
-        dtype = self.case.torch_dtype
-        truths, baselines = self._compute(setting, at, torch.float64), self._compute(setting, at, dtype)
-        stretches = []
-        for index, (truth, baseline) in enumerate(zip(truths, baselines, strict=True)):
-            chunk = _chunk if index < len(_NAMES) else _whole
-            pairs = zip(chunk(truth), chunk(baseline.to(dtype)), strict=True)
-            stretches.append([_Stretch(exact, error_budget(exact, plain, _ROUNDINGS)) for exact, plain in pairs])
-        return stretches
+    def _expected(self, name: str) -> _Expected:
+        if name not in self._known:
+            setting, dtype = SETTINGS[name], self.case.torch_dtype
+            found: _Expected = []
+            for at in self._slices(setting):
+                truths, baselines = (self._compute(setting, at, each) for each in (torch.float64, dtype))
+                of_results = []
+                for index, results in enumerate(zip(truths, baselines, strict=True)):
+                    pairs = zip(*(_chunk(index, x) for x in results), strict=True)
+                    of_results.append(
+                        [(truth, error_budget(truth, plain.to(dtype), _ROUNDINGS)) for truth, plain in pairs]
+                    )
+                found.append((at, of_results))
+            self._known[name] = found
+        return self._known[name]
 
     def _compute(self, setting: Setting, at: _Slice, dtype: torch.dtype) -> list[Tensor]:
-        """Compute the reference's output and gradients in `dtype`. Parameters' have one dimension more in front."""
+        """Compute the reference's output and gradients in `dtype`."""
         case, inputs, causal = self.case, self.inputs, self.case.causal
         q, k, v = leaves = [
             at.cut(index, x, case.group).to(dtype).detach().requires_grad_()
-            for index, x in ((1, inputs.q), (2, inputs.k), (3, inputs.v))
+            for index, x in enumerate((inputs.q, inputs.k, inputs.v), 1)
         ]
         if setting.of_layer:
             drawn = [x.to(q.device, dtype) for x in setting.draw(case)]
@@ -171,16 +163,12 @@ class AttentionGate:
             out = attend(call)[0].transpose(1, 2)
         wanted = [*leaves, *parameters] if setting.learned else leaves
         grads = torch.autograd.grad(out, wanted, at.cut(0, inputs.grad, case.group).to(dtype))
-        return [out.detach(), *grads[:3], *(x[None] for x in grads[3:])]
+        return [out.detach(), *grads]
 
 
-def _chunk(x: Tensor) -> Sequence[Tensor]:
-    """Cut (B, T, H, D) into stretches."""
-    return x.chunk(min(max(1, x.shape[1] // _FEWEST), _STRETCHES), 1)
-
-
-def _whole(x: Tensor) -> Sequence[Tensor]:
-    return [x]
+def _chunk(index: int, x: Tensor) -> Sequence[Tensor]:
+    """Cut a result (B, T, H, D) into stretches; a parameter's gradient is one."""
+    return x.chunk(min(max(1, x.shape[1] // _FEWEST), _STRETCHES), 1) if index < len(_NAMES) else [x]
 
 
 def _one(index: int) -> slice:
