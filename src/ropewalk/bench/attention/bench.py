@@ -8,9 +8,9 @@ is timed in the same rounds: our kernels on another case, or a copy of as many b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -32,9 +32,8 @@ SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: th
 _TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, forward and backward"}
 
 
-class _Opened(NamedTuple):
-    gates: Mapping[str, AttentionGate]  # by case: a yardstick has its own
-    candidates: Mapping[str, Sequence[AttentionCandidate]]  # by mode
+# Gates by case, as a yardstick has its own; and candidates by mode.
+_Opened = tuple[Mapping[str, AttentionGate], Mapping[str, Sequence[AttentionCandidate]]]
 
 
 class AttentionBench(Bench):
@@ -80,20 +79,21 @@ class AttentionBench(Bench):
         """Make the inputs, the gates and the candidates, whose peers are built and compiled once for all modes."""
         inputs = make_attention_inputs(case, self.device, self.options.seed)
         gates = {case.name: AttentionGate(case, inputs)}
-        candidates = candidates_of(case, inputs, self._impls, self.found)
+        found = candidates_of(case, inputs, self._impls, self.found)
         if case.yardstick is not None:
             check_names("yardstick", [case.yardstick], self.known)
             other = self.known[case.yardstick]
-            other_inputs = make_attention_inputs(other, self.device, self.options.seed)
-            gates[other.name] = AttentionGate(other, other_inputs)
-            for mode, more in yardsticks_of(other, other_inputs, self._impls).items():
-                candidates[mode] = [*candidates[mode], *more]
-        return _Opened(gates, candidates)
+            inputs = make_attention_inputs(other, self.device, self.options.seed)
+            gates[other.name] = AttentionGate(other, inputs)
+            for mode, more in yardsticks_of(other, inputs, self._impls).items():
+                found[mode] = [*found[mode], *more]
+        return gates, found
 
     def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
         """Yield ours, then the peers, then yardsticks."""
-        for candidate in opened.candidates[mode]:
-            yield candidate.of_mode(mode, opened.gates[candidate.case.name])
+        gates, found = opened
+        for candidate in found[mode]:
+            yield candidate.of_mode(mode, gates[candidate.case.name])
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time everything that is right against each other, by each protocol; or measure its bytes."""
@@ -107,16 +107,11 @@ class AttentionBench(Bench):
             yield from self._time(case, mode, right, rates)
 
     def _time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> list[Row]:
-        measured = []
-        seed, device = self.options.seed, self.device
+        measured, seed, device = [], self.options.seed, self.device
         rows = {name: row for name, (row, _) in right.items()}
-        flops = {name: candidate.case.flops(mode, seed) for name, (_, (candidate, _)) in right.items()}
         read = case.cache_bytes(seed) if case.form == "cache" else None
-        product = rates["matmul_tflops"][case.dtype] if read is None else None
         with torch.set_grad_enabled(direction_of(mode) != "fwd"):
-            calls: dict[str, Call] = {
-                name: candidate.call(mode, attend) for name, (_, (candidate, attend)) in right.items()
-            }
+            calls: dict[str, Call] = {name: one.call(mode, attend) for name, (_, (one, attend)) in right.items()}
             if device.type == "cuda" and case.flops("fwd", seed) < SMALL_FLOPS:
                 for name, call in calls.items():
                     rows[name] = {**rows[name], "host": time_host(call, device, calls=8, repeats=10)}
@@ -125,14 +120,14 @@ class AttentionBench(Bench):
             for protocol in self.options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",)):
                 samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=self.options.rounds)
                 for name, times in samples.items():
-                    spread = quantiles(times)
-                    row = {**rows[name], "protocol": protocol, "time": spread, "rounds": len(times)}
-                    row["ratios"] = ratios(samples, name)
-                    if name in flops:
-                        row["tflops"] = flops[name] / spread.p50 / 1e6
-                        if product is not None:
-                            row["matrix_ratio"] = row["tflops"] / product
-                    if read is not None:
+                    spread, of = quantiles(times), ratios(samples, name)
+                    row = {**rows[name], "protocol": protocol, "time": spread, "rounds": len(times), "ratios": of}
+                    if name in right:
+                        _, (candidate, _) = right[name]
+                        row["tflops"] = candidate.case.flops(mode, seed) / spread.p50 / 1e6
+                    if read is None:
+                        row["matrix_ratio"] = row["tflops"] / rates["matmul_tflops"][case.dtype]
+                    else:
                         row["gb_per_s"] = read / spread.p50 / 1e3
                     measured.append(row)
         return measured
@@ -142,8 +137,8 @@ class AttentionBench(Bench):
         from ropewalk.bench.core.figure import draw_bars
 
         rows = [row for row in record.of(self.name) if row.get("protocol") == "hot"]
-        dtypes = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows))
-        title = f"Attention on {record.run['device']}, {dtypes}, hot{cpu_note(record.run['device'])}"
+        dtypes, device = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows)), record.run["device"]
+        title = f"Attention on {device}, {dtypes}, hot{cpu_note(device)}"
 
         def tflops(group: Sequence[Row]) -> list[float | None]:
             return [row.get("tflops") for row in group]
@@ -154,5 +149,4 @@ class AttentionBench(Bench):
 def _copy(moved: int, device: torch.device) -> Call:
     """Make a copy that reads half so many bytes, and writes the other half."""
     source = torch.randn(moved // 4, device=device).bfloat16()
-    copied = torch.empty_like(source)
-    return lambda: copied.copy_(source)
+    return functools.partial(torch.empty_like(source).copy_, source)
