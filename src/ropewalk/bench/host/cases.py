@@ -21,10 +21,9 @@ from ropewalk.bench.attention.peers import ATTENTION_PEERS, BACKENDS
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
 from ropewalk.bench.host.timing import Timed
-from ropewalk.bench.rope.bench import by_operator
 from ropewalk.bench.rope.cases import Case, make_inputs
 from ropewalk.bench.rope.gate import Gate, Rotation
-from ropewalk.bench.rope.peers import Peer
+from ropewalk.bench.rope.peers import Peer, by_operator
 from ropewalk.ops.rope.api import apply_rope
 
 ROTATE = "rotate-fwd"  # `apply_rope` alone, on q and k of the case

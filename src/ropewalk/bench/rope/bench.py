@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.load import Record, Row, variant_of
 from ropewalk.bench.core.records import cpu_note
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
@@ -18,8 +17,7 @@ from ropewalk.bench.core.summary import microseconds, number
 from ropewalk.bench.core.timing import COPY, Call, peak_memory, time_graphs, time_host, time_rounds
 from ropewalk.bench.rope.cases import CASES, MODES, NORM_CASES, SWEEP, Case, Inputs, make_inputs
 from ropewalk.bench.rope.gate import NORM_EPS, Gate, Rotation
-from ropewalk.bench.rope.peers import NORM_PEERS, PEERS, Peer, Peers
-from ropewalk.bench.rope.peers import by_operator as by_operator
+from ropewalk.bench.rope.peers import NORM_PEERS, PEERS, Peer, Peers, by_operator
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.backends import IMPLEMENTATIONS, NORM_IMPLEMENTATIONS, why_not
 from ropewalk.ops.rope.norm import QKNorm
@@ -78,29 +76,27 @@ class RopeBench(Bench):
         gate = Gate(case, inputs, mode)
         for kind, known in (("ours", self._ours), ("peer", self.found)):
             for peer in known:
-                check = functools.partial(_check, gate, peer.build)
-                yield Candidate(peer.name, kind, check, reason=peer.why_not(case, mode))
+                check, reason = functools.partial(gate.judge, peer.build), peer.why_not(case, mode)
+                yield Candidate(peer.name, kind, check, reason=reason)
 
     def time(self, case: Case, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time everything that is right, and a copy of the same bytes, against each other."""
         device, on_gpu, moved = self.device, self.device.type == "cuda", case.bytes_of(mode)
         source = torch.randn(moved // (2 * case.torch_dtype.itemsize), device=device).to(case.torch_dtype)
-        copied = torch.empty_like(source)
+        copied, head = torch.empty_like(source), torch.ones(case.head_dim, device=device)
         calls: dict[str, Call] = {COPY: lambda: copied.copy_(source)}
         if mode == "decode":
-            head = torch.ones(case.head_dim, device=device)
             calls[MULTIPLY] = lambda: head.mul_(1.0)
         rows = {name: new_row(case, mode, name, "anchor") for name in calls}
         forwards: dict[str, Call] = {}
         for name, (row, (rotation, inputs, grads)) in right.items():
-            rows[name] = row
-            if mode == "bwd":
-                calls[name] = _backward(case, inputs, grads, rotation)
-                if not case.inplace:  # otherwise the forward cannot be repeated
-                    leaves = (rotation.to_native(x).detach().requires_grad_() for x in (inputs.q, inputs.k))
-                    forwards[name] = functools.partial(rotation.rotate, *leaves)
+            rows[name], xs = row, (inputs.q, inputs.k)
+            if mode != "bwd":
+                calls[name] = rotation.forward(xs)
             else:
-                calls[name] = functools.partial(rotation.rotate, *map(rotation.to_native, (inputs.q, inputs.k)))
+                calls[name] = rotation.backward(xs, grads, inplace=case.inplace)
+                if not case.inplace:  # otherwise the forward cannot be repeated
+                    forwards[name] = rotation.forward(xs, recording=True)
         with torch.set_grad_enabled(mode == "bwd"):
             how: dict[str, Any] = {} if on_gpu else {"warmup": 1, "max_seconds": CPU_SECONDS}
             times = time_rounds(calls, device, rounds=self.options.rounds or ROUNDS, **how)
@@ -153,24 +149,6 @@ def _fractions(group: Sequence[Row]) -> list[float | None]:
         copy[key]["p50"] / row[key]["p50"] if key in copy and key in row and row["kind"] != "anchor" else None
         for row in group
     ]
-
-
-def _check(gate: Gate, build: Callable[..., Rotation]) -> tuple[Verdict, tuple[Rotation, Inputs, Sequence[Tensor]]]:
-    """Return the verdict on a rotation; and what it is timed by, without the gate and its float64 tensors."""
-    case, inputs = gate.case, gate.inputs
-    rotation = build(case, inputs, gate.backward)
-    verdict = gate.check(rotation)
-    if gate.backward and verdict.complaint is None:
-        backward = _backward(case, inputs, [grad.clone() for grad in gate.grads], rotation)
-        for _ in range(2):  # not every backward can run again over one forward
-            backward()
-    return verdict, (rotation, inputs, gate.grads)
-
-
-def _backward(case: Case, inputs: Inputs, grads: Sequence[Tensor], rotation: Rotation) -> Call:
-    """Make the backward of one rotation."""
-    backward = rotation.prepare_backward(inputs.q, inputs.k, inplace=case.inplace)
-    return functools.partial(backward, *map(rotation.to_native, grads))
 
 
 def _build(impl: str, lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ropewalk.bench.core.gate import Verdict, max_error
+from ropewalk.bench.core.timing import Call
 from ropewalk.bench.rope.cases import Case, Inputs
 from ropewalk.testing import error_budget
 
@@ -25,14 +27,21 @@ class Rotation:
     from_native: View = lambda x: x
     weights: tuple[Tensor, ...] = field(default=(), kw_only=True)  # of a norm: the backward has their gradients too
 
-    def prepare_backward(self, q: Tensor, k: Tensor, *, inplace: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """Rotate forward; return the function from the results' gradients to those of q, k and weights, all native."""
-        leaves = [self.to_native(x).detach().requires_grad_() for x in (q, k)]
+    def forward(self, xs: Sequence[Tensor], *, recording: bool = False) -> Call:
+        """Make the forward of q and k."""
+        native = (self.to_native(x) for x in xs)
+        return functools.partial(self.rotate, *(x.detach().requires_grad_() if recording else x for x in native))
+
+    def backward(
+        self, xs: Sequence[Tensor], grads: Sequence[Tensor], *, inplace: bool
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Rotate q and k forward; return the backward to the native gradients of q, k and weights."""
+        leaves = [self.to_native(x).detach().requires_grad_() for x in xs]
         with torch.enable_grad():
             # A leaf must not be overwritten; the derivative of `clone` moves no data.
             rotated = self.rotate(*(leaf.clone() for leaf in leaves) if inplace else leaves)
-        wanted = (*leaves, *self.weights)
-        return lambda *grads: torch.autograd.grad(rotated, wanted, grads, retain_graph=True)
+        wanted, native = (*leaves, *self.weights), [self.to_native(grad) for grad in grads]
+        return lambda: torch.autograd.grad(rotated, wanted, native, retain_graph=True)
 
 
 class Gate:
@@ -49,16 +58,28 @@ class Gate:
         self.budgets = [error_budget(exact, x) for exact, x in zip(self.truth, plain, strict=True)]
         self.budget = max(self.budgets[:2])
 
+    def judge(self, build: Callable[..., Rotation]) -> tuple[Verdict, tuple[Rotation, Inputs, Sequence[Tensor]]]:
+        """Return the verdict on what is built; and what it is timed by, without the gate and its float64 tensors."""
+        rotation = build(self.case, self.inputs, self.backward)
+        verdict = self.check(rotation)
+        if self.backward and verdict.complaint is None:
+            backward = self._backward(rotation, (self.inputs.q, self.inputs.k))
+            for _ in range(2):  # not every backward can run again over one forward
+                backward()
+        return verdict, (rotation, self.inputs, self.grads)
+
+    def _backward(self, rotation: Rotation, xs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+        return rotation.backward(xs, [grad.clone() for grad in self.grads], inplace=self.case.inplace)
+
     def check(self, rotation: Rotation) -> Verdict:
         """Run `rotation` once on copies and compare; every exception of the implementation is let through."""
         originals = (self.inputs.q, self.inputs.k)
         xs = [x.clone() for x in originals]
         if self.backward:
-            grads = [rotation.to_native(grad.clone()) for grad in self.grads]
-            native = rotation.prepare_backward(*xs, inplace=self.case.inplace)(*grads)
+            native = self._backward(rotation, xs)()
         else:
             with torch.no_grad():
-                native = rotation.rotate(*(rotation.to_native(x) for x in xs))
+                native = rotation.rotate(*map(rotation.to_native, xs))
         results = [*map(rotation.from_native, native[:2]), *native[2:]]
         if self.case.inplace and not self.backward:
             results = xs  # what is returned does not matter, what is overwritten does
