@@ -15,7 +15,7 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables
+from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables, signature_of_blocks
 from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
@@ -317,11 +317,15 @@ def attention(
         bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
         given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
+        of_blocks = None
         if blocks is not None:
             kept = kept_tables(blocks, q, k, layout) if block_table is None else None
-            blocks = find_tables(blocks, q, k, layout, block_table) if kept is None else kept
+            if kept is None:
+                blocks = find_tables(blocks, q, k, layout, block_table)
+                of_blocks = signature_of_blocks(blocks)
+            else:
+                blocks, of_blocks = kept
             given_blocks = blocks[:5]
-            flags += blocks[5:]
         given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, k_scale, v_scale, gate, sinks)
     elif gate is not None and is_autocast:
         gate = _lower(gate)
@@ -332,7 +336,7 @@ def attention(
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
             given = (q, k, v, *masks, None, None, *given_blocks, k_scale, v_scale, gate, sinks)
     if may_plan and norm is None:
-        key, planned = plans.find_call(given, position, flags)
+        key, planned = plans.find_call(given, position, flags, of_blocks)
         if planned is not None:
             if is_autocast:
                 result = _outside_autocast(q, plans.run_plan, planned, given, position)

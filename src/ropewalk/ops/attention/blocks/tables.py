@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +56,17 @@ class Sizes(NamedTuple):
     keys: int
 
 
+_version_of = attrgetter("_version")
+
+
 class _Kept:
     """Tables that were made of lists, and the state that the lists were in."""
 
-    __slots__ = ("call", "sizes", "source", "tables", "versions", "watched")
+    __slots__ = ("call", "signature", "sizes", "source", "tables", "versions", "watched")
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
+        self.signature = signature_of_blocks(tables)
         self.watched = [*source.tensors, *_captured(source.mask_mod)]
         self.versions = [x._version for x in self.watched]
 
@@ -74,8 +79,14 @@ def has_rows(q: Any, k: Any) -> bool:
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == 4 and k.ndim == 4
 
 
-def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> BlockTables | None:
-    """Return what `find_tables` made of `BlockLists` in the last call of such tensors, or None.
+def signature_of_blocks(tables: BlockTables) -> str:
+    """Return what plans of calls know tables by: of all that a key could hold, only a string keeps its hash."""
+    tensors = [None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tables[:5]]
+    return repr((tensors, tables[5:]))
+
+
+def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> tuple[BlockTables, str] | None:
+    """Return what `find_tables` made of `BlockLists` in the last call of such tensors, and its signature, or None.
 
     Each eager call asks this first, so it calls no other Python function. `BlockLists` is frozen: it compares no field.
     """
@@ -86,10 +97,9 @@ def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> BlockTables |
         return None
     if kept.tables.columns is None and torch.is_grad_enabled():
         return None
-    for x, version in zip(kept.watched, kept.versions, strict=True):
-        if x._version != version:
-            return None
-    return kept.tables
+    if list(map(_version_of, kept.watched)) != kept.versions:
+        return None
+    return kept.tables, kept.signature
 
 
 def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Tensor | None) -> BlockTables:

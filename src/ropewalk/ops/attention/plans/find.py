@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ropewalk.ops.attention.plans.cache import CALLS, may_plan
+from ropewalk.ops.attention.plans.leaves import BLOCKS
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.planned import FIXED, PlannedCall
 from ropewalk.ops.attention.tables import identity_of, signature_of
@@ -70,12 +71,12 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
 
 
 def find_call(
-    given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]
+    given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...], of_blocks: str | None
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
-    given: the caller's tensors, in the order of a call's leaves. Arguments are not validated yet: the key holds all
-    that decides whether they are valid.
+    given: the caller's tensors, in the order of a call's leaves. of_blocks: the signature of lists of blocks. Arguments
+    are not validated yet: the key holds all that decides whether they are valid.
     """
     if is_intercepted():
         return None, None
@@ -102,6 +103,8 @@ def find_call(
             identity = ("read", signature_of(position))
             if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
+        if of_blocks is not None:
+            del others[BLOCKS]
         # One tuple, as each * costs the host.
         key = (
             type(q),
@@ -126,6 +129,7 @@ def find_call(
             identity,
             grads,
             flags,
+            of_blocks,
             tuple(map(type, flags)),  # True is 1 to a dict, and no window
             tuple(map(type, window)) if type(window) is tuple else None,
             torch._C._get_deterministic_algorithms(),
