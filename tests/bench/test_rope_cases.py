@@ -70,9 +70,12 @@ def test_q_and_k_of_a_norm_lie_in_a_projection(device: torch.device) -> None:
 
 
 def test_every_pair_turns_by_the_position_of_its_axis(device: torch.device) -> None:
-    inputs = make_inputs(Case("axes", 2, 40, 3, 1, 8, "float32", positions="axes"), device)
-    assert inputs.pair_positions().shape == (2, 40, 4)
-    assert inputs.pair_positions()[1, 33].tolist() == [0, 1, 1, 0]
+    case = Case("axes", 2, 40, 3, 1, 8, "float32", positions="axes")
+    inputs = make_inputs(case, device)
+    assert inputs.positions is not None
+    assert inputs.positions[:, 1, 33].tolist() == [0, 1, 1]
+    rotated = apply_rope(inputs.q, inputs.k, inputs.cos, inputs.sin, positions=inputs.positions, axes=inputs.axes)
+    assert max_error(rotated, Gate(case, inputs, "fwd").truth) < 1e-5
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,21 +28,18 @@ class Rotation:
     from_native: View = lambda x: x
     weights: tuple[Tensor, ...] = field(default=(), kw_only=True)  # of a norm: the backward has their gradients too
 
-    def forward(self, xs: Sequence[Tensor], *, recording: bool = False) -> Call:
-        """Make the forward of q and k."""
+    def forward(self, xs: Sequence[Tensor], recording: bool = False) -> Call:
         native = (self.to_native(x) for x in xs)
         return functools.partial(self.rotate, *(x.detach().requires_grad_() if recording else x for x in native))
 
-    def backward(
-        self, xs: Sequence[Tensor], grads: Sequence[Tensor], *, inplace: bool
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def backward(self, xs: Sequence[Tensor], grads: Sequence[Tensor], inplace: bool) -> Callable[[], Sequence[Tensor]]:
         """Rotate q and k forward; return the backward to the native gradients of q, k and weights."""
         leaves = [self.to_native(x).detach().requires_grad_() for x in xs]
         with torch.enable_grad():
             # A leaf must not be overwritten; the derivative of `clone` moves no data.
             rotated = self.rotate(*(leaf.clone() for leaf in leaves) if inplace else leaves)
-        wanted, native = (*leaves, *self.weights), [self.to_native(grad) for grad in grads]
-        return lambda: torch.autograd.grad(rotated, wanted, native, retain_graph=True)
+        wanted, native = (*leaves, *self.weights), [self.to_native(grad.clone()) for grad in grads]
+        return functools.partial(torch.autograd.grad, rotated, wanted, native, retain_graph=True)
 
 
 class Gate:
@@ -49,13 +47,11 @@ class Gate:
 
     def __init__(self, case: Case, inputs: Inputs, mode: str) -> None:
         self.case, self.inputs, self.backward = case, inputs, mode == "bwd"
-        generator = torch.Generator(inputs.q.device).manual_seed(1)
-        self.grads = [
-            torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in (inputs.q, inputs.k)
-        ]
-        self.truth = self._compute(torch.float64)
-        plain = self._compute(case.torch_dtype)
-        self.budgets = [error_budget(exact, x) for exact, x in zip(self.truth, plain, strict=True)]
+        originals, generator = (inputs.q, inputs.k), torch.Generator(inputs.q.device).manual_seed(1)
+        draw = functools.partial(torch.randn, generator=generator, device=inputs.q.device)
+        self.originals, self.grads = originals, [draw(x.shape).to(x.dtype) for x in originals]
+        self.truth, plain = (self._compute(dtype) for dtype in (torch.float64, case.torch_dtype))
+        self.budgets = list(map(error_budget, self.truth, plain))
         self.budget = max(self.budgets[:2])
 
     def judge(self, build: Callable[..., Rotation]) -> tuple[Verdict, tuple[Rotation, Inputs, Sequence[Tensor]]]:
@@ -63,30 +59,26 @@ class Gate:
         rotation = build(self.case, self.inputs, self.backward)
         verdict = self.check(rotation)
         if self.backward and verdict.complaint is None:
-            backward = self._backward(rotation, (self.inputs.q, self.inputs.k))
+            backward = rotation.backward(self.originals, self.grads, self.case.inplace)
             for _ in range(2):  # not every backward can run again over one forward
                 backward()
         return verdict, (rotation, self.inputs, self.grads)
 
-    def _backward(self, rotation: Rotation, xs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-        return rotation.backward(xs, [grad.clone() for grad in self.grads], inplace=self.case.inplace)
-
     def check(self, rotation: Rotation) -> Verdict:
         """Run `rotation` once on copies and compare; every exception of the implementation is let through."""
-        originals = (self.inputs.q, self.inputs.k)
-        xs = [x.clone() for x in originals]
+        xs = [x.clone() for x in self.originals]
         if self.backward:
-            native = self._backward(rotation, xs)()
+            native: Sequence[Tensor] = rotation.backward(xs, self.grads, self.case.inplace)()
         else:
             with torch.no_grad():
                 native = rotation.rotate(*map(rotation.to_native, xs))
         results = [*map(rotation.from_native, native[:2]), *native[2:]]
         if self.case.inplace and not self.backward:
             results = xs  # what is returned does not matter, what is overwritten does
-        elif not all(map(torch.equal, xs, originals)):
-            return Verdict(float("inf"), self.budget, "it wrote into its inputs")
+        elif not all(map(torch.equal, xs, self.originals)):
+            return Verdict(math.inf, self.budget, "it wrote into its inputs")
         error, complaint = max_error(results[:2], self.truth[:2]), None
-        of_weights = list(zip(results, self.truth, self.budgets, strict=True))[2:]
+        of_weights = zip(results[2:], self.truth[2:], self.budgets[2:], strict=True)
         if any(max_error([result], [exact]) > budget for result, exact, budget in of_weights):
             complaint = "the error of a weight's gradient is past its budget"
         elif not error <= self.budget:
@@ -94,21 +86,19 @@ class Gate:
         return Verdict(error, self.budget, complaint)
 
     @torch.enable_grad()
-    def _compute(self, dtype: torch.dtype) -> list[Tensor]:
+    def _compute(self, dtype: torch.dtype) -> Sequence[Tensor]:
         """Rotate in plain PyTorch of one dtype, after the norm if there is one; or differentiate that."""
-        inputs, case = self.inputs, self.case
-        angles = (inputs.pair_positions().double() * inputs.inv_freq).unsqueeze(-3 if case.layout == "bhtd" else -2)
+        inputs, case, positions = self.inputs, self.case, self.inputs.token_positions[..., None]
+        if inputs.axes is not None and inputs.positions is not None:
+            positions = inputs.positions[inputs.axes].movedim(0, -1)
+        angles = (positions.double() * inputs.inv_freq).unsqueeze(-3 if case.layout == "bhtd" else -2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)  # (…, 1, R/2), the head axis where the layout has it
-        q, k, *weights = leaves = [
-            x.to(dtype, copy=True).requires_grad_(self.backward) for x in (inputs.q, inputs.k, *inputs.weights)
-        ]
-        if weights:
-            outs = [norm_plainly(x, weight, cos, sin, case) for x, weight in zip((q, k), weights, strict=True)]
+        leaves = [x.to(dtype, copy=True).requires_grad_(self.backward) for x in (*self.originals, *inputs.weights)]
+        if inputs.weights:
+            outs = [norm_plainly(x, weight, cos, sin, case) for x, weight in zip(leaves, leaves[2:], strict=False)]
         else:
-            outs = [rotate_plainly(x, cos, sin, case.interleaved) for x in (q, k)]
-        if not self.backward:
-            return outs
-        return list(torch.autograd.grad(outs, leaves, [grad.to(dtype) for grad in self.grads]))
+            outs = [rotate_plainly(x, cos, sin, case.interleaved) for x in leaves]
+        return torch.autograd.grad(outs, leaves, [x.to(dtype) for x in self.grads]) if self.backward else outs
 
 
 def norm_plainly(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, case: Case) -> Tensor:

@@ -1,4 +1,4 @@
-"""Other libraries' rotations, found by import and called as their own documentation says.
+"""Ours, and other libraries' rotations, found by import and called as their own documentation says.
 
 A model computes gathered tables and positions once for all layers: they are prepared outside the timed call, in the
 peers' favour.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from torch import Tensor
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.rope.cases import Case, Inputs
 from ropewalk.bench.rope.gate import NORM_EPS, Rotation, View, norm_plainly, rotate_plainly
-
-Adapt = TypeVar("Adapt", bound=Callable[..., Any])
+from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.rope.backends import IMPLEMENTATIONS, NORM_IMPLEMENTATIONS
+from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.ops.rope.rotary_embedding import rotary_embedding
 
 
 @dataclass(frozen=True)
@@ -31,42 +34,35 @@ class Peer(Library):
     rerope: bool = False  # of attention: whether it supports ReRoPE, and nothing else
 
 
-class Peers(dict[str, Peer]):
-    """The peers of a benchmark by name; and its limits by name: a reason against a case, and whether it holds."""
+def peers_of(limits: Callable[..., dict[str, Any]], *rows: tuple[Any, ...]) -> dict[str, Peer]:
+    """Make peers of rows: name, module, distribution, whether it needs a GPU, names of limits, and an adapter.
 
-    def __init__(self, **limits: tuple[str, Callable[..., bool]]) -> None:
-        super().__init__()
-        self.limits = limits
+    `limits` returns by name the reason against a case, or a value that is false; the first limit that holds counts.
+    The adapter builds the call, of the imported module before its other arguments.
+    """
 
-    def add(
-        self, name: str, module: str, distribution: str, needs_gpu: bool, *, limits: str = "", rerope: bool = False
-    ) -> Callable[[Adapt], Adapt]:
-        """Decorate an adapter, which builds a call of an imported module; the first limit that holds is the reason."""
-
+    def make(
+        name: str, module: str, distribution: str, gpu: bool, named: str, adapt: Any, rerope: bool = False
+    ) -> Peer:
         def why_not(*case: Any) -> str | None:
-            found = (self.limits[limit] for limit in limits.split())
-            return next((reason.format(*case) for reason, holds in found if holds(*case)), None)
+            known = limits(*case)
+            return next((known[limit] for limit in named.split() if known[limit]), None)
 
-        def add(adapt: Adapt) -> Adapt:
-            def build(*arguments: Any) -> Any:
-                return adapt(importlib.import_module(module), *arguments)
+        def build(*arguments: Any) -> Any:
+            return adapt(importlib.import_module(module), *arguments)
 
-            self[name] = Peer(name, module, distribution, needs_gpu, why_not, build, rerope)
-            return adapt
+        return Peer(name, module, distribution, gpu, why_not, build, rerope)
 
-        return add
+    return {row[0]: make(*row) for row in rows}
 
 
-def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function as one graph of fixed shapes."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def keep_buffers() -> None:
-    """Let compiled backwards that are timed run many times over one graph: it must not give its buffers away."""
+def compile_whole(function: Callable[..., Any], again: bool = False) -> Callable[..., Any]:
+    """Compile a function as one graph of fixed shapes; its backward may run `again` over one forward."""
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False
+    if again:
+        torch._functorch.config.donated_buffer = False
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def by_operator(
@@ -81,39 +77,6 @@ def by_operator(
         return q, k
 
     return Rotation(overwrite, *views or (lambda x: x.flatten(-2), lambda x: x.unflatten(-1, (-1, head_dim))))
-
-
-def _liger_overwrites(case: Case, mode: str) -> bool:
-    # It makes q and k (B, T, H, D) in memory, by a copy if need be, and overwrites what it then has.
-    copies = case.layout == "bhtd" and min(case.tokens, case.q_heads, case.k_heads) > 1
-    return not (case.inplace or copies)
-
-
-PEERS = Peers(
-    backward=("no backward", lambda case, mode: mode == "bwd"),
-    overwrites=("it overwrites q and k", lambda case, mode: not case.inplace),
-    new=("it returns new tensors", lambda case, mode: case.inplace),
-    compiled=("a compiled rotation returns new tensors", lambda case, mode: case.inplace),
-    cache=("it returns q and writes k to a cache", lambda case, mode: case.inplace),
-    half=("it pairs features half-split", lambda case, mode: case.interleaved),
-    llama=("transformers' Llama pairs features half-split", lambda case, mode: case.interleaved),
-    whole=("it rotates the whole head", lambda case, mode: case.width != case.head_dim),
-    positions=("no positions per token", lambda case, mode: case.positions == "tokens"),
-    major=("token-major tensors alone", lambda case, mode: case.layout == "bhtd"),
-    dtype=("float16 and bfloat16 alone", lambda case, mode: case.dtype not in ("float16", "bfloat16")),
-    dims=("head dims 64, 128, 256 and 512", lambda case, mode: case.head_dim not in (64, 128, 256, 512)),
-    wide=("head dims up to 256", lambda case, mode: case.head_dim > 256),
-    eights=("head and rotary dim must be multiples of 8", lambda case, mode: case.head_dim % 8 or case.width % 8),
-    copies=(
-        "it copies tensors that are not (B, T, H, D) in memory",
-        lambda case, _: case.inplace and case.layout == "bhtd",
-    ),
-    keeps=("it overwrites tensors that are (B, T, H, D) in memory", _liger_overwrites),
-)
-NORM_PEERS = Peers(
-    norms=("norms alone", lambda case, mode: case.norm_offset is None),
-    whole=("its rotation is of the whole head", lambda case, mode: case.width != case.head_dim),
-)
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -134,16 +97,8 @@ def _token_tables(inputs: Inputs) -> list[Tensor]:
     return [torch.cat((table[positions], table[positions]), -1) for table in (inputs.cos, inputs.sin)]
 
 
-def _start_compiling(differentiable: bool) -> None:
-    # Past its limit of recompilations Dynamo would run the function eagerly; `fullgraph` would make that an error.
-    torch.compiler.reset()
-    if differentiable:
-        keep_buffers()
-
-
-@PEERS.add("compiled", "torch", "torch", False, limits="compiled")
 def _compiled(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
-    _start_compiling(grad)
+    torch.compiler.reset()  # past its limit of recompilations Dynamo would run the function eagerly
     head_axis = -3 if case.layout == "bhtd" else -2
     indexed = inputs.positions is not None or bool(case.sequences)
     positions, cos, sin = inputs.token_positions, inputs.cos, inputs.sin
@@ -153,10 +108,9 @@ def _compiled(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
         c, s = c.unsqueeze(head_axis), s.unsqueeze(head_axis)
         return rotate_plainly(q, c, s, case.interleaved), rotate_plainly(k, c, s, case.interleaved)
 
-    return Rotation(compile_whole(rotate))
+    return Rotation(compile_whole(rotate, grad))
 
 
-@PEERS.add("huggingface", "transformers.models.llama.modeling_llama", "transformers", False, limits="new llama whole")
 def _huggingface(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     cos, sin = (table.to(case.torch_dtype) for table in _token_tables(inputs))
     if case.layout == "thd":
@@ -165,44 +119,33 @@ def _huggingface(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     return Rotation(lambda q, k: rotate(q, k, cos, sin, unsqueeze_dim=head_axis))
 
 
-@PEERS.add("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, limits="half whole copies keeps")
 def _liger(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     cos, sin = _token_tables(inputs)
-    differentiable, forward = lib.LigerRopeFunction, lib.rope_forward
-
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return differentiable.apply(q, k, cos, sin) if grad else forward(q, k, cos, sin)[:2]
-
-    if case.layout == "thd":  # to (1, H, T, D)
-        return Rotation(rotate, lambda x: x[None].transpose(1, 2), lambda x: x.transpose(1, 2)[0])
-    return Rotation(rotate) if case.layout == "bhtd" else Rotation(rotate, _swap, _swap)
+    rotate = lib.LigerRopeFunction.apply if grad else lib.rope_forward
+    packed: tuple[View, View] = (lambda x: x[None].transpose(1, 2), lambda x: x.transpose(1, 2)[0])  # (1, H, T, D)
+    views = {"thd": packed, "bthd": (_swap, _swap), "bhtd": ()}[case.layout]
+    return Rotation(lambda q, k: rotate(q, k, cos, sin)[:2], *views)
 
 
-def _per_tensor(case: Case, apply: Callable[..., Tensor], *tables: Tensor, **options: Any) -> Rotation:
+def _per_tensor(case: Case, inputs: Inputs, apply: Callable[..., Tensor], *tables: Tensor, **more: Any) -> Rotation:
     """Build the calls of libraries that rotate one tensor a launch, (B, T, H, D) or packed."""
     views = (_swap, _swap) if case.layout == "bhtd" else ()
+    options = {"cu_seqlens": inputs.cu_seqlens, "interleaved": case.interleaved, **more}
     return Rotation(lambda q, k: (apply(q, *tables, **options), apply(k, *tables, **options)), *views)
 
 
-@PEERS.add("quack", "quack.rotary", "quack-kernels", True, limits="positions eights")
 def _quack(lib: Any, case: Case, inputs: Inputs, grad: bool, no_offset: int | None = None) -> Rotation:
     """Build the calls of QuACK, whose arguments are flash-attn's."""
-    return _per_tensor(
-        *(case, lib.apply_rotary_emb if grad else lib.apply_rotary, inputs.cos, inputs.sin),
-        seqlen_offsets=no_offset if inputs.positions is None else inputs.positions.int(),
-        cu_seqlens=inputs.cu_seqlens,
-        max_seqlen=max(case.sequences) if case.sequences else None,
-        interleaved=case.interleaved,
-        inplace=case.inplace,
-    )
+    apply, tables = lib.apply_rotary_emb if grad else lib.apply_rotary, (inputs.cos, inputs.sin)
+    offsets = no_offset if inputs.positions is None else inputs.positions.int()
+    options = {"seqlen_offsets": offsets, "max_seqlen": max(case.sequences, default=None), "inplace": case.inplace}
+    return _per_tensor(case, inputs, apply, *tables, **options)
 
 
-@PEERS.add("flash_attn", "flash_attn.ops.triton.rotary", "flash-attn", True, limits="positions wide")
 def _flash_attn(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     return _quack(importlib.import_module("flash_attn.layers.rotary") if grad else lib, case, inputs, grad, no_offset=0)
 
 
-@PEERS.add("flashinfer", "flashinfer", "flashinfer-python", True, limits="backward dtype major dims")
 def _flashinfer(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     positions, table = inputs.token_positions.flatten().int(), torch.cat((inputs.cos, inputs.sin), -1)
     rotate, head_dim, is_neox = lib.apply_rope_with_cos_sin_cache, case.head_dim, not case.interleaved
@@ -212,17 +155,13 @@ def _flashinfer(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     return Rotation(lambda q, k: rotate(positions, q, k, head_dim, table, is_neox), *_flat(case))
 
 
-@PEERS.add("vllm", "vllm._custom_ops", "vllm", True, limits="backward overwrites major")
 def _vllm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
-    table = torch.cat((inputs.cos, inputs.sin), -1).to(
-        case.torch_dtype
-    )  # it computes in the table's dtype, which is q's
+    table = torch.cat((inputs.cos, inputs.sin), -1).to(case.torch_dtype)  # q's, in which it computes
     other = {"table": table, "positions": inputs.token_positions.flatten()}
     operator = torch.ops._C.rotary_embedding  # there since `lib` is imported
     return by_operator(operator, inputs, case.head_dim, not case.interleaved, *_flat(case), **other)
 
 
-@PEERS.add("xformers", "xformers.ops", "xformers", True, limits="backward cache whole major")
 def _xformers(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     """Build its one rotation, which also fills a cache: its time holds a copy of v that no other's holds."""
     masks = importlib.import_module("xformers.ops.fmha.attn_bias")
@@ -240,44 +179,28 @@ def _xformers(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     return Rotation(rotate, lambda x: x.view(1, total, -1, case.head_dim), _flat(case)[1])
 
 
-_TE = "transformer_engine.pytorch.attention.rope"
-
-
-@PEERS.add("transformer_engine", _TE, "transformer-engine", True, limits="new positions")
 def _te(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     # It takes angles, in float32, and takes their cosines in the kernel.
     index = torch.arange(inputs.cos.shape[0], device=inputs.q.device)
     angles = (index[:, None].double() * inputs.inv_freq).float()
     angles = angles.repeat_interleave(2, -1) if case.interleaved else torch.cat((angles, angles), -1)
-    return _per_tensor(
-        *(case, lib.apply_rotary_pos_emb, angles[:, None, None]),
-        tensor_format="thd" if case.layout == "thd" else "bshd",
-        start_positions=None if inputs.positions is None else inputs.positions.int(),
-        interleaved=case.interleaved,
-        fused=True,
-        cu_seqlens=inputs.cu_seqlens,
-    )
+    starts = None if inputs.positions is None else inputs.positions.int()
+    options = {"tensor_format": "thd" if case.layout == "thd" else "bshd", "start_positions": starts, "fused": True}
+    return _per_tensor(case, inputs, lib.apply_rotary_pos_emb, angles[:, None, None], **options)
 
 
-@NORM_PEERS.add("compiled", "torch", "torch", False, limits="norms")
-def _compiled_norm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
-    _start_compiling(grad)
-    eager = _eager_norm(lib, case, inputs, grad)
-    return replace(eager, rotate=compile_whole(eager.rotate))
-
-
-@NORM_PEERS.add("eager", "torch", "torch", False, limits="norms")
-def _eager_norm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
+def _norm(compiled: bool, lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     q_weight, k_weight = weights = inputs.parameters()
     cos, sin = (table[: case.tokens, None].to(case.torch_dtype) for table in (inputs.cos, inputs.sin))
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return norm_plainly(q, q_weight, cos, sin, case), norm_plainly(k, k_weight, cos, sin, case)
 
-    return Rotation(rotate, weights=weights)
+    if compiled:
+        torch.compiler.reset()
+    return Rotation(compile_whole(rotate, grad) if compiled else rotate, weights=weights)
 
 
-@NORM_PEERS.add("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, limits="whole norms")
 def _liger_norm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     """Build Liger's functions, one after another: each norm has a launch, and the rotation overwrites their results."""
     norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
@@ -290,3 +213,88 @@ def _liger_norm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
         return _swap(rotated[0]), _swap(rotated[1])
 
     return Rotation(rotate, weights=weights)
+
+
+def _ours(impl: str, lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
+    cos, sin, cu_seqlens, axes = inputs.cos, inputs.sin, inputs.cu_seqlens, inputs.axes
+    positions, offsets = (None, inputs.positions) if case.positions == "offsets" else (inputs.positions, None)
+    layout, interleaved, inplace = case.layout, case.interleaved, case.inplace
+    weights = inputs.parameters(grad)
+    norm = None if case.norm_offset is None else QKNorm(weights[0], weights[1], NORM_EPS, case.norm_offset)
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rope(
+            q,
+            k,
+            cos,
+            sin,
+            positions=positions,
+            offsets=offsets,
+            cu_seqlens=cu_seqlens,
+            layout=layout,
+            interleaved=interleaved,
+            inplace=inplace,
+            axes=axes,
+            norm=norm,
+            impl=impl,
+        )
+
+    return Rotation(rotate, weights=weights)
+
+
+def _our_operator(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
+    return by_operator(rotary_embedding, inputs, case.head_dim, not case.interleaved)
+
+
+def _limits(case: Case, mode: str) -> dict[str, Any]:
+    in_place, swapped, dim = case.inplace, case.layout == "bhtd", case.head_dim
+    # Liger makes q and k (B, T, H, D) in memory, by a copy if need be, and overwrites what it then has.
+    copies = swapped and min(case.tokens, case.q_heads, case.k_heads) > 1
+    return {
+        "backward": mode == "bwd" and "no backward",
+        "overwrites": not in_place and "it overwrites q and k",
+        "new": in_place and "it returns new tensors",
+        "compiled": in_place and "a compiled rotation returns new tensors",
+        "cache": in_place and "it returns q and writes k to a cache",
+        "half": case.interleaved and "it pairs features half-split",
+        "llama": case.interleaved and "transformers' Llama pairs features half-split",
+        "whole": case.width != dim and "it rotates the whole head",
+        "positions": case.positions == "tokens" and "no positions per token",
+        "major": swapped and "token-major tensors alone",
+        "dtype": case.dtype not in ("float16", "bfloat16") and "float16 and bfloat16 alone",
+        "dims": dim not in (64, 128, 256, 512) and "head dims 64, 128, 256 and 512",
+        "wide": dim > 256 and "head dims up to 256",
+        "eights": (dim % 8 or case.width % 8) and "head and rotary dim must be multiples of 8",
+        "copies": in_place and swapped and "it copies tensors that are not (B, T, H, D) in memory",
+        "keeps": not in_place and not copies and "it overwrites tensors that are (B, T, H, D) in memory",
+        "norms": case.norm_offset is None and "norms alone",
+        "part": case.width != dim and "its rotation is of the whole head",
+        "plain": (case.norm_offset is not None or case.positions == "axes") and "no norm, and no axes",
+    }
+
+
+_PACKAGE = ("ropewalk", "ropewalk", False)
+_LLAMA, _TE = "transformers.models.llama.modeling_llama", "transformer_engine.pytorch.attention.rope"
+PEERS = peers_of(
+    _limits,
+    ("compiled", "torch", "torch", False, "compiled", _compiled),
+    ("huggingface", _LLAMA, "transformers", False, "new llama whole", _huggingface),
+    ("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, "half whole copies keeps", _liger),
+    ("quack", "quack.rotary", "quack-kernels", True, "positions eights", _quack),
+    ("flash_attn", "flash_attn.ops.triton.rotary", "flash-attn", True, "positions wide", _flash_attn),
+    ("flashinfer", "flashinfer", "flashinfer-python", True, "backward dtype major dims", _flashinfer),
+    ("vllm", "vllm._custom_ops", "vllm", True, "backward overwrites major", _vllm),
+    ("xformers", "xformers.ops", "xformers", True, "backward cache whole major", _xformers),
+    ("transformer_engine", _TE, "transformer-engine", True, "new positions", _te),
+)
+NORM_PEERS = peers_of(
+    _limits,
+    ("compiled", "torch", "torch", False, "norms", partial(_norm, True)),
+    ("eager", "torch", "torch", False, "norms", partial(_norm, False)),
+    ("liger_kernel", "liger_kernel.ops.rope", "liger_kernel", True, "part norms", _liger_norm),
+)
+OURS = peers_of(
+    _limits,
+    ("rotary_embedding", *_PACKAGE, "plain backward overwrites major", _our_operator),
+    *((x, *_PACKAGE, "" if x in NORM_IMPLEMENTATIONS else "plain", partial(_ours, x)) for x in IMPLEMENTATIONS),
+)
