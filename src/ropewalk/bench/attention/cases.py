@@ -1,4 +1,4 @@
-"""The cases of attention's benchmark and tests, as data.
+"""The cases of attention's benchmark and tests.
 
 Shape letters: B batch, T tokens, H query heads, K key heads, D head dim, R rotary dim.
 """
@@ -33,12 +33,11 @@ _DIRECTIONS = {"decode": "fwd", "memory": "train"}  # of the modes whose names d
 _KERNELS = ("fwd", "bwd", "train")
 REROPE = ("rerope-fwd", "rerope-train")
 LAYER = ("layer-fwd", "layer-train")
-_FORMS = ("dense", "packed", "cache")
 BASE = 10000.0
 
 
 def direction_of(mode: str) -> str:
-    """Return the direction of a mode: forward "fwd", backward "bwd", or both "train"."""
+    """Return a mode's direction: forward "fwd", backward "bwd", or both "train"."""
     return _DIRECTIONS.get(mode, mode.rpartition("-")[2])
 
 
@@ -70,33 +69,12 @@ class AttentionCase:
     far_window: int | None = None  # ReRoPE: pairs at least so many tokens apart are far
     window: int | None = None  # a query attends so many keys, its own and those before it; None: all that it may
 
-    def __post_init__(self) -> None:
-        far, near, within = self.far_window, self.window, f"from 1 to below {self.tokens} tokens"
-        plain, modes = self.form == "dense" and self.causal and not self.padded, set(self.modes)
-        outside = [window is not None and not 1 <= window < self.tokens for window in (far, near)]
-        no_form = self.form not in _FORMS or (self.padded and self.form != "dense")
-        wrong = {
-            f"there is no form {self.form!r} with padded={self.padded}": no_form,
-            f"far_window is {far}, but must be {within}": outside[0],
-            f"a window is of dense causal cases, {within}": near is not None and (not plain or outside[1] or far),
-            "layers are measured of dense causal cases without a window": modes & {*LAYER}
-            and (not plain or near or far),
-            "ReRoPE is measured of dense causal cases that have a far_window": modes & {*REROPE}
-            and not (plain and far),
-        }
-        for message, is_so in wrong.items():
-            if is_so:
-                raise ValueError(f"{self.name}: {message}")
-
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
+    def group(self) -> int:  # query heads that share a key head
         return self.q_heads // self.k_heads
 
     @property
@@ -105,7 +83,6 @@ class AttentionCase:
 
     @property
     def description(self) -> str:
-        """The shape and the mask in words."""
         heads = f"{self.q_heads}" if self.group == 1 else f"{self.q_heads}/{self.k_heads}"
         features = f"{self.head_dim}" if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
         rest, mask = f"H{heads} D{features}, {self.dtype}", "causal" if self.causal else "full"
@@ -115,27 +92,20 @@ class AttentionCase:
             is_full = self.batch == 1 and self.shortest == self.tokens
             caches = "one full cache of" if is_full else f"{self.batch} caches of {self.shortest} to"
             return f"{caches} {self.tokens} keys, {rest}"
-        padding = ", key lengths from T/2 to T" if self.padded else ""
-        far = "" if self.far_window is None else f", far from {self.far_window} tokens on"
-        sliding = "" if self.window is None else f", a window of {self.window}"
-        return f"B{self.batch} T{self.tokens} {rest}, {mask}{padding}{sliding}{far}"
+        mask += ", key lengths from T/2 to T" if self.padded else ""
+        mask += "" if self.window is None else f", a window of {self.window}"
+        mask += "" if self.far_window is None else f", far from {self.far_window} tokens on"
+        return f"B{self.batch} T{self.tokens} {rest}, {mask}"
 
-    def draw_lengths(self, seed: int = 0) -> Tensor | None:
-        """Draw the key length of each row or sequence, (B,), int32, the same for every device. None: T each."""
+    def draw_lengths(self, seed: int = 0) -> Tensor:
+        """Draw the key length of each row or sequence, (B,), int32, the same for every device."""
         generator = torch.Generator().manual_seed(seed)
         if self.form == "packed":
             exponents = torch.rand(self.batch, generator=generator, dtype=torch.float64)
             lengths = self.shortest * ((self.tokens + 1) / self.shortest) ** exponents
             return lengths.to(torch.int32).clamp(self.shortest, self.tokens)
-        if not self.padded and self.form == "dense":
-            return None
-        least = self.tokens // 2 if self.padded else self.shortest
+        least = self.shortest if self.form == "cache" else self.tokens // 2 if self.padded else self.tokens
         return torch.randint(least, self.tokens + 1, (self.batch,), generator=generator, dtype=torch.int32)
-
-    def count_keys(self, seed: int = 0) -> int:
-        """Count the keys of a head in all rows."""
-        lengths = self.draw_lengths(seed)
-        return self.batch * self.tokens if lengths is None else int(lengths.sum())
 
     def scores(self, seed: int = 0) -> float:
         """Count the scores of a head: a row's key length for one T where there are lengths, half when causal.
@@ -145,10 +115,10 @@ class AttentionCase:
         """
         if self.window is not None:
             return self.batch * (self.window * self.tokens - self.window**2 / 2)
+        keys = self.draw_lengths(seed).tolist()
         if self.form == "cache":
-            return self.count_keys(seed)
-        lengths = self.draw_lengths(seed) if self.form == "packed" else None
-        count = self.count_keys(seed) * self.tokens if lengths is None else int(lengths.long().square().sum())
+            return sum(keys)
+        count = sum(length * (length if self.form == "packed" else self.tokens) for length in keys)
         return count / 2 if self.causal else count
 
     def flops(self, mode: str, seed: int = 0) -> float:
@@ -163,11 +133,11 @@ class AttentionCase:
     def cache_bytes(self, seed: int = 0) -> int:
         """Count the bytes of the keys and values that are there: a decoding step must read them."""
         features = self.k_heads * (self.head_dim + self.out_head_dim)
-        return self.count_keys(seed) * features * self.torch_dtype.itemsize
+        return int(self.draw_lengths(seed).sum()) * features * self.torch_dtype.itemsize
 
     def training_bytes(self, seed: int = 0) -> int:
         """Count the bytes of q, k, v, out, the gradients of all four, and rotated q and k: training needs them all."""
-        tokens = self.count_keys(seed) if self.form == "packed" else self.batch * self.tokens
+        tokens = int(self.draw_lengths(seed).sum()) if self.form == "packed" else self.batch * self.tokens
         features = (self.q_heads + self.k_heads) * (3 * self.head_dim + 2 * self.out_head_dim)
         return tokens * features * self.torch_dtype.itemsize
 
@@ -211,7 +181,6 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("gqa-4k-d128", 4, 4096, 32, 8, 128, True, modes=()),  # yardsticks alone
     AttentionCase("causal-8k-h16", 1, 8192, 16, 16, 128, True, modes=()),
 )
-
 # Models whose layers have a case's shape: other names of it.
 ALIASES = {
     "bert-base": "bert-512",
@@ -241,23 +210,21 @@ class AttentionInputs:
     cu_seqlens: Tensor | None = None  # (B + 1,), int32: where packed sequences begin and end
 
     def leaves(self) -> list[Tensor]:
-        """Return q, k and v as they are in memory, each a leaf that wants its gradient."""
+        """Return q, k and v as they are in memory, as leaves."""
         return [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
 
 
 def make_attention_inputs(case: AttentionCase, device: torch.device, seed: int = 0) -> AttentionInputs:
     """Draw the tensors of a case."""
-    generator = torch.Generator(device).manual_seed(seed)
-    lengths, cu_seqlens = case.draw_lengths(seed), None
+    generator, lengths = torch.Generator(device).manual_seed(seed), case.draw_lengths(seed)
     queries: tuple[int, ...] = (case.batch, case.tokens)
-    keys, positions = queries, torch.arange(case.tokens)
+    keys, positions, cu_seqlens = queries, torch.arange(case.tokens), None
+    key_lengths = lengths.to(device) if case.padded or case.form == "cache" else None
     if case.form == "packed":
-        assert lengths is not None
         cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        queries, keys, lengths = positions.shape, positions.shape, None
+        queries = keys = positions.shape
     elif case.form == "cache":
-        assert lengths is not None
         queries, positions = (case.batch, 1), lengths[:, None] - 1
 
     def draw(tokens: tuple[int, ...], heads: int, features: int) -> Tensor:
@@ -267,4 +234,4 @@ def make_attention_inputs(case: AttentionCase, device: torch.device, seed: int =
     v, grad = draw(keys, case.k_heads, case.out_head_dim), draw(queries, case.q_heads, case.out_head_dim)
     inv_freq, _ = inverse_frequencies("default", case.head_dim, BASE)
     cos, sin = rope_table(positions, inv_freq, device=device)
-    return AttentionInputs(q, k, v, grad, None if lengths is None else lengths.to(device), cos, sin, cu_seqlens)
+    return AttentionInputs(q, k, v, grad, key_lengths, cos, sin, cu_seqlens)

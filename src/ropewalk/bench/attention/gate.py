@@ -9,10 +9,8 @@ sums over the batch, and what is dropped goes by index: there the slice is the w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,32 +30,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ROUNDINGS = 4
 # Outputs of late queries and gradients of late keys are small beside those of early ones when causal: each stretch of
 # tokens has a budget of its own. It is not of few tokens: the first query's gradient is a 0 that rounding never is.
-_STRETCHES = 8
-_FEWEST = 16
+_STRETCHES, _FEWEST = 8, 16
 _NAMES = ("the output", "q's gradient", "k's gradient", "v's gradient")
 _EVERY = slice(None)
-
-
-class _Slice(NamedTuple):
-    rows: slice
-    queries: slice
-    keys: slice
-    key_heads: slice
-
-    def heads(self, group: int) -> slice:
-        """Return the slice of a tensor with `group` heads for each key head."""
-        bounds = (None if x is None else x * group for x in (self.key_heads.start, self.key_heads.stop))
-        return slice(*bounds)
-
-    def cut(self, index: int, x: Tensor, group: int) -> Tensor:
-        """Cut from the output, or from the gradient that `_NAMES` has at `index`, or from a tensor of its shape."""
-        x = x[None] if x.ndim == 3 else x  # packed sequences are one row
-        of_queries = index < 2
-        return x[self.rows, self.queries if of_queries else self.keys, self.heads(group if of_queries else 1)]
-
-
-# Of every slice, for every result: the truth and the budget of each stretch.
-_Expected = list[tuple[_Slice, list[list[tuple[Tensor, float]]]]]
+_Slice = tuple[
+    slice, slice, slice, int, int
+]  # of rows, queries and keys; the first key head, and the one after the last
 
 
 class AttentionGate:
@@ -65,7 +43,8 @@ class AttentionGate:
 
     def __init__(self, case: AttentionCase, inputs: AttentionInputs) -> None:
         self.case, self.inputs = case, inputs
-        self._known: dict[str, _Expected] = {}
+        # By setting: of each slice and result, its index, and the truth and the budget of each stretch.
+        self._known: dict[str, list[tuple[_Slice, int, list[tuple[Tensor, float]]]]] = {}
 
     def check(self, candidate: Attend, setting: str, *, backward: bool, parameters: Sequence[Tensor] = ()) -> Verdict:
         """Run `candidate` once on copies and compare; every exception of the implementation is let through.
@@ -76,83 +55,79 @@ class AttentionGate:
         originals = (self.inputs.q, self.inputs.k, self.inputs.v)
         xs = [x.clone() for x in originals]
         torch.manual_seed(0)  # what is dropped goes by it
-        if backward:
-            leaves = [*(x.requires_grad_() for x in xs), *parameters]
+        with torch.set_grad_enabled(backward):
+            leaves = [*(x.requires_grad_(backward) for x in xs), *parameters]
             out = candidate(*leaves[:3])
-            results = [out.detach(), *torch.autograd.grad(out, leaves, self.inputs.grad)]
-        else:
-            with torch.no_grad():
-                results = [candidate(*xs)]
+            results = [out.detach(), *(torch.autograd.grad(out, leaves, self.inputs.grad) if backward else ())]
         if not all(map(torch.equal, xs, originals)):
             return Verdict(math.inf, 0.0, "it wrote into its inputs")
         names = [*_NAMES, *("a parameter's gradient" for _ in parameters)]
-        shapes = [x.shape for x in (self.inputs.grad, *originals, *parameters)]
-        expected, worst = self._expected(setting), Verdict(0.0, math.inf, None)
-        for index, result in enumerate(results):
-            if result.shape != shapes[index]:
-                return Verdict(math.inf, 0.0, f"{names[index]} has shape {tuple(result.shape)}")
-            for at, of_results in expected:
-                for piece, (truth, budget) in zip(self._cut(index, result, at), of_results[index], strict=True):
-                    error = max_error([piece], [truth])
-                    if _share(error, budget) > _share(worst.error, worst.budget):
-                        complaint = None if error <= budget else f"the error of {names[index]} is past the budget"
-                        worst = Verdict(error, budget, complaint)
-        return worst if math.isfinite(worst.budget) else replace(worst, budget=0.0)
+        for name, result, like in zip(names, results, (self.inputs.grad, *originals, *parameters), strict=False):
+            if result.shape != like.shape:
+                return Verdict(math.inf, 0.0, f"{name} has shape {tuple(result.shape)}")
+        if setting not in self._known:
+            self._known[setting] = list(self._expect(SETTINGS[setting]))
+        found = []
+        for at, index, expected in self._known[setting]:
+            if index >= len(results):
+                continue
+            for piece, (truth, budget) in zip(
+                _chunk(index, self._cut(at, index, results[index])), expected, strict=True
+            ):
+                error = max_error([piece], [truth])
+                share = error / budget if budget > 0 else math.inf if error else 0.0
+                complaint = None if error <= budget else f"the error of {names[index]} is past the budget"
+                found.append((share, Verdict(error, budget, complaint)))
+        return max(found, key=lambda one: one[0])[1]
 
-    def _cut(self, index: int, result: Tensor, at: _Slice) -> Sequence[Tensor]:
-        return _chunk(index, at.cut(index, result, self.case.group) if index < len(_NAMES) else result)
+    def _cut(self, at: _Slice, index: int, x: Tensor) -> Tensor:
+        """Cut from the output, or from the gradient that `_NAMES` has at `index`, or from a tensor of its shape."""
+        if index >= len(_NAMES):
+            return x
+        rows, queries, keys, *_ = at
+        tokens, group = (queries, self.case.group) if index < 2 else (keys, 1)
+        return (x[None] if x.ndim == 3 else x)[rows, tokens, _heads(at, group)]  # packed sequences are one row
 
     def _slices(self, setting: Setting) -> list[_Slice]:
-        case, inputs = self.case, self.inputs
-        if case.form == "packed":
-            assert inputs.cu_seqlens is not None
-            spans = [slice(start, end) for start, end in pairwise(inputs.cu_seqlens.tolist()) if end > start]
-            return [_Slice(_EVERY, span, span, _one(s % case.k_heads)) for s, span in enumerate(spans)]
-        if case.form == "cache":
-            assert inputs.key_lengths is not None
-            lengths = inputs.key_lengths.tolist()
-            return [_Slice(_one(b), _EVERY, slice(0, end), _one(b % case.k_heads)) for b, end in enumerate(lengths)]
+        case, lengths = self.case, self.inputs.key_lengths
+        if self.inputs.cu_seqlens is not None:
+            spans = [slice(start, end) for start, end in pairwise(self.inputs.cu_seqlens.tolist()) if end > start]
+            return [(_EVERY, span, span, s % case.k_heads, s % case.k_heads + 1) for s, span in enumerate(spans)]
+        if case.form == "cache" and lengths is not None:
+            heads = [row % case.k_heads for row in range(case.batch)]
+            rows = enumerate(zip(lengths.tolist(), heads, strict=True))
+            return [(slice(b, b + 1), _EVERY, slice(end), head, head + 1) for b, (end, head) in rows]
         if setting.learned or setting.by_index:
-            return [_Slice(_EVERY, _EVERY, _EVERY, _EVERY)]
+            return [(_EVERY, _EVERY, _EVERY, 0, case.k_heads)]
         corners = dict.fromkeys(((0, 0), (case.batch - 1, case.k_heads - 1)))
-        return [_Slice(_one(row), _EVERY, _EVERY, _one(head)) for row, head in corners]
+        return [(slice(row, row + 1), _EVERY, _EVERY, head, head + 1) for row, head in corners]
 
-    def _expected(self, name: str) -> _Expected:
-        if name not in self._known:
-            setting, dtype = SETTINGS[name], self.case.torch_dtype
-            found: _Expected = []
-            for at in self._slices(setting):
-                truths, baselines = (self._compute(setting, at, each) for each in (torch.float64, dtype))
-                of_results = []
-                for index, results in enumerate(zip(truths, baselines, strict=True)):
-                    pairs = zip(*(_chunk(index, x) for x in results), strict=True)
-                    of_results.append(
-                        [(truth, error_budget(truth, plain.to(dtype), _ROUNDINGS)) for truth, plain in pairs]
-                    )
-                found.append((at, of_results))
-            self._known[name] = found
-        return self._known[name]
+    def _expect(self, setting: Setting) -> Iterator[tuple[_Slice, int, list[tuple[Tensor, float]]]]:
+        dtype = self.case.torch_dtype
+        for at in self._slices(setting):
+            truths, baselines = (self._compute(setting, at, each) for each in (torch.float64, dtype))
+            for index, both in enumerate(zip(truths, baselines, strict=True)):
+                pairs = zip(*(_chunk(index, x) for x in both), strict=True)
+                yield at, index, [(truth, error_budget(truth, x.to(dtype), _ROUNDINGS)) for truth, x in pairs]
 
     def _compute(self, setting: Setting, at: _Slice, dtype: torch.dtype) -> list[Tensor]:
         """Compute the reference's output and gradients in `dtype`."""
-        case, inputs, causal = self.case, self.inputs, self.case.causal
-        q, k, v = leaves = [
-            at.cut(index, x, case.group).to(dtype).detach().requires_grad_()
-            for index, x in enumerate((inputs.q, inputs.k, inputs.v), 1)
-        ]
+        case, inputs, lengths = self.case, self.inputs, self.inputs.key_lengths
+        originals = enumerate((inputs.q, inputs.k, inputs.v), 1)
+        q, k, v = leaves = [self._cut(at, index, x).to(dtype).detach().requires_grad_() for index, x in originals]
+        drawn = setting.draw(case)
         if setting.of_layer:
-            drawn = [x.to(q.device, dtype) for x in setting.draw(case)]
+            drawn = tuple(x.to(dtype) for x in drawn)
         else:
-            drawn = [x[..., at.heads(case.group)].to(q.device) for x in setting.draw(case)]
-        parameters = [x.requires_grad_(setting.learned) for x in drawn]
+            drawn = tuple(x[..., _heads(at, case.group)] for x in drawn)
+        parameters = [x.to(q.device).requires_grad_(setting.learned) for x in drawn]
         keywords = setting.keywords_of(case, *parameters)
-        if case.form == "cache":  # the query is at the last key, and keys are rotated already
-            if "position" in keywords:
-                q = rotate_plainly(q, inputs.cos[at.rows, :, None], inputs.sin[at.rows, :, None], False)
-            keywords, causal, lengths = {}, False, None
-        else:
-            lengths = None if inputs.key_lengths is None else inputs.key_lengths[at.rows]
-        keywords |= {"causal": causal, "key_lengths": lengths, "window": case.window}
+        if case.form != "cache":
+            rows = None if lengths is None else lengths[at[0]]
+            keywords |= {"causal": case.causal, "key_lengths": rows, "window": case.window}
+        elif "position" in keywords:  # the query is at the last key, and keys are rotated already
+            q = rotate_plainly(q, inputs.cos[at[0], :, None], inputs.sin[at[0], :, None], False)
+            keywords = {}
         if setting.of_layer:
             out = attention(q, k, v, impl="reference", **keywords)
         else:
@@ -162,21 +137,15 @@ class AttentionGate:
                 call = call._replace(seed=torch.randint(2**63 - 1, (1,), device=q.device))  # as `attention` draws it
             out = attend(call)[0].transpose(1, 2)
         wanted = [*leaves, *parameters] if setting.learned else leaves
-        grads = torch.autograd.grad(out, wanted, at.cut(0, inputs.grad, case.group).to(dtype))
+        grads = torch.autograd.grad(out, wanted, self._cut(at, 0, inputs.grad).to(dtype))
         return [out.detach(), *grads]
+
+
+def _heads(at: _Slice, group: int) -> slice:
+    """Return the slice of a tensor with `group` heads for each key head."""
+    return slice(at[3] * group, at[4] * group)
 
 
 def _chunk(index: int, x: Tensor) -> Sequence[Tensor]:
     """Cut a result (B, T, H, D) into stretches; a parameter's gradient is one."""
     return x.chunk(min(max(1, x.shape[1] // _FEWEST), _STRETCHES), 1) if index < len(_NAMES) else [x]
-
-
-def _one(index: int) -> slice:
-    return slice(index, index + 1)
-
-
-def _share(error: float, budget: float) -> float:
-    """Return the used part of the budget."""
-    if error == 0:
-        return 0.0
-    return error / budget if budget > 0 else math.inf
