@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ropewalk.bench.attention import peers as attention_peers
-from ropewalk.bench.attention.candidates import PAGE_SIZES, AttentionCandidate, _paged, candidates_of, yardsticks_of
+from ropewalk.bench.attention.candidates import PAGE_SIZES, AttentionCandidate, _paged, candidates_of
 from ropewalk.bench.attention.cases import CASES, REROPE, AttentionCase, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, compile_rope
@@ -322,7 +322,7 @@ def test_a_copy_in_pages_is_the_same_cache(device: torch.device) -> None:
     inputs = make_attention_inputs(case, device)
     for size in PAGE_SIZES:
         keywords = _paged(inputs, size)
-        q, keys, values = keywords["before"](inputs.q, inputs.k, inputs.v)
+        q, keys, values = keywords["first"](inputs.q, inputs.k, inputs.v)
         assert q is inputs.q
         assert keys.shape[1] == size
         table = keywords["block_table"].long()
@@ -429,12 +429,3 @@ def check_candidates(gate: AttentionGate, candidates: Sequence[AttentionCandidat
         assert (served_by is None) == (candidate.kind == "peer")
         verdict, _ = candidate.of_mode("train" if backward else "fwd", gate).check()
         assert verdict.complaint is None, name_of(candidate)
-
-
-def test_a_yardstick_has_its_own_case(device: torch.device) -> None:
-    inputs = make_attention_inputs(SMALL, device)
-    found = yardsticks_of(SMALL, inputs, ("reference",))
-    labels = {mode: [name_of(candidate) for candidate in found[mode]] for mode in found}
-    plain = ["reference on small"]
-    assert labels == {"fwd": plain, "bwd": plain, "train": ["reference + rope on small"]}
-    assert {candidate.kind for candidates in found.values() for candidate in candidates} == {"anchor"}

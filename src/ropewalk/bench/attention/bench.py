@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ropewalk.bench.attention.candidates import AttentionCandidate, candidates_of, yardsticks_of
+from ropewalk.bench.attention.candidates import AttentionCandidate, candidates_of, our_candidate
 from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase, direction_of, make_attention_inputs
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS
@@ -85,8 +86,9 @@ class AttentionBench(Bench):
             other = self.known[case.yardstick]
             inputs = make_attention_inputs(other, self.device, self.options.seed)
             gates[other.name] = AttentionGate(other, inputs)
-            for mode, more in yardsticks_of(other, inputs, self._impls).items():
-                found[mode] = [*found[mode], *more]
+            for mode, setting in (("fwd", "none"), ("bwd", "none"), ("train", "rope")):
+                ours = (our_candidate(other, inputs, impl, setting) for impl in self._impls)
+                found[mode] = [*found[mode], *(replace(one, kind="anchor") for one in ours)]
         return gates, found
 
     def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:

@@ -1,4 +1,9 @@
-"""The candidates of attention's benchmark: ours, with positions in the kernel and in front of it, and the peers."""
+"""The candidates of attention's benchmark: ours, with positions in the kernel and in front of it, and the peers.
+
+ReRoPE's are of dense causal cases with a far window: by one call, by two, and of ready pairs. A layer is QK-norm, RoPE
+of half the features and an output gate around attention: q lies beside its gate in one projection, as in Qwen3-Next,
+and the gate and the norms' weights are leaves of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.bench.attention.around import (
-    Before,
-    build_of_pairs,
-    build_two_calls,
-    make_layer,
-    make_pairs,
-    near_keywords,
-)
-from ropewalk.bench.attention.cases import LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
+from ropewalk.bench.attention.cases import BASE, LAYER, REROPE, AttentionCase, AttentionInputs, direction_of
 from ropewalk.bench.attention.gate import Attend, AttentionGate
 from ropewalk.bench.attention.peers import compile_rope
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
 from ropewalk.bench.core.timing import Call
-from ropewalk.bench.rope.peers import Peer
+from ropewalk.bench.rope.gate import NORM_EPS, rotate_plainly
+from ropewalk.bench.rope.peers import Peer, compile_whole
+from ropewalk.compat.rerope import rerope_attention
+from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.attention.libraries.flash import flash_version
 from ropewalk.ops.rope.api import apply_rope
+from ropewalk.schemes import Rope
 
 AUTO = "auto"  # impl=None
 OUTSIDE = "apply_rope"  # our rotation, then attention without positions
@@ -39,6 +40,12 @@ MAX_LOGITS = "max logits"
 PAGE_SIZES = (64, 16)  # of paged caches
 TWO_CALLS = "two calls"  # ReRoPE by attention to near keys and to far ones, merged
 READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
+# q, k and v -> what the timed call takes: of `rerope_attention` near and far queries, near and far keys, and values.
+Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def _as_it_is(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return q, k, v
 
 
 @dataclass(frozen=True)
@@ -55,26 +62,28 @@ class AttentionCandidate:
     choose: Callable[[bool], tuple[str | None, str | None]]
     build: Callable[[], Callable[..., Tensor]]
     parameters: tuple[Tensor, ...] = ()  # that get gradients too
-    before: Before | None = None  # makes what the timed call takes; None: it takes q, k and v
+    before: Before = _as_it_is  # makes what the timed call takes
 
     def of_mode(self, mode: str, gate: AttentionGate) -> Candidate:
         """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
-        served_by, reason = self.choose(direction_of(mode) != "fwd")
-        yardstick = self.case.name if self.kind == "anchor" else None
-        check = functools.partial(self._check, mode, gate)
-        return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
+        direction = direction_of(mode)
+        served_by, reason = self.choose(direction != "fwd")
 
-    def _check(
-        self, mode: str, gate: AttentionGate
-    ) -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
-        attend, make, backward = self.build(), self.before, direction_of(mode) != "fwd"
-        whole = attend if make is None else lambda q, k, v: attend(*make(q, k, v))
-        verdict = gate.check(whole, self.setting, backward=backward, parameters=self.parameters)
-        if direction_of(mode) == "bwd" and verdict.complaint is None:
-            call = self.call(mode, attend)
-            for _ in range(2):  # not every backward can run again over one forward
-                call()
-        return verdict, (self, attend)
+        def check() -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
+            attend, setting, more = self.build(), self.setting, self.parameters
+
+            def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend(*self.before(q, k, v))
+
+            verdict = gate.check(whole, setting, backward=direction != "fwd", parameters=more)
+            if direction == "bwd" and verdict.complaint is None:
+                call = self.call(mode, attend)
+                for _ in range(2):  # not every backward can run again over one forward
+                    call()
+            return verdict, (self, attend)
+
+        yardstick = self.case.name if self.kind == "anchor" else None
+        return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
 
     def call(self, mode: str, attend: Callable[..., Tensor]) -> Call:
         """Make the call that is timed, or measured in bytes, of what `build` returned."""
@@ -90,180 +99,207 @@ class AttentionCandidate:
     @torch.no_grad()
     def tensors(self) -> tuple[Tensor, ...]:
         """Make the arguments of the timed call."""
-        tensors = (self.inputs.q, self.inputs.k, self.inputs.v)
-        return tensors if self.before is None else self.before(*tensors)
+        return self.before(self.inputs.q, self.inputs.k, self.inputs.v)
 
 
 def candidates_of(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[Peer]
 ) -> dict[str, list[AttentionCandidate]]:
     """Make the candidates of a case, by mode. A peer is built, and compiled, once for all modes."""
+    modes, rotate = set(case.modes), functools.cache(functools.partial(compile_rope, case, inputs))
 
-    def ours(*settings: str, auto: bool = False, **changes: Any) -> list[AttentionCandidate]:
-        names = (AUTO, *impls) if auto else impls
-        return [our_candidate(case, inputs, impl, setting, **changes) for impl in names for setting in settings]
+    def ours(*settings: str, of: Sequence[str] = impls, **more: Any) -> list[AttentionCandidate]:
+        return [our_candidate(case, inputs, impl, setting, **more) for impl in of for setting in settings]
 
-    plain = [_of_peer(case, inputs, peer) for peer in peers]
-    peers_alone = [peer for peer in plain if peer.setting == "none"]
-    peers_with_rerope = [peer for peer in plain if peer.setting == "rerope"]
-    rotate = functools.cache(functools.partial(compile_rope, case, inputs))
+    def of_peer(peer: Peer) -> AttentionCandidate:
+        reason, setting = peer.why_not(case), "rerope" if peer.rerope else "none"
+        build = functools.cache(functools.partial(peer.build, case, inputs))
+        return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", lambda _: (None, reason), build)
 
     def rotate_first(build: Callable[[], Attend]) -> Attend:
         rotation, attend = rotate(), build()
         return lambda q, k, v: attend(*rotation(q, k), v)
 
-    peers_with_rope = [
+    def our_rotation(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if case.form != "packed":
+            return *apply_rope(q, k, inputs.cos, inputs.sin), v
+        q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)  # one batch row, with a row of the tables a token
+        return q[0], k[0], v
+
+    alone, with_rerope = ([of_peer(peer) for peer in peers if peer.rerope == own] for own in (False, True))
+    with_rope = [
         replace(peer, position=COMPILED, setting="rope", build=functools.partial(rotate_first, peer.build))
-        for peer in peers_alone
+        for peer in alone
     ]
-    in_kernel, modes = ours("rope", auto=True), set(case.modes)
+    in_kernel, kernels = ours("rope", of=(AUTO, *impls)), ours("none")
     if case.form == "cache":
-        pages = {f"rope, pages of {size}": _paged(inputs, size) for size in PAGE_SIZES}
-        paged = [candidate for name, more in pages.items() for candidate in ours("rope", name=name, **more)]
-        return {"decode": [*in_kernel, *paged, *peers_with_rope]}
-    kernels, outside = ours("none"), ours("none", name=OUTSIDE, judged="rope", before=_rotation(case, inputs))
+        pages = {f"rope, pages of {size}": ours("rope", **_paged(inputs, size)) for size in PAGE_SIZES}
+        paged = [replace(candidate, position=name) for name, found in pages.items() for candidate in found]
+        return {"decode": [*in_kernel, *paged, *with_rope]}
+    outside = [replace(one, position=OUTSIDE, setting="rope") for one in ours("none", first=our_rotation)]
     found = {
-        LAYER: _layers(case, inputs, impls, peers_alone) if modes & {*LAYER} else [],
-        ("fwd", "bwd"): [*kernels, *peers_alone],
-        ("train",): [*in_kernel, *outside, *kernels, *peers_with_rope],
+        LAYER: _layers(case, inputs, impls, alone) if modes & {*LAYER} else [],
+        ("fwd", "bwd"): [*kernels, *alone],
+        ("train",): [*in_kernel, *outside, *kernels, *with_rope],
         ("schemes-fwd", "schemes-bwd"): [*kernels, *ours(*SCHEMES)],
         ("variants-fwd", "variants-bwd"): [*kernels, *ours(*VARIANTS)],
         ("learned-bwd",): [*kernels, *ours(*LEARNED)],
-        REROPE: [*_two_scores(case, inputs, impls), *peers_with_rerope] if modes & {*REROPE} else [],
+        REROPE: [*_two_ranges(case, inputs, impls), *with_rerope] if modes & {*REROPE} else [],
         ("memory",): in_kernel if case.far_window is None else [*in_kernel, *ours("rerope")],
     }
     return {mode: candidates for same, candidates in found.items() for mode in same}
 
 
-def yardsticks_of(
-    case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]
-) -> dict[str, list[AttentionCandidate]]:
-    """Make the yardsticks of a case, by mode: our kernels on another case."""
-    settings = {"fwd": "none", "bwd": "none", "train": "rope"}
-    return {
-        mode: [replace(our_candidate(case, inputs, impl, setting), kind="anchor") for impl in impls]
-        for mode, setting in settings.items()
-    }
-
-
 def our_candidate(
-    case: AttentionCase,
-    inputs: AttentionInputs,
-    impl: str,
-    setting: str,
-    *,
-    name: str | None = None,  # that records have instead of the setting's
-    judged: str | None = None,  # the setting by which the result is judged, if it is another
-    before: Before | None = None,  # makes what attention gets instead of q, k and v, and is timed
-    parameters: tuple[Tensor, ...] | None = None,  # of the setting; None: they are drawn
-    **more: Any,
+    case: AttentionCase, inputs: AttentionInputs, impl: str, setting: str, *, first: Before = _as_it_is, **more: Any
 ) -> AttentionCandidate:
-    """Make a candidate of one of our implementations, with a setting's keywords in the case's form, and `more`."""
-    if parameters is None:
-        own, parameters = SETTINGS[setting].make(case, inputs.q.device)
+    """Make a candidate of one of our implementations: with a setting's keywords in the case's form, and `more`.
+
+    `first` makes what attention gets instead of q, k and v, and is timed.
+    """
+    own, parameters = SETTINGS[setting].make(case, inputs.q.device)
+    keywords: dict[str, Any] = {**own, "causal": case.causal, "impl": None if impl == AUTO else impl}
+    lengths = inputs.key_lengths
+    if case.form == "packed":
+        keywords |= {"layout": "thd", "cu_seqlens_q": inputs.cu_seqlens}
+    elif case.form == "cache" and lengths is not None:
+        keywords |= {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
     else:
-        own = SETTINGS[setting].keywords_of(case, *parameters)
-    keywords = {**own, **_form_keywords(case, inputs), **more, "impl": None if impl == AUTO else impl}
-    make = before or (lambda q, k, v: (q, k, v))
+        keywords |= {"key_lengths": lengths, "window": case.window}
+    keywords |= more
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = attention(*make(q, k, v), **keywords)
+        result = attention(*first(q, k, v), **keywords)
         return result[0] if isinstance(result, tuple) else result
 
-    of_setting = name or setting, judged or setting
-    choose = functools.partial(_choose, inputs, make, keywords)
-    return AttentionCandidate(case, inputs, impl, *of_setting, "ours", choose, lambda: attend, parameters)
+    def choose(backward: bool) -> tuple[str | None, str | None]:
+        tensors = inputs.leaves() if backward else (inputs.q, inputs.k, inputs.v)
+        try:
+            with torch.set_grad_enabled(backward):
+                return explain_choice(*first(*tensors), **keywords).name, None
+        except ValueError as error:
+            return None, str(error)
+
+    return AttentionCandidate(case, inputs, impl, setting, setting, "ours", choose, lambda: attend, parameters)
 
 
-def _choose(
-    inputs: AttentionInputs, make: Before, keywords: dict[str, Any], backward: bool
-) -> tuple[str | None, str | None]:
-    tensors = inputs.leaves() if backward else (inputs.q, inputs.k, inputs.v)
-    try:
-        with torch.set_grad_enabled(backward):
-            return explain_choice(*make(*tensors), **keywords).name, None
-    except ValueError as error:
-        return None, str(error)
-
-
-def _of_peer(case: AttentionCase, inputs: AttentionInputs, peer: Peer) -> AttentionCandidate:
-    reason, setting = peer.why_not(case), "rerope" if peer.rerope else "none"
-    build = functools.cache(functools.partial(peer.build, case, inputs))
-    return AttentionCandidate(case, inputs, peer.name, setting, setting, "peer", lambda backward: (None, reason), build)
-
-
-def _two_scores(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[AttentionCandidate]:
+def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str]) -> list[AttentionCandidate]:
     """Make ReRoPE's candidates: by one call, by two, of ready pairs; and RoPE in the same kernels."""
-    device = inputs.q.device
+    window, scale, device = case.far_window, case.head_dim**-0.5, inputs.q.device
+    assert window is not None
+    # Of far queries: the window's row of the tables, for each token.
+    cos, sin = (x[window].repeat(case.tokens, 1) for x in (inputs.cos, inputs.sin))
+    with_lse: dict[str, Any] = {"causal": True, "return_lse": True}
+    near: dict[str, Any] = {**with_lse, "position": Rope(BASE), "window": window}
+
+    def build_two_calls(impl: str) -> Attend:
+        merge, late_cos, late_sin = compile_whole(_merge), cos[window:], sin[window:]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            late = apply_rope(q[:, window:], None, late_cos, late_sin)
+            far = attention(late, k[:, :-window], v[:, :-window], **with_lse, impl=impl)
+            return merge(*attention(q, k, v, **near, impl=impl), *far)
+
+        return attend
+
+    def make_pairs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        near_q, near_k = apply_rope(q, k, inputs.cos, inputs.sin)
+        far_q = apply_rope(q, None, cos, sin)
+        return tuple(x.transpose(1, 2) for x in (near_q, far_q, near_k, k, v))
+
+    def build_of_pairs(impl: str) -> Callable[..., Tensor]:
+        def attend(near_q: Tensor, far_q: Tensor, near_k: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return rerope_attention(near_q, far_q, near_k, k, v, True, scale, window, impl=impl).transpose(1, 2)
+
+        return attend
+
     has_flash = device.type == "cuda" and flash_version(device) is not None
     named = dict.fromkeys((*impls, *(("flash",) if has_flash else ())))
     one_call = {impl: our_candidate(case, inputs, impl, "rerope") for impl in (AUTO, *named)}
     otherwise = []
     for impl in impls:
-        choose = functools.partial(_choose, inputs, lambda q, k, v: (q, k, v), near_keywords(case, impl))
-        build = functools.cache(functools.partial(build_two_calls, case, inputs, impl))
-        otherwise.append(replace(one_call[impl], position=TWO_CALLS, choose=choose, build=build))
-        of_pairs, pairs = functools.partial(build_of_pairs, case, impl), make_pairs(case, inputs)
-        otherwise.append(replace(one_call[impl], position=READY_PAIRS, build=of_pairs, before=pairs))
+        choose = our_candidate(case, inputs, impl, "none", **near).choose
+        build = functools.cache(functools.partial(build_two_calls, impl))
+        of_pairs = functools.partial(build_of_pairs, impl)
+        otherwise += [
+            replace(one_call[impl], position=TWO_CALLS, choose=choose, build=build),
+            replace(one_call[impl], position=READY_PAIRS, build=of_pairs, before=make_pairs),
+        ]
     return [*one_call.values(), *(our_candidate(case, inputs, impl, "rope") for impl in named), *otherwise]
+
+
+def _merge(near: Tensor, near_lse: Tensor, far: Tensor, far_lse: Tensor) -> Tensor:
+    """Weigh the last rows of one output and another by their shares of both sums; (B, T, H, D) and (B, H, T)."""
+    first = near.shape[1] - far.shape[1]
+    near_lse = near_lse[..., first:]
+    lse = torch.logaddexp(near_lse, far_lse)
+    near_share, far_share = ((x - lse).exp().transpose(1, 2)[..., None] for x in (near_lse, far_lse))
+    merged = near[:, first:] * near_share + far * far_share
+    return torch.cat((near[:, :first], merged.to(near.dtype)), 1)
 
 
 def _layers(
     case: AttentionCase, inputs: AttentionInputs, impls: Sequence[str], peers: Sequence[AttentionCandidate]
 ) -> list[AttentionCandidate]:
     """Make the candidates of layers: ours bare, with parts and whole; and PyTorch's around peers."""
-    layer = make_layer(case, inputs)
-    every = (layer.gate, *layer.weights)
-    parameters = {"half-rope": (), "norm": layer.weights, "gate": (layer.gate,), "norm-gate": every}
-    ours = functools.partial(our_candidate, case, inputs)
-    found = [ours(AUTO, "norm-gate", parameters=every)]
+    _, (drawn, q_weight, k_weight) = SETTINGS["norm-gate"].make(case, inputs.q.device)
+    # (B, T, H, D), beside memory for q, as one projection leaves both.
+    gate = torch.cat((torch.zeros_like(inputs.q), drawn.detach()), -1)[..., case.head_dim :].requires_grad_()
+    inv_freq, _ = inverse_frequencies("default", case.head_dim // 2, BASE)
+    tables = rope_table(torch.arange(case.tokens), inv_freq, device=inputs.q.device)
+    cos, sin = (x[:, None] for x in tables)  # over heads
+
+    def norm_and_rotate(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS) * (1 + weight.float())
+        return rotate_plainly(normed, cos, sin, False).to(x.dtype)
+
+    def before(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return norm_and_rotate(q, q_weight), norm_and_rotate(k, k_weight)
+
+    def after(out: Tensor) -> Tensor:
+        return (out.float() * torch.sigmoid(gate.float())).to(out.dtype)
+
+    def around(build: Callable[[], Attend], wrap: Callable[..., Any]) -> Attend:
+        """Put a whole layer around an attention without positions."""
+        attend, last = build(), wrap(after)
+        first: Callable[..., tuple[Tensor, Tensor]] = wrap(before)
+        return lambda q, k, v: last(attend(*first(q, k), v))
+
+    def beside_gate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return torch.cat((q, gate.detach()), -1)[..., : q.shape[-1]], k, v
+
+    norms = q_weight, k_weight
+    parameters = {"half-rope": (), "norm": norms, "gate": (gate,), "norm-gate": (gate, *norms)}
+
+    def ours(impl: str, setting: str, **more: Any) -> AttentionCandidate:
+        keywords = SETTINGS[setting].keywords_of(case, *parameters[setting])
+        plain = our_candidate(case, inputs, impl, "none", **keywords, **more)
+        return replace(plain, position=setting, setting=setting, parameters=parameters[setting])
+
+    found = [ours(AUTO, "norm-gate")]
     for impl in impls:
-        found += [ours(impl, setting, parameters=parameters[setting]) for setting in reversed(LAYERS)]
-        found.append(ours(impl, "half-rope", name=MAX_LOGITS, parameters=(), return_max_logits=True))
-    for peer in peers:
-        for name in (COMPILED_LAYER, *((EAGER_LAYER,) if peer.impl == "cudnn" else ())):
-            build = functools.cache(functools.partial(layer.around, peer.build, name == COMPILED_LAYER))
-            found.append(replace(peer, position=name, setting="norm-gate", build=build, parameters=every))
-    return [replace(candidate, before=layer.beside_gate) for candidate in found]
-
-
-def _form_keywords(case: AttentionCase, inputs: AttentionInputs) -> dict[str, Any]:
-    if case.form == "packed":
-        return {"causal": case.causal, "layout": "thd", "cu_seqlens_q": inputs.cu_seqlens}
-    lengths = inputs.key_lengths
-    if case.form == "cache":
-        assert lengths is not None
-        return {"causal": True, "key_lengths": lengths, "query_starts": lengths - 1, "keys_rotated": True}
-    return {"causal": case.causal, "key_lengths": lengths, "window": case.window}
-
-
-def _rotation(case: AttentionCase, inputs: AttentionInputs) -> Before:
-    """Make our rotation of q and k. Packed tokens are one batch row, with a row of the tables each."""
-
-    def rotate(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if case.form != "packed":
-            return *apply_rope(q, k, inputs.cos, inputs.sin), v
-        q, k = apply_rope(q[None], k[None], inputs.cos, inputs.sin)
-        return q[0], k[0], v
-
-    return rotate
+        found += [ours(impl, setting) for setting in reversed(LAYERS)]
+        found.append(replace(ours(impl, "half-rope", return_max_logits=True), position=MAX_LOGITS))
+    for peer in (replace(peer, setting="norm-gate", parameters=parameters["norm-gate"]) for peer in peers):
+        for name, wrap in ((COMPILED_LAYER, compile_whole), (EAGER_LAYER, lambda part: part)):
+            if name == COMPILED_LAYER or peer.impl == "cudnn":
+                build = functools.cache(functools.partial(around, peer.build, wrap))
+                found.append(replace(peer, position=name, build=build))
+    return [replace(candidate, before=beside_gate) for candidate in found]
 
 
 def _paged(inputs: AttentionInputs, size: int) -> dict[str, Any]:
     """Cut the cache into shuffled pages; returns the function that puts them in its place, and the block table."""
     batch, tokens = inputs.k.shape[:2]
-    count = batch * -(-tokens // size)
     generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(count, generator=generator, dtype=torch.int32).view(batch, -1).to(inputs.k.device)
-
-    def shuffle(x: Tensor) -> Tensor:
-        pages = F.pad(x, (0, 0, 0, 0, 0, -tokens % size)).unflatten(1, (-1, size)).flatten(0, 1)
-        shuffled = torch.empty_like(pages)
-        shuffled[table.flatten().long()] = pages
-        return shuffled
+    table = torch.randperm(batch * -(-tokens // size), generator=generator, dtype=torch.int32)
+    table = table.view(batch, -1).to(inputs.k.device)
 
     @functools.cache
-    def pages() -> tuple[Tensor, Tensor]:
-        return shuffle(inputs.k), shuffle(inputs.v)
+    def pages() -> list[Tensor]:
+        whole = [F.pad(x, (0, 0, 0, 0, 0, -tokens % size)).unflatten(1, (-1, size)) for x in (inputs.k, inputs.v)]
+        order = table.flatten().long().argsort()
+        return [x.flatten(0, 1)[order] for x in whole]
 
-    return {"before": lambda q, k, v: (q, *pages()), "block_table": table}
+    return {"first": lambda q, k, v: (q, *pages()), "block_table": table}
