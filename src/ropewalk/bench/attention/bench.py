@@ -20,7 +20,6 @@ from ropewalk.bench.attention.cases import ALIASES, CASES, MODES, AttentionCase,
 from ropewalk.bench.attention.gate import AttentionGate
 from ropewalk.bench.attention.peers import ATTENTION_PEERS
 from ropewalk.bench.core.load import Record, Row
-from ropewalk.bench.core.options import check_names
 from ropewalk.bench.core.records import cpu_note
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
 from ropewalk.bench.core.summary import microseconds, number
@@ -31,15 +30,11 @@ from ropewalk.ops.attention.backends import BACKENDS
 CPU_FLOPS = 1e9  # of a forward that a CPU runs unless a case is named
 SMALL_FLOPS = 1e11  # of a forward whose launches matter as much as its work: the host's time is recorded too
 _TITLES = {"fwd": "forward", "bwd": "backward", "train": "RoPE, forward and backward"}
-
-
 # Gates by case, as a yardstick has its own; and candidates by mode.
 _Opened = tuple[Mapping[str, AttentionGate], Mapping[str, Sequence[AttentionCandidate]]]
 
 
 class AttentionBench(Bench):
-    """Attention by each of its modes."""
-
     name = "attention"
     cases = CASES
     modes = MODES
@@ -62,12 +57,10 @@ class AttentionBench(Bench):
 
     @property
     def given(self) -> Mapping[str, object]:
-        options = self.options
-        return {"impls": self._impls, "protocols": list(options.protocols), "rounds": options.rounds}
+        return {"impls": self._impls, "protocols": list(self.options.protocols), "rounds": self.options.rounds}
 
     @property
     def dtypes(self) -> Sequence[str]:
-        """The dtypes of all cases."""
         return list(dict.fromkeys(case.dtype for case, _ in self.jobs))
 
     def is_too_large(self, case: AttentionCase) -> bool:
@@ -79,10 +72,8 @@ class AttentionBench(Bench):
     def open(self, case: AttentionCase) -> _Opened:
         """Make the inputs, the gates and the candidates, whose peers are built and compiled once for all modes."""
         inputs = make_attention_inputs(case, self.device, self.options.seed)
-        gates = {case.name: AttentionGate(case, inputs)}
-        found = candidates_of(case, inputs, self._impls, self.found)
+        gates, found = {case.name: AttentionGate(case, inputs)}, candidates_of(case, inputs, self._impls, self.found)
         if case.yardstick is not None:
-            check_names("yardstick", [case.yardstick], self.known)
             other = self.known[case.yardstick]
             inputs = make_attention_inputs(other, self.device, self.options.seed)
             gates[other.name] = AttentionGate(other, inputs)
@@ -92,47 +83,43 @@ class AttentionBench(Bench):
         return gates, found
 
     def candidates(self, case: AttentionCase, mode: str, opened: _Opened) -> Iterator[Candidate]:
-        """Yield ours, then the peers, then yardsticks."""
         gates, found = opened
-        for candidate in found[mode]:
-            yield candidate.of_mode(mode, gates[candidate.case.name])
+        return (candidate.of_mode(mode, gates[candidate.case.name]) for candidate in found[mode])
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time everything that is right against each other, by each protocol; or measure its bytes."""
+        seed, device, rows = self.options.seed, self.device, {name: row for name, (row, _) in right.items()}
         if mode == "memory":
-            for row, (candidate, attend) in right.values():
+            for name, (_, (candidate, attend)) in right.items():
                 inputs = candidate.inputs
                 held = sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
-                peak = held + peak_memory(candidate.call(mode, attend), self.device)
-                yield {**row, "peak_bytes": peak, "floor_bytes": case.training_bytes()}
-        elif right:
-            yield from self._time(case, mode, right, rates)
-
-    def _time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> list[Row]:
-        measured, seed, device = [], self.options.seed, self.device
-        rows = {name: row for name, (row, _) in right.items()}
-        read = case.cache_bytes(seed) if case.form == "cache" else None
+                peak = held + peak_memory(candidate.call(mode, attend), device)
+                yield {**rows[name], "peak_bytes": peak, "floor_bytes": case.training_bytes()}
+            return
+        read, measured = case.cache_bytes(seed) if case.form == "cache" else None, list[Row]()
         with torch.set_grad_enabled(direction_of(mode) != "fwd"):
             calls: dict[str, Call] = {name: one.call(mode, attend) for name, (_, (one, attend)) in right.items()}
             if device.type == "cuda" and case.flops("fwd", seed) < SMALL_FLOPS:
                 for name, call in calls.items():
                     rows[name] = {**rows[name], "host": time_host(call, device, calls=8, repeats=10)}
-            if read is not None:
-                rows[COPY], calls[COPY] = new_row(case, mode, COPY, "anchor"), _copy(read, device)
-            for protocol in self.options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",)):
+            if read is not None:  # a copy reads half so many bytes, and writes the other half
+                source = torch.randn(read // 4, device=device).bfloat16()
+                calls[COPY] = functools.partial(torch.empty_like(source).copy_, source)
+                rows[COPY] = new_row(case, mode, COPY, "anchor")
+            protocols = self.options.protocols or (("hot", "cool") if mode in ("fwd", "bwd") else ("hot",))
+            for protocol in protocols if right else ():
                 samples = time_bursts(calls, device, PROTOCOLS[protocol], rounds=self.options.rounds)
                 for name, times in samples.items():
                     spread, of = quantiles(times), ratios(samples, name)
                     row = {**rows[name], "protocol": protocol, "time": spread, "rounds": len(times), "ratios": of}
                     if name in right:
-                        _, (candidate, _) = right[name]
-                        row["tflops"] = candidate.case.flops(mode, seed) / spread.p50 / 1e6
+                        row["tflops"] = right[name][1][0].case.flops(mode, seed) / spread.p50 / 1e6
                     if read is None:
                         row["matrix_ratio"] = row["tflops"] / rates["matmul_tflops"][case.dtype]
                     else:
                         row["gb_per_s"] = read / spread.p50 / 1e3
                     measured.append(row)
-        return measured
+        yield from measured
 
     def draw(self, record: Record, path: Path) -> bool:
         """Draw bars of TFLOP/s, hot, a panel for each of fwd, bwd and train."""
@@ -140,15 +127,5 @@ class AttentionBench(Bench):
 
         rows = [row for row in record.of(self.name) if row.get("protocol") == "hot"]
         dtypes, device = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows)), record.run["device"]
-        title = f"Attention on {device}, {dtypes}, hot{cpu_note(device)}"
-
-        def tflops(group: Sequence[Row]) -> list[float | None]:
-            return [row.get("tflops") for row in group]
-
-        return draw_bars(rows, _TITLES, tflops, title=title, across="TFLOP/s", path=path)
-
-
-def _copy(moved: int, device: torch.device) -> Call:
-    """Make a copy that reads half so many bytes, and writes the other half."""
-    source = torch.randn(moved // 4, device=device).bfloat16()
-    return functools.partial(torch.empty_like(source).copy_, source)
+        text = {"title": f"Attention on {device}, {dtypes}, hot{cpu_note(device)}", "across": "TFLOP/s"}
+        return draw_bars(rows, _TITLES, lambda group: [row.get("tflops") for row in group], path=path, **text)
