@@ -27,18 +27,17 @@ from ropewalk.bench.rope.peers import compile_whole, peers_of
 SLOW_GIB, MOST_GIB = 16, 64
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 _PAGE = 16  # tokens
-_WORKSPACE = 128 << 20  # bytes, as FlashInfer's documentation has it
 
 
 def compile_rope(case: AttentionCase, inputs: AttentionInputs) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Compile PyTorch's RoPE, half-split, with the tables made before. A cache's keys are rotated already."""
+    """Compile PyTorch's RoPE, half-split, with the tables made before."""
     cos, sin = inputs.cos[..., None, :], inputs.sin[..., None, :]  # over heads
     cached = case.form == "cache"
 
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate_plainly(q, cos, sin, False), k if cached else rotate_plainly(k, cos, sin, False)
-
-    return compile_whole(rotate)
+    # A cache's keys are rotated already.
+    return compile_whole(
+        lambda q, k: (rotate_plainly(q, cos, sin, False), k if cached else rotate_plainly(k, cos, sin, False))
+    )
 
 
 def _flex(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
@@ -120,11 +119,7 @@ def _te(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
     options = {"qkv_format": "bshd", "attn_mask_type": "causal" if case.causal else "no_mask", **_window(case)}
     attend = lib.DotProductAttention(case.q_heads, dims, num_gqa_groups=case.k_heads, **options)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        flat: Tensor = attend(q, k, v)  # (B, T, H·D)
-        return flat.view(*flat.shape[:-1], case.q_heads, -1)
-
-    return call
+    return lambda q, k, v: attend(q, k, v).view(*q.shape[:3], -1)  # (B, T, H·D)
 
 
 def _xformers(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:
@@ -140,7 +135,7 @@ def _flashinfer(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Atten
     page_idx = torch.arange(pages_of_row, device=device)
     pages = torch.arange(case.batch, device=device)[:, None] * pages_of_row + page_idx
     indices, last_lengths = pages[page_idx < counts[:, None]].int(), (lengths - (counts - 1) * _PAGE).int()
-    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)  # as its documentation has it
     wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=case.group >= 4)
     shape = F.pad(counts.cumsum(0), (1, 0)).int(), indices, last_lengths, case.q_heads, case.k_heads, case.head_dim
     wrapper.plan(*shape, _PAGE, q_data_type=case.torch_dtype, kv_data_type=case.torch_dtype)
@@ -164,11 +159,7 @@ def _huggingface(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Atte
         mask = torch.zeros(attended.shape, dtype=case.torch_dtype, device=attended.device)
         mask = mask.masked_fill(~attended, torch.finfo(case.torch_dtype).min)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(module, q, k, v, mask, scaling=scale)[0]
-
-    return call
+    return lambda q, k, v: attend(module, *(x.transpose(1, 2) for x in (q, k, v)), mask, scaling=scale)[0]
 
 
 def _eager(lib: Any, case: AttentionCase, inputs: AttentionInputs) -> Attend:

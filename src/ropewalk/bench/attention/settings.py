@@ -12,8 +12,6 @@ from ropewalk.bench.attention.cases import BASE, AttentionCase
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, T5Bias, alibi_slopes
 
-Draw = Callable[[AttentionCase], tuple[Tensor, ...]]
-
 
 class Setting(NamedTuple):
     """Keywords of `attention`, made of a case and of parameters: float32, the last entries are the query heads'.
@@ -22,7 +20,7 @@ class Setting(NamedTuple):
     """
 
     keywords_of: Callable[..., dict[str, Any]]
-    draw: Draw = lambda case: ()  # the parameters
+    draw: Callable[[AttentionCase], tuple[Tensor, ...]] = lambda case: ()  # the parameters
     learned: bool = False  # whether the parameters get gradients
     by_index: bool = False  # whether it matters which row and head of the whole tensors it is that is computed
     of_layer: bool = False
@@ -34,8 +32,8 @@ class Setting(NamedTuple):
         return self.keywords_of(case, *parameters), parameters if self.learned else ()
 
 
-def _scheme(make: Callable[..., object], draw: Draw = lambda case: ()) -> Setting:
-    return Setting(lambda case, *parameters: {"position": make(*parameters)}, draw)
+def _scheme(make: Callable[..., object], *more: Any) -> Setting:
+    return Setting(lambda case, *parameters: {"position": make(*parameters)}, *more)
 
 
 def _normal(*shape: int, around: float | None = None) -> Tensor:
@@ -44,23 +42,22 @@ def _normal(*shape: int, around: float | None = None) -> Tensor:
     return x if around is None else (around + x / 8).bfloat16().float()
 
 
-def _gate(case: AttentionCase) -> Tensor:
-    return _normal(case.batch, case.tokens, case.q_heads, case.out_head_dim)
-
-
 def _layer(case: AttentionCase, gate: Tensor | None = None, *weights: Tensor) -> dict[str, Any]:
-    keywords: dict[str, Any] = {"position": Rope(BASE, rotary_dim=case.head_dim // 2)}
-    if weights:
-        q_weight, k_weight = weights
-        keywords["norm"] = QKNorm(q_weight, k_weight, offset=1.0)
-    return keywords if gate is None else {**keywords, "gate": gate}
+    parts = {"gate": gate, "norm": QKNorm(weights[0], weights[1], offset=1.0) if weights else None}
+    given = {name: part for name, part in parts.items() if part is not None}
+    return {"position": Rope(BASE, rotary_dim=case.head_dim // 2), **given}
+
+
+def _gate(case: AttentionCase) -> tuple[Tensor, ...]:
+    return (_normal(case.batch, case.tokens, case.q_heads, case.out_head_dim),)
+
+
+def _weights(case: AttentionCase) -> tuple[Tensor, ...]:
+    return tuple(_normal(2, case.head_dim, around=0))
 
 
 _ALIBI = _scheme(Alibi, lambda case: (alibi_slopes(case.q_heads),))
 _T5 = _scheme(lambda table: T5Bias(table, bidirectional=False), lambda case: (_normal(32, case.q_heads),))
-_BANDS = _scheme(lambda weights: ExpoSB(band_weights=weights), lambda case: (_normal(case.q_heads, around=1),))
-_BARE = Setting(_layer, of_layer=True)
-_LEARNED = _BARE._replace(learned=True)
 SETTINGS: dict[str, Setting] = {
     "none": Setting(lambda case: {}),
     "rope": _scheme(lambda: Rope(BASE)),
@@ -70,19 +67,18 @@ SETTINGS: dict[str, Setting] = {
     "exposb-decay": _scheme(lambda: ExpoSB(distance_decay=True)),
     "t5": _T5,
     "alibi-learned": _ALIBI._replace(learned=True),
-    "exposb-bands-learned": _BANDS._replace(learned=True),
+    "exposb-bands-learned": _scheme(
+        lambda weights: ExpoSB(band_weights=weights), lambda case: (_normal(case.q_heads, around=1),), True
+    ),
     "t5-learned": _T5._replace(learned=True),
     "dropout": Setting(lambda case: {"dropout_p": 0.1}, by_index=True),
     # Scores of a scale of 1/√D would hardly be capped.
     "softcap": Setting(lambda case: {"softcap": 50.0, "scale": 1.0}),
     "sinks": Setting(lambda case, sinks: {"sinks": sinks}, lambda case: (_normal(case.q_heads),), learned=True),
-    "half-rope": _BARE,
-    "norm": _LEARNED._replace(
-        keywords_of=lambda case, *weights: _layer(case, None, *weights),
-        draw=lambda case: tuple(_normal(2, case.head_dim, around=0)),
-    ),
-    "gate": _LEARNED._replace(draw=lambda case: (_gate(case),)),
-    "norm-gate": _LEARNED._replace(draw=lambda case: (_gate(case), *_normal(2, case.head_dim, around=0))),
+    "half-rope": Setting(_layer, of_layer=True),
+    "norm": Setting(lambda case, *weights: _layer(case, None, *weights), _weights, learned=True, of_layer=True),
+    "gate": Setting(_layer, _gate, learned=True, of_layer=True),
+    "norm-gate": Setting(_layer, lambda case: _gate(case) + _weights(case), learned=True, of_layer=True),
 }
 LAYERS = ("half-rope", "norm", "gate", "norm-gate")
 SCHEMES = ("alibi", "exposb", "exposb-decay")
