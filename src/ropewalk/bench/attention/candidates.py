@@ -1,8 +1,7 @@
 """The candidates of attention's benchmark: ours, with positions in the kernel and in front of it, and the peers.
 
-ReRoPE's are of dense causal cases with a far window: by one call, by two, and of ready pairs. A layer is QK-norm, RoPE
-of half the features and an output gate around attention: q lies beside its gate in one projection, as in Qwen3-Next,
-and the gate and the norms' weights are leaves of their own.
+A layer is QK-norm, RoPE of half the features and an output gate around attention: q lies beside its gate in one
+projection, as in Qwen3-Next, and the gate and the norms' weights are leaves of their own.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ from ropewalk.ops.rope.api import apply_rope
 from ropewalk.schemes import Rope
 
 AUTO = "auto"  # impl=None
-OUTSIDE = "apply_rope"  # our rotation, then attention without positions
 COMPILED = "compiled rope"  # PyTorch's, for the peers
-COMPILED_LAYER, EAGER_LAYER = "compiled norm, rope, gate", "eager norm, rope, gate"  # likewise
-MAX_LOGITS = "max logits"
 PAGE_SIZES = (64, 16)  # of paged caches
-TWO_CALLS = "two calls"  # ReRoPE by attention to near keys and to far ones, merged
-READY_PAIRS = "ready pairs"  # `rerope_attention` alone, without the rotations
 # q, k and v -> what the timed call takes: of `rerope_attention` near and far queries, near and far keys, and values.
 Before = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -68,21 +62,22 @@ class AttentionCandidate:
         """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
         direction = direction_of(mode)
         served_by, reason = self.choose(direction != "fwd")
+        yardstick = self.case.name if self.kind == "anchor" else None
 
         def check() -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
-            attend, setting, more = self.build(), self.setting, self.parameters
-
-            def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return attend(*self.before(q, k, v))
-
-            verdict = gate.check(whole, setting, backward=direction != "fwd", parameters=more)
+            attend, more = self.build(), self.parameters
+            verdict = gate.check(
+                lambda q, k, v: attend(*self.before(q, k, v)),
+                self.setting,
+                backward=direction != "fwd",
+                parameters=more,
+            )
             if direction == "bwd" and verdict.complaint is None:
                 call = self.call(mode, attend)
                 for _ in range(2):  # not every backward can run again over one forward
                     call()
             return verdict, (self, attend)
 
-        yardstick = self.case.name if self.kind == "anchor" else None
         return Candidate(self.impl, self.kind, check, self.position, reason, served_by, yardstick)
 
     def call(self, mode: str, attend: Callable[..., Tensor]) -> Call:
@@ -136,7 +131,7 @@ def candidates_of(
         pages = {f"rope, pages of {size}": ours("rope", **_paged(inputs, size)) for size in PAGE_SIZES}
         paged = [replace(candidate, position=name) for name, found in pages.items() for candidate in found]
         return {"decode": [*in_kernel, *paged, *with_rope]}
-    outside = [replace(one, position=OUTSIDE, setting="rope") for one in ours("none", first=our_rotation)]
+    outside = [replace(one, position="apply_rope", setting="rope") for one in ours("none", first=our_rotation)]
     found = {
         LAYER: _layers(case, inputs, impls, alone) if modes & {*LAYER} else [],
         ("fwd", "bwd"): [*kernels, *alone],
@@ -192,7 +187,7 @@ def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
     with_lse: dict[str, Any] = {"causal": True, "return_lse": True}
     near: dict[str, Any] = {**with_lse, "position": Rope(BASE), "window": window}
 
-    def build_two_calls(impl: str) -> Attend:
+    def build_two_calls(impl: str) -> Attend:  # to near keys and to far ones, merged
         merge, late_cos, late_sin = compile_whole(_merge), cos[window:], sin[window:]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -207,7 +202,7 @@ def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
         far_q = apply_rope(q, None, cos, sin)
         return tuple(x.transpose(1, 2) for x in (near_q, far_q, near_k, k, v))
 
-    def build_of_pairs(impl: str) -> Callable[..., Tensor]:
+    def build_of_pairs(impl: str) -> Callable[..., Tensor]:  # without the rotations
         def attend(near_q: Tensor, far_q: Tensor, near_k: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return rerope_attention(near_q, far_q, near_k, k, v, True, scale, window, impl=impl).transpose(1, 2)
 
@@ -222,8 +217,8 @@ def _two_ranges(case: AttentionCase, inputs: AttentionInputs, impls: Sequence[st
         build = functools.cache(functools.partial(build_two_calls, impl))
         of_pairs = functools.partial(build_of_pairs, impl)
         otherwise += [
-            replace(one_call[impl], position=TWO_CALLS, choose=choose, build=build),
-            replace(one_call[impl], position=READY_PAIRS, build=of_pairs, before=make_pairs),
+            replace(one_call[impl], position="two calls", choose=choose, build=build),
+            replace(one_call[impl], position="ready pairs", build=of_pairs, before=make_pairs),
         ]
     return [*one_call.values(), *(our_candidate(case, inputs, impl, "rope") for impl in named), *otherwise]
 
@@ -280,12 +275,12 @@ def _layers(
     found = [ours(AUTO, "norm-gate")]
     for impl in impls:
         found += [ours(impl, setting) for setting in reversed(LAYERS)]
-        found.append(replace(ours(impl, "half-rope", return_max_logits=True), position=MAX_LOGITS))
+        found.append(replace(ours(impl, "half-rope", return_max_logits=True), position="max logits"))
     for peer in (replace(peer, setting="norm-gate", parameters=parameters["norm-gate"]) for peer in peers):
-        for name, wrap in ((COMPILED_LAYER, compile_whole), (EAGER_LAYER, lambda part: part)):
-            if name == COMPILED_LAYER or peer.impl == "cudnn":
+        for name, wrap in (("compiled", compile_whole), ("eager", lambda part: part)):
+            if name == "compiled" or peer.impl == "cudnn":
                 build = functools.cache(functools.partial(around, peer.build, wrap))
-                found.append(replace(peer, position=name, build=build))
+                found.append(replace(peer, position=f"{name} norm, rope, gate", build=build))
     return [replace(candidate, before=beside_gate) for candidate in found]
 
 

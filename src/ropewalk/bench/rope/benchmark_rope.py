@@ -54,6 +54,6 @@ def benchmark_rope(
         "triton": lambda: apply_rope(q, k, cos, sin, interleaved=True, impl="triton"),
     }
     times = time_rounds(calls, device, warmup=n_warmup, rounds=n_iterations, max_seconds=60.0)
-    pytorch_ms, triton_ms = (times[name].p50 / 1e3 for name in ("pytorch", "triton"))
-    sizes = dict(zip(("batch_size", "seq_len", "n_heads", "head_dim"), shape, strict=True))
-    return {**sizes, "pytorch_ms": pytorch_ms, "triton_ms": triton_ms, "speedup": pytorch_ms / triton_ms}
+    found: dict[str, float] = dict(zip(("batch_size", "seq_len", "n_heads", "head_dim"), shape, strict=True))
+    found |= {f"{name}_ms": spread.p50 / 1e3 for name, spread in times.items()}
+    return {**found, "speedup": found["pytorch_ms"] / found["triton_ms"]}

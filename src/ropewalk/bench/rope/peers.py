@@ -1,7 +1,6 @@
 """Ours, and other libraries' rotations, found by import and called as their own documentation says.
 
-A model computes gathered tables and positions once for all layers: they are prepared outside the timed call, in the
-peers' favour.
+A model computes gathered tables and positions once for all layers: they are made before, in the peers' favour.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Peer(Library):
 def peers_of(limits: Callable[..., dict[str, Any]], *rows: tuple[Any, ...]) -> dict[str, Peer]:
     """Make peers of rows: name, module, distribution, whether it needs a GPU, names of limits, and an adapter.
 
-    `limits` returns by name the reason against a case, or a value that is false; the first limit that holds counts.
-    The adapter builds the call, of the imported module before its other arguments.
+    `limits` has by name the reason against a case, or a false value; the first that holds counts. The adapter builds
+    the call, of the imported module before its other arguments.
     """
 
     def make(
@@ -112,9 +111,8 @@ def _compiled(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
 
 
 def _huggingface(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
-    cos, sin = (table.to(case.torch_dtype) for table in _token_tables(inputs))
-    if case.layout == "thd":
-        cos, sin = cos[0], sin[0]
+    tables = [table.to(case.torch_dtype) for table in _token_tables(inputs)]
+    cos, sin = (table[0] for table in tables) if case.layout == "thd" else tables
     rotate, head_axis = lib.apply_rotary_pos_emb, 2 if case.layout == "bthd" else 1
     return Rotation(lambda q, k: rotate(q, k, cos, sin, unsqueeze_dim=head_axis))
 
@@ -156,21 +154,19 @@ def _flashinfer(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
 
 
 def _vllm(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
-    table = torch.cat((inputs.cos, inputs.sin), -1).to(case.torch_dtype)  # q's, in which it computes
+    operator = torch.ops._C.rotary_embedding  # there since `lib` is imported; it computes in the dtype of q and table
+    table = torch.cat((inputs.cos, inputs.sin), -1).to(case.torch_dtype)
     other = {"table": table, "positions": inputs.token_positions.flatten()}
-    operator = torch.ops._C.rotary_embedding  # there since `lib` is imported
     return by_operator(operator, inputs, case.head_dim, not case.interleaved, *_flat(case), **other)
 
 
 def _xformers(lib: Any, case: Case, inputs: Inputs, grad: bool) -> Rotation:
     """Build its one rotation, which also fills a cache: its time holds a copy of v that no other's holds."""
-    masks = importlib.import_module("xformers.ops.fmha.attn_bias")
-    # All tokens as one sequence with explicit positions: any positions can be said so.
+    # All tokens are one sequence with explicit positions: any positions can be said so.
     positions = inputs.token_positions.flatten()
     total, apply, theta, adjacents = positions.numel(), lib.rope_padded, case.base, case.interleaved
-    bias = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
-        q_seqlen=[total], kv_padding=total, kv_seqlen=[total], device=inputs.q.device
-    )
+    mask = importlib.import_module("xformers.ops.fmha.attn_bias").BlockDiagonalCausalWithOffsetPaddedKeysMask
+    bias = mask.from_seqlens(q_seqlen=[total], kv_padding=total, kv_seqlen=[total], device=inputs.q.device)
     v, v_cache, k_cache = (inputs.k.new_zeros(1, total, case.k_heads, case.head_dim) for _ in range(3))
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
