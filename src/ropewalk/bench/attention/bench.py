@@ -1,9 +1,8 @@
 """The benchmark of attention: our kernels against the peers, and position schemes against none.
 
-Device times hold no time of the host (`ropewalk.bench.core.sustained` says how); what an eager call costs the host is
-recorded beside them for the cases where it matters. A backward is timed alone, over one recorded forward; "train" is
-forward and backward together, from q, k and v to their gradients, with RoPE on the way. Beside some cases a yardstick
-is timed in the same rounds: our kernels on another case, or a copy of as many bytes as must be read.
+Device times hold no time of the host (`ropewalk.bench.core.sustained` says how). A backward is timed alone, over one
+recorded forward; "train" is from q, k and v to their gradients, with RoPE on the way. Beside some cases a yardstick is
+timed in the same rounds: our kernels on another case, or a copy of as many bytes as must be read.
 """
 
 from __future__ import annotations

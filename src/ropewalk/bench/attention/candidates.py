@@ -61,17 +61,12 @@ class AttentionCandidate:
     def of_mode(self, mode: str, gate: AttentionGate) -> Candidate:
         """Make the candidate of one mode; its check returns this and the built call beside the verdict."""
         direction = direction_of(mode)
-        served_by, reason = self.choose(direction != "fwd")
-        yardstick = self.case.name if self.kind == "anchor" else None
+        grad, yardstick = direction != "fwd", self.case.name if self.kind == "anchor" else None
+        served_by, reason = self.choose(grad)
 
         def check() -> tuple[Verdict, tuple[AttentionCandidate, Callable[..., Tensor]]]:
-            attend, more = self.build(), self.parameters
-            verdict = gate.check(
-                lambda q, k, v: attend(*self.before(q, k, v)),
-                self.setting,
-                backward=direction != "fwd",
-                parameters=more,
-            )
+            attend, of = self.build(), self.parameters
+            verdict = gate.check(lambda *x: attend(*self.before(*x)), self.setting, backward=grad, parameters=of)
             if direction == "bwd" and verdict.complaint is None:
                 call = self.call(mode, attend)
                 for _ in range(2):  # not every backward can run again over one forward

@@ -45,11 +45,8 @@ def direction_of(mode: str) -> str:
 class AttentionCase:
     """One self-attention: shapes, mask, and the modes to measure.
 
-    `form` decides the meaning of B and T:
-
-    - "dense": B rows of T tokens;
-    - "packed": B sequences one after another, of `shortest` to T tokens, their logarithms uniform;
-    - "cache": B rows of a cache with room for T keys, `shortest` to T of them there, and one query for the last.
+    A `form` is "dense", B rows of T tokens; "packed", B sequences one after another, of `shortest` to T tokens, their
+    logarithms uniform; or "cache", B rows with room for T keys, `shortest` to T there, and one query for the last.
     """
 
     name: str
@@ -108,12 +105,8 @@ class AttentionCase:
         return torch.randint(least, self.tokens + 1, (self.batch,), generator=generator, dtype=torch.int32)
 
     def scores(self, seed: int = 0) -> float:
-        """Count the scores of a head: a row's key length for one T where there are lengths, half when causal.
-
-        The one query of a cache attends all keys that are there. In a window of W tokens it is W for each query, less
-        half of W² for the first ones.
-        """
-        if self.window is not None:
+        """Count the scores of a head: a row's key length for one T where there are lengths, half when causal."""
+        if self.window is not None:  # W for each query, less half of W² for the first ones
             return self.batch * (self.window * self.tokens - self.window**2 / 2)
         keys = self.draw_lengths(seed).tolist()
         if self.form == "cache":
@@ -122,10 +115,7 @@ class AttentionCase:
         return count / 2 if self.causal else count
 
     def flops(self, mode: str, seed: int = 0) -> float:
-        """Count operations: 2·(D + Dv) for each needed score, forward; 2·(3·D + 2·Dv) backward.
-
-        Whatever an implementation computes twice, or computes and masks, does not count.
-        """
+        """Count needed operations: 2·(D + Dv) for each score that is not masked, forward; 2·(3·D + 2·Dv) backward."""
         wide, narrow = self.head_dim, self.out_head_dim
         products = {"fwd": wide + narrow, "bwd": 3 * wide + 2 * narrow, "train": 4 * wide + 3 * narrow}
         return 2 * products[direction_of(mode)] * self.q_heads * self.scores(seed)
@@ -194,10 +184,9 @@ ALIASES = {
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a case.
+    """The tensors of a case, (B, T, H, D) in memory, as projections leave them; packed ones (total, H, D).
 
-    Those of tokens are (B, T, H, D) in memory, as projections leave them; packed ones (total, H, D). A cache's keys
-    are taken for rotated ones, and there is one query: q and the gradient of the output are (B, 1, H, D).
+    A cache's keys are taken for rotated ones, and there is one query: q and the output's gradient are (B, 1, H, D).
     """
 
     q: Tensor

@@ -1,9 +1,8 @@
 """Correctness before speed: an attention is timed only if its output and its gradients are right.
 
 The truth is the reference in float64, on slices: of a dense batch the first row with the first key head and the query
-heads that share it, and the last with the last; of packed sequences and of caches every one, each with some key head
-and as if it were alone. Scores of a slice are never whole, so that no length is too large. Parameters' gradients are
-sums over the batch, and what is dropped goes by index: there the slice is the whole.
+heads that share it, and the last with the last; of packed sequences and of caches every one, as if it were alone, with
+some key head. Parameters' gradients are sums over the batch, and what is dropped goes by index: there it is the whole.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class AttentionGate:
     def check(self, candidate: Attend, setting: str, *, backward: bool, parameters: Sequence[Tensor] = ()) -> Verdict:
         """Run `candidate` once on copies and compare; every exception of the implementation is let through.
 
-        `parameters` are those of the setting that get gradients, as the candidate has them. The verdict's error and
-        budget are those of the stretch that comes nearest to its budget, or is furthest past.
+        `parameters` are the setting's that get gradients. The verdict is of the stretch that uses most of its budget.
         """
         originals = (self.inputs.q, self.inputs.k, self.inputs.v)
         xs = [x.clone() for x in originals]
