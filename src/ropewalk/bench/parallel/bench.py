@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,28 +28,23 @@ from ropewalk.bench.core.options import Options, choose_device
 from ropewalk.bench.core.runner import Bench, Candidate, OursError, Rates, Right, run_benches
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.terminal import default_console
-from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, Inputs, ParallelCase, make_inputs, quick, shrink
-from ropewalk.bench.parallel.gate import SHORT, Gate
-from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, one_process, ours, training_step
+from ropewalk.bench.parallel import cases
+from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, ParallelCase
+from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, make_call, training_step
 
+SHORT = 2048  # tokens of the case whose gradients are compared
 ROUNDS = (2, 20)  # of a case: at least and at most
 SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
 _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compiled before some
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
 _LONG = 1.0  # seconds of a call
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
-Opened = Sequence[tuple[Inputs, Mapping[bool, Gate]]]  # of the short case and the whole one; gates by `bare`
+_STATUSES = ("ok", "wrong", "failed")  # the worst one last
+Opened = Sequence[tuple[cases.Inputs, Callable[[bool], list[cases.Truth]]]]  # of the short case and the whole one
 
 
 def run_parallel_bench(options: Options) -> None:
-    """Measure context parallelism, write a record, and print a summary; cases are named by parts of their names.
-
-    Under torchrun each process calls this. Otherwise it starts them.
-
-    Raises:
-        ValueError: a CPU without `quick`, a case that does not exist, a record that exists or cannot be resumed.
-        OursError: at the end, if ours was wrong or failed.
-    """
+    """Measure, record and print as `run_benches` does; under torchrun in each process, otherwise it starts them."""
     device, options = choose_device(options.device), replace(options, cases=choose_parts(options.cases))
     if device.type == "cpu" and not options.quick:
         raise ValueError("the device is a CPU, where the cases take hours: --quick has small ones")
@@ -84,16 +79,16 @@ def _work(rank: int, options: Options, store: str | None = None, size: int = -1)
     dist.init_process_group(backend, store, _TIMEOUT, size, -1 if store is None else rank)
     try:
         bench = ParallelBench(options, device, default_console())
-        if bench.rank == 0:
-            try:
-                run_benches(bench.name, [bench], options, device, bench.console)
-            finally:
-                if not bench.is_shared:  # the first rank raises, and the others have nothing to do
-                    bench.share([])
+        if dist.get_rank() > 0:
+            for case, modes in bench.left(set()):
+                for _, rows in bench.measure(case, modes, {}):
+                    list(rows)
             return
-        for case, modes in bench.left(set()):
-            for _, rows in bench.measure(case, modes, {}):
-                list(rows)
+        try:
+            run_benches(bench.name, [bench], options, device, bench.console)
+        finally:
+            if not bench.is_shared:  # the first rank raises, and the others have nothing to do
+                bench.share([])
     finally:
         dist.destroy_process_group()
 
@@ -114,15 +109,15 @@ class ParallelBench(Bench):
         ("error / budget", number("error", ".2f")),
     )
     launch = staticmethod(run_parallel_bench)  # starts the processes
+    is_shared = False  # whether the other ranks know what is to be measured
 
     def __init__(self, options: Options, device: torch.device, console: Console) -> None:
-        self.rank, self.size, self.is_shared = dist.get_rank(), dist.get_world_size(), False
         if options.quick:
-            self.cases = tuple(quick(case, device) for case in self.cases)
+            self.cases = tuple(case.quick(device) for case in self.cases)
         super().__init__(options, device, console)
+        self.size, self.rounds = dist.get_world_size(), options.rounds or ROUNDS[1]
         self.mesh, self.on_gpu = init_device_mesh(device.type, (self.size,)), device.type == "cuda"
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
-        self.rounds = options.rounds or ROUNDS[1]
         self._losses: list[float] = []  # of one process
 
     @property
@@ -134,9 +129,8 @@ class ParallelBench(Bench):
         return self.share(super().left(done))
 
     def share(self, value: Any) -> Any:
-        values = [value]
+        values, self.is_shared = [value], True
         dist.broadcast_object_list(values, group=self.control)
-        self.is_shared = True
         return values[0]
 
     def _gather(self, value: Any) -> list[Any]:
@@ -153,53 +147,47 @@ class ParallelBench(Bench):
         except Exception as error:  # another library's call may fail in any way; that it failed is the result
             mine = ("failed", f"{type(error).__name__}: {error}"[:300], 0.0)
         every = self._gather(mine)
-        status, reason, _ = max(every, key=lambda one: ("ok", "wrong", "failed").index(one[0]))
+        status, reason, _ = max(every, key=lambda one: _STATUSES.index(one[0]))
         worst = max(one[2] for one in every)
-        row = {**row, "ranks": self.size, "status": status}
-        row |= {} if reason is None else {"reason": reason}
+        row = {**row, "ranks": self.size, "status": status} | ({} if reason is None else {"reason": reason})
         return row | ({"error": worst, "error_budget": 1.0} if worst < float("inf") else {}), timed
 
     def open(self, case: ParallelCase) -> Opened:
-        """Make the inputs and gates of a short case, whose gradients are compared whole, and of the case."""
+        """Make the inputs of a short case, whose gradients are compared whole, and of the case; what is right later."""
         if case.setting == LLAMA:
             return ()
-        short = shrink(case, SHORT // 2 if self.options.quick else SHORT)
-        inputs = [make_inputs(one, self.mesh, self.device, self.options.seed) for one in (short, case)]
-        return [(one, {bare: Gate(one, bare) for bare in (False, True)}) for one in inputs]
+        short = case.shrink(SHORT // 2 if self.options.quick else SHORT)
+        inputs = [cases.make_inputs(one, self.mesh, self.device, self.options.seed) for one in (short, case)]
+        return [(one, cache(partial(cases.truths_of, one, one is inputs[0]))) for one in inputs]
 
     def candidates(self, case: ParallelCase, mode: str, opened: Opened) -> Iterator[Candidate]:
         """Yield the call on one process, ours, and the peers; or both ways to train a model."""
-        for name, kind, make in ((ONE, "anchor", one_process), (OURS, "ours", ours)):
-            check = partial(self._check, name, make, opened) if opened else partial(self._check_training, case, name)
-            yield Candidate(name, kind, check)
-        for peer in self.found if opened else ():
-            check = partial(self._check, peer.name, partial(peer.call, mesh=self.mesh), opened)
-            yield Candidate(peer.name, "peer", check, reason=peer.why_not(case))
+        peers = [(peer.name, "peer", peer.why_not(case)) for peer in self.found if opened]
+        for name, kind, reason in ((ONE, "anchor", None), (OURS, "ours", None), *peers):
+            check = partial(self._check, name, opened) if opened else partial(self._check_training, case, name)
+            yield Candidate(name, kind, check, reason=reason)
 
-    def _check(self, name: str, make: Callable[[Inputs], Call], opened: Opened) -> tuple[Verdict, Call]:
+    def _check(self, name: str, opened: Opened) -> tuple[Verdict, Call]:
         """Compare all results of the short case, then sampled rows of the whole one, whose bytes are counted."""
-        (short, short_gates), (inputs, gates) = opened
-        whole, bare = name == ONE, name in NO_ROPE
-        call = make(short)
-        with call.context():
-            of_short = short_gates[bare].check_all(call.run(), whole)
-        call = make(inputs)
-        free, before = 0, 0
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            free, before = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        begun = time.perf_counter()
-        with call.context():
-            results = call.run()
+        verdicts = []
+        for inputs, truths in opened:
+            call = make_call(name, inputs, self.mesh)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
-                call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
-                call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
-            call.seconds = time.perf_counter() - begun
-            of_rows = gates[bare].check_rows(results, whole)
-        return max(of_short, of_rows, key=lambda verdict: (verdict.complaint is not None, verdict.error)), call
+                torch.cuda.empty_cache()
+                free, before = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device)
+                torch.cuda.reset_peak_memory_stats(self.device)
+            begun = time.perf_counter()
+            with call.context():
+                results = call.run()
+                if self.on_gpu:
+                    torch.cuda.synchronize(self.device)
+                    call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
+                    call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
+                call.seconds = time.perf_counter() - begun
+                verdicts.append(cases.check_results(results, truths(name in NO_ROPE), whole=name == ONE))
+            del results  # before the next one's memory is measured
+        return max(verdicts, key=lambda verdict: (verdict.complaint is not None, verdict.error)), call
 
     def _check_training(self, case: ParallelCase, name: str) -> tuple[Verdict, Call]:
         """Compare the losses of two steps, the second one after an update."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,58 +51,50 @@ class Call:
     seconds: float = 0.0
 
 
-def _both(run: Run, leaves: Sequence[Tensor], learned: Sequence[Tensor], grad: Tensor, **more: Any) -> Call:
+def _both(run: Run, tensors: Sequence[Tensor], learned: Sequence[Tensor] = (), context: Context = nullcontext) -> Call:
     """Run forward and backward: the output, and the gradients of q, k, v and of what is learned."""
+    *leaves, grad = tensors
 
     def both() -> list[Tensor]:
         out = run(*leaves)
         return [out, *torch.autograd.grad(out, (*leaves, *learned), grad)]
 
-    return Call(both, more=more)
+    return Call(both, context)
 
 
-def one_process(inputs: Inputs) -> Call:
-    """Make the yardstick: the whole call, by the implementation that `attention` chooses."""
-    keywords = inputs.keywords()
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    run = functools.partial(inputs.whole, **keywords)
-    return _both(run, leaves, inputs.learned, inputs.grad, served_by=run(*leaves, run=explain_choice).name)
-
-
-def ours(inputs: Inputs) -> Call:
-    """Make the candidate of `context_parallel_attention`; gradients of what is learned are summed over ranks."""
-    keywords = {**inputs.keywords(), "layout": inputs.layout, "method": inputs.case.method}
-    keywords["sum_gradients"] = bool(inputs.learned)
-    leaves, grad = _shards(inputs)
+def make_call(name: str, inputs: Inputs, mesh: DeviceMesh) -> Call:
+    """Make the yardstick, the whole call by the implementation that `attention` chooses; ours; or a peer's call."""
+    keywords, tensors = inputs.keywords(*inputs.parameters), [inputs.q, inputs.k, inputs.v, inputs.grad]
+    if name != ONE:
+        tensors = [cp.shard_sequence(x, inputs.layout) for x in tensors]
+    tensors[:3] = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    if name in PEERS:
+        run, context = PEERS[name].build(inputs, mesh)
+        return _both(run, tensors, (), context)
+    if name == ONE:
+        call = _both(functools.partial(inputs.whole, **keywords), tensors, inputs.learned)
+        call.more["served_by"] = inputs.whole(*leaves, run=explain_choice, **keywords).name
+        return call
+    # Gradients of what is learned are summed over ranks.
+    keywords |= {"layout": inputs.layout, "method": inputs.case.method, "sum_gradients": bool(inputs.learned)}
+    call = _both(functools.partial(cp.context_parallel_attention, **keywords), tensors, inputs.learned)
     choice = cp.explain_context_parallel(*leaves, **keywords)
     received = choice.bytes_received + choice.bytes_received_backward
-    run = functools.partial(cp.context_parallel_attention, **keywords)
-    return _both(run, leaves, inputs.learned, grad, served_by=choice.method, bytes_received=received)
+    call.more |= {"served_by": choice.method, "bytes_received": received}
+    return call
 
 
 @dataclass(frozen=True)
 class ParallelPeer(Library):
     build: Callable[[Inputs, DeviceMesh], tuple[Run, Context]]
-    most_tokens: int | None = None  # of the cases that it is timed on
+    most_tokens: float = float("inf")  # of the cases that it is timed on
 
     def why_not(self, case: ParallelCase) -> str | None:
         if not case.peers:
             return "measured with the default method"
         if case.setting != "rope" or case.window is not None or case.shortest is not None:
             return "plain causal attention alone"
-        if self.most_tokens is not None and case.tokens > self.most_tokens:
-            return "RoPE's part is small there"
-        return None
-
-    def call(self, inputs: Inputs, mesh: DeviceMesh) -> Call:
-        leaves, grad = _shards(inputs)
-        run, context = self.build(inputs, mesh)
-        return replace(_both(run, leaves, (), grad), context=context)
-
-
-def _shards(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    *leaves, grad = (cp.shard_sequence(x, inputs.layout) for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
-    return [x.requires_grad_() for x in leaves], grad
+        return "RoPE's part is small there" if case.tokens > self.most_tokens else None
 
 
 def _table(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -168,7 +160,7 @@ def _torch(backend: str, rope: bool, inputs: Inputs, mesh: DeviceMesh) -> tuple[
     return run, context
 
 
-_PEERS = (
+_PEERS: tuple[tuple[Any, ...], ...] = (
     ("by_hand_flash_attn_4", "flash_attn.cute", "flash-attn-4", True, functools.partial(_by_hand, True)),
     ("by_hand", "torch", "torch", False, functools.partial(_by_hand, False)),
     ("torch_cudnn_bare", "torch", "torch", True, functools.partial(_torch, "cudnn", False)),
