@@ -154,7 +154,7 @@ def test_whatever_was_right_and_is_gone_is_a_regression(tmp_path: Path) -> None:
     before = write(tmp_path / "a.jsonl", ROTATION, "rope")
     wrong = [{**row, "status": "wrong"} if row["impl"] in ("triton", "compiled") else row for row in ROTATION]
     found = compare_records(before, write(tmp_path / "b.jsonl", wrong, "rope")).found
-    assert {(one.line.impl, one.verdict) for one in found} == {("triton", "regression"), ("compiled", "changed")}
+    assert {(one.impl, one.verdict) for one in found} == {("triton", "regression"), ("compiled", "changed")}
     gone = compare_records(before, write(tmp_path / "c.jsonl", ROTATION[:1], "rope"), every=True).found
     assert [one.verdict for one in gone].count("regression") == 2
 

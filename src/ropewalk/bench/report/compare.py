@@ -21,35 +21,26 @@ from ropewalk.bench.core.timing import COPY
 
 FLOOR = 0.01
 REGRESSION, ALONE = "regression", "in one alone"
-READ = ("rope", "attention", "all")  # the benchmarks whose records are read here
 # Keys of the line about a run: if one of them differs, times differ not by the code alone.
 _TELL = ("device", "driver_version", "clocks_max_sm", "power_limit", "threads", "torch", "cuda", "triton", "python")
 _STYLES = {REGRESSION: "red", "slower": "yellow", "more": "yellow", "faster": "green", "less": "green"}
-# What is compared of a row, its key in records, and the keys of the interval.
+# What is compared of a row: a key in records, and the keys of the interval.
 _DEVICE, _HOST = ("p10", "p50", "p90"), ("least", "median", "median")
-_QUANTITIES = (
-    *(("device", "time", _DEVICE), ("graph", "graph", _DEVICE)),
-    *(("host", "host", _HOST), ("host, recording", "host_forward", _HOST)),
-)
+_QUANTITIES = {"device": ("time", _DEVICE), "graph": ("graph", _DEVICE), "host": ("host", _HOST)}
+_QUANTITIES["host, recording"] = ("host_forward", _HOST)
 
 
-class Line(NamedTuple):
-    """A quantity of a row, as text and with its interval; or the row's status, which has none."""
+# What was measured, the implementation, its kind and the quantity; text and interval: a status has none.
+Line = tuple[tuple[str, str, str, str], str, float, float, float]
+
+
+class Change(NamedTuple):
+    """One change: of which row and quantity, both texts, and the later median over the earlier one."""
 
     what: str
     impl: str
     kind: str
     quantity: str
-    text: str
-    low: float = 0.0
-    middle: float = 0.0
-    high: float = 0.0
-
-
-class Change(NamedTuple):
-    """One change: a line of either record, both texts, and the later median over the earlier one."""
-
-    line: Line
     before: str
     after: str
     ratio: float | None
@@ -77,13 +68,10 @@ def compare_records(
     was right and now is wrong, fails, is not supported or is missing. With `every`, of peers and anchors too. With
     `relative`, times on the device are multiples of what it could do at best: of the copy beside them for rotations
     and decoding, else of the matrix product in the run's rates; times of the host do not count.
-
-    Raises:
-        ValueError: no row is in both records, or `relative` lacks what times are relative to.
     """
-    records = read_record(before, *READ), read_record(after, *READ)
+    records = read_record(before, "rope", "attention", "all"), read_record(after, "rope", "attention", "all")
     old, new = (dict(_lines(record, relative)) for record in records)
-    compared = sum(line.quantity == "status" for key, line in old.items() if key in new)
+    compared = sum(key[-1] == "status" for key in old if key in new)
     if not compared:
         raise ValueError(f"{before.name} and {after.name} have no row in common: nothing can be compared")
     judged = (_judge(old.get(key), new.get(key), threshold, every) for key in sorted(old | new))
@@ -94,39 +82,38 @@ def compare_records(
 
 def _judge(old: Line | None, new: Line | None, threshold: float, every: bool) -> Change | None:
     """Compare what two records have of one quantity; None: nothing changed beyond the noise."""
-    line: Any = old or new
-    counts = every or line.kind == "ours"
-    before, after = old.text if old else "not there", new.text if new else "gone"
-    if line.quantity == "status":
+    found: Any = old or new
+    (*_, kind, quantity), before, after = found[0], old[1] if old else "not there", new[1] if new else "gone"
+    counts = every or kind == "ours"
+    if quantity == "status":
         verdict = REGRESSION if counts and before == "ok" else "changed" if old and new else ALONE
-        return None if before == after else Change(line, before, after, None, verdict)
-    if not old or not new or (old.low <= new.high and new.low <= old.high):
+        return None if before == after else Change._make((*found[0], before, after, None, verdict))
+    if not old or not new or (old[2] <= new[4] and new[2] <= old[4]) or abs((ratio := new[3] / old[3]) - 1) <= FLOOR:
         return None
-    ratio = new.middle / old.middle
-    worse, better = ("more", "less") if line.quantity == "memory" else ("slower", "faster")
+    worse, better = ("more", "less") if quantity == "memory" else ("slower", "faster")
     verdict = REGRESSION if counts and ratio > 1 + threshold else worse if ratio > 1 else better
-    return None if abs(ratio - 1) <= FLOOR else Change(line, before, after, ratio, verdict)
+    return Change._make((*found[0], before, after, ratio, verdict))
 
 
 def _lines(record: Record, relative: bool) -> Iterator[tuple[tuple[str, ...], Line]]:
     """Yield the lines of each row by unit, implementation, protocol and quantity; `unsupported` rows have none."""
-    copies = {_unit(row): row for row in record.rows if row["impl"] == COPY and row["benchmark"] == "rope"}
+    copies = {_unit(row): row for row in record.of("rope") if row["impl"] == COPY}
     for row in (row for row in record.rows if row["status"] != "unsupported"):
         case, protocol, key = row["case"], row.get("protocol", ""), (_unit(row), label(row))
         same = words(case["name"], case["dtype"], variant_of(case), row["mode"], protocol), label(row), row["kind"]
         # A row that was not right has no protocol: its status is compared by itself.
-        yield (*key, "", "status"), Line(*same, "status", row["status"])
+        yield (*key, "", "status"), ((*same, "status"), row["status"], 0.0, 0.0, 0.0)
         if row["status"] != "ok" or (relative and row["kind"] == "anchor"):
             continue
-        for quantity, name, marks in _QUANTITIES:
+        for quantity, (name, marks) in _QUANTITIES.items():
             if name in row and not (relative and marks is _HOST):
                 scale = _scale(row, name, record, copies) if relative else 1.0
                 low, middle, high = (row[name][mark] * scale for mark in marks)
                 text = f"{middle:.4g}" if relative else f"{middle:.4g} µs"
-                yield (*key, protocol, quantity), Line(*same, quantity, text, low, middle, high)
+                yield (*key, protocol, quantity), ((*same, quantity), text, low, middle, high)
         if "peak_bytes" in row:
             peak = row["peak_bytes"]
-            yield (*key, protocol, "memory"), Line(*same, "memory", f"{peak / 2**20:.4g} MiB", peak, peak, peak)
+            yield (*key, protocol, "memory"), ((*same, "memory"), f"{peak / 2**20:.4g} MiB", peak, peak, peak)
 
 
 def _unit(row: Row) -> str:
@@ -135,14 +122,13 @@ def _unit(row: Row) -> str:
 
 def _scale(row: Row, name: str, record: Record, copies: dict[str, Row]) -> float:
     """Return the factor that turns a row's time into a multiple of its anchor's."""
-    rates = record.runs[row["run"]].get("rates", {})
+    case, rates = row["case"], record.runs[row["run"]].get("rates", {})
     try:
         if row["benchmark"] == "rope":
             return float(1 / copies[_unit(row)][name]["p50"])
-        is_cached = row["case"].get("form") == "cache"
-        return float(rates["copy_gb_per_s"] if is_cached else rates["matmul_tflops"][row["case"]["dtype"]])
+        return float(rates["copy_gb_per_s"] if case.get("form") == "cache" else rates["matmul_tflops"][case["dtype"]])
     except KeyError:
-        what = f"{row['case']['name']} {row['mode']}"
+        what = f"{case['name']} {row['mode']}"
         raise ValueError(f"{record.path.name} does not have what the times of {what} would be relative to") from None
 
 
@@ -154,19 +140,18 @@ def print_changes(changes: Changes, threshold: float, console: Console) -> None:
         console.print(f"{name}: {record.path.name}, {at}", highlight=False)
     for name, old, new in differences(_TELL, changes.records[0].run, changes.records[1].run):
         console.print(f"NOTE: {name} was {old!r}, and is {new!r}", style="bold yellow", highlight=False)
-    # A record without peers is often compared with one that has them: those are counted, not listed.
-    listed = [one for one in changes.found if one.verdict != ALONE or one.line.kind == "ours"]
-    if listed:
-        headings = ("what", "implementation", "kind", "of", "A", "B", "change", "")
-        table = Table(*(Column(heading, overflow="fold") for heading in headings), title="what changed, from A to B")
-        for line, before, after, ratio, verdict in listed:
+    headings = ("what", "implementation", "kind", "of", "A", "B", "change", "")
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), title="what changed, from A to B")
+    for *said, ratio, verdict in changes.found:
+        # A record without peers is often compared with one that has them: those are counted, not listed.
+        if verdict != ALONE or said[2] == "ours":
             part = "–" if ratio is None else f"{ratio - 1:+.1%}"
-            table.add_row(*line[:4], before, after, part, verdict, style=_STYLES.get(verdict))
+            table.add_row(*said, part, verdict, style=_STYLES.get(verdict))
+    if table.row_count:
         console.print(table)
     counted = Counter(change.verdict for change in changes.found).most_common()
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counted) or "nothing changed beyond the noise"
-    console.print(f"{changes.compared} rows compared: {said}", highlight=False)
+    text = ", ".join(f"{count} {verdict}" for verdict, count in counted) or "nothing changed beyond the noise"
+    console.print(f"{changes.compared} rows compared: {text}", highlight=False)
     if changes.is_worse:
-        console.print(
-            f"regressions: worse by more than {threshold:.1%}, or no longer right", style="red", highlight=False
-        )
+        text = f"regressions: worse by more than {threshold:.1%}, or no longer right"
+        console.print(text, style="red", highlight=False)

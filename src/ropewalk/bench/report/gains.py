@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ropewalk.bench.attention.candidates import AUTO, COMPILED
 from ropewalk.bench.attention.cases import AttentionCase
@@ -16,6 +15,9 @@ from ropewalk.bench.rope.cases import Case
 READ = ("rope", "attention", "training", "all")  # the benchmarks whose records are read here
 SAME = 0.02  # times within so much of each other are taken for equal
 AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alone"
+KERNELS = ("triton", "gluon")
+FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
+_GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
 _PLAIN: tuple[str, str, None] = ("none", "none", None)
@@ -34,8 +36,7 @@ COMPARED: dict[tuple[str, str], Compared] = {
 }
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """The comparison of one case of one run: `times` is the best peer's time over ours."""
 
     lead: Row  # any of the rows, for what they have in common
@@ -56,6 +57,19 @@ class Gain:
     @property
     def title(self) -> str:
         return ", ".join(filter(None, (_compared(self.lead)[0], self.lead.get("protocol"))))
+
+
+class Choice(NamedTuple):
+    """Our fastest kernel on one case, what `impl=None` picks without flash-attn 4 and with it, and the peers' times.
+
+    A record has `impl=None` as "auto", on a machine where flash-attn 4 is installed or missing. Where "auto" picked
+    `flash`, `impl=None` without it is the next backend in today's order, timed by its name. If "auto" picked another
+    backend although flash-attn 4 was installed, it picks the same one without. All else was not measured: None.
+    """
+
+    lead: Row
+    picks: tuple[tuple[float, str] | None, ...]  # time and backend of the three
+    peers: dict[str, float]
 
 
 def _compared(row: Row) -> Compared:
@@ -97,12 +111,11 @@ def share_of_roof(row: Row) -> float | None:
 def find_gains(rows: Iterable[Row]) -> list[Gain]:
     """Compare every case by the newest run that timed its best peer; in the order of `COMPARED`."""
     found: dict[tuple[object, ...], list[Gain]] = {}
-    for group in groups(_with_refused(rows), "protocol"):
-        gain, lead = _compare(group), group[0]
-        if gain is not None:
-            case = tuple(sorted((k, repr(v)) for k, v in lead["case"].items() if k not in ("modes", "yardstick")))
-            key = lead["machine"], lead["benchmark"], case, lead["mode"], lead.get("protocol")
-            found.setdefault(key, []).append(gain)
+    for gain in filter(None, map(_compare, groups(_with_refused(rows), "protocol"))):
+        lead = gain.lead
+        case = tuple(sorted((k, repr(v)) for k, v in lead["case"].items() if k not in ("modes", "yardstick")))
+        key = lead["machine"], lead["benchmark"], case, lead["mode"], lead.get("protocol")
+        found.setdefault(key, []).append(gain)
     newest = [one for gains in found.values() for one in gains if not _is_superseded(one, gains)]
     rank = {mode: number for number, mode in enumerate(COMPARED)}
     return sorted(newest, key=lambda one: (rank.get((one.lead["benchmark"], one.lead["mode"]), len(rank)), one.title))
@@ -113,43 +126,40 @@ def _with_refused(rows: Iterable[Row]) -> Iterator[Row]:
     for group in groups(rows):
         protocols = dict.fromkeys(row["protocol"] for row in group if "protocol" in row)
         for row in group:
-            missing = protocols if "protocol" not in row else ()
-            yield from [{**row, "protocol": protocol} for protocol in missing] or [row]
+            yield from [row] if "protocol" in row or not protocols else [{**row, "protocol": one} for one in protocols]
 
 
 def _is_superseded(gain: Gain, others: Sequence[Gain]) -> bool:
     """Whether a newer run timed ours and the best peer of this one; without peers, whether another run had some."""
     if gain.outcome == ALONE:
         return any(other.outcome not in (ALONE, ABSENT) for other in others) or gain is not others[-1]
-    return gain.peer is not None and any(
-        other.ours is not None and gain.peer["impl"] in other.timed and other.lead["date"] > gain.lead["date"]
-        for other in others
-    )
+    newer = (other for other in others if other.ours is not None and other.lead["date"] > gain.lead["date"])
+    return gain.peer is not None and any(gain.peer["impl"] in other.timed for other in newer)
 
 
 def _compare(group: Sequence[Row]) -> Gain | None:
     """Compare what was timed together; None: the mode holds no peers against ours, or there is nothing to say."""
-    lead = group[0]
+    lead, name = group[0], _compared(group[0])[3]
     if lead["benchmark"] == "attention" and ("attention", lead["mode"]) not in COMPARED:
         return None
-    name = _compared(lead)[3]
     ours, peers = _sides(group)
     ours = [row for row in ours if name in (None, row["impl"])]
     # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
     quantity = "graph" if any("graph" in row for row in ours) else "time"
-    timed = frozenset(row["impl"] for row in peers if "time" in row)
+    timed = [row for row in peers if "time" in row]
+    names = frozenset(row["impl"] for row in timed)
     best = min((row for row in ours if quantity in row), key=lambda row: row[quantity]["p50"], default=None)
     if best is None:
-        fastest = min((row for row in peers if "time" in row), key=lambda row: row["time"]["p50"], default=None)
+        fastest = min(timed, key=lambda row: row["time"]["p50"], default=None)
         bad = [row for row in ours if row["status"] in ("wrong", "failed")]
         said = "; ".join(f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours)
-        reason = said or "none was asked for"
-        return Gain(lead, None, fastest, None, "time", timed, reason) if fastest is not None or bad else None
+        gain = Gain(lead, None, fastest, None, "time", names, said or "none was asked for")
+        return gain if fastest is not None or bad else None
     # By the median over rounds if the record has it, else by medians.
     ratios, own = best.get("ratios", {}), best[quantity]["p50"]
     over = [(ratios.get(label(row), row[quantity]["p50"] / own), row) for row in peers if quantity in row]
     times, peer = min(over, key=lambda one: one[0], default=(None, None))
-    return Gain(lead, best, peer, times, quantity, timed)
+    return Gain(lead, best, peer, times, quantity, names)
 
 
 def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -160,25 +170,6 @@ def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return ours, peers
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Our fastest kernel on one case, what `impl=None` picks without flash-attn 4 and with it, and the peers' times.
-
-    A record has `impl=None` as "auto", on a machine where flash-attn 4 is installed or missing. Where "auto" picked
-    `flash`, `impl=None` without it is the next backend in today's order, timed by its name. If "auto" picked another
-    backend although flash-attn 4 was installed, it picks the same one without. All else was not measured: None.
-    """
-
-    lead: Row
-    picks: tuple[tuple[float, str] | None, ...]  # time and backend of the three
-    peers: dict[str, float]
-
-
-KERNELS = ("triton", "gluon")
-FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
-_GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
-
-
 def newest_choices(records: Sequence[Record]) -> list[Choice]:
     """The choices of the newest run of each case, mode and protocol, in the order of the first one."""
     newest: dict[tuple[object, ...], Choice] = {}
@@ -187,8 +178,7 @@ def newest_choices(records: Sequence[Record]) -> list[Choice]:
             choice = _choose(group, record.runs[group[0]["run"]])
             if choice is not None:
                 key = describe_case(choice.lead), choice.lead["mode"], choice.lead.get("protocol")
-                if key not in newest or newest[key].lead["date"] < choice.lead["date"]:
-                    newest[key] = choice
+                newest[key] = max(newest.get(key, choice), choice, key=lambda one: one.lead["date"])
     return list(newest.values())
 
 
