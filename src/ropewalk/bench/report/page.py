@@ -15,7 +15,7 @@ from typing import Any
 
 from ropewalk.bench.core.load import Record, Row, label
 from ropewalk.bench.report import gains as g
-from ropewalk.bench.report.gains import Choice, Gain, describe_case
+from ropewalk.bench.report.gains import Gain, describe_case
 
 CHOICE_PEERS = {g.FLASH_PEER: "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention"}
 NOT_MEASURED, NOTHING = "not measured", "–"
@@ -28,13 +28,8 @@ _FEWEST_LENGTHS = 5  # of one shape, to be drawn over the length
 # The columns of the table of all rows: texts with their widths, and numbers between them with a key.
 _FIRST = {"case": 150, "implementation": 170, "mode": 85, "protocol": 85, "status": 85}
 _LAST = {"shape": 300, "record": 220, "kind": 85, "served_by": 85, "reason": 300}
-_NUMBERS = {
-    "µs": "time.p50",
-    "10 %": "time.p10",
-    "90 %": "time.p90",
-    "graph, µs": "graph.p50",
-    "host, µs": "host.median",
-}
+_NUMBERS = {"µs": "time.p50", "10 %": "time.p10", "90 %": "time.p90"}
+_NUMBERS |= {"graph, µs": "graph.p50", "host, µs": "host.median"}
 _NUMBERS |= {"GB/s": "gb_per_s", "TFLOP/s": "tflops", "peak, MiB": "peak_bytes"}
 _NUMBERS |= {"error": "error", "budget": "error_budget", "of the roof": "share"}
 _DARK = """
@@ -51,18 +46,9 @@ return source.data.words.map((text) => words.every((word) => text.includes(word)
 
 
 def write_report(records: Sequence[Path], output: Path, *, force: bool = False) -> Path:
-    """Write the page of some records, at least one, to a new file, or over another page with `force`.
-
-    Raises:
-        ValueError: a file is no record, or the output exists or is one of the records.
-        ModuleNotFoundError: Bokeh, Jinja2 or pandas is not installed.
-    """
-    if not records:
-        raise ValueError("records is empty, but must name at least one file")
+    """Write the page of some records, at least one, to a new file, or over another page with `force`."""
     if output.resolve() in {path.resolve() for path in records}:
         raise ValueError(f"output is {output}, which is one of the records")
-    if output.is_dir():
-        raise ValueError(f"output is {output}, which is a folder, but must be a file")
     if output.exists() and not force:
         raise ValueError(f"{output} exists already, and is not overwritten without --force")
     page = render(g.read_records(records))
@@ -72,37 +58,46 @@ def write_report(records: Sequence[Path], output: Path, *, force: bool = False) 
 
 
 def render(records: Sequence[Record]) -> str:
-    """Render the page as HTML."""
+    """Render the page as HTML; its script unpacks Bokeh's, and the charts and the table by the element's name."""
     import jinja2
+    from bokeh.embed import json_item
+    from bokeh.models import TabPanel, Tabs
+    from bokeh.resources import Resources
 
     rows = [row for record in records for row in record.rows]
     runs = [(record.path.stem, run) for record in records for run in record.runs]
-    gains = g.find_gains(rows)
-    groups: dict[str, list[Gain]] = {}
+    gains, groups = g.find_gains(rows), dict[str, list[Gain]]()
     for gain in gains:
         if gain.outcome in _LOOKS:
             groups.setdefault(gain.title, []).append(gain)
     counts = Counter(gain.outcome for gain in gains)
+    lengths = [TabPanel(child=chart, title=title) for title, chart in _draw_lengths(rows)]
+    models: dict[str, Any] = {"table": _make_table(rows)}
+    models |= {"gains": _draw_gains(groups)} if groups else {}
+    models |= {"lengths": Tabs(tabs=lengths, sizing_mode="stretch_width")} if lengths else {}
+    items = json.dumps([dict(json_item(model, target=name)) for name, model in models.items()])
+    script = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"], minified=True).js_raw
+    packed = [base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode() for text in ("\n".join(script), items)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(time=duration, side=_side, describe=describe_case, share=g.share_of_roof, label=label)
     template = environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
-    script, items = _bokeh(rows, groups)
     return template.render(
         devices=" · ".join(dict.fromkeys(run["device"] for _, run in runs)),
         groups={title: (_sentence(group), group) for title, group in groups.items()},
         good=counts[g.AHEAD] + counts[g.LEVEL],
         n_compared=sum(counts[outcome] for outcome in _LOOKS),
         same=g.SAME,
-        choices=[_choice(choice) for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
-        choice_peers=CHOICE_PEERS.values(),
+        choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
+        choice_peers=CHOICE_PEERS,
+        not_measured=NOT_MEASURED,
         losses=sorted((one for one in gains if one.outcome in (g.BEHIND, g.ABSENT)), key=lambda one: one.times or 0.0),
         bad=[row for row in rows if row["status"] in ("wrong", "failed")],
         n_alone=counts[g.ALONE],
         runs=runs,
         on_cpu=any(run["device"].startswith("CPU") for _, run in runs),
         n_rows=len(rows),
-        script=_pack(script),
-        items=_pack(json.dumps(items)),
+        script=packed[0],
+        items=packed[1],
     )
 
 
@@ -130,32 +125,6 @@ def _sentence(group: Sequence[Gain]) -> str:
     return f"{said}; median {statistics.median(gain.times for gain in group if gain.times is not None):.2f} ×"
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
-    picks = [NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}" for pick in choice.picks]
-    return {"lead": choice.lead, "picks": picks, "peers": [duration(choice.peers.get(name)) for name in CHOICE_PEERS]}
-
-
-def _pack(text: str) -> str:
-    """Compress a text for the page, whose script unpacks it."""
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _bokeh(rows: Sequence[Row], groups: dict[str, list[Gain]]) -> tuple[str, list[dict[str, Any]]]:
-    """Return Bokeh's script, and the charts and the table as it embeds them, by the element's name."""
-    from bokeh.embed import json_item
-    from bokeh.models import TabPanel, Tabs
-    from bokeh.resources import Resources
-
-    resources = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"], minified=True)
-    lengths = [TabPanel(child=chart, title=title) for title, chart in _draw_lengths(rows)]
-    models: dict[str, Any] = {"table": _make_table(rows)}
-    if groups:
-        models["gains"] = _draw_gains(groups)
-    if lengths:
-        models["lengths"] = Tabs(tabs=lengths, sizing_mode="stretch_width")
-    return "\n".join(resources.js_raw), [dict(json_item(model, target=name)) for name, model in models.items()]
-
-
 def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
     """A line for each mode, and a mark for each case at how many times as fast ours is."""
     import pandas as pd
@@ -174,8 +143,7 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
         }
         for number, gain in enumerate(gains)
     ]
-    axes = {"x_axis_type": "log", "x_axis_label": "times the best other's speed"}
-    figure = _figure(y_range=titles, height=90 + 34 * len(titles), **axes)
+    figure = _figure("log", "times the best other's speed", y_range=titles, height=90 + 34 * len(titles))
     figure.xaxis.ticker = _TICKS
     figure.xaxis.major_label_overrides = {tick: f"{tick:g}" for tick in _TICKS}
     figure.vspan(x=1, line_color=_TEXT, line_width=1.5)
@@ -185,41 +153,39 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
     figure.scatter("x", "y", source=source, size=9, alpha=0.75, legend_group="outcome", name="dots", **looks)
     figure.legend.orientation = "horizontal"
     figure.add_layout(figure.legend[0], "above")
-    _hover(figure, {"case": "@case", "ours": "@ours", "best other": "@peer", "times as fast": "@x{0.00}"})
-    return figure
+    return _hover(figure, {"case": "@case", "ours": "@ours", "best other": "@peer", "times as fast": "@x{0.00}"})
 
 
 def _draw_lengths(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
     """Yield charts of the time over the tokens, of shapes that were measured at many lengths."""
     import pandas as pd
 
-    points = []
-    for row in rows:
-        case = row["case"]
-        if "time" in row and row["benchmark"] == "rope" and case["name"].startswith("tokens-"):
-            title = f"{'interleaved' if case['interleaved'] else 'half-split'}, {row['mode']}"
-            points.append((title, label(row), case["tokens"], row["time"]["p50"]))
+    points = [
+        (f"{'interleaved' if case['interleaved'] else 'half-split'}, {row['mode']}", label(row), case["tokens"], time)
+        for row in rows
+        if (case := row["case"])["name"].startswith("tokens-") and row["benchmark"] == "rope"
+        if (time := row.get("time", {}).get("p50")) is not None
+    ]
     frame = pd.DataFrame(points, columns=["title", "name", "x", "y"])
     frame = frame.drop_duplicates(["title", "name", "x"], keep="last").sort_values("x", kind="stable")
-    axes = {"x_axis_type": "log", "y_axis_type": "log", "x_axis_label": "tokens", "y_axis_label": "µs, cold cache"}
     for title, lines in frame.groupby("title", sort=False):
         if lines["name"].value_counts().max() >= _FEWEST_LENGTHS:
-            figure = _figure(height=360, **axes)
+            figure = _figure("log", "tokens", y_axis_type="log", y_axis_label="µs, cold cache", height=360)
             for number, (name, line) in enumerate(lines.groupby("name", sort=False)):
                 looks = {"source": line.to_dict("list"), "color": _LINES[number % len(_LINES)], "legend_label": name}
                 figure.line("x", "y", line_width=2, **looks)
                 figure.scatter("x", "y", size=7, name="dots", **looks)
             figure.legend.click_policy = "hide"
             figure.legend.location = "top_left"
-            _hover(figure, {"": "@name", "tokens": "@x", "µs": "@y{0.00}"})
-            yield title, figure
+            yield title, _hover(figure, {"": "@name", "tokens": "@x", "µs": "@y{0.00}"})
 
 
-def _figure(**options: Any) -> Any:
+def _figure(scale: str, across: str, **options: Any) -> Any:
     """Make an empty chart that is readable on a light page and on a dark one, at any width."""
     from bokeh.plotting import figure
 
-    made = figure(sizing_mode="stretch_width", toolbar_location=None, tools="", **options)
+    plain = {"sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""}
+    made = figure(x_axis_type=scale, x_axis_label=across, **plain, **options)
     made.background_fill_color = made.border_fill_color = made.outline_line_color = None
     made.axis.major_label_text_color = made.axis.axis_label_text_color = _TEXT
     made.axis.axis_line_color = made.axis.major_tick_line_color = made.axis.minor_tick_line_color = _TEXT
@@ -227,12 +193,13 @@ def _figure(**options: Any) -> Any:
     return made
 
 
-def _hover(figure: Any, tooltips: dict[str, str]) -> None:
+def _hover(figure: Any, tooltips: dict[str, str]) -> Any:
     from bokeh.models import HoverTool
 
     figure.add_tools(HoverTool(tooltips=list(tooltips.items()), renderers=figure.select({"name": "dots"})))
     figure.legend.background_fill_color = figure.legend.border_line_color = None
     figure.legend.label_text_color = _TEXT
+    return figure
 
 
 def _make_table(rows: Sequence[Row]) -> Any:
@@ -240,15 +207,13 @@ def _make_table(rows: Sequence[Row]) -> Any:
     import pandas as pd
     from bokeh import models
 
-    said = [
-        {"implementation": label(row), "shape": describe_case(row), "share": g.share_of_roof(row), "ratios": None}
-        for row in rows
-    ]
-    flat = [{**row, "case": row["case"]["name"], **more} for row, more in zip(rows, said, strict=True)]
-    frame = pd.json_normalize(sorted(flat, key=lambda row: row["status"] == "unsupported"))
+    def flat(row: Row) -> Row:
+        more = {"shape": describe_case(row), "share": g.share_of_roof(row), "case": row["case"]["name"], "ratios": None}
+        return {**row, **more, "implementation": label(row)}
+
+    frame = pd.json_normalize([flat(row) for row in sorted(rows, key=lambda row: row["status"] == "unsupported")])
     texts = frame.reindex(columns=[*_FIRST, *_LAST]).astype(object).fillna("")
-    units = {"peak, MiB": 2.0**20}
-    known = {name: frame[key] / units.get(name, 1.0) for name, key in _NUMBERS.items() if key in frame}
+    known = {name: frame[key] / (2**20 if "MiB" in name else 1) for name, key in _NUMBERS.items() if key in frame}
     numbers = {name: column.to_numpy("float32") for name, column in known.items()}
     words = texts.agg(" ".join, axis=1).str.lower().to_list()
     source = models.ColumnDataSource({**texts.to_dict("list"), **numbers, "words": words})
