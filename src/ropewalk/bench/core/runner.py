@@ -19,9 +19,19 @@ from typing import Any, ClassVar
 import torch
 from rich.console import Console
 
-from ropewalk.bench.core import load
 from ropewalk.bench.core.gate import Verdict
-from ropewalk.bench.core.load import ALL, Record, Row, Unit, describe, label, read_record, unit_of, variant_of
+from ropewalk.bench.core.load import (
+    ALL,
+    Record,
+    Row,
+    Unit,
+    describe,
+    label,
+    read_record,
+    read_stopped,
+    unit_of,
+    variant_of,
+)
 from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_device, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.summary import Column, print_summary
@@ -70,24 +80,20 @@ class Bench(ABC):
         check_names("impl", options.impls, self.impls)
         check_names("mode", options.modes, self.modes)
         check_names("protocol", options.protocols, self.protocols)
-        cases: list[Any] = list(self.cases)
-        if options.dtype is not None:
-            check_names("dtype", [options.dtype], DTYPES)
-            cases = [replace(case, dtype=options.dtype) for case in cases]
+        check_names("dtype", filter(None, [options.dtype]), DTYPES)
+        cases = [case if options.dtype is None else replace(case, dtype=options.dtype) for case in self.cases]
         self.known = {case.name: case for case in cases}
-        names = [name if name in self.known else self.aliases.get(name, name) for name in options.cases]
-        check_names("case", names, self.known)
+        named = [name if name in self.known else self.aliases.get(name, name) for name in options.cases]
+        check_names("case", named, self.known)
         left_out = dict.fromkeys(case.name for case in cases if device.type == "cpu" and self.is_too_large(case))
-        if names:
-            cases = [case for case in cases if case.name in names]
-        elif left_out:
+        if left_out and not named:
             console.print(f"left out on a CPU unless named with --case: {', '.join(left_out)}", highlight=False)
-            cases = [case for case in cases if case.name not in left_out]
+        cases = [case for case in cases if (case.name in named if named else case.name not in left_out)]
         self.jobs = [(case, modes) for case in cases if (modes := self.modes_of(case))]
         if not self.jobs:
-            named = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
-            hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not names else ""
-            raise ValueError(f"nothing is to be measured: the cases are {named}, and none has a chosen mode{hint}")
+            those = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
+            hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not named else ""
+            raise ValueError(f"nothing is to be measured: the cases are {those}, and none has a chosen mode{hint}")
         self.found: list[Any]
         self.found, self.versions = choose_peers(self.peers, options, device)
 
@@ -98,6 +104,9 @@ class Bench(ABC):
     def is_too_large(self, case: Any) -> bool:
         """Whether a CPU takes too long for a case, unless it is named."""
         return False
+
+    def label_of(self, case: Any) -> str:
+        return str(case.name)
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -134,17 +143,14 @@ class Bench(ABC):
     def listing(cls) -> Iterator[str]:
         """Yield lines on the cases, each name once, and on the modes."""
         for name in dict.fromkeys(case.name for case in cls.cases):
-            case, *others = (case for case in cls.cases if case.name == name)
+            same = [case for case in cls.cases if case.name == name]
             also = ", ".join(key for key, of in cls.aliases.items() if of == name)
+            variants = ", ".join(filter(None, (variant_of(vars(case)) for case in same)))
             yield f"{name} ({also})" if also else name
-            yield f"    {case.description}"
-            if variant_of(vars(case)):
-                yield f"    variants: {', '.join(variant_of(vars(same)) for same in (case, *others))}"
-            yield f"    modes: {', '.join(case.modes) or 'none of its own'}"
+            yield f"    {same[0].description}"
+            yield from [f"    variants: {variants}"] if variants else []
+            yield f"    modes: {', '.join(same[0].modes) or 'none of its own'}"
         yield from (f"mode {mode}: {meaning}" for mode, meaning in cls.modes.items())
-
-    def label_of(self, case: Any) -> str:
-        return str(case.name)
 
     def judge(self, row: Row, check: Callable[[], tuple[Verdict, Any]]) -> tuple[Row, Any]:
         """Return a row with the verdict of its check, and what is timed if its result is right."""
@@ -158,8 +164,8 @@ class Bench(ABC):
             name = f"{label(row)} failed on {self.label_of(row['case'])} {row['mode']}"
             self.console.print(f"{name}: {error}", markup=False, highlight=False)
             return {**row, "status": "failed", "reason": type(error).__name__}, None
-        finite = {"error": verdict.error} if math.isfinite(verdict.error) else {}
-        row = {**row, **finite, "error_budget": verdict.budget}
+        row = {**row, **({"error": verdict.error} if math.isfinite(verdict.error) else {})}
+        row["error_budget"] = verdict.budget
         if verdict.complaint is not None:
             return {**row, "status": "wrong", "reason": verdict.complaint}, None
         return row, timed
@@ -180,30 +186,26 @@ class Bench(ABC):
         right: dict[str, tuple[Row, Any]] = {}
         candidate = None
         for candidate in self.candidates(case, mode, opened):
+            row, timed = new_row(case, mode, candidate.impl, candidate.kind, candidate.position), None
             more = {"served_by": candidate.served_by, "yardstick": candidate.yardstick}
-            row = new_row(case, mode, candidate.impl, candidate.kind, candidate.position)
             row |= {key: value for key, value in more.items() if value is not None}
-            if candidate.reason is not None:
-                yield {**row, "status": "unsupported", "reason": candidate.reason}
-                continue
-            judged, timed = self.judge(row, candidate.check)
-            if judged["status"] == "ok":
-                right[label(judged)] = judged, timed
+            if candidate.reason is None:
+                row, timed = self.judge(row, candidate.check)
             else:
-                yield judged
+                row |= {"status": "unsupported", "reason": candidate.reason}
+            if row["status"] == "ok":
+                right[label(row)] = row, timed
+            else:
+                yield row
         del candidate  # its check may hold float64 tensors, many times the inputs
         yield from self.time(case, mode, right, rates)
 
 
 def run(benches: Sequence[type[Bench]], options: Options, console: Console | None = None) -> bool:
-    """Measure, write one record and a figure of each benchmark, and print their summaries, as `run_benches` does.
+    """Run benchmarks into one record, as `run_benches` does.
 
     A name of a case, an implementation or a peer goes to every benchmark that has it. If cases or implementations are
     named, a benchmark that has none of them is left out.
-
-    Raises:
-        ValueError: an unknown name, a device that PyTorch does not find, a record that exists or cannot be resumed.
-        OursError: at the end, if one of ours was wrong or failed.
     """
     console, device = console or default_console(), choose_device(options.device)
     if len(benches) == 1:
@@ -226,22 +228,19 @@ def run(benches: Sequence[type[Bench]], options: Options, console: Console | Non
 def run_benches(name: str, benches: Sequence[Bench], options: Options, device: torch.device, console: Console) -> bool:
     """Measure, write a record of `name`, a benchmark's or "all", and figures beside it, and print a summary.
 
-    Raises:
-        ValueError: the file exists; or it cannot be resumed, since it was measured by something else.
-        OursError: at the end, if one of ours was wrong or failed.
-
-    Ctrl-C ends the run, which then returns True; each row is written as soon as it is known, and stays.
+    Ctrl-C ends the run, which then returns True; each row is written as soon as it is known, and stays. If one of ours
+    was wrong or failed, `OursError` says so at the end.
     """
     peers: dict[str, str] = {}
-    for peer, version in (found for bench in benches for found in bench.versions.items()):
+    for peer, version in chain(*(bench.versions.items() for bench in benches)):
         if peers.get(peer, MISSING).startswith(MISSING):  # a part of a library may be there, and another not
             peers[peer] = version
     given = {bench.name: dict(bench.given) for bench in benches}
     run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
-    stopped, done = None, set[Unit]()
+    stopped, kept, done, interrupted = None, None, set[Unit](), False
     if options.resume and options.output is not None:
-        stopped = load.read_stopped(options.output, run)
-        done = set(stopped.units)
+        stopped = read_stopped(options.output, run)
+        kept, done = stopped.rows, {*stopped.units}
         console.print(f"{len(done)} measurements in {options.output} are whole, and stay", highlight=False)
         run = {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}
     path = choose_path(options.output, run) if stopped is None else stopped.path
@@ -250,8 +249,7 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
         console.print(f"peer {peer}: {version}", highlight=False)
     if not left and stopped is not None and stopped.ended:
         console.print("nothing is left to measure")
-        _show(path, benches, False, console)
-        return False
+        return _show(path, benches, False, console)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dtypes = [bench.dtypes for bench in benches if bench.dtypes is not None]
         if dtypes:
@@ -259,7 +257,6 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
             products = (f"{dtype} {tflops:.4g} TFLOP/s" for dtype, tflops in run["rates"]["matmul_tflops"].items())
             text = f"copy: {run['rates']['copy_gb_per_s']:.4g} GB/s; matrix product: {', '.join(products) or 'none'}"
             console.print(text, highlight=False)
-        kept, interrupted = None if stopped is None else stopped.rows, False
         with RecordWriter(path, run, kept) as writer, progress_bar(console) as progress:
             task = progress.add_task("starting", total=sum(len(modes) for _, _, modes in left))
             try:
@@ -273,12 +270,11 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
                 writer.end()
             except KeyboardInterrupt:
                 interrupted = True
-    _show(path, benches, interrupted, console)
-    return interrupted
+    return _show(path, benches, interrupted, console)
 
 
-def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> None:
-    """Print and draw a record, and raise if one of ours was wrong or failed."""
+def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Console) -> bool:
+    """Print and draw a record, and raise if one of ours was wrong or failed; return whether it was interrupted."""
     record = read_record(path)
     benches = [bench for bench in benches if record.of(bench.name)]
     for bench in benches:
@@ -299,3 +295,4 @@ def _show(path: Path, benches: Sequence[Bench], interrupted: bool, console: Cons
     if bad:
         names = ", ".join(f"{describe(row)} is {row['status']}" for row in bad)
         raise OursError(f"{names}; {path.name} has the rest")
+    return interrupted

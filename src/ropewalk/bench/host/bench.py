@@ -7,9 +7,11 @@ A burst of calls is enqueued on an idle GPU and timed on the host alone. The mul
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,9 +25,8 @@ from ropewalk.bench.core.load import Row
 from ropewalk.bench.core.options import Options
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right, new_row
 from ropewalk.bench.core.summary import microseconds, number
-from ropewalk.bench.core.timing import MIN_ROUNDS
-from ropewalk.bench.host.cases import CASES, CONTEXTS, HOST_PEERS, MODES, ROTATE, rotations_of
-from ropewalk.bench.host.timing import Timed, spread, time_turns
+from ropewalk.bench.core.timing import MIN_ROUNDS, at_parts, interleave
+from ropewalk.bench.host.cases import CASES, CONTEXTS, HOST_PEERS, MODES, ROTATE, Timed, rotations_of
 from ropewalk.bench.rope.bench import MULTIPLY
 from ropewalk.ops.attention.backends import BACKENDS
 
@@ -34,8 +35,8 @@ CPU_FLOPS = 2e8  # of a forward that a CPU runs unless a case is named
 CALLS = {"cuda": 16, "cpu": 2}  # of a burst; on a GPU hundreds of launches at most, where its queue holds a thousand
 SECONDS = {"cuda": 10.0, "cpu": 1.0}  # of the rounds of one mode
 ROUNDS = 100
-
-
+_WARMUP = 2  # rounds that are not recorded
+_SPREAD = {"least": "least", "median": "median", "95 %": "p95"}  # of a burst's times, and their keys in records
 # Inputs, their gate, and the candidates of the benchmark of attention by its modes.
 Opened = tuple[AttentionInputs, AttentionGate, Mapping[str, Sequence[AttentionCandidate]]]
 
@@ -47,19 +48,16 @@ class HostBench(Bench):
     impls = tuple(BACKENDS)
     peers = HOST_PEERS
     columns = (
-        ("least, µs", microseconds("host.least")),
-        ("median, µs", microseconds("host.median")),
-        ("95 %, µs", microseconds("host.p95")),
+        *((f"{name}, µs", microseconds(f"host.{key}")) for name, key in _SPREAD.items()),
         ("× mul_", number("multiple.median", ".2f")),
-        ("forward", microseconds("forward.median")),
-        ("backward", microseconds("backward.median")),
+        *((part, microseconds(f"{part}.median")) for part in ("forward", "backward")),
     )
 
     def __init__(self, options: Options, device: torch.device, console: Console) -> None:
         self.rounds = ROUNDS if options.rounds is None else options.rounds
+        self._impls = list(options.impls or IMPLS[device.type])
         if self.rounds < MIN_ROUNDS:
             raise ValueError(f"rounds is {self.rounds}, but must be at least {MIN_ROUNDS}")
-        self._impls = list(options.impls or IMPLS[device.type])
         super().__init__(options, device, console)
         if device.type == "cpu":
             console.print("warning: on a CPU a call's time includes its arithmetic", style="yellow", highlight=False)
@@ -85,37 +83,66 @@ class HostBench(Bench):
             chosen = [*{one.position + one.impl: one for one in found["decode"]}.values()]
         else:
             setting = mode.rpartition("-")[0]
-            ours = [our_candidate(case, inputs, impl, setting) for impl in (AUTO, *self._impls)]
-            peers = [x for x in found["train" if setting == "rope" else "fwd"] if x.kind == "peer"]
-            if setting not in ("none", "rope"):
-                reason = f"the benchmark has no adapter of it with {setting}"
-                peers = [replace(peer, position=setting, choose=lambda backward: (None, reason)) for peer in peers]
-            chosen = [*ours, *peers]
+            chosen = [our_candidate(case, inputs, impl, setting) for impl in (AUTO, *self._impls)]
+            reason = f"the benchmark has no adapter of it with {setting}"
+            missing: dict[str, Any] = {"position": setting, "choose": lambda backward: (None, reason)}
+            peers = (x for x in found["train" if setting == "rope" else "fwd"] if x.kind == "peer")
+            chosen += peers if setting in ("none", "rope") else [replace(peer, **missing) for peer in peers]
         for candidate in chosen:
             plain = candidate.of_mode(mode, gate)
             yield replace(plain, check=functools.partial(_check, candidate, gate, direction_of(mode) == "train"))
 
     def time(self, case: AttentionCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time those that are right in turns with `mul_`."""
-        small = torch.ones(64, device=self.device)
-        rows = {MULTIPLY: new_row(case, mode, MULTIPLY, "anchor"), **{name: row for name, (row, _) in right.items()}}
-        timed = {MULTIPLY: Timed(functools.partial(small.mul_, 1.0)), **{name: x for name, (_, x) in right.items()}}
+        simplest = Timed(functools.partial(torch.ones(64, device=self.device).mul_, 1.0))
+        right = {MULTIPLY: (new_row(case, mode, MULTIPLY, "anchor"), simplest), **right}
         calls, seconds = CALLS[self.device.type], SECONDS[self.device.type]
+
+        def one_round(order: Sequence[str]) -> dict[str, dict[str, float]]:
+            return {name: time_burst(right[name][1], self.device, calls) for name in order}
+
         # A rotation's inputs say if it records.
         with torch.set_grad_enabled(mode == ROTATE or direction_of(mode) == "train"):
-            samples = time_turns(timed, self.device, calls=calls, rounds=self.rounds, max_seconds=seconds)
-        unit = spread([burst["host"] for burst in samples[MULTIPLY]])["median"]
+            samples = interleave(right, one_round, warmup=_WARMUP, rounds=self.rounds, max_seconds=seconds)
+        unit = _spread([burst["host"] for burst in samples[MULTIPLY]])["median"]
         for name, bursts in samples.items():
-            parts = {part: spread([burst[part] for burst in bursts]) for part in bursts[0]}
+            parts = {part: _spread([burst[part] for burst in bursts]) for part in bursts[0]}
             multiple = {key: value / unit for key, value in parts["host"].items()}
-            yield {
-                **rows[name],
-                "host": parts.pop("host"),
-                "multiple": multiple,
-                "calls": calls,
-                "bursts": len(bursts),
-                **parts,
-            }
+            row = {**right[name][0], "host": parts.pop("host"), "multiple": multiple}
+            yield {**row, "calls": calls, "bursts": len(bursts), **parts}
+
+
+def _spread(microseconds: Sequence[float]) -> dict[str, float]:
+    return dict(zip(_SPREAD.values(), at_parts(microseconds, 0.0, 0.5, 0.95), strict=True))
+
+
+def time_burst(timed: Timed, device: torch.device, calls: int) -> dict[str, float]:
+    """Time a burst of calls on an idle device: `calls` must be too few to fill the launch queue.
+
+    Returns the microseconds of one call, "host", and where there is a backward those of its "forward" and "backward".
+    One call goes before the clock starts: another candidate's burst has left the host's caches cold.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    forward, backward, now, in_forward = timed.forward, timed.backward, time.perf_counter_ns, 0
+    with timed.context():
+        if backward is None:
+            forward()
+            start = now()
+            for _ in range(calls):
+                forward()
+            return {"host": (now() - start) / 1e3 / calls}
+        backward(forward())
+        start = now()
+        for _ in range(calls):
+            before = now()
+            out = forward()
+            in_forward += now() - before
+            backward(out)
+            del out
+        total = now() - start
+    parts = in_forward / 1e3 / calls, (total - in_forward) / 1e3 / calls
+    return {"host": sum(parts), "forward": parts[0], "backward": parts[1]}
 
 
 def _check(candidate: AttentionCandidate, gate: AttentionGate, trains: bool) -> tuple[Verdict, Timed]:

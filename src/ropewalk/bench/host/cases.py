@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,33 +20,29 @@ from ropewalk.bench.attention.cases import REROPE, AttentionCase
 from ropewalk.bench.attention.peers import ATTENTION_PEERS, BACKENDS
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.runner import Candidate
-from ropewalk.bench.host.timing import Timed
 from ropewalk.bench.rope.cases import Case, make_inputs
 from ropewalk.bench.rope.gate import Gate, Rotation
 from ropewalk.bench.rope.peers import Peer, by_operator
 from ropewalk.ops.rope.api import apply_rope
 
 ROTATE = "rotate-fwd"  # `apply_rope` alone, on q and k of the case
-DIRECTIONS = {
-    "fwd": "without gradients",
-    "train": "a training loop: forward, then torch.autograd.grad, in turns",
-}
+DIRECTIONS = {"fwd": "without gradients", "train": "a training loop: forward, then torch.autograd.grad, in turns"}
 _ROPE, _LAYER = (
     tuple(f"{setting}-{direction}" for setting in settings.split() for direction in DIRECTIONS)
     for settings in ("rope", "none rope dropout sinks alibi-learned")
 )
 
 
-def _layer(name: str, batch: int, tokens: int, heads: int) -> tuple[AttentionCase, ...]:
+def _layer(name: str, batch: int, tokens: int, heads: int) -> list[AttentionCase]:
     """Make the cases of a layer's shape: one for each kind of mask and layout."""
     dense = AttentionCase(name, batch, tokens, heads, heads, 64, modes=(*_LAYER, ROTATE))
-    return (
-        dense,
-        replace(dense, name=f"{name}-lengths", padded=True, modes=_ROPE),
-        replace(dense, name=f"{name}-packed", form="packed", shortest=tokens // 4, modes=_ROPE),
-        replace(dense, name=f"{name}-window", causal=True, window=tokens // 4, modes=_ROPE),
-        replace(dense, name=f"{name}-rerope", causal=True, far_window=tokens // 2, modes=REROPE),
-    )
+    others: dict[str, dict[str, Any]] = {
+        "lengths": {"padded": True},
+        "packed": {"form": "packed", "shortest": tokens // 4},
+        "window": {"causal": True, "window": tokens // 4},
+        "rerope": {"causal": True, "far_window": tokens // 2, "modes": REROPE},
+    }
+    return [dense, *(replace(dense, name=f"{name}-{end}", **{"modes": _ROPE, **x}) for end, x in others.items())]
 
 
 # One query for each row of a cache of 8192 rotated keys.
@@ -68,9 +64,15 @@ HOST_PEERS: dict[str, Peer] = {
     "cudnn": replace(_CUDNN, build=_SDPA.build),
     **{name: ATTENTION_PEERS[name] for name in ("flash_attn_4", "flex")},
 }
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "cudnn": functools.partial(sdpa_kernel, BACKENDS["cudnn"])
-}
+CONTEXTS: dict[str, Any] = {"cudnn": functools.partial(sdpa_kernel, BACKENDS["cudnn"])}
+
+
+class Timed(NamedTuple):
+    """A call to time: a forward, and the backward that takes its result where there is one."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], object] | None = None
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # of a burst, entered before the clock starts
 
 
 def rotations_of(case: AttentionCase, device: torch.device, seed: int) -> Iterator[Candidate]:
