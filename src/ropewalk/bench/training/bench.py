@@ -7,10 +7,10 @@ PyTorch's eager attention, or by SDPA for Llama.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,7 +31,8 @@ CPU_TOKENS = 512  # of a batch that a CPU trains on unless a case is named
 ROUNDS = 8
 _STEPS = 3  # between two waits for the device
 _TOLERANCE = 2.0  # times the error of the same model by PyTorch's eager attention (SDPA where there is none)
-_PROBED = tuple(f".{projection}.weight" for projection in ("query", "key", "value", "q_proj", "k_proj", "v_proj"))
+# Projections of the first layer.
+_PROBED = re.compile(r"(.*\.layer\.0|layers\.0)\..*\b(query|key|value|q_proj|k_proj|v_proj)\.weight").fullmatch
 Opened = tuple[Inputs, tuple[Tensor, Tensor]]  # and the right results
 
 
@@ -91,7 +92,7 @@ class TrainingBench(Bench):
         for name, (row, trainee) in right.items():
             times, n_tokens = quantiles(samples[name]), trainee.inputs.n_tokens
             row = {**row, "n_tokens": n_tokens, "parameters": trainee.n_parameters, "time": times}
-            row |= dict(zip(("hidden_error", "gradient_error"), trainee.errors, strict=True))
+            row |= {"hidden_error": trainee.errors[0], "gradient_error": trainee.errors[1]}
             row |= {"ratios": ratios(samples, name), "tokens_per_second": n_tokens * 1e6 / times.p50}
             if self.device.type == "cuda":
                 with trainee.model.context():
@@ -101,8 +102,6 @@ class TrainingBench(Bench):
 
 class _Trainee:
     """A candidate with its weights, its optimiser and its errors."""
-
-    errors: tuple[float, ...] = ()  # of hidden states and of gradients
 
     def __init__(self, bench: Bench, case: TrainingCase, inputs: Inputs, name: str, precision: str) -> None:
         self.inputs, self.device = inputs, bench.device
@@ -115,8 +114,7 @@ class _Trainee:
         parameters = [parameter for parameter in self.model.module.parameters() if parameter.requires_grad]
         self.n_parameters = sum(parameter.numel() for parameter in parameters)
         self.optimiser = torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
-        is_mixed = precision == "autocast"
-        self.autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=is_mixed)
+        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=precision == "autocast")
 
     def step(self) -> None:
         with self.autocast():
@@ -145,15 +143,13 @@ class _Trainee:
             kept = hidden.float() if mask is None else hidden.float()[mask.bool()]
             kept.backward(torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept.device))
         found = [
-            p.grad.float().flatten()
-            for name, p in module.named_parameters()
-            if p.grad is not None and name.endswith(_PROBED) and (".layer.0." in name or name.startswith("layers.0."))
+            p.grad.float().flatten() for name, p in module.named_parameters() if _PROBED(name) and p.grad is not None
         ]
         self.optimiser.zero_grad()
         module.train()
         return kept.detach(), torch.cat(found)
 
-    def compare(self, truth: tuple[Tensor, Tensor]) -> tuple[float, ...]:
+    def compare(self, truth: tuple[Tensor, Tensor]) -> list[float]:
         """Return the errors of hidden states and of gradients: the norm of the difference over the norm."""
-        self.errors = tuple(float((a - b).norm() / b.norm()) for a, b in zip(self.probe(), truth, strict=True))
+        self.errors = [float((a - b).norm() / b.norm()) for a, b in zip(self.probe(), truth, strict=True)]
         return self.errors

@@ -47,23 +47,21 @@ def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: i
     return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 
 
-_BASE: dict[str, Any] = {}  # BertConfig's defaults are BERT-base
 _SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 _QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_SMALL_QUIET = {**_SMALL, **_QUIET}
 _LLAMA, _LLAMA_4 = (_decoder(4096, layers, 32, 8, 8192) for layers in (8, 4))
 _ALONE, _PLAIN = "12 layers, attention alone", "12 layers, and the rotation"
 _BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
 _ROW = (1, 4096, None, _BF16)
 _12 = (_decoder(1024, 12, 16, 4, 2048), 4, 512, None, _BF16)
-_CASES = (
-    ("bert-base-rope", "BERT-base with RoPE, masked tokens", "bert-rope", _BASE, 64, 512, 256, _BOTH),
-    ("bert-base", "unmodified BERT-base, masked tokens", "bert", _BASE, 64, 512, 256, _BOTH),
+_CASES: tuple[tuple[Any, ...], ...] = (
+    ("bert-base-rope", "BERT-base with RoPE, masked tokens", "bert-rope", {}, 64, 512, 256, _BOTH),
+    ("bert-base", "unmodified BERT-base, masked tokens", "bert", {}, 64, 512, 256, _BOTH),
     ("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, *_ROW),
     # Models whose steps wait for the host.
-    ("bert-4x256", "BERT of 4 layers, padded rows", "bert", _SMALL_QUIET, 64, 128, 64, _BF16),
+    ("bert-4x256", "BERT of 4 layers, padded rows", "bert", {**_SMALL, **_QUIET}, 64, 128, 64, _BF16),
     ("bert-4x256-dropout", "the same with dropout", "bert", _SMALL, 64, 128, 64, _BF16),
-    ("bert-4x256-full", "the same, no padding, no dropout", "bert", _SMALL_QUIET, 64, 128, None, _BF16),
+    ("bert-4x256-full", "the same, no padding, no dropout", "bert", {**_SMALL, **_QUIET}, 64, 128, None, _BF16),
     ("bert-base-8x128", "BERT-base, padded rows, no dropout", "bert", _QUIET, 8, 128, 64, _BF16),
     ("bert-base-64x512", "BERT-base, padded rows, no dropout", "bert", _QUIET, 64, 512, 256, _BF16),
     ("llama-12x1024-attention", _ALONE, "llama-attention", *_12),
@@ -85,8 +83,7 @@ class Inputs(NamedTuple):
 
 def make_inputs(case: TrainingCase, vocab_size: int, device: torch.device, seed: int) -> Inputs:
     """Draw random tokens, of which 15 % are to be predicted, in rows of seeded lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (case.batch, case.tokens)
+    shape, generator = (case.batch, case.tokens), torch.Generator().manual_seed(seed)
     ids, is_token = torch.randint(vocab_size, shape, generator=generator), torch.ones(shape, dtype=torch.bool)
     if case.shortest is not None:
         lengths = torch.randint(case.shortest, case.tokens + 1, (case.batch, 1), generator=generator)
@@ -128,18 +125,14 @@ class RopeSelfAttention(nn.Module):
             context = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, dropout_p=p)
         else:
             scores = q @ k.mT * self.head_dim**-0.5
-            if attention_mask is not None:
-                scores = scores + attention_mask
+            scores = scores if attention_mask is None else scores + attention_mask
             context = F.dropout(scores.softmax(dim=-1), p, self.training) @ v
         return context.transpose(1, 2).flatten(2), None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-    return rotate(q), rotate(k)
+    (q1, q2), (k1, k2) = (x.chunk(2, dim=-1) for x in (q, k))
+    return q * cos + torch.cat((-q2, q1), dim=-1) * sin, k * cos + torch.cat((-k2, k1), dim=-1) * sin
 
 
 def _rope_in_pytorch(module: Any, *, by_sdpa: bool) -> None:
@@ -167,12 +160,12 @@ def _stack(kind: str, attention: str, case: TrainingCase, inputs: Inputs, rotate
     config = getattr(transformers, f"{kind}Config")(**case.config, attn_implementation=attention)
     module = getattr(transformers, f"{kind}Model")(config)
     direction = torch.randn(config.hidden_size)
+    # The rotation is replaced for all models of the class: it must be theirs again when another candidate runs.
+    context = partial(huggingface.use_ropewalk_rope, module) if rotates else nullcontext
 
     def hidden() -> Tensor:
         return module(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
 
-    # The rotation is replaced for all models of the class: it must be theirs again when another candidate runs.
-    context = partial(huggingface.use_ropewalk_rope, module) if rotates else nullcontext
     return Model(module, lambda: (hidden().float() @ direction).mean(), hidden, context)
 
 
