@@ -8,28 +8,12 @@ from pathlib import Path
 from ropewalk.bench.core.load import Row, groups, label, variant_of
 
 # By implementation, so that the same colour means the same in every figure.
-_IMPLS = {
-    "#0b2f6b": ("auto", "native"),
-    "#1f5fbf": ("triton",),
-    "#3a8fd9": ("gluon",),
-    "#5b7fd1": ("rotary_embedding", "sdpa"),
-    "#7f9fe0": ("flash",),
-    "#9dbde8": ("reference",),
-    "#e07b39": ("compiled", "flex"),
-    "#f2b78b": ("eager",),
-    "#c9a400": ("huggingface",),
-    "#3a9d5d": ("liger_kernel",),
-    "#6b8e23": ("transformer_engine", "cudnn"),
-    "#8e5ab5": ("quack",),
-    "#c23b4b": ("flash_attn", "flash_attn_4"),
-    "#8f2c5b": ("flash_attn_3",),
-    "#d07f8c": ("flash_attn_2",),
-    "#d8a0a8": ("sdpa_flash",),
-    "#2aa5a5": ("flashinfer",),
-    "#4d4d4d": ("vllm",),
-    "#8a6d54": ("xformers",),
-}
-COLOURS = {impl: colour for colour, impls in _IMPLS.items() for impl in impls}
+_IMPLS = """
+#0b2f6b auto native, #1f5fbf triton, #3a8fd9 gluon, #5b7fd1 rotary_embedding sdpa, #7f9fe0 flash, #9dbde8 reference,
+#e07b39 compiled flex, #f2b78b eager, #c9a400 huggingface, #3a9d5d liger_kernel, #6b8e23 transformer_engine cudnn,
+#8e5ab5 quack, #c23b4b flash_attn flash_attn_4, #8f2c5b flash_attn_3, #d07f8c flash_attn_2, #d8a0a8 sdpa_flash,
+#2aa5a5 flashinfer, #4d4d4d vllm, #8a6d54 xformers"""
+COLOURS = {impl: colour for colour, *impls in map(str.split, _IMPLS.split(",")) for impl in impls}
 _BAR = 0.16  # inches
 # The rows of a unit that were timed together -> the length of each one's bar; None: it has none.
 Lengths = Callable[[Sequence[Row]], Sequence[float | None]]
@@ -38,10 +22,7 @@ Lengths = Callable[[Sequence[Row]], Sequence[float | None]]
 def draw_bars(
     rows: Sequence[Row], panels: Mapping[str, str], lengths: Lengths, *, title: str, across: str, path: Path
 ) -> bool:
-    """Draw bars, in groups of what was timed together; False: there are none.
-
-    `panels` has the titles of the modes that are drawn; `across` is the label of the axis.
-    """
+    """Draw bars, in groups of what was timed together, of the modes with titles in `panels`; False: there are none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -47,8 +47,7 @@ class Options:
 
 def choose_device(name: str | None) -> torch.device:
     """Choose the device by name, or the GPU if there is one; raise unless calls can be timed there."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     try:
         device = torch.device(name)
     except RuntimeError:  # torch lists every device that it has ever had
@@ -69,13 +68,14 @@ def choose_peers(
 ) -> tuple[list[AnyPeer], dict[str, str]]:
     """Choose the peers to measure; returns them, and for each its version, or why it is missing."""
     check_names("peer", options.named_peers, known)
-    names = list(known) if options.peers == "auto" else options.named_peers
-    found = {name: find_peer(known[name], device) for name in names}
-    for name, (_, reason) in found.items():
+    found, versions = [], {}
+    for name in dict.fromkeys(known if options.peers == "auto" else options.named_peers):
+        version, reason = find_peer(known[name], device)
         if reason is not None and options.peers != "auto":
             raise ValueError(f"peer {name!r} cannot be measured: {reason}")
-    versions = {name: version or f"{MISSING}: {reason}" for name, (version, reason) in found.items()}
-    return [known[name] for name, (_, reason) in found.items() if reason is None], versions
+        found += [known[name]] if reason is None else []
+        versions[name] = version or f"{MISSING}: {reason}"
+    return found, versions
 
 
 def choose_path(output: Path | None, run: Mapping[str, Any]) -> Path:

@@ -19,19 +19,9 @@ from typing import Any, ClassVar
 import torch
 from rich.console import Console
 
+from ropewalk.bench.core import load
 from ropewalk.bench.core.gate import Verdict
-from ropewalk.bench.core.load import (
-    ALL,
-    Record,
-    Row,
-    Unit,
-    describe,
-    label,
-    read_record,
-    read_stopped,
-    unit_of,
-    variant_of,
-)
+from ropewalk.bench.core.load import ALL, Record, Row, Unit, describe, label, read_record, unit_of, variant_of
 from ropewalk.bench.core.options import DTYPES, MISSING, Options, check_names, choose_device, choose_path, choose_peers
 from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.summary import Column, print_summary
@@ -239,7 +229,7 @@ def run_benches(name: str, benches: Sequence[Bench], options: Options, device: t
     run = {**describe_run(name, device, peers), "seed": options.seed, "options": given}
     stopped, kept, done, interrupted = None, None, set[Unit](), False
     if options.resume and options.output is not None:
-        stopped = read_stopped(options.output, run)
+        stopped = load.read_stopped(options.output, run)
         kept, done = stopped.rows, {*stopped.units}
         console.print(f"{len(done)} measurements in {options.output} are whole, and stay", highlight=False)
         run = {**stopped.run, "resumed": [*stopped.run.get("resumed", ()), run["date"]]}

@@ -6,6 +6,7 @@ Every rank runs the same program; the first one writes and prints. Under torchru
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import statistics
 import tempfile
@@ -139,18 +140,10 @@ class ParallelBench(Bench):
         return every
 
     def judge(self, row: Row, check: Callable[[], tuple[Verdict, Any]]) -> tuple[Row, Any]:
-        """Return a row with the worst status of all ranks, its reason, and the largest error as part of its budget."""
-        timed = None
-        try:
-            verdict, timed = check()
-            mine = ("ok" if verdict.complaint is None else "wrong", verdict.complaint, verdict.error)
-        except Exception as error:  # another library's call may fail in any way; that it failed is the result
-            mine = ("failed", f"{type(error).__name__}: {error}"[:300], 0.0)
-        every = self._gather(mine)
-        status, reason, _ = max(every, key=lambda one: _STATUSES.index(one[0]))
-        worst = max(one[2] for one in every)
-        row = {**row, "ranks": self.size, "status": status} | ({} if reason is None else {"reason": reason})
-        return row | ({"error": worst, "error_budget": 1.0} if worst < float("inf") else {}), timed
+        """Return the row of the rank with the worst status, then with the largest error as part of its budget."""
+        row, timed = super().judge({**row, "ranks": self.size}, check)
+        every = self._gather(row)
+        return max(every, key=lambda one: (_STATUSES.index(one["status"]), one.get("error", math.inf))), timed
 
     def open(self, case: ParallelCase) -> Opened:
         """Make the inputs of a short case, whose gradients are compared whole, and of the case; what is right later."""
