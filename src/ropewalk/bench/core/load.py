@@ -1,11 +1,6 @@
 """Reading records of `ropewalk bench`, and going on with one that was stopped.
 
-A row is a mapping, the same one as in the file:
-
-- `case`, `mode`, `impl`, `position`, `kind`, `status`, `reason`, `served_by`, `error`, `error_budget`: of every row;
-- `protocol`, `time`, `rounds`, `ratios`, `host`, `peak_bytes` and others: as far as they were measured.
-
-A value that is missing was not measured. `docs/measure.md` lists them all.
+A row is a mapping, the same one as in the file: `docs/measure.md` lists its keys. One that is missing was not measured.
 """
 
 from __future__ import annotations
@@ -63,8 +58,7 @@ def read_record(path: Path, *benchmarks: str, may_be_cut_off: bool = False) -> R
             check_run_line(path, line, benchmarks or BENCHMARKS)
             runs.append(line)
         elif line.keys() != {END}:
-            texts = map(line.get, ("mode", "impl", "kind"))
-            if not isinstance(line.get("case"), dict) or not all(isinstance(text, str) for text in texts):
+            if [type(line.get(key)) for key in ("case", "mode", "impl", "kind")] != [dict, str, str, str]:
                 raise ValueError(f"{path.name} has a line that is no row: {json.dumps(line)[:80]}")
             row = {"run": len(runs) - 1, "benchmark": runs[-1]["benchmark"], **line}
             rows.append({key: value for key, value in row.items() if value is not None})

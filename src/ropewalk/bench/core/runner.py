@@ -192,11 +192,7 @@ class Bench(ABC):
 
 
 def run(benches: Sequence[type[Bench]], options: Options, console: Console | None = None) -> bool:
-    """Run benchmarks into one record, as `run_benches` does.
-
-    A name of a case, an implementation or a peer goes to every benchmark that has it. If cases or implementations are
-    named, a benchmark that has none of them is left out.
-    """
+    """Run benchmarks into one record, each with the names that it has; one that has none of them is left out."""
     console, device = console or default_console(), choose_device(options.device)
     if len(benches) == 1:
         return run_benches(benches[0].name, [benches[0](options, device, console)], options, device, console)

@@ -1,9 +1,7 @@
-"""Changes between two records beyond the noise.
+"""Changes between two records beyond the noise, of rows whose case, mode, implementation and protocol are the same.
 
-Rows are compared if benchmark, case, mode, implementation, source of positions and protocol are the same: their time on
-the device, time in a CUDA graph, host time and peak of memory, each if both have it. A value changed if the intervals
-from the 10 % to the 90 % quantile have nothing in common (for the host, from the least to the median; bytes have no
-noise), and the median, or the bytes, changed by more than `FLOOR`.
+A value changed if the intervals from the 10 % to the 90 % quantile have nothing in common (for the host, from the least
+to the median; bytes have no noise), and the median, or the bytes, changed by more than `FLOOR`.
 """
 
 from __future__ import annotations
@@ -62,12 +60,10 @@ class Changes(NamedTuple):
 def compare_records(
     before: Path, after: Path, *, threshold: float = 0.05, relative: bool = False, every: bool = False
 ) -> Changes:
-    """Compare one record with an earlier one.
+    """Compare one record with an earlier one; with `relative`, by times over those of a copy or a matrix product.
 
-    A regression is a change of one of ours for the worse by more than `threshold`, a part of the median; or a row that
-    was right and now is wrong, fails, is not supported or is missing. With `every`, of peers and anchors too. With
-    `relative`, times on the device are multiples of what it could do at best: of the copy beside them for rotations
-    and decoding, else of the matrix product in the run's rates; times of the host do not count.
+    A regression is a change of one of ours (with `every`, of any) for the worse by more than `threshold`, a part of the
+    median; or a row that was right and now is wrong, fails, is not supported or is missing.
     """
     records = read_record(before, "rope", "attention", "all"), read_record(after, "rope", "attention", "all")
     old, new = (dict(_lines(record, relative)) for record in records)
