@@ -1,14 +1,10 @@
 """Timing of calls that take long: bursts of a few milliseconds, in rounds, by one of two protocols; and the roofline.
 
-A GPU under steady load runs at its power limit, and slower than one that has just rested; which of two kernels is
-faster may depend on it. So there are two protocols, and a time says by which it was taken:
+Hot: a warm-up, then rounds without pauses, at the power limit. Cool: a pause before each burst, for high clocks.
 
-- hot: a warm-up, then rounds without pauses;
-- cool: a pause before each burst, so that clocks are high.
-
-In each round every call is measured once, in a random order. A burst is timed by device events. The GPU is kept busy
-before it until the host has enqueued as much as it takes, so no host time is in it: where the host was slower than
-planned, the burst is measured again. Caches are as the call before left them. All times are in microseconds.
+A burst is timed by device events. The GPU is kept busy before it until the host has enqueued as much as it takes, so no
+host time is in it: where the host was slower than planned, the burst is measured again. Caches are as the call before
+left them. All times are in microseconds.
 """
 
 from __future__ import annotations
@@ -45,10 +41,7 @@ PROTOCOLS = {"hot": Protocol(0.0, 250e3, 150e3), "cool": Protocol(0.2, 0.0, 5 * 
 def time_bursts(
     calls: Mapping[str, Call], device: torch.device, protocol: Protocol, *, rounds: int | None = None
 ) -> dict[str, list[float]]:
-    """Time each call once per round; the n-th times of all calls were taken in the n-th round.
-
-    `rounds` is how many there are at most; None for as many as the protocol's measured time takes.
-    """
+    """Time each call once per round, in at most `rounds`, by default as many as the protocol's measured time takes."""
     timing.check_device(device)
     pause, warmup, measured = protocol
     bursts: dict[str, Callable[[], float]] = {}  # each returns microseconds for each call in it
@@ -120,11 +113,7 @@ def measure_rates(
 ) -> dict[str, Any]:
     """Measure the roofline: GB/s of a copy, reads and writes counted, and TFLOP/s of a square product in each dtype.
 
-    Rates in `known` are not measured again. float32 is multiplied as PyTorch is told to: its default does
-    without TF32.
-
-    Returns:
-        {"copy_gb_per_s": …, "matmul_tflops": {dtype: …}}, as records have it.
+    Rates in `known` are not measured again. float32 is multiplied as PyTorch is told to: its default is without TF32.
     """
     size, copied = SIZES[device.type], COPIED_BYTES[device.type]
     products: dict[str, float] = {} if known is None else dict(known["matmul_tflops"])

@@ -92,7 +92,7 @@ def ratios(samples: Mapping[str, Sequence[float]], name: str) -> dict[str, float
 def time_rounds(
     calls: Mapping[str, Call], device: torch.device, *, warmup: int = 10, rounds: int = 100, max_seconds: float = 10.0
 ) -> dict[str, Quantiles]:
-    """Time each call once per round on the device and with a cold L2 cache; rounds are those of `interleave`."""
+    """Time each call once per round of `interleave` on the device and with a cold L2 cache."""
     check_device(device)
 
     def on_cpu(order: Sequence[str]) -> dict[str, float]:

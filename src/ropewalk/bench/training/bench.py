@@ -1,8 +1,7 @@
 """The benchmark of training steps: whole models of transformers, with attention by us and by PyTorch.
 
-Each step is forward, backward and AdamW. Before it is timed, each candidate's hidden states and gradients are compared,
-without dropout, with those of the same weights in float32: their error may be at most twice that of the same model by
-PyTorch's eager attention, or by SDPA for Llama.
+Each step is forward, backward and AdamW. Before, hidden states and gradients are compared, without dropout, with those
+of the same weights in float32: their error may be at most twice that of eager attention, or of SDPA for Llama.
 """
 
 from __future__ import annotations
