@@ -183,7 +183,7 @@ def test_targets_are_met_or_missed(tmp_path: Path) -> None:
 def test_every_target_is_of_a_case_and_a_mode_that_there_is() -> None:
     from ropewalk.bench.attention.cases import MODES
     from ropewalk.bench.parallel.cases import CASES as PARALLEL
-    from ropewalk.bench.training.cases import CASES as MODELS
+    from ropewalk.bench.training.bench import CASES as MODELS
 
     names = {case.name for case in (*CASES, *MODELS, *PARALLEL)} | {"*"}
     for target in targets.TARGETS:

@@ -20,8 +20,7 @@ from ropewalk.bench.parallel.bench import choose_parts, run_parallel_bench
 from ropewalk.bench.rope.bench import NormBench, RopeBench
 from ropewalk.bench.rope.cases import Case
 from ropewalk.bench.rope.peers import PEERS, Peer
-from ropewalk.bench.training.bench import TrainingBench
-from ropewalk.bench.training.cases import TrainingCase
+from ropewalk.bench.training.bench import TrainingBench, TrainingCase
 
 CPU = {"device": "cpu", "rounds": 3}
 HEADS = {"batch": 2, "tokens": 48, "q_heads": 2, "k_heads": 2, "head_dim": 16, "dtype": "float32"}
