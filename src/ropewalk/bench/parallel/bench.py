@@ -30,8 +30,7 @@ from ropewalk.bench.core.runner import Bench, Candidate, OursError, Rates, Right
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.parallel import cases
-from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, ParallelCase
-from ropewalk.bench.parallel.peers import NO_ROPE, ONE, OURS, PEERS, Call, make_call, training_step
+from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, NO_ROPE, ONE, OURS, PEERS, Call, ParallelCase
 
 SHORT = 2048  # tokens of the case whose gradients are compared
 ROUNDS = (2, 20)  # of a case: at least and at most
@@ -164,7 +163,7 @@ class ParallelBench(Bench):
         """Compare all results of the short case, then sampled rows of the whole one, whose bytes are counted."""
         verdicts = []
         for inputs, truths in opened:
-            call = make_call(name, inputs, self.mesh)
+            call = cases.make_call(name, inputs, self.mesh)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
@@ -184,7 +183,7 @@ class ParallelBench(Bench):
 
     def _check_training(self, case: ParallelCase, name: str) -> tuple[Verdict, Call]:
         """Compare the losses of two steps, the second one after an update."""
-        step = training_step(case, self.mesh, self.device, name == OURS, self.options.seed)
+        step = cases.training_step(case, self.mesh, self.device, name == OURS, self.options.seed)
         losses = []
         for _ in range(2):
             loss = step().clone()
