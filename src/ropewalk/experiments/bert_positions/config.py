@@ -1,10 +1,8 @@
-"""The configuration of a comparison: presets, a file (YAML or TOML) and the command line, the last of which wins.
-
-`strict` checks types and calls what is named `validate_…`, as transformers does for its own configurations.
-"""
+"""The configuration of a comparison: presets, a file (YAML or TOML) and the command line, the last of which wins."""
 
 import sys
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +15,21 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ropewalk.modules.bert import get_attention_class
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 SCHEMES = ("standard", "absolute", "rope", "exposb", "alibi", "rerope")
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+_RANGES = {
+    pd.Interval(1, inf, "left"): "hidden_size num_layers num_heads intermediate_size batch_size accumulation_steps "
+    "steps evaluation_windows checkpoint_every log_every",
+    pd.Interval(8, inf, "left"): "train_length",
+    pd.Interval(512, inf, "left"): "vocab_size",
+    pd.Interval(0, inf, "neither"): "max_megabytes learning_rate max_grad_norm",
+    pd.Interval(0, inf, "left"): "weight_decay",
+    pd.Interval(0, 1, "neither"): "held_out mask_probability",
+    pd.Interval(0, 1, "left"): "dropout warmup",
+}
 
 
-@strict
+@strict  # checks types, and calls what is named `validate_…`
 @dataclass(kw_only=True)
 class Config:
     """A comparison, with the sizes of the preset "smoke"."""
@@ -61,26 +65,23 @@ class Config:
 
     def validate_values(self) -> None:
         """Raise ValueError unless each value is in its range, and what belongs together fits."""
-
-        def require(key: str, is_so: bool, must: str) -> None:
-            if not is_so:
-                raise ValueError(f"{key} is {getattr(self, key)!r}, but must {must}")
-
-        for interval, keys in _RANGES.items():
-            for key in keys.split():
-                require(key, getattr(self, key) in interval, f"be in {interval}")
+        fits = [(key, getattr(self, key) in x, f"be in {x}") for x, keys in _RANGES.items() for key in keys.split()]
         for key in ("schemes", "seeds", "length_multiples"):
             values = getattr(self, key)
-            require(key, 0 < len(set(values)) == len(values), "have one or more values, each only once")
-        require("seeds", min(self.seeds) >= 0, "be 0 or more")
-        require("dataset", self.dataset is None or not self.corpus, "be None with corpus given: choose one of them")
+            fits.append((key, 0 < len(set(values)) == len(values), "have one or more values, each only once"))
+        fits.append(("seeds", all(seed >= 0 for seed in self.seeds), "be 0 or more"))
+        one_text = self.dataset is None or not self.corpus
+        fits.append(("dataset", one_text, "be None with corpus given: choose one of them"))
         multiples = [1, *self.length_multiples]
         rise = sorted(multiples) == multiples and not any(multiples[-1] % n for n in multiples)
-        require("length_multiples", rise, "rise from 1 or more, and divide the last")
+        fits.append(("length_multiples", rise, "rise from 1 or more, and divide the last"))
         # A mean loss of some steps is logged; a checkpoint in the midst of them would lose its first half.
         for key, whole in (("accumulation_steps", "batch_size"), ("log_every", "checkpoint_every")):
             size = getattr(self, whole)
-            require(key, size % getattr(self, key) == 0, f"divide {whole}, {size}")
+            fits.append((key, size % max(1, getattr(self, key)) == 0, f"divide {whole}, {size}"))
+        for key, is_so, must in fits:
+            if not is_so:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but must {must}")
 
     def validate_schemes(self) -> None:
         """Raise ValueError unless each scheme can be made with its options."""
@@ -104,36 +105,21 @@ class Config:
         return {**default, **self.scheme_options.get(scheme, {})}
 
     def precision_on(self, device: torch.device) -> str:
-        """Return "no", "bf16" or "fp16"; for "auto", that of the device."""
         return ("bf16" if device.type == "cuda" else "no") if self.precision == "auto" else self.precision
-
-
-_RANGES = {
-    pd.Interval(1, inf, "left"): "hidden_size num_layers num_heads intermediate_size batch_size accumulation_steps "
-    "steps evaluation_windows checkpoint_every log_every",
-    pd.Interval(8, inf, "left"): "train_length",
-    pd.Interval(512, inf, "left"): "vocab_size",
-    pd.Interval(0, inf, "neither"): "max_megabytes learning_rate max_grad_norm",
-    pd.Interval(0, inf, "left"): "weight_decay",
-    pd.Interval(0, 1, "neither"): "held_out mask_probability",
-    pd.Interval(0, 1, "left"): "dropout warmup",
-}
-PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 
 
 def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Config:
     """Load a preset, changed by a file (.yaml, .yml, .toml), and that by `overrides` but for None, or ValueError."""
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r} does not exist; there are: {', '.join(PRESETS)}")
-    values = dict(PRESETS[preset])
-    given = {key: value for key, value in overrides.items() if value is not None}
-    for layer in ({} if file is None else _read(file), given):
+    values, known = dict(PRESETS[preset]), [entry.name for entry in fields(Config)]
+    for layer in (_read(file) if file else {}, {key: x for key, x in overrides.items() if x is not None}):
         if layer.get("corpus"):  # where the text is from, the later says alone
             values["dataset"] = None
         elif layer.get("dataset") is not None:
             values["corpus"] = []
         values |= layer
-    source, known = "" if file is None else f"{file} or the command line: ", [entry.name for entry in fields(Config)]
+    source = f"{file} or the command line: " if file else ""
     if unknown := [key for key in values if key not in known]:
         raise ValueError(f"{source}there is no key {unknown[0]!r}; there are: {', '.join(known)}")
     try:
@@ -145,9 +131,10 @@ def load_config(preset: str, file: Path | None = None, **overrides: Any) -> Conf
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ValueError(f"{path}: a configuration file must end in .yaml, .yml or .toml")
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
+        content = toml.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import itertools
+import mmap
 import os
 import platform
 import string
 import sysconfig
 import unicodedata
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +58,27 @@ class Corpus:
 
 def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
     """Read the corpus from `folder`; if it is not there yet, prepare it there first; ValueError if it will not do."""
-    file = folder / "tokens.pt"
+    file, vocabulary = folder / "tokens.pt", str(folder / "tokenizer.json")
     if not file.exists():
         name, documents = read_documents(config)
         n_held_out = max(1, round(config.held_out * len(documents)))
         if n_held_out >= len(documents):
             raise ValueError(f"{name} has {len(documents)} documents that differ, but must have more than {n_held_out}")
-        encoded = [document.encode() for document in documents]
-        facts: dict[str, Any] = {"name": name, "n_documents": len(documents), "n_bytes": sum(map(len, encoded))}
-        facts["sha256"] = hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in encoded)).hexdigest()
+        texts = [document.encode() for document in documents]
+        digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
+        made: dict[str, Any] = {"name": name, "n_documents": len(texts), "n_bytes": sum(map(len, texts))}
+        made = {"facts": made | {"sha256": digest}}
         wordpiece = train_wordpiece(documents[n_held_out:], config.vocab_size)
+        made["tokens"], made["lengths"] = encode(wordpiece, documents[n_held_out:])
+        made["held_out"], made["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
         folder.mkdir(parents=True, exist_ok=True)
-        wordpiece.save(str(folder / "tokenizer.json"))
-        content: dict[str, Any] = {"facts": facts}
-        content["tokens"], content["lengths"] = encode(wordpiece, documents[n_held_out:])
-        content["held_out"], content["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
-        unfinished = file.with_suffix(".unfinished")
-        torch.save(content, unfinished)
+        wordpiece.save(vocabulary)
+        torch.save(made, unfinished := file.with_suffix(".unfinished"))
         os.replace(unfinished, file)
     names = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-    content = torch.load(file, mmap=True)
-    facts, tokens, longest = content["facts"], content["tokens"], config.longest
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary, **names)
+    content, longest = torch.load(file, mmap=True), config.longest
+    facts, tokens = content["facts"], content["tokens"]
     windows = cut_windows(content["lengths"], config.train_length)
     begins = cut_held_out(content["held_out_lengths"], longest, config.evaluation_windows)
     for of, found, least in (("to learn from", windows, SHORTEST_WINDOW), ("held out", begins, longest)):
@@ -88,43 +87,40 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
                 f"{facts['name']}: no document {of} has {least} tokens: give more or longer text, raise max_megabytes "
                 "or held_out, or lower train_length or length_multiples"
             )
-    documents_said = f"{facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB"
-    line = f"text: {facts['name']}; {documents_said}; {len(tokens):,} tokens to learn from, "
-    console.print(f"{line}{len(begins)} held-out windows of {longest}", markup=False, highlight=False)
+    line = f"text: {facts['name']}; {facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB; "
+    line += f"{len(tokens):,} tokens to learn from, {len(begins)} held-out windows of {longest}"
+    console.print(line, markup=False, highlight=False)
     return Corpus(facts, tokenizer, tokens, windows, content["held_out"][begins[:, None] + torch.arange(longest)])
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], at_once: int = 64) -> tuple[Tensor, Tensor]:
     """Return the tokens of all documents, end to end, and how many each has; an encoding outweighs its text by far."""
-    ids, lengths = array("i"), []
+    ids = []
     for first in range(0, len(documents), at_once):
-        for encoding in tokenizer.encode_batch_fast(documents[first : first + at_once], add_special_tokens=False):
-            ids.extend(encoding.ids)
-            lengths.append(len(encoding.ids))
-    return torch.tensor(ids, dtype=torch.int32), torch.tensor(lengths)
+        encodings = tokenizer.encode_batch_fast(documents[first : first + at_once], add_special_tokens=False)
+        ids += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+    return torch.cat(ids), torch.tensor([len(x) for x in ids])
 
 
 def cut_windows(lengths: Tensor, size: int) -> Tensor:
     """Cut windows of `size` tokens, the last of a document shorter, (W, 2): begin and number of tokens."""
-    document, number = _spread(lengths // size + (lengths % size >= SHORTEST_WINDOW))
-    offset = number * size
-    begins = lengths.cumsum(0) - lengths
-    return torch.stack((begins[document] + offset, (lengths[document] - offset).clamp(max=size)), 1)
+    begin, document, offset = _spread(lengths, lengths // size + (lengths % size >= SHORTEST_WINDOW), size)
+    return torch.stack((begin, (lengths[document] - offset).clamp(max=size)), 1)
 
 
 def cut_held_out(lengths: Tensor, size: int, most: int) -> Tensor:
     """Return the begins, (N,), of at most so many windows of `size` tokens, evenly from all; centred in documents."""
-    document, number = _spread(lengths // size)
-    begins = lengths.cumsum(0) - lengths
-    starts = begins[document] + (lengths[document] % size) // 2 + number * size
+    begin, document, _ = _spread(lengths, lengths // size, size)
+    starts = begin + (lengths[document] % size) // 2
     count = min(most, len(starts))
     return starts[torch.arange(count) * len(starts) // max(1, count)]
 
 
-def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of counts.sum() things, return its count's index, and its number in that."""
-    owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+def _spread(lengths: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return begin, document and offset there of each of so many windows of documents of these lengths."""
+    document = torch.repeat_interleave(counts)
+    offset = (torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]) * size
+    return (lengths.cumsum(0) - lengths)[document] + offset, document, offset
 
 
 def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:
@@ -136,9 +132,8 @@ def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:
 
     def make(model: WordPiece) -> Tokenizer:
         tokenizer = Tokenizer(model)
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.normalizer, tokenizer.decoder = normalizers.BertNormalizer(lowercase=True), decoders.WordPiece()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
         return tokenizer
 
     total = itertools.accumulate(len(document.encode()) for document in documents)
@@ -167,8 +162,7 @@ def read_documents(config: Config) -> tuple[str, list[str]]:
         name = ", ".join(Path(path).resolve().name for path in config.corpus)
         name = name or f"the sources of Python {platform.python_version()}, {packages}"
         found = _read_files(list(_list_files(config.corpus)), config.max_megabytes)
-    documents: dict[str, None] = {}
-    left = int(config.max_megabytes * MEGABYTE)
+    documents, left = dict[str, None](), int(config.max_megabytes * MEGABYTE)
     for document in found:
         if document.strip() and document not in documents:
             left -= len(document.encode())
@@ -185,9 +179,8 @@ def _list_files(corpus: list[str]) -> Iterator[tuple[str, Path, bool]]:
     """List files that are not hidden: name, path, whether the user named it, so that it must be text."""
     roots = {str(number): Path(path) for number, path in enumerate(corpus)}
     if not corpus:
-        found = {package: importlib.util.find_spec(package) for package in DEFAULT_PACKAGES}
-        roots = {"python": Path(sysconfig.get_path("stdlib"))}
-        roots |= {package: Path(spec.origin).parent for package, spec in found.items() if spec and spec.origin}
+        roots = {package: Path(str(files(package))) for package in DEFAULT_PACKAGES}
+        roots["python"] = Path(sysconfig.get_path("stdlib"))
     for prefix, root in roots.items():
         if root.is_file():
             yield f"{prefix}/{root.name}", root, True
@@ -200,12 +193,12 @@ def _list_files(corpus: list[str]) -> Iterator[tuple[str, Path, bool]]:
                     yield f"{prefix}/{path.relative_to(root).as_posix()}", path, False
 
 
-def _read_files(files: list[tuple[str, Path, bool]], max_megabytes: float) -> Iterator[str]:
+def _read_files(found: list[tuple[str, Path, bool]], max_megabytes: float) -> Iterator[str]:
     """Read files, or parts of them, ordered by a hash of their names, so that one more file changes little."""
-    part_bytes, sizes = MEGABYTE, [path.stat().st_size for _, path, _ in files]
-    if len(files) < LEAST_DOCUMENTS:
+    part_bytes, sizes = MEGABYTE, [path.stat().st_size for _, path, _ in found]
+    if len(found) < LEAST_DOCUMENTS:
         part_bytes = min(part_bytes, max(1, min(sum(sizes), int(max_megabytes * MEGABYTE)) // LEAST_DOCUMENTS))
-    parts = [(*file, part) for file, size in zip(files, sizes, strict=True) for part in range(-(-size // part_bytes))]
+    parts = [(*file, part) for file, size in zip(found, sizes, strict=True) for part in range(-(-size // part_bytes))]
     for _, path, is_named, part in sorted(parts, key=lambda x: hashlib.sha256(f"{x[0]}\n{x[3]}".encode()).digest()):
         try:
             document = read_part(path, part, part_bytes).decode("utf-8-sig")
@@ -220,15 +213,10 @@ def _read_files(files: list[tuple[str, Path, bool]], max_megabytes: float) -> It
 
 def read_part(path: Path, part: int, part_bytes: int) -> bytes:
     """Read the lines of a file that begin in one of its parts: from byte part·part_bytes on, before the next part."""
-    with path.open("rb") as file:
-        ends = []
-        for at in (part * part_bytes, (part + 1) * part_bytes):
-            file.seek(max(0, at - 1))
-            if at:
-                file.readline()
-            ends.append(file.tell())
-        file.seek(ends[0])
-        return file.read(ends[1] - ends[0])
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        ends = (part * part_bytes, (part + 1) * part_bytes)
+        begin, end = (at and (text.find(b"\n", at - 1) + 1 or len(text)) for at in ends)
+        return text[begin:end]
 
 
 def _read_dataset(dataset: str, column: str) -> Iterator[str]:
@@ -267,8 +255,7 @@ class TrainingBatches(Dataset[dict[str, Tensor]]):
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         config, corpus = self.config, self.corpus
         step = numbers[0] // config.batch_size
-        windows = self.windows_of(step)
-        offsets = torch.arange(config.train_length)
+        windows, offsets = self.windows_of(step), torch.arange(config.train_length)
         is_token = offsets < windows[:, 1:]
         at = (windows[:, :1] + offsets).clamp_(max=len(corpus.tokens) - 1)
         ids = corpus.tokens[at].long().masked_fill_(~is_token, corpus.tokenizer.pad_token_id)
@@ -279,15 +266,14 @@ class TrainingBatches(Dataset[dict[str, Tensor]]):
     def windows_of(self, step: int) -> Tensor:
         """Return the windows of a step, (batch_size, 2), as `Corpus.windows`."""
         n_windows, size = len(self.corpus.windows), self.config.batch_size
-        at = torch.arange(step * size, (step + 1) * size)
-        epochs = range(step * size // n_windows, ((step + 1) * size - 1) // n_windows + 1)
-        order = [_epoch_order(n_windows, self.seed, n)[at[at // n_windows == n] % n_windows] for n in epochs]
-        return self.corpus.windows[torch.cat(order)]
+        places = [divmod(at, n_windows) for at in range(step * size, (step + 1) * size)]
+        return self.corpus.windows[[_epoch_order(n_windows, self.seed, epoch)[at] for epoch, at in places]]
 
 
 @functools.lru_cache(maxsize=4)
-def _epoch_order(n_windows: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(n_windows, generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")))
+def _epoch_order(n_windows: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
+    return torch.randperm(n_windows, generator=generator).tolist()
 
 
 def mask_tokens(corpus: Corpus, config: Config, ids: Tensor, is_token: Tensor, seed: int) -> tuple[Tensor, Tensor]:
