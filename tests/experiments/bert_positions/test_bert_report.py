@@ -9,7 +9,7 @@ from helpers.bert_runs import TINY
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ropewalk.experiments.bert_positions import speed
+from ropewalk.experiments.bert_positions import training
 from ropewalk.experiments.bert_positions.figures import (
     HUGGING_FACE,
     draw_learning,
@@ -44,18 +44,18 @@ def test_figures_and_tables_of_a_record(tmp_path, monkeypatch):
 
 
 def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):
-    monkeypatch.setitem(speed.EFFORTS, device.type, speed.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+    monkeypatch.setitem(training.EFFORTS, device.type, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
 
-    def fail(config, vocab_size, pad_id, attn_implementation, make=speed.plain_bert):
+    def fail(config, vocab_size, pad_id, attn_implementation, make=training.plain_bert):
         model = make(config, vocab_size, pad_id, attn_implementation=attn_implementation)
         if attn_implementation == "eager":
             model.forward = lambda **batch: (_ for _ in ()).throw(torch.OutOfMemoryError())
         return model
 
-    monkeypatch.setattr(speed, "plain_bert", fail)
+    monkeypatch.setattr(training, "plain_bert", fail)
     config = dataclasses.replace(TINY, schemes=["rope", "exposb"])
-    rows = speed.measure_speed(config, 30, device, Console(quiet=True))
-    names = [("rope", "ropewalk"), ("exposb", "ropewalk"), *((HUGGING_FACE, name) for name in speed.ATTENTIONS)]
+    rows = training.measure_speed(config, 30, device, Console(quiet=True))
+    names = [("rope", "ropewalk"), ("exposb", "ropewalk"), *((HUGGING_FACE, name) for name in training.ATTENTIONS)]
     assert [(row["model"], row["attention"], row["length"], row["batch"]) for row in rows] == [
         (*name, length, 128 // length) for length in (16, 64) for name in names
     ]
@@ -70,7 +70,7 @@ def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):
 
 
 def test_batches_of_both_lengths_have_as_many_tokens():
-    short, long = (speed.draw_batch(TINY, multiple, 30, 128) for multiple in (1, 4))
+    short, long = (training.draw_batch(TINY, multiple, 30, 128) for multiple in (1, 4))
     assert (short["input_ids"].shape, long["input_ids"].shape) == ((8, 16), (2, 64))
     for batch in (short, long):
         lengths = batch["attention_mask"].sum(1)

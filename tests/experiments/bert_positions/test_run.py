@@ -14,7 +14,7 @@ from transformers import Trainer
 from typer.testing import CliRunner
 
 from ropewalk.cli import app
-from ropewalk.experiments.bert_positions import speed
+from ropewalk.experiments.bert_positions import training
 from ropewalk.experiments.bert_positions.figures import read_bert_record
 
 FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.png", "tables.md"}
@@ -22,8 +22,8 @@ FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.p
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for kind in speed.EFFORTS:
-        monkeypatch.setitem(speed.EFFORTS, kind, speed.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+    for kind in training.EFFORTS:
+        monkeypatch.setitem(training.EFFORTS, kind, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def losses_of(output):
 def uninterrupted(tmp_path_factory, settings, device):
     output = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(speed.EFFORTS, device.type, speed.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+        patch.setitem(training.EFFORTS, device.type, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
         result = invoke("--config", settings, "--device", device, "-o", output, "--record", output.parent / "copy")
     assert result.exit_code == 0, result.output
     return output, result.stdout

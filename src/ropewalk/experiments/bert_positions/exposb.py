@@ -56,23 +56,20 @@ def _row(name: str, is_true: bool | Tensor, in_part: bool = False, /, **values: 
 
 
 def draw(*shape: int) -> Tensor:
-    """Draw standard normal numbers, the same for the same shape."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def scores_of(position: PositionScheme, q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> Tensor:
     """Return scores (P, N) of queries at positions m (P,) with keys at n (P,); q and k are (N, D), or (P, N, D)."""
     q, k = (x.expand(len(m), *x.shape[-2:])[:, None] for x in (q, k))  # P batch rows of one token and N heads
-    at: dict[str, Any] = {"positions_q": m[:, None], "positions_k": n[:, None]}
-    _, lse = attention(q, k, torch.zeros_like(k), position=position, **at, return_lse=True, impl="reference")
-    scores: Tensor = lse[:, :, 0]
-    return scores
+    at: Row = {"positions_q": m[:, None], "positions_k": n[:, None]}
+    lse: Tensor = attention(q, k, 0 * k, position=position, **at, return_lse=True, impl="reference")[1]
+    return lse[:, :, 0]
 
 
 def probabilities_of(position: PositionScheme, q: Tensor, k: Tensor) -> Tensor:
     """Return the attention probabilities of tokens at 0 to T − 1, (H, T, T); q and k are (T, H, D)."""
-    tokens, heads, _ = k.shape
-    v = torch.eye(tokens, dtype=q.dtype)[:, None].expand(tokens, heads, tokens)
+    v = torch.eye(len(k), dtype=q.dtype)[:, None].expand(-1, k.shape[1], -1)
     out: Tensor = attention(q[None], k[None], v[None], position=position, impl="reference")
     return out[0].transpose(0, 1)
 
@@ -80,7 +77,7 @@ def probabilities_of(position: PositionScheme, q: Tensor, k: Tensor) -> Tensor:
 def break_sticks(scores: Tensor, order: Tensor) -> Tensor:
     """Break sticks of length 1: each key takes the part sigmoid(score) of the rest."""
     part = scores.gather(-1, order).sigmoid()
-    left = torch.cat((torch.ones_like(part[..., :1]), (1 - part).cumprod(-1)[..., :-1]), dim=-1)
+    left = nn.functional.pad((1 - part).cumprod(-1)[..., :-1], (1, 0), value=1.0)
     return torch.zeros_like(part).scatter(-1, order, part * left)
 
 
@@ -97,7 +94,7 @@ def _amplitudes(positions: Tensor, head_dim: int) -> Tensor:
 
 
 def check_stick_breaking(head_dim: int, length: int, longest: int) -> Row:
-    """Compare with a stick-breaking sequence of the same scores, in which no piece depends on later ones."""
+    # Against a stick-breaking sequence of the same scores, in which no piece depends on later ones.
     q, k, other = draw(3, TOKENS, 4, head_dim)
     p = probabilities_of(EXPOSB, q, k)
     m, n = torch.meshgrid(torch.arange(TOKENS), torch.arange(TOKENS), indexing="ij")
@@ -116,7 +113,7 @@ def check_stick_breaking(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_norms(head_dim: int, length: int, longest: int) -> Row:
-    """Compare encoded with raw norms: a vector's score with itself is the square of its encoded length."""
+    # A vector's score with itself is the square of its encoded length.
     x = torch.cat((draw(N_PAIRS, head_dim), torch.eye(head_dim, dtype=torch.float64)))
     at = torch.linspace(0, longest - 1, POSITIONS).long()
     ours, rope = ((scores_of(y, x, x, at, at) * head_dim**0.5).sqrt() / x.norm(dim=-1) for y in (EXPOSB, ROPE))
@@ -128,8 +125,7 @@ def check_norms(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_relative(head_dim: int, length: int, longest: int) -> Row:
-    """Measure the change of one pair's score at one offset while both move through the text."""
-    offset = min(8, longest // 2)
+    offset = min(8, longest // 2)  # of pairs that move through the text
     n = torch.linspace(0, longest - 1 - offset, POSITIONS).long()
     q, k = draw(2, N_PAIRS, head_dim)
     ours, rope = (scores_of(position, q, k, n + offset, n) for position in (EXPOSB, ROPE))
@@ -140,7 +136,6 @@ def check_relative(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_amplitude(head_dim: int, length: int, longest: int) -> Row:
-    """Measure the amplitude at the first position, at the ends of training and evaluation, and far beyond."""
     at = {"trained_end": length - 1, "end": longest - 1, "far": FAR}
     first, trained, last, limit = _amplitudes(torch.tensor([0, *at.values()]), head_dim).tolist()
     found = {"first": first, "trained": trained, "last": last, "limit": limit}
@@ -148,7 +143,6 @@ def check_amplitude(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_fall_with_distance(head_dim: int, length: int, longest: int) -> Row:
-    """Measure the size of scores by distance, without the decay; means are over all q and k, exactly."""
     end, basis = longest - 1, torch.eye(head_dim, dtype=torch.float64)
     queries, keys, distances = (torch.tensor(x) for x in ([end, end, 0, 0], [end, 0, 0, end], [0, length]))
     found: dict[str, float] = {}
@@ -162,15 +156,14 @@ def check_fall_with_distance(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_distance_decay(head_dim: int, length: int, longest: int) -> Row:
-    """Measure the factor of the decay, the scores that it raises, and the attention that results."""
     distances = torch.tensor([length, longest - 1, FAR])
     at_zero = torch.zeros_like(distances)
     decayed, plain = (size_of_scores(x, head_dim, distances, at_zero) for x in (DECAY, EXPOSB))
     near, last, limit = (decayed / plain).tolist()
+    found = {"near": near, "last": last, "limit": limit, "length": length, "end": longest - 1, "far": FAR}
     q, k = draw(2, 16 * N_PAIRS, head_dim)
     decayed, plain = (scores_of(x, q, k, distances[:1], at_zero[:1]) for x in (DECAY, EXPOSB))
-    found = {"near": near, "last": last, "limit": limit, "raised": float((decayed > plain).double().mean())}
-    found |= {"length": length, "end": longest - 1, "far": FAR, "longest": longest}
+    found |= {"raised": float((decayed > plain).double().mean()), "longest": longest}
     texts = max(1, (1 << 21) // (longest * head_dim))
     q, k = draw(texts, 1, 1, head_dim), draw(texts, longest, 1, head_dim)
     nearest = (torch.arange(longest) >= longest - longest // 4).to(q.dtype)[None, :, None, None].expand(texts, -1, 1, 1)
@@ -181,7 +174,6 @@ def check_distance_decay(head_dim: int, length: int, longest: int) -> Row:
 
 
 def check_band_gains(head_dim: int, length: int, longest: int) -> Row:
-    """Measure the gains of features, which are fixed, and their difference within a pair of one frequency."""
     weights = EXPOSB.rotation(torch.arange(1), head_dim).weights
     assert weights is not None
     gains = weights.double().sqrt()
@@ -193,8 +185,8 @@ def check_band_gains(head_dim: int, length: int, longest: int) -> Row:
 
 def trained_band_weights(model: nn.Module) -> Tensor:
     """Return the weights of a model's ExpoSB layers, (layers, heads), on the CPU."""
-    layers = [module for module in model.modules() if isinstance(module, ExpoSBBERTAttention)]
-    return torch.stack([layer.band_weights.detach().cpu().double() for layer in layers])
+    layers = (module.band_weights for module in model.modules() if isinstance(module, ExpoSBBERTAttention))
+    return torch.stack([weights.detach().cpu().double() for weights in layers])
 
 
 def check_band_weights(hidden_size: int, heads: int, trained: Mapping[int, Tensor]) -> Row:
@@ -220,8 +212,8 @@ class _NoneBackward(torch.autograd.Function):
     """Attention whose backward returns None for each input."""
 
     @staticmethod
-    def forward(ctx: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(q, k, v, position=EXPOSB, impl="reference")
+    def forward(ctx: object, *qkv: Tensor) -> Tensor:
+        out: Tensor = attention(*qkv, position=EXPOSB, impl="reference")
         return out
 
     @staticmethod
@@ -230,9 +222,8 @@ class _NoneBackward(torch.autograd.Function):
 
 
 def check_gradients(head_dim: int) -> Row:
-    """Check the inputs that a backward of None reaches, and the error of our gradients."""
     q, k, v = (x.requires_grad_() for x in draw(3, 1, TOKENS, 2, head_dim))
-    inputs, step = (q, k, v, draw(2).requires_grad_()), 1e-5
+    inputs, step, errors = (q, k, v, draw(2).requires_grad_()), 1e-5, []
     _NoneBackward.apply(q, k, v).square().sum().backward()
     reached = sum(x.grad is not None for x in (q, k, v))
 
@@ -241,13 +232,12 @@ def check_gradients(head_dim: int) -> Row:
         out: Tensor = attention(*qkv, position=ExpoSB(band_weights=weights), impl="reference")
         return out.square().sum()
 
-    gradients, errors = torch.autograd.grad(loss_with(0, torch.zeros_like(q)), inputs), []
+    gradients = torch.autograd.grad(loss_with(0, torch.zeros_like(q)), inputs)
     for index, gradient in enumerate(gradients):
         direction = draw(*gradient.shape)
         with torch.no_grad():
             rise = loss_with(index, step * direction) - loss_with(index, -step * direction)
-        slope = float(rise) / (2 * step)
-        along = float((gradient * direction).sum())
+        slope, along = float(rise) / (2 * step), float((gradient * direction).sum())
         errors.append(abs(along - slope) / max(abs(along), abs(slope), 1e-30))
     ours = sum(bool(gradient.any()) for gradient in gradients)
     return _row("gradients", reached == 3, reached=reached, ours=ours, error=max(errors))
@@ -263,12 +253,12 @@ def compare_losses(evaluation: Sequence[Row], train_length: int) -> list[Row]:
     losses = losses.reindex(columns=["exposb", "rope"]).dropna()
     if losses.empty:
         return []
-    first, longest = losses.loc[train_length], losses.index.get_level_values(0).max()
+    first, longest, rows = losses.loc[train_length], losses.index.get_level_values(0).max(), []
     compared = {("It learns better than RoPE", f"Loss at the training length, {train_length}", "loss"): first}
     if longest > train_length:
         what = f"Rise of the loss from length {train_length} to {longest}"
         compared["It reads longer texts better than RoPE", what, "rise"] = losses.loc[longest] - first
-    rows, count = [], len(first)
+    count = len(first)
     seeds = f"over {count} seeds" if count > 1 else "for one seed, which shows no spread"
     for (claim, what, name), pairs in compared.items():
         difference, measured, limit = pairs.exposb - pairs.rope, {"seeds": float(count)}, math.inf

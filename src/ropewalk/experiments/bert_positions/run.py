@@ -24,27 +24,20 @@ from ropewalk.bench.core.records import RecordWriter, describe_run, version_of
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.experiments.bert_positions import figures
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.data import Corpus, prepare_corpus
+from ropewalk.experiments.bert_positions.data import prepare_corpus
 from ropewalk.experiments.bert_positions.exposb import check_exposb, trained_band_weights
-from ropewalk.experiments.bert_positions.speed import measure_speed
-from ropewalk.experiments.bert_positions.training import evaluate, train_run
+from ropewalk.experiments.bert_positions.training import evaluate, measure_speed, train_run
 
 CONFIG, DATA, RECORD = "config.yaml", "data", "record.jsonl"
 
 
 def run_bert_positions(
-    config: Config,
-    *,
-    output: Path,
-    resume: bool = False,
-    device: str | None = None,
-    jobs: int = 1,
-    record: Path | None = None,
-) -> Path:
+    config: Config, output: Path, resume: bool, device: str | None, jobs: int, record: Path | None
+) -> None:
     """Train, evaluate and compare a BERT for each position scheme and seed, in the folder `output`, new or empty.
 
-    It returns the record there. `jobs` models are trained at a time, each in a process of its own on the same device:
-    a small model alone does not fill a GPU. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
+    `jobs` models are trained at a time, each in a process of its own on the same device: a small model alone does not
+    fill a GPU. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
     """
     target = choose_device(device)
     state = PartialState(cpu=target.type == "cpu")
@@ -70,8 +63,8 @@ def run_bert_positions(
         except ProcessRaisedException as error:
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
     rows, weights = list[dict[str, Any]](), {}
-    for scheme, seed in _runs(config):
-        model, training = train_run(config, corpus, scheme, seed, output / "runs" / f"{scheme}-{seed}", target, console)
+    for scheme, seed, folder in _runs(config, output):
+        model, training = train_run(config, corpus, scheme, seed, folder, target, console)
         if state.is_main_process:
             rows += [training, *evaluate(model, corpus, config, scheme, seed, model.device)]
             if scheme == "exposb":
@@ -81,7 +74,15 @@ def run_bert_positions(
         evaluation = [row for row in rows if row["kind"] == "evaluation"]
         rows += measure_speed(config, len(corpus.tokenizer), target, console)
         rows += check_exposb(config, evaluation, weights)
-        run = _describe(config, corpus, target) | {"processes": state.num_processes, "jobs": jobs}
+        packages = ("transformers", "tokenizers", "accelerate", "datasets")
+        run = describe_run(figures.BENCHMARK, target, {name: version_of(name) or "missing" for name in packages})
+        settings = asdict(config) | {"corpus": [PurePath(path).name for path in config.corpus]}
+        if config.dataset is not None and PurePath(config.dataset).is_absolute():  # no path of the machine is told
+            settings["dataset"] = PurePath(config.dataset).name
+        text = corpus.facts | {"vocab_size": len(corpus.tokenizer), "n_tokens": len(corpus.tokens)}
+        text |= {"n_windows": len(corpus.windows), "held_out": list(corpus.held_out.shape)}
+        run |= {"config": settings, "corpus": text, "precision": config.precision_on(target)}
+        run |= {"processes": state.num_processes, "jobs": jobs}
         for path in {output / RECORD, record or output / RECORD}:
             with RecordWriter(path, run, kept=rows):  # whole, or not at all
                 pass
@@ -93,49 +94,35 @@ def run_bert_positions(
         for name in (RECORD, "learning.png", "speed.png", "tables.md"):
             console.print(str(output / name), highlight=False, markup=False)
     state.wait_for_everyone()
-    return output / RECORD
 
 
 def _train_share(number: int, jobs: int, threads: int, config: Config, output: Path, device: torch.device) -> None:
     """Train each jobs-th model, from one on, in a process of its own."""
     torch.set_num_threads(threads)
     corpus = prepare_corpus(config, output / DATA, Console(quiet=True))
-    for scheme, seed in _runs(config)[number::jobs]:
-        train_run(config, corpus, scheme, seed, output / "runs" / f"{scheme}-{seed}", device, default_console())
+    for scheme, seed, folder in _runs(config, output)[number::jobs]:
+        train_run(config, corpus, scheme, seed, folder, device, default_console())
 
 
-def _runs(config: Config) -> list[tuple[str, int]]:
-    return [(scheme, seed) for seed in config.seeds for scheme in config.schemes]
-
-
-def _describe(config: Config, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """Describe the run, without a path of the machine."""
-    settings = asdict(config)
-    settings["corpus"] = [PurePath(path).name for path in config.corpus]
-    if config.dataset is not None and PurePath(config.dataset).is_absolute():
-        settings["dataset"] = PurePath(config.dataset).name
-    packages = ("transformers", "tokenizers", "accelerate", "datasets")
-    text = corpus.facts | {"vocab_size": len(corpus.tokenizer), "n_tokens": len(corpus.tokens)}
-    text |= {"n_windows": len(corpus.windows), "held_out": list(corpus.held_out.shape)}
-    run = describe_run(figures.BENCHMARK, device, {name: version_of(name) or "missing" for name in packages})
-    return run | {"config": settings, "corpus": text, "precision": config.precision_on(device)}
+def _runs(config: Config, output: Path) -> list[tuple[str, int, Path]]:
+    return [(x, seed, output / "runs" / f"{x}-{seed}") for seed in config.seeds for x in config.schemes]
 
 
 def _claim(output: Path, config: Config, resume: bool) -> None:
     """Claim the folder to write to: new, or of this configuration."""
-    file = output / CONFIG
+    file, settings = output / CONFIG, asdict(config)
     if not resume:
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             raise ValueError(f"{output} exists already and is not an empty folder: resume it, or choose another output")
         output.mkdir(parents=True, exist_ok=True)
-        unfinished = output / f"{CONFIG}.unfinished"
-        unfinished.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         os.replace(unfinished, file)
         return
     try:
         before = dict(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"there is nothing to resume in {output}: {error}") from error
-    for key, now in asdict(config).items():
+    for key, now in settings.items():
         if before.get(key) != now:
             raise ValueError(f"{file}: {key} is {before.get(key)!r} there, but {now!r} here: it must be the same run")

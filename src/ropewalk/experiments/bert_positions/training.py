@@ -1,15 +1,25 @@
-"""BERT with one of the position schemes, its training by transformers' Trainer, and its loss on held-out text."""
+"""BERT with one of the position schemes, its training by transformers' Trainer, its loss on held-out text, its speed.
+
+A candidate for speed is a model of the experiment's size with an optimiser of its own: one by Ropewalk for each scheme,
+and transformers' BERT as it is, with its learned table of positions, by attention "sdpa", "eager" and "ropewalk". A
+step is a forward, the loss of the masked tokens alone, a backward, the clipping of gradients and AdamW, in the
+precision of the training, on one batch that lies on the device. The batches of both lengths have the same number of
+tokens with the padding; a row has, by a seed, half of the length or more in tokens.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -21,11 +31,30 @@ from torch.utils.data import default_convert
 from transformers import BertConfig, BertForMaskedLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from ropewalk.bench.core.timing import at_parts, interleave, peak_memory, time_on_cpu
+from ropewalk.experiments.bert_positions import data
 from ropewalk.experiments.bert_positions.config import Config
-from ropewalk.experiments.bert_positions.data import Corpus, TrainingBatches, derive_seed, evaluation_batches
-from ropewalk.integrations.huggingface import convert_bert
+from ropewalk.experiments.bert_positions.data import Corpus, TrainingBatches, derive_seed, make_batch
+from ropewalk.experiments.bert_positions.figures import HUGGING_FACE
+from ropewalk.integrations.huggingface import convert_bert, register
 
+ATTENTIONS = ("sdpa", "eager", "ropewalk")
+MULTIPLES = (1, 4)  # of the training length: where speed is measured
 _TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}
+_PAD_ID = _SEED = 0  # of what speed is measured by
+Row = dict[str, Any]  # of a record
+
+
+class Effort(NamedTuple):
+    """The amount of measurement on a kind of device."""
+
+    tokens: int  # of a batch, at most, with the padding
+    warmup: int  # steps of each candidate
+    steps: int  # of one candidate between two waits for the device
+    seconds: float  # after so many, no further round of a length begins
+
+
+EFFORTS = {"cpu": Effort(1 << 9, warmup=1, steps=1, seconds=1.5), "cuda": Effort(1 << 15, 3, steps=5, seconds=7.0)}
 
 
 class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
@@ -59,10 +88,8 @@ def make_model(config: Config, scheme: str, seed: int, vocab_size: int, pad_id: 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """Make AdamW; biases, norms and other parameters of one dimension do not decay."""
-    groups: list[dict[str, Any]] = [
-        {"params": [x for x in model.parameters() if x.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [x for x in model.parameters() if x.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups: list[Row] = [{"params": [x for x in model.parameters() if x.ndim > 1], "weight_decay": config.weight_decay}]
+    groups.append({"params": [x for x in model.parameters() if x.ndim <= 1], "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
 
@@ -73,14 +100,13 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Return the autocast of the configuration's precision."""
     dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision_on(device)]
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def train_run(
     config: Config, corpus: Corpus, scheme: str, seed: int, folder: Path, device: torch.device, console: Console
-) -> tuple[MaskedBert, dict[str, Any]]:
+) -> tuple[MaskedBert, Row]:
     """Train a BERT, from the newest checkpoint in its folder if there is one: the model, and its row of the record."""
     model = make_model(config, scheme, seed, len(corpus.tokenizer), corpus.tokenizer.pad_token_id)
     batches = TrainingBatches(corpus, config, seed)
@@ -115,7 +141,7 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     precision, on_cpu = config.precision_on(device), device.type == "cpu"
     if precision == "fp16" and on_cpu:
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
-    given: dict[str, Any] = {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
+    given: Row = {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
     given |= {"gradient_accumulation_steps": config.accumulation_steps, "remove_unused_columns": False}
     given |= {"train_sampling_strategy": "sequential"}  # the data set is in the order of training
@@ -125,14 +151,13 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     given |= {"logging_nan_inf_filter": False, "logging_steps": config.log_every, "disable_tqdm": True}
     given |= {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
     given |= {"save_steps": config.checkpoint_every, "save_total_limit": 1, "ddp_find_unused_parameters": False}
-    given |= {"ddp_timeout": 24 * 3600}  # of processes that wait while the main one evaluates
-    arguments = TrainingArguments(**given)
+    arguments = TrainingArguments(**given, ddp_timeout=24 * 3600)  # processes wait while the main one evaluates
     arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
     parts = config.accumulation_steps * arguments.world_size
-    if config.batch_size % parts:
+    arguments.per_device_train_batch_size, rest = divmod(config.batch_size, parts)
+    if rest:
         must = f"be divisible by {parts}, accumulation_steps times the processes"
         raise ValueError(f"batch_size is {config.batch_size}, but must {must}")
-    arguments.per_device_train_batch_size = config.batch_size // parts
     return arguments
 
 
@@ -177,13 +202,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
 @torch.no_grad()
 def evaluate(
     model: MaskedBert, corpus: Corpus, config: Config, scheme: str, seed: int, device: torch.device
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Compute a row of the record for each length: the same masked tokens, in the precision of the training."""
     model.eval()
     rows = []
     for length in (config.train_length * multiple for multiple in config.length_multiples):
         totals, n_labels = torch.zeros(2, dtype=torch.float64, device=device), 0
-        for batch in evaluation_batches(corpus, config, length, _TOKENS_AT_ONCE[device.type]):
+        for batch in data.evaluation_batches(corpus, config, length, _TOKENS_AT_ONCE[device.type]):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with autocast(config, device):
                 found = model(**batch, num_items_in_batch=1)
@@ -198,3 +223,84 @@ def evaluate(
         of_run = {"kind": "evaluation", "scheme": scheme, "seed": seed, "length": length}
         rows.append(of_run | {"loss": loss, "accuracy": accuracy, "n_labels": n_labels})
     return rows
+
+
+def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[Row]:
+    """Measure all candidates, interleaved, at the training length and at four times that: rows of the record.
+
+    Numbers are None where one ran out of memory. The peak is what a step allocates at the most beyond what it found:
+    activations, gradients and what is temporary, but not weights, the optimiser's moments and the batch.
+    """
+    if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
+        config = dataclasses.replace(config, length_multiples=list(MULTIPLES))
+    register()
+    rows = []
+    for multiple in MULTIPLES:
+        console.print(f"speed: step of {config.train_length * multiple} tokens", highlight=False)
+        rows += _measure(config, multiple, vocab_size, device)
+    return rows
+
+
+def _measure(config: Config, multiple: int, vocab_size: int, device: torch.device) -> list[Row]:
+    """Warm up, measure memory, then time in rounds those that did not run out of memory."""
+    effort, wait = EFFORTS[device.type], torch.get_device_module(device).synchronize
+    batch = {name: x.to(device) for name, x in draw_batch(config, multiple, vocab_size, effort.tokens).items()}
+    (n_rows, length), n_tokens = batch["input_ids"].shape, int(batch["attention_mask"].sum())
+    models = {(x, "ropewalk"): make_model(config, x, _SEED, vocab_size, _PAD_ID) for x in config.schemes}
+    for x in ATTENTIONS:
+        models[HUGGING_FACE, x] = plain_bert(config, vocab_size, _PAD_ID, attn_implementation=x)
+    steps = {"/".join(name): _make_step(model, config, device, batch) for name, model in models.items()}
+    rows, peaks = [], dict[str, int | None]()
+    for name, step in steps.items():
+        try:
+            for _ in range(effort.warmup):
+                step()
+            peaks[name] = peak_memory(step, device) if device.type == "cuda" else None
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+
+    def some_steps(name: str) -> None:
+        for _ in range(effort.steps):
+            steps[name]()
+        wait()
+
+    def one_round(names: Sequence[str]) -> dict[str, float]:
+        return {name: time_on_cpu(partial(some_steps, name)) / 1e3 / effort.steps for name in names}
+
+    wait()
+    times = interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=effort.seconds)
+    for (model, attention), name in zip(models, steps, strict=True):
+        step_ms = at_parts(times[name], 0.2, 0.5, 0.8) if name in times else None
+        row = {"kind": "speed", "model": model, "attention": attention, "length": length, "batch": n_rows}
+        row |= {"tokens_per_second": step_ms and n_tokens / step_ms[1] * 1e3, "step_ms": step_ms}
+        rows.append(row | {"peak_bytes": peaks.get(name)})
+    return rows
+
+
+def draw_batch(config: Config, multiple: int, vocab_size: int, most_tokens: int) -> dict[str, Tensor]:
+    """Draw random tokens, as many windows, a multiple of four, as training has in a part, or as fit."""
+    windows = min(config.batch_size // config.accumulation_steps, most_tokens // config.train_length)
+    n_rows, length = max(1, windows // max(MULTIPLES)) * max(MULTIPLES) // multiple, config.train_length * multiple
+    generator = torch.Generator().manual_seed(_SEED)
+    is_token = torch.arange(length) < torch.randint((length + 1) // 2, length + 1, (n_rows, 1), generator=generator)
+    ids = torch.randint(_PAD_ID + 1, vocab_size, (n_rows, length), generator=generator)
+    is_masked = is_token & (torch.rand(n_rows, length, generator=generator) < config.mask_probability)
+    is_masked[0, 0] = True
+    return make_batch(ids.masked_fill(~is_token, _PAD_ID), is_token, ids.masked_fill(~is_masked, -100))
+
+
+def _make_step(model: nn.Module, config: Config, device: torch.device, batch: dict[str, Tensor]) -> Callable[[], None]:
+    optimizer = make_optimizer(model.to(device).train(), config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+
+    def step() -> None:
+        with autocast(config, device):
+            loss = model(**batch)["loss"]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
