@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 from ropewalk.bench.core.options import choose_device
@@ -50,9 +50,9 @@ class Block(nn.Module):
         self.out_proj, self.mlp_norm = nn.Linear(d_model, d_model), nn.LayerNorm(d_model)
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
-    def forward(self, x: Tensor, position: PositionScheme, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
         q, k, v = self.qkv_proj(self.attention_norm(x)).unflatten(-1, (3, self.n_heads, -1)).unbind(-3)
-        x = x + self.out_proj(attention(q, k, v, position=position, causal=True, **options).flatten(-2))
+        x = x + self.out_proj(attention(q, k, v, causal=True, **options).flatten(-2))
         mixed: Tensor = x + self.mlp(self.mlp_norm(x))
         return mixed
 
@@ -75,7 +75,7 @@ class ByteTransformer(nn.Module):
         # On a GPU in bfloat16, as models are trained there.
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
             for block in self.blocks:
-                x = block(x, position, **options)
+                x = block(x, position=position, **options)
             logits: Tensor = self.head(self.norm(x))
         return logits.float()
 
@@ -88,19 +88,22 @@ def choose_size(
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels that are told no device are there
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    size = dataclasses.replace(sizes[device.type], **given)
-    if size.steps < 1:
-        raise ValueError(f"steps is {size.steps}, but must be at least 1")
-    return device, size
+    return device, dataclasses.replace(sizes[device.type], **given)
 
 
-def make_table(title: str, caption: str, columns: str, numbers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def as_tokens(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def make_table(
+    title: str, caption: str, words: Sequence[str], numbers: Iterable[str], rows: Iterable[Iterable[str]]
+) -> Table:
     """Make a table for the console: columns of words, which wrap unless there is one alone, and columns of numbers."""
-    table = Table(title=title, caption=caption)
-    for column in columns.split(", "):
-        table.add_column(column, no_wrap="," not in columns)
-    for column in numbers:
-        table.add_column(column, justify="right")
+    columns = [
+        *(Column(name, no_wrap=len(words) == 1) for name in words),
+        *(Column(name, justify="right") for name in numbers),
+    ]
+    table = Table(*columns, title=title, caption=caption)
     for row in rows:
         table.add_row(*row)
     return table
@@ -121,20 +124,18 @@ def train(
     The learning rate rises, then falls along half a wave to zero where the steps or the seconds end, whichever comes
     first.
     """
-    steps, warmup = size.steps, max(1, size.steps // 20)
+    steps, losses, reported, start = size.steps, list[float](), 0, time.monotonic()
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
-    losses: list[float] = []
     if max_seconds < math.inf:
         console.print(f"It ends after {steps} steps or {max_seconds:.0f} s, whichever comes first.", highlight=False)
     model.train()
-    start, reported = time.monotonic(), 0
     for step in range(steps):
         done = max(step / steps, (time.monotonic() - start) / max_seconds)
         if done >= 1:
             console.print(f"  the {max_seconds:.0f} s are over after {step} steps", highlight=False)
             break
-        decay = (1 + math.cos(math.pi * done)) / 2
-        optimiser.param_groups[0]["lr"] = size.learning_rate * min(1.0, (step + 1) / warmup) * decay
+        rate = size.learning_rate * min(1.0, (step + 1) / max(1, steps // 20))
+        optimiser.param_groups[0]["lr"] = rate * ((1 + math.cos(math.pi * done)) / 2)
         starts = torch.randint(tokens.numel() - size.context, (size.batch, 1))
         loss = byte_losses(model, tokens[starts + torch.arange(size.context + 1)]).mean()
         optimiser.zero_grad()

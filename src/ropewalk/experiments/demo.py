@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Categorical
 
 from ropewalk.bench.core.timing import time_rounds
-from ropewalk.experiments.byte_model import (
-    N_BYTES,
-    ByteTransformer,
-    ModelSize,
-    byte_losses,
-    choose_size,
-    make_table,
-    train,
-)
+from ropewalk.experiments import byte_model
+from ropewalk.experiments.byte_model import N_BYTES, ByteTransformer, ModelSize, byte_losses, make_table
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention, explain_choice
 from ropewalk.ops.rope.api import apply_rope
@@ -45,11 +38,11 @@ PACKED_SIZES = {"cpu": ModelSize(2, 256, 4, context=512, batch=8), "cuda": Model
 Check = tuple[str, str, float, float]  # a computation, its backend, the largest error of it and of plain PyTorch
 
 
-def run_demo(text: Path | None, steps: int | None, device: str | None, figure: Path, seed: int = 0) -> None:
+def run_demo(text: Path | None, steps: int | None, device: str | None, figure: Path, seed: int) -> None:
     """Train a small byte-level transformer on `text`, check results against float64, and time packed sequences."""
     from matplotlib.figure import Figure
 
-    target, size = choose_size(SIZES, device, steps=steps)
+    target, size = byte_model.choose_size(SIZES, device, steps=steps)
     training, held_out = read_text(text, size.context)
     source = "the documentation that ships with Python" if text is None else str(text)
     hardware = f"the CPU, {torch.get_num_threads()} threads"
@@ -62,8 +55,11 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     torch.manual_seed(seed)
     model = ByteTransformer(size).to(target)
     console.print(f"Training {model.title} on {hardware}, on {source} ({training.numel():,} bytes)", markup=False)
-    losses = train(model, training, size, console, MAX_SECONDS if steps is None else math.inf)
-    held_out_loss = evaluate(model, held_out, size)
+    losses = byte_model.train(model, training, size, console, MAX_SECONDS if steps is None else math.inf)
+    model.eval()
+    windows = held_out.unfold(0, size.context + 1, size.context)[: size.windows].split(size.batch)
+    with torch.no_grad():
+        held_out_loss = float(torch.cat([byte_losses(model, part) for part in windows]).mean())
     entropy = float(Categorical(held_out.bincount(minlength=N_BYTES).double()).entropy())
     console.print(
         f"Held-out loss {held_out_loss:.3f} nats/byte. Knowing nothing but how often each byte occurs there, no model "
@@ -72,12 +68,12 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     lines = _decode(held_out).splitlines()  # three words to begin with, of the first line that looks like prose
     words = next((words for line in lines if line[:1].isalpha() and len(words := line.split()) >= 6), ["The"])
     prompt = f"\n{' '.join(words[:3])} "
-    line = _decode(generate(model, torch.tensor(list(prompt.encode())), 120, size.context, seed))
-    console.print(Text.assemble("It writes: ", (prompt.strip(), "dim"), " ", (" ".join(line.split()), "bold")))
+    line = " ".join(_decode(generate(model, prompt, 120, size.context, seed)).split())
+    console.print(Text.assemble("It writes: ", (prompt.strip(), "dim"), " ", (line, "bold")))
     checks = [*check_rotation(target, seed), *check_attention(target, seed)]
     cells = [(name, backend, f"{ours:.1e}", f"{plain:.1e}") for name, backend, ours, plain in checks]
-    errors, caption = ("Ropewalk", "plain PyTorch"), f"Largest, in float32. {note}"
-    console.print(make_table("Errors against float64", caption, "computation, backend", errors, cells))
+    headings, errors = ("computation", "backend"), ("Ropewalk", "plain PyTorch")
+    console.print(make_table("Errors against float64", f"Largest, in float32. {note}", headings, errors, cells))
     lengths, packing, difference = measure_packing(PACKED_SIZES[target.type], target, seed)
     caption = (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all; the logits "
@@ -87,8 +83,8 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
         (name, backend, f"{computed:,}", f"{rate:,.0f}", f"{rate / packing['padded'][2]:.2f}")
         for name, (backend, computed, rate) in packing.items()
     ]
-    numbers, title = ("tokens computed", "tokens/s", "× padded"), "Packed sequences compute no padding"
-    console.print(make_table(title, caption, "model, attention by", numbers, forwards))
+    headings, numbers = ("model", "attention by"), ("tokens computed", "tokens/s", "× padded")
+    console.print(make_table("Packed sequences compute no padding", caption, headings, numbers, forwards))
     console.print("`impl=None` takes the first backend that supports a call. Measured speeds: docs/results.md.")
 
     drawing = Figure(figsize=(11, 4), layout="constrained")
@@ -110,34 +106,24 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
 
 
 def read_text(path: Path | None, context: int) -> tuple[Tensor, Tensor]:
-    """Read `path`, or the documentation that ships with Python, as int64 bytes: to learn from, and held out."""
+    """Read `path`, or the documentation that ships with Python, as bytes: to learn from, and held out."""
     from pydoc_data.topics import topics
 
     text, least = "\n".join(topics.values()).encode() if path is None else path.read_bytes(), (context + 1) / HELD_OUT
     if len(text) < least:
         raise ValueError(f"the text has {len(text)} bytes, but must have at least {math.ceil(least)}")
-    n_held_out = math.ceil(HELD_OUT * len(text))
-    training, held_out = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().tensor_split([-n_held_out])
+    training, held_out = byte_model.as_tokens(text).tensor_split([-math.ceil(HELD_OUT * len(text))])
     return training, held_out
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, tokens: Tensor, size: ModelSize) -> float:
-    """Return the mean loss over the text's windows, in nats per byte."""
-    model.eval()
-    windows = tokens.unfold(0, size.context + 1, size.context)[: size.windows]
-    return float(torch.cat([byte_losses(model, part) for part in windows.split(size.batch)]).mean())
-
-
-@torch.no_grad()
-def generate(model: nn.Module, prompt: Tensor, n_bytes: int, context: int, seed: int) -> Tensor:
-    """Let the model continue `prompt` (T,) byte by byte; returns the new bytes."""
-    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
-    tokens = prompt
+def generate(model: ByteTransformer, prompt: str, n_bytes: int, context: int, seed: int) -> Tensor:
+    """Let the model continue the prompt byte by byte; returns the new bytes."""
+    generator, tokens = torch.Generator().manual_seed(seed), torch.tensor(list(prompt.encode()))
     for _ in range(n_bytes):
-        p = (model(tokens[None, -context:].to(device))[0, -1].cpu() / 0.6).softmax(-1)
+        p = (model(tokens[None, -context:].to(model.head.weight.device))[0, -1].cpu() / 0.6).softmax(-1)
         tokens = torch.cat((tokens, torch.multinomial(p, 1, generator=generator)))
-    return tokens[len(prompt) :]
+    return tokens[-n_bytes:]
 
 
 def _decode(tokens: Tensor) -> str:
@@ -178,11 +164,10 @@ def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[
         out: Tensor = attention(*qkv, position=scheme, causal=True, impl=impl)
         return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(dtype))]
 
-    checks = []
+    checks, q = [], inputs[0].clone().requires_grad_()
     for name, scheme in {"RoPE": Rope(THETA), "ALiBi": Alibi(), "ReRoPE": ReRope(WINDOW)}.items():
         truth = run(scheme, "reference", torch.float64)
         ours, plain = (max(map(_relative_error, run(scheme, x, torch.float32), truth)) for x in (None, "reference"))
-        q = inputs[0].clone().requires_grad_()
         backend = explain_choice(q, q, q, position=scheme, causal=True).name
         checks.append((f"attention with {name}, and its gradients", backend, ours, plain))
     return checks
@@ -208,15 +193,13 @@ def measure_packing(
     is_token = torch.arange(size.context, device=device) < key_lengths[:, None]
     cu_seqlens = torch.nn.functional.pad(key_lengths.cumsum(0), (1, 0)).int()
     layout: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": cu_seqlens}
-    packed = tokens[is_token]
-    expected = model(tokens)[is_token]
+    packed, expected = tokens[is_token], model(tokens)[is_token]
     difference = float((model(packed, **layout) - expected).abs().max() / expected.abs().max())
     del expected
     calls = {"packed": lambda: model(packed, **layout), "padded": lambda: model(tokens)}
     times = time_rounds(calls, device, warmup=1, rounds=20, max_seconds=max_seconds)
-    found = {}
+    found, dtype = {}, torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, x, options in (("padded", tokens, {}), ("packed", packed, layout)):
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         q = torch.empty(*x.shape, size.n_heads, size.d_model // size.n_heads, dtype=dtype, device=device)
         backend = explain_choice(q, q, q, position=Rope(), causal=True, **options).name
         found[name] = (backend, x.numel(), sum(lengths) * 1e6 / times[name].p50)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.bench.core.options import choose_path
-from ropewalk.bench.core.records import RecordWriter, describe_run, read_lines
+from ropewalk.bench.core.records import RecordWriter, describe_run
 from ropewalk.bench.core.terminal import default_console, progress_bar
-from ropewalk.experiments.byte_model import ByteTransformer, ModelSize, byte_losses, choose_size, make_table, train
+from ropewalk.experiments import byte_model
+from ropewalk.experiments.byte_model import ModelSize, as_tokens, byte_losses
 from ropewalk.frequencies import inverse_frequencies
 from ropewalk.schemes import PositionScheme, ReRope, Rope, SelfExtend
 
@@ -40,7 +41,6 @@ Row = dict[str, Any]
 
 
 def run_length_extrapolation(
-    *,
     text: Path | None = None,
     steps: int | None = None,
     train_length: int | None = None,
@@ -49,15 +49,12 @@ def run_length_extrapolation(
     output: Path | None = None,
     figure: Path | None = None,
     seed: int = 0,
-) -> Path:
-    """Train a byte-level transformer with RoPE at one length, evaluate it at others by each scheme, and write a record.
-
-    Without options it learns PyTorch's own sources on the GPU if there is one, at `SIZES`. Returns the record's path.
-    """
+) -> None:
+    """Train a byte-level transformer with RoPE at one length, evaluate it at others by each scheme, write a record."""
     import matplotlib.figure  # noqa: F401, before the training if it is missing
 
     console = default_console()
-    target, size = choose_size(SIZES, device, steps=steps, context=train_length)
+    target, size = byte_model.choose_size(SIZES, device, steps=steps, context=train_length)
     if size.context < LEAST_TRAIN_LENGTH:
         raise ValueError(f"train_length is {size.context}, but must be at least {LEAST_TRAIN_LENGTH}")
     lengths = sorted({*lengths} or {size.context * multiple for multiple in size.multiples})
@@ -70,7 +67,7 @@ def run_length_extrapolation(
         raise ValueError(f"{found}, but must have more than train_length, {size.context}")
     windows = cut_windows(held_out, lengths[-1] + 1, size.windows)
     torch.manual_seed(seed)
-    model = ByteTransformer(size).to(target)
+    model = byte_model.ByteTransformer(size).to(target)
     run = describe_run(BENCHMARK, target, {}) | {"seed": seed, "text": name}
     run |= {"training_bytes": len(training), "held_out_bytes": sum(map(len, held_out))}
     run |= {"model": {key: getattr(size, key) for key in ("n_layers", "d_model", "n_heads")}}
@@ -81,48 +78,42 @@ def run_length_extrapolation(
     said = f"Training {model.title} at length {size.context} on {run['device']}, on {name} ({len(training):,} bytes)"
     console.print(said, markup=False, highlight=False)
     start = time.perf_counter()
-    last = train(model, training, size, console)[-max(1, size.steps // 20) :]
+    last = byte_model.train(model, training, size, console)[-max(1, size.steps // 20) :]
     run["training_loss"] = sum(last) / len(last)  # of the last 5 % of the steps
     run["training_seconds"] = round(time.perf_counter() - start, 1)
+    rows = []
     with RecordWriter(path, run) as writer, progress_bar(console) as progress:
         task = progress.add_task("starting", total=len(lengths))
         for length in lengths:
             progress.update(task, description=f"length {length}")
             for row in evaluate_at(model, size, windows, length, lengths[-1], scored):
                 writer.append(row)
+                rows.append(row)
             progress.advance(task)
-    run, rows = read_lines(path, BENCHMARK)
     figure = figure or path.with_suffix(".png")
     draw_length_record(run, rows, figure)
     title = f"Loss of the last {scored} bytes, nats/byte, by length"
     caption = f"learnt at {size.context}; {len(windows)} held-out windows"
     texts = [(label, *(f"{row['loss']:.3f}" for row in line)) for label, line in _lines(rows).items()]
-    console.print(make_table(title, caption, "scheme", map(str, lengths), texts))
+    console.print(byte_model.make_table(title, caption, ["scheme"], map(str, lengths), texts))
     console.print(f"record: {path}\nfigure: {figure}", highlight=False)
-    return path
 
 
 def read_corpus(text: Path | None) -> tuple[str, Tensor, list[Tensor]]:
     """Read a name, bytes to learn from and held-out documents of `text`, or of PyTorch's own Python sources.
 
-    Those are everywhere, more than 40 MB, which the default training reads twice or so and cannot learn by heart, and
-    have names that come back far from where they were defined. Whole files are held out, which go on from nothing
-    that was learnt.
+    Those are everywhere, more than the default training can learn by heart, and have names that come back far from
+    where they were defined. Whole files are held out, which go on from nothing that was learnt.
     """
     if text is not None:
-        tokens = _as_tokens(text.read_bytes())
+        tokens = as_tokens(text.read_bytes())
         cut = len(tokens) - len(tokens) // HELD_OUT_FILES
         return text.name, tokens[:cut], [tokens[cut:]]
-    root = Path(torch.__file__).parent
-    files = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+    files = sorted(Path(torch.__file__).parent.rglob("*.py"), key=Path.as_posix)
     documents = [path.read_bytes() for path in files]
-    held_out = [_as_tokens(document) for document in documents[::HELD_OUT_FILES]]
+    held_out = [as_tokens(document) for document in documents[::HELD_OUT_FILES]]
     del documents[::HELD_OUT_FILES]
-    return "PyTorch's Python sources", _as_tokens(b"\n".join(documents)), held_out
-
-
-def _as_tokens(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return "PyTorch's Python sources", as_tokens(b"\n".join(documents)), held_out
 
 
 def cut_windows(documents: Sequence[Tensor], n_bytes: int, most: int) -> Tensor:
@@ -219,10 +210,8 @@ def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> 
         panels[1].set_ylim(least - ZOOM / 10, least + ZOOM)
         panels[1].set_title(f"the same, up to {ZOOM} above the least", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(
-        f"{'Smoke: no comparison. ' if is_smoke else ''}Trained with RoPE at length {run['train_length']} on "
-        f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}",
-        fontsize=12,
-    )
+    title = f"{'Smoke: no comparison. ' if is_smoke else ''}Trained with RoPE at length {run['train_length']} on "
+    title += f"{run['text']}, {run['parameters'] / 1e6:.1f} million parameters, {run['device']}"
+    figure.suptitle(title, fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, facecolor="white", format="png")

@@ -27,6 +27,9 @@ _STYLES: dict[str, tuple[str, str, str, Any]] = {
     "rerope": ("ReRoPE", "#CC79A7", "P", "solid"),
 }
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
+_LOOK: dict[str, Any] = {"axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+_LOOK |= {"axes.labelsize": 10, "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True}
+_LOOK |= {"lines.markersize": 6, "lines.linewidth": 1.6, "errorbar.capsize": 3}
 _SMOKE_TOKENS = 1_000_000  # of a training, below which models learn too little to be compared
 _SMOOTH = 0.04  # of the training: a point of the curve is the mean over as much
 
@@ -42,7 +45,6 @@ class BertRecord(NamedTuple):
 
 
 def read_bert_record(path: Path) -> BertRecord:
-    """Read a record."""
     run, lines = read_lines(path, BENCHMARK)
     kinds = BertRecord._fields[1:]
     return BertRecord(run, *(pd.DataFrame([x for x in lines if x["kind"] == kind], dtype=object) for kind in kinds))
@@ -52,11 +54,36 @@ def draw_learning(record: BertRecord, path: Path) -> None:
     """Draw loss against steps, all of them and the last ones large, and loss and accuracy against length, as PNG."""
     with _figure(record, 9.5, path) as figure:
         (training, end), (loss, accuracy) = figure.subplots(2, 2)
-        _draw_training(training, record, 0.03, "training")  # before that, the loss falls from where nothing else is
-        _draw_training(end, record, 0.6, "the end of the training")
+        # Before that part of the steps the loss falls from where nothing else is.
+        for axes, since, title in ((training, 0.03, "training"), (end, 0.6, "the end of the training")):
+            shown = []
+            for (_, colour, marker, line), rows in _by_scheme(record.training):
+                curves = _smooth(rows)
+                steps, least, greatest = curves.index, curves.min(axis=1), curves.max(axis=1)
+                inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
+                marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
+                axes.plot(steps, curves.mean(axis=1), color=colour, marker=marker, markevery=marked, linestyle=line)
+                axes.fill_between(steps, least, greatest, color=colour, alpha=0.18, linewidth=0)
+                shown += [least.iloc[inside].min(), greatest.iloc[inside].max()]
+            room = (max(shown) - min(shown)) * 0.04 or 0.1
+            axes.set_ylim(min(shown) - room, max(shown) + room)
+            axes.set(title=title, xlabel="steps", ylabel="loss, nats per masked token")
         end.set_xlim(0.6 * end.dataLim.x1, 1.012 * end.dataLim.x1)
-        _draw_lengths(loss, record, record.evaluation.loss, "loss, nats per masked token")
-        _draw_lengths(accuracy, record, record.evaluation.accuracy * 100, "masked tokens guessed right, %")
+        rows, lengths = record.evaluation, sorted(record.evaluation.length.unique())
+        accuracies = rows.accuracy * 100
+        for axes, values in ((loss, rows.loss), (accuracy, accuracies)):
+            for (name, colour, marker, line), of_scheme in _by_scheme(rows):
+                over_seeds = values[of_scheme.index].astype(float).groupby(of_scheme.length)
+                look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": name}
+                axes.errorbar(lengths, over_seeds.mean(), over_seeds.std().fillna(0), **look)
+            trained = record.run["config"]["train_length"]
+            axes.axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, lengths)
+            axes.minorticks_off()
+            axes.set(title="held-out text", xlabel="length read at once, tokens (dotted: the training length)")
+        loss.set_ylabel("loss, nats per masked token")
+        accuracy.set_ylabel("masked tokens guessed right, %")
         handles, labels = loss.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
 
@@ -70,64 +97,6 @@ def draw_speed(record: BertRecord, path: Path) -> None:
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
         for axes, (column, title) in zip(panels, titles.items(), strict=True):
             _draw_bars(axes, record.speed, column, title)
-
-
-@contextlib.contextmanager
-def _figure(record: BertRecord, height: float, path: Path) -> Iterator[Figure]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, height), layout="constrained")
-    figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
-    yield figure
-    figure.savefig(path, dpi=120, facecolor="white", format="png")
-
-
-def _title(record: BertRecord) -> str:
-    config, device = record.run["config"], record.run["device"]
-    steps, batch, length, seeds = (config[x] for x in ("steps", "batch_size", "train_length", "seeds"))
-    smoke = "Smoke: no comparison. " if steps * batch * length < _SMOKE_TOKENS else ""
-    return (
-        f"{smoke}BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length {length} on "
-        f"{record.run['corpus']['name']}, {steps} steps of {batch} windows, {len(seeds)} seed{'s' * (len(seeds) > 1)}, "
-        f"{device}{cpu_note(device)}"
-    )
-
-
-def _draw_training(axes: Axes, record: BertRecord, since: float, title: str) -> None:
-    """Draw each scheme's mean and range over seeds; the view's height is that from `since` on."""
-    shown = []
-    for (_, colour, marker, line), rows in _by_scheme(record.training):
-        curves = _smooth(rows)
-        steps, least, greatest = curves.index, curves.min(axis=1), curves.max(axis=1)
-        inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
-        marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markevery": marked, "markersize": 6}
-        axes.plot(steps, curves.mean(axis=1), linestyle=line, linewidth=1.6, **look)
-        axes.fill_between(steps, least, greatest, color=colour, alpha=0.18, linewidth=0)
-        shown += [least.iloc[inside].min(), greatest.iloc[inside].max()]
-    room = (max(shown) - min(shown)) * 0.04 or 0.1
-    axes.set_ylim(min(shown) - room, max(shown) + room)
-    _label(axes, title, "steps", "loss, nats per masked token")
-
-
-def _smooth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Average each seed's losses over `_SMOOTH` of all entries, centred, over fewer at both ends."""
-    curves = pd.DataFrame(dict(zip(rows.seed, rows.losses, strict=True)), index=rows.steps.iloc[0])
-    return curves.rolling(2 * round(len(curves) * _SMOOTH / 2) + 1, center=True, min_periods=1).mean()
-
-
-def _draw_lengths(axes: Axes, record: BertRecord, values: pd.Series[float], label: str) -> None:
-    """Draw a value against the length, with the standard deviation over seeds as bars."""
-    lengths = sorted(record.evaluation.length.unique())
-    for (name, colour, marker, line), rows in _by_scheme(record.evaluation):
-        over_seeds = values[rows.index].astype(float).groupby(rows.length)
-        look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "capsize": 3, "label": name}
-        axes.errorbar(lengths, over_seeds.mean(), over_seeds.std().fillna(0), markersize=6, linewidth=1.6, **look)
-    axes.axvline(record.run["config"]["train_length"], color="#888888", linestyle=":", linewidth=1, zorder=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, lengths)
-    axes.minorticks_off()
-    _label(axes, "held-out text", "length read at once, tokens (dotted: the training length)", label)
 
 
 def _draw_bars(axes: Axes, speed: pd.DataFrame, column: str, title: str) -> None:
@@ -145,24 +114,43 @@ def _draw_bars(axes: Axes, speed: pd.DataFrame, column: str, title: str) -> None
         text = "out of memory" if number is None else f"{_short(number)} at {row['length']}"
         axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(models)), models, fontsize=10)
-    axes.set_ylim(len(models) - 0.4, -0.6)
+    axes.set(ylim=(len(models) - 0.4, -0.6), title=title)
     axes.margins(x=0.25)
     axes.xaxis.set_major_formatter(lambda number, _: _short(number))
-    _label(axes, title, "", "")
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=12)
-    axes.set_xlabel(x, fontsize=10)
-    axes.set_ylabel(y, fontsize=10)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+@contextlib.contextmanager
+def _figure(record: BertRecord, height: float, path: Path) -> Iterator[Figure]:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_LOOK):
+        figure = Figure(figsize=(11, height), layout="constrained")
+        figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
+        yield figure
+        figure.savefig(path, dpi=120, facecolor="white", format="png")
+
+
+def _title(record: BertRecord) -> str:
+    config, device = record.run["config"], record.run["device"]
+    steps, batch, length, seeds = (config[x] for x in ("steps", "batch_size", "train_length", "seeds"))
+    smoke = "Smoke: no comparison. " if steps * batch * length < _SMOKE_TOKENS else ""
+    return (
+        f"{smoke}BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length {length} on "
+        f"{record.run['corpus']['name']}, {steps} steps of {batch} windows, {len(seeds)} seed{'s' * (len(seeds) > 1)}, "
+        f"{device}{cpu_note(device)}"
+    )
+
+
+def _smooth(rows: pd.DataFrame) -> pd.DataFrame:
+    """Average each seed's losses over `_SMOOTH` of all entries, centred, over fewer at both ends."""
+    curves = pd.DataFrame(dict(zip(rows.seed, rows.losses, strict=True)), index=rows.steps.iloc[0])
+    return curves.rolling(2 * round(len(curves) * _SMOOTH / 2) + 1, center=True, min_periods=1).mean()
 
 
 def markdown_tables(record: BertRecord) -> str:
     """Make the tables as Markdown, below a line about the run and its machine."""
-    run, trained = record.run, record.run["config"]["train_length"]
+    run, trained, speed = record.run, record.run["config"]["train_length"], record.speed
     versions = "".join(f", {name} {version}" for name, version in run["peers"].items())
     lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}{versions}; {run['date']}."]
 
@@ -192,30 +180,24 @@ def markdown_tables(record: BertRecord) -> str:
         "beyond weights, optimiser and batch"
     )
     headings = ["model", "attention"]
-    for length in sorted(record.speed.length.unique()):
+    for length in sorted(speed.length.unique()):
         headings += [f"tokens/s at {length}", "× sdpa", "× eager", f"peak at {length}"]
-    add("Speed", note, headings, _speed_rows(record.speed), words=2)
-    claims = record.exposb[["claim", "verdict", "finding"]].to_numpy().tolist()
-    add("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], claims, words=3)
-    return "\n".join(lines) + "\n"
-
-
-def _speed_rows(speed: pd.DataFrame) -> list[list[str]]:
-    """Format tokens/s, against Hugging Face's attention, and the peak of memory, at each length."""
-    rates = speed.set_index(["model", "attention", "length"]).tokens_per_second
-    rows = []
+    rates, rows = speed.set_index(["model", "attention", "length"]).tokens_per_second, []
     for (model, attention), of_model in speed.groupby(["model", "attention"], sort=False):
         rows.append([_STYLES.get(model, (model,))[0], attention])
         for row in of_model.sort_values("length").itertuples():
-            if row.tokens_per_second is None:
+            rate = row.tokens_per_second
+            if rate is None:
                 rows[-1] += ["out of memory", "–", "–", "–"]
                 continue
-            low, high = (_short(row.tokens_per_second * row.step_ms[1] / step) for step in row.step_ms[::-2])
+            low, high = (_short(rate * row.step_ms[1] / step) for step in row.step_ms[::-2])
             theirs = [rates[HUGGING_FACE, name, row.length] for name in ("sdpa", "eager")]
-            rows[-1] += [f"{_short(row.tokens_per_second)} ({low}–{high})"]
-            rows[-1] += [f"{row.tokens_per_second / rate:.2f}" if rate else "–" for rate in theirs]
+            rows[-1] += [f"{_short(rate)} ({low}–{high})", *(f"{rate / x:.2f}" if x else "–" for x in theirs)]
             rows[-1] += [f"{row.peak_bytes / (1 << 20):,.0f} MiB" if row.peak_bytes else "–"]
-    return rows
+    add("Speed", note, headings, rows, words=2)
+    claims = record.exposb[["claim", "verdict", "finding"]].to_numpy().tolist()
+    add("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], claims, words=3)
+    return "\n".join(lines) + "\n"
 
 
 def _short(value: float) -> str:
