@@ -274,7 +274,7 @@ def test_commands_hide_torchs_warning_about_numpy() -> None:
 
 def test_demo_hands_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    fake = SimpleNamespace(run_demo=lambda *arguments: calls.append(arguments))
+    fake = SimpleNamespace(run_demo=lambda **given: calls.append(tuple(given.values())))
     monkeypatch.setitem(sys.modules, "ropewalk.experiments.demo", fake)
     text = tmp_path / "text.txt"
     text.write_text("a line")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import ropewalk
-from ropewalk.cli import bench, experiment
+from ropewalk.cli import bench
 from ropewalk.cli.doctor import doctor
-from ropewalk.cli.options import Option, command, user_errors
+from ropewalk.cli.options import Option, command, split_names, whole_numbers
 
 app = typer.Typer(
     help="Position encodings for transformers as fast, differentiable GPU kernels.",
@@ -18,15 +19,55 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+experiment = typer.Typer(help="Train small models, and measure what they do.", no_args_is_help=True)
 app.add_typer(bench.app, name="bench")
-app.add_typer(experiment.app, name="experiment")
-command(app, "demo", experiment.DEMO)(experiment.demo)
-app.command()(doctor)
-command(app, "report", bench.REPORT)(bench.report)
+app.add_typer(experiment, name="experiment")
 
-_ARCH = "A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'."
+_FILE = {"exists": True, "dir_okay": False}
+_TEXT: Option = (Path | None, None, "The text to learn, not the default.", "", _FILE)
+_STEPS: Option = (int | None, None, "Training steps; by default what suits the device.", "", {"min": 1})
+_DEVICE: Option = (str | None, None, "cpu or cuda; by default the GPU if there is one.")
+_LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times."
+_RECORD = "The record, a new file; by default one under ./results/."
+_CORPUS = "A text, or a folder of texts; repeat for more. By default what ships with Python."
+_FIGURE = "Where the figure goes; by default beside the record."
+_DEMO: dict[str, Option] = {
+    "text": _TEXT,
+    "steps": _STEPS,
+    "device": _DEVICE,
+    "figure": (Path, Path("ropewalk-demo.png"), "Where the figure goes.", "", {"dir_okay": False}),
+    "seed": (int, 0, "Of weights, batches and the generated line."),
+}
+_EXTRAPOLATION: dict[str, Option] = {
+    "text": _TEXT,
+    "steps": _STEPS,
+    "train_length": (int | None, None, "The length it learns at; by default 512 on a GPU, 128 on a CPU."),
+    "lengths": (whole_numbers, "", f"Where it is evaluated, with commas between; {_LENGTHS}"),
+    "device": _DEVICE,
+    "output": (Path | None, None, _RECORD, "--output -o"),
+    "figure": (Path | None, None, _FIGURE, "", {"dir_okay": False}),
+    "seed": (int, 0, "Of weights and batches."),
+}
+_POSITIONS: dict[str, Option] = {
+    "preset": (str | None, None, "smoke (a CPU), small (one GPU) or base; by default smoke."),
+    "config": (Path | None, None, "Settings, in YAML or TOML, that change the preset's."),
+    "corpus": (list[str] | None, None, _CORPUS),
+    "dataset": (str | None, None, "A Hugging Face dataset, NAME or NAME:CONFIGURATION."),
+    "schemes": (split_names, "", "Position schemes, with commas between; by default all."),
+    "seeds": (whole_numbers, "", "Seeds, with commas between: each trains all schemes."),
+    "steps": (int | None, None, "Training steps of each model."),
+    "device": _DEVICE,
+    "output": (Path, Path("bert-positions"), "The folder of all results, new or empty.", "--output -o"),
+    "resume": (bool, False, "Go on with what is in the output folder.", "--resume"),
+    "jobs": (int, 1, "Models trained at a time, on one device.", "", {"min": 1}),
+    "record": (Path | None, None, "Where the record goes too, a new file."),
+}
 _BUILD: dict[str, Option] = {
-    "arch": (list[str] | None, None, _ARCH),
+    "arch": (
+        list[str] | None,
+        None,
+        "A compute capability, as 90, 9.0 or sm_90; repeat for more. By default the visible GPUs'.",
+    ),
     "force": (bool, False, "Compile in any case.", "--force"),
 }
 
@@ -46,26 +87,45 @@ def main(
     """Position encodings for transformers as fast, differentiable GPU kernels."""
 
 
-@command(app, "build", _BUILD)
 def build(arch: list[str] | None, force: bool) -> None:
     """Compile the native extension ahead of its first use."""
     from ropewalk.ops.rope.cuda import build as native_build
 
-    with user_errors(native_build.BuildError):
-        chosen = {native_build.parse_architecture(text) for text in arch or native_build.visible_architectures()}
-        architectures = sorted(chosen, key=int)
-        if not architectures:
-            raise ValueError(
-                "PyTorch finds no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
-                "as in --arch 90"
-            )
-        library = None if force else native_build.find_library(architectures)
-        if library is not None:
-            typer.echo("the native extension is there already; --force compiles it again")
-        else:
-            names = ", ".join(f"sm_{architecture}" for architecture in architectures)
-            typer.echo(f"compiling the native extension for {names} ...")
-            start = time.perf_counter()
-            library = native_build.build(architectures, force=force)
-            typer.echo(f"done in {time.perf_counter() - start:.1f} s")
-        typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")
+    chosen = {native_build.parse_architecture(text) for text in arch or native_build.visible_architectures()}
+    architectures = sorted(chosen, key=int)
+    if not architectures:
+        raise ValueError(
+            "PyTorch finds no NVIDIA GPU of compute capability 8.0 or more: say with --arch which to compile for, "
+            "as in --arch 90"
+        )
+    library = None if force else native_build.find_library(architectures)
+    if library is not None:
+        typer.echo("the native extension is there already; --force compiles it again")
+    else:
+        names = ", ".join(f"sm_{architecture}" for architecture in architectures)
+        typer.echo(f"compiling the native extension for {names} ...")
+        start = time.perf_counter()
+        library = native_build.build(architectures, force=force)
+        typer.echo(f"done in {time.perf_counter() - start:.1f} s")
+    typer.echo(f"{library} ({library.stat().st_size / 2**20:.1f} MiB)")
+
+
+command(
+    *(app, "demo", "experiments.demo.run_demo", _DEMO),
+    "Train a small transformer on Python's documentation, let it write, and check results against float64.",
+)
+app.command()(doctor)
+command(app, "report", bench.report, bench.REPORT)
+command(app, "build", build, _BUILD)
+command(
+    *(experiment, "length-extrapolation", "experiments.length_extrapolation.run_length_extrapolation", _EXTRAPOLATION),
+    "Train a small transformer with RoPE, then read longer texts by RoPE, NTK, ReRoPE, leaky ReRoPE and SelfExtend.\n\n"
+    "It learns PyTorch's Python sources, or --text. The loss at a length is that of the last bytes of held-out "
+    "windows, the same bytes at each length.",
+)
+command(
+    *(experiment, "bert-positions", "experiments.bert_positions.run.run_bert_positions", _POSITIONS),
+    "Pre-train a BERT for each position scheme on real text, and compare them at the training length and beyond.\n\n"
+    "A stopped or killed run goes on with --resume, by the settings in its output folder if no others are given. On "
+    "several GPUs: torchrun --nproc-per-node N -m ropewalk experiment bert-positions …",
+)

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ropewalk.cli.options import Option, command, split_names, user_errors
+from ropewalk.cli.options import Option, command, split_names
 
 app = typer.Typer(help="Measure this library against others, on this machine.", no_args_is_help=True)
 
@@ -27,20 +27,20 @@ _PROCESSES = "How many to start, without torchrun; by default one for each GPU."
 OPTIONS: dict[str, Option] = {
     "case": (list[str] | None, None, "A case by name; repeat for more."),
     "impl": (list[str] | None, None, _IMPL),
-    "mode": (str, "", "Of those that --list shows, with commas between. By default all."),
-    "precision": (str, "autocast,bf16", "Of autocast and bf16, with commas between."),
+    "mode": (split_names, "", "Of those that --list shows, with commas between. By default all."),
+    "precision": (split_names, "autocast,bf16", "Of autocast and bf16, with commas between."),
     "peers": (str, "auto", "auto (those that import), none, or names with commas between."),
-    "protocol": (str, "", "hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
-    "output": (Path | None, None, "The record, a new file; by default one under ./results/.", "--output", "-o"),
+    "protocol": (split_names, "", "hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
+    "output": (Path | None, None, "The record, a new file; by default one under ./results/.", "--output -o"),
     "resume": (bool, False, _RESUME, "--resume"),
     "device": (str | None, None, "cuda or cpu; by default the GPU if there is one."),
     "dtype": (str | None, None, "float16, bfloat16 or float32 for all cases; by default each case's own."),
-    "rounds": (int | None, None, _ROUNDS, {"min": 3}),
+    "rounds": (int | None, None, _ROUNDS, "", {"min": 3}),
     "sweep": (bool, False, "Other cases: one shape at lengths from 1 to 131072."),
     "norm": (str, "", "norm: other cases, of norms and of positions on three axes.", "--only"),
-    "parts": (str, "", "Parts of cases' names, with commas between; by default all.", "--only"),
+    "parts": (split_names, "", "Parts of cases' names, with commas between; by default all.", "--only"),
     "quick": (bool, False, "Small cases, for correctness. A CPU needs it.", "--quick"),
-    "processes": (int | None, None, _PROCESSES, {"min": 1}),
+    "processes": (int | None, None, _PROCESSES, "", {"min": 1}),
     "list_cases": (bool, False, "List the cases and modes, and stop.", "--list"),
 }
 _EVERY = "case impl peers output resume device dtype rounds list_cases"
@@ -80,7 +80,7 @@ _COMMANDS = (
         "torchrun --nproc-per-node 2 -m ropewalk bench parallel does the same in processes that torchrun starts.",
     ),
 )
-# Options that name several things, and what `Options` calls them.
+# What `Options` calls options that name several things.
 _SEVERAL = {"case": "cases", "parts": "cases", "impl": "impls", "mode": "modes", "precision": "modes"}
 _SEVERAL["protocol"] = "protocols"
 
@@ -102,33 +102,17 @@ def _run(names: str, list_cases: bool, sweep: bool = False, norm: str = "", **gi
     from ropewalk.bench.core import runner
     from ropewalk.bench.core.options import Options
 
-    for key in _SEVERAL.keys() & given.keys():
-        value = given.pop(key)
-        given[_SEVERAL[key]] = split_names(value) if isinstance(value, str) else value or ()
-    with user_errors(runner.OursError):
-        launch, options = benches[0].launch, Options(**given)
-        interrupted = runner.run(benches, options) if launch is None else launch(options)
-    if interrupted:
+    given |= {_SEVERAL[key]: given.pop(key) or () for key in _SEVERAL.keys() & given.keys()}
+    launch, options = benches[0].launch, Options(**given)
+    if runner.run(benches, options) if launch is None else launch(options):  # it was interrupted
         raise typer.Exit(130)
 
 
 for _name, _benches, _options, _help in _COMMANDS:
     _chosen = {key: OPTIONS[key] for key in OPTIONS if key in _options.split()}
-    command(app, _name, _chosen, text=_help + _GATED * ("resume" in _chosen))(partial(_run, _benches))
+    command(app, _name, partial(_run, _benches), _chosen, _help + _GATED * ("resume" in _chosen))
 
 
-@command(
-    app,
-    "compare",
-    {
-        "before": (Path, ..., "A record of bench rope, attention or all.", {"metavar": "A"}),
-        "after": (Path, ..., "A later record, of the same cases.", {"metavar": "B"}),
-        "threshold": (float, 0.05, "What part worse, beyond the noise, fails.", {"min": 0.0}),
-        "relative": (bool, False, _RELATIVE, "--relative"),
-        "every": (bool, False, "Fail for peers and anchors too, not for ours alone.", "--all"),
-    },
-    OSError,
-)
 def _compare(before: Path, after: Path, threshold: float, **given: Any) -> None:
     """Show what B changed against A beyond the noise, and fail if one of ours is worse.
 
@@ -146,10 +130,19 @@ def _compare(before: Path, after: Path, threshold: float, **given: Any) -> None:
         raise typer.Exit(1)
 
 
+_COMPARE: dict[str, Option] = {
+    "before": (Path, ..., "A record of bench rope, attention or all.", "", {"metavar": "A"}),
+    "after": (Path, ..., "A later record, of the same cases.", "", {"metavar": "B"}),
+    "threshold": (float, 0.05, "What part worse, beyond the noise, fails.", "", {"min": 0.0}),
+    "relative": (bool, False, _RELATIVE, "--relative"),
+    "every": (bool, False, "Fail for peers and anchors too, not for ours alone.", "--all"),
+}
+command(app, "compare", _compare, _COMPARE)
+
 _RECORDS = "Records of bench rope, attention, all or training."
 REPORT: dict[str, Option] = {
-    "records": (list[Path], ..., _RECORDS, {"exists": True, "dir_okay": False}),
-    "output": (Path, Path("report.html"), "The page, a new file.", "--output", "-o", {"dir_okay": False}),
+    "records": (list[Path], ..., _RECORDS, "", {"exists": True, "dir_okay": False}),
+    "output": (Path, Path("report.html"), "The page, a new file.", "--output -o", {"dir_okay": False}),
     "force": (bool, False, "Overwrite the page if it exists.", "--force"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import ropewalk
@@ -45,15 +45,11 @@ def doctor() -> None:
     def verdict(reason: str | None, is_default: bool) -> str:
         return f"no: {reason}" if reason is not None else "yes, and used by default" if is_default else "yes"
 
-    versions = {
-        "ropewalk": ropewalk.__version__,
-        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "torch": str(torch.__version__),
-        "CUDA": torch.version.cuda or "torch is built without it",
-        "ROCm": torch.version.hip or "torch is built without it",
-        "triton": version_of("triton") or "not installed",
-    }
-    show("versions", "package version", versions.items())
+    versions = {"ropewalk": ropewalk.__version__, "python": platform.python_version()}
+    versions["python"] += f" on {platform.system()} {platform.machine()}"
+    versions |= {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "torch is built without it"}
+    versions |= {"ROCm": torch.version.hip or "torch is built without it"}
+    show("versions", "package version", [*versions.items(), ("triton", version_of("triton") or "not installed")])
     rotations, attentions = [], []
     for device, name in names.items():
         default = choose(None, device)
@@ -61,8 +57,8 @@ def doctor() -> None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         q = torch.empty(1, DEFAULT_TOKENS, 8, 64, dtype=dtype, device=device, requires_grad=True)
         default = explain_choice(q, q, q, position=Rope(), causal=True).name  # of a plain training call
-        for impl in backends.BACKENDS:
-            attentions.append((str(device), impl, verdict(backends.why_missing(impl, device), default == impl)))
+        missing = {impl: backends.why_missing(impl, device) for impl in backends.BACKENDS}
+        attentions += [(str(device), impl, verdict(why, default == impl)) for impl, why in missing.items()]
     show("implementations of the rotation", "device implementation here", rotations)
     if first.type == "cpu":
         console.print("PyTorch finds no GPU.")
@@ -73,7 +69,7 @@ def doctor() -> None:
     )
     if first.type == "cuda" and (text := _launcher(torch.device("cuda", 0))) is not None:
         console.print(escape(text))
-    show("native extension", "what here", _native_extension().items())
+    show("native extension", "what here", _native_extension())
     known = [("rotation", peer) for peer in PEERS.values()] + [("attention", peer) for peer in ATTENTION_PEERS.values()]
     found = [(of, peer.name, *find_peer(peer, first)) for of, peer in known]
     rows = [(of, name, f"yes, {version}" if why is None else f"no: {why}") for of, name, version, why in found]
@@ -93,25 +89,25 @@ def _launcher(device: torch.device) -> str | None:
     return f"Planned calls of attention launch by Triton's launchers, which costs the host more: {reason}."
 
 
-def _native_extension() -> dict[str, str]:
+def _native_extension() -> Iterator[tuple[str, str]]:
     """Describe the compiled extension and its compilers. Nothing is compiled here."""
     from ropewalk.ops.rope.cuda import build
 
     compilers, architectures = build.find_compilers(), build.visible_architectures()
-    rows = {"nvcc": compilers.nvcc or "no", "host compiler": compilers.cxx or "no"}
-    rows |= {"missing": compilers.missing} if compilers.missing is not None else {}
+    yield from (("nvcc", compilers.nvcc or "no"), ("host compiler", compilers.cxx or "no"))
+    if compilers.missing is not None:
+        yield "missing", compilers.missing
+    library = "no: it is compiled when it is first used, or by `ropewalk build`"
     try:
-        rows["cache"] = str(build.cache_dir())
+        yield "cache", str(build.cache_dir())
         if not architectures:
-            rows["library"] = "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more"
-        elif (library := build.find_library(architectures)) is not None:
-            rows["library"] = f"yes, {library}"
+            library = "no: PyTorch finds no NVIDIA GPU of compute capability 8.0 or more"
+        elif (found := build.find_library(architectures)) is not None:
+            library = f"yes, {found}"
         elif (reason := build.failed_before(architectures)) is not None:
-            rows["library"] = f"no: {reason}\n`ropewalk build` tries again"
+            library = f"no: {reason}\n`ropewalk build` tries again"
         elif (reason := build.may_build_on_first_use()) is not None:
-            rows["library"] = f"no: `ropewalk build` compiles it; {reason}"
-        else:
-            rows["library"] = "no: it is compiled when it is first used, or by `ropewalk build`"
+            library = f"no: `ropewalk build` compiles it; {reason}"
     except build.BuildError as error:
-        rows["library"] = f"no: {error}"
-    return rows
+        library = f"no: {error}"
+    yield "library", library

@@ -46,9 +46,9 @@ def test_figures_and_tables_of_a_record(tmp_path, monkeypatch):
 def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):
     monkeypatch.setitem(training.EFFORTS, device.type, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
 
-    def fail(config, vocab_size, pad_id, attn_implementation, make=training.plain_bert):
-        model = make(config, vocab_size, pad_id, attn_implementation=attn_implementation)
-        if attn_implementation == "eager":
+    def fail(*arguments, make=training.plain_bert, **more):
+        model = make(*arguments, **more)
+        if more == {"attn_implementation": "eager"}:
             model.forward = lambda **batch: (_ for _ in ()).throw(torch.OutOfMemoryError())
         return model
 

@@ -23,7 +23,7 @@ from ropewalk.bench.core.options import choose_device
 from ropewalk.bench.core.records import RecordWriter, describe_run, version_of
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.experiments.bert_positions import figures
-from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.config import Config, load_config
 from ropewalk.experiments.bert_positions.data import prepare_corpus
 from ropewalk.experiments.bert_positions.exposb import check_exposb, trained_band_weights
 from ropewalk.experiments.bert_positions.training import evaluate, measure_speed, train_run
@@ -32,13 +32,22 @@ CONFIG, DATA, RECORD = "config.yaml", "data", "record.jsonl"
 
 
 def run_bert_positions(
-    config: Config, output: Path, resume: bool, device: str | None, jobs: int, record: Path | None
+    preset: str | None,
+    config: Path | None,
+    device: str | None,
+    output: Path,
+    resume: bool,
+    jobs: int,
+    record: Path | None,
+    **overrides: Any,
 ) -> None:
     """Train, evaluate and compare a BERT for each position scheme and seed, in the folder `output`, new or empty.
 
     `jobs` models are trained at a time, each in a process of its own on the same device: a small model alone does not
     fill a GPU. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
     """
+    file = output / CONFIG if resume and preset is config is None else config
+    settings = load_config(preset or "smoke", file, **{key: value for key, value in overrides.items() if value != []})
     target = choose_device(device)
     state = PartialState(cpu=target.type == "cpu")
     if jobs < 1 or (jobs > 1 and state.num_processes > 1):
@@ -47,9 +56,9 @@ def run_bert_positions(
         raise ValueError(f"{record} exists already, and is not overwritten")
     console = default_console() if state.is_main_process else Console(quiet=True)
     with state.main_process_first():
-        _claim(output, config, resume or not state.is_main_process)
+        _claim(output, settings, resume or not state.is_main_process)
         try:
-            corpus = prepare_corpus(config, output / DATA, console)
+            corpus = prepare_corpus(settings, output / DATA, console)
         except (ValueError, ModuleNotFoundError):
             if not resume and state.is_main_process:  # another text may go here
                 shutil.rmtree(output / DATA, ignore_errors=True)
@@ -59,29 +68,29 @@ def run_bert_positions(
         # If each process had as many threads as there are cores, they would wait for each other.
         threads = 1 if target.type == "cuda" else max(1, torch.get_num_threads() // jobs)
         try:
-            spawn(_train_share, (jobs, threads, config, output, target), nprocs=jobs)
+            spawn(_train_share, (jobs, threads, settings, output, target), nprocs=jobs)
         except ProcessRaisedException as error:
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
     rows, weights = list[dict[str, Any]](), {}
-    for scheme, seed, folder in _runs(config, output):
-        model, training = train_run(config, corpus, scheme, seed, folder, target, console)
+    for scheme, seed, folder in _runs(settings, output):
+        model, training = train_run(settings, corpus, scheme, seed, folder, target, console)
         if state.is_main_process:
-            rows += [training, *evaluate(model, corpus, config, scheme, seed, model.device)]
+            rows += [training, *evaluate(model, corpus, settings, scheme, seed, model.device)]
             if scheme == "exposb":
                 weights[seed] = trained_band_weights(model)
         state.wait_for_everyone()
     if state.is_main_process:
         evaluation = [row for row in rows if row["kind"] == "evaluation"]
-        rows += measure_speed(config, len(corpus.tokenizer), target, console)
-        rows += check_exposb(config, evaluation, weights)
+        rows += measure_speed(settings, len(corpus.tokenizer), target, console)
+        rows += check_exposb(settings, evaluation, weights)
         packages = ("transformers", "tokenizers", "accelerate", "datasets")
         run = describe_run(figures.BENCHMARK, target, {name: version_of(name) or "missing" for name in packages})
-        settings = asdict(config) | {"corpus": [PurePath(path).name for path in config.corpus]}
-        if config.dataset is not None and PurePath(config.dataset).is_absolute():  # no path of the machine is told
-            settings["dataset"] = PurePath(config.dataset).name
+        told = asdict(settings) | {"corpus": [PurePath(path).name for path in settings.corpus]}
+        if settings.dataset is not None and PurePath(settings.dataset).is_absolute():  # no path of the machine is told
+            told["dataset"] = PurePath(settings.dataset).name
         text = corpus.facts | {"vocab_size": len(corpus.tokenizer), "n_tokens": len(corpus.tokens)}
         text |= {"n_windows": len(corpus.windows), "held_out": list(corpus.held_out.shape)}
-        run |= {"config": settings, "corpus": text, "precision": config.precision_on(target)}
+        run |= {"config": told, "corpus": text, "precision": settings.precision_on(target)}
         run |= {"processes": state.num_processes, "jobs": jobs}
         for path in {output / RECORD, record or output / RECORD}:
             with RecordWriter(path, run, kept=rows):  # whole, or not at all
