@@ -44,7 +44,7 @@ def test_figures_and_tables_of_a_record(tmp_path, monkeypatch):
 
 
 def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):
-    monkeypatch.setitem(training.EFFORTS, device.type, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+    monkeypatch.setitem(training.EFFORTS, device.type, (128, 1, 1, 0.0))
 
     def fail(*arguments, make=training.plain_bert, **more):
         model = make(*arguments, **more)

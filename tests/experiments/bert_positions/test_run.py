@@ -23,7 +23,7 @@ FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.p
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     for kind in training.EFFORTS:
-        monkeypatch.setitem(training.EFFORTS, kind, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+        monkeypatch.setitem(training.EFFORTS, kind, (128, 1, 1, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def losses_of(output):
 def uninterrupted(tmp_path_factory, settings, device):
     output = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(training.EFFORTS, device.type, training.Effort(tokens=128, warmup=1, steps=1, seconds=0.0))
+        patch.setitem(training.EFFORTS, device.type, (128, 1, 1, 0.0))
         result = invoke("--config", settings, "--device", device, "-o", output, "--record", output.parent / "copy")
     assert result.exit_code == 0, result.output
     return output, result.stdout

@@ -1,8 +1,4 @@
-"""The text of a comparison, as tokens in a folder, cut into windows and masked for training and evaluation.
-
-Documents come in a random order, the same wherever their text and names are the same: their first are a fair sample.
-Shape letters: B rows, T tokens of a row, M masked tokens of all rows.
-"""
+"""The text of a comparison, as tokens in a folder, cut into windows and masked for training and evaluation."""
 
 from __future__ import annotations
 
@@ -161,7 +157,7 @@ def read_documents(config: Config) -> tuple[str, list[str]]:
         packages = ", ".join(f"{package} {version(package)}" for package in DEFAULT_PACKAGES)
         name = ", ".join(Path(path).resolve().name for path in config.corpus)
         name = name or f"the sources of Python {platform.python_version()}, {packages}"
-        found = _read_files(list(_list_files(config.corpus)), config.max_megabytes)
+        found = _read_files(config.corpus, config.max_megabytes)
     documents, left = dict[str, None](), int(config.max_megabytes * MEGABYTE)
     for document in found:
         if document.strip() and document not in documents:
@@ -175,26 +171,23 @@ def read_documents(config: Config) -> tuple[str, list[str]]:
     return name, list(documents)
 
 
-def _list_files(corpus: list[str]) -> Iterator[tuple[str, Path, bool]]:
-    """List files that are not hidden: name, path, whether the user named it, so that it must be text."""
+def _read_files(corpus: list[str], max_megabytes: float) -> Iterator[str]:
+    """Read files that are not hidden, or parts, ordered by a hash of their names, so that one more changes little."""
+    found = []  # name, path, whether the user named it, so that it must be text
     roots = {str(number): Path(path) for number, path in enumerate(corpus)}
     if not corpus:
         roots = {package: Path(str(files(package))) for package in DEFAULT_PACKAGES}
         roots["python"] = Path(sysconfig.get_path("stdlib"))
     for prefix, root in roots.items():
         if root.is_file():
-            yield f"{prefix}/{root.name}", root, True
+            found.append((f"{prefix}/{root.name}", root, True))
         elif not root.is_dir():
             raise ValueError(f"corpus: {root} does not exist, but must be a file or a folder with text")
         for folder, folders, names in os.walk(root):
             folders[:] = [x for x in folders if not x.startswith(".") and (corpus or x not in SKIPPED_FOLDERS)]
             for path in (Path(folder, x) for x in names if not x.startswith(".") and (corpus or x.endswith(".py"))):
                 if path.is_file():
-                    yield f"{prefix}/{path.relative_to(root).as_posix()}", path, False
-
-
-def _read_files(found: list[tuple[str, Path, bool]], max_megabytes: float) -> Iterator[str]:
-    """Read files, or parts of them, ordered by a hash of their names, so that one more file changes little."""
+                    found.append((f"{prefix}/{path.relative_to(root).as_posix()}", path, False))
     part_bytes, sizes = MEGABYTE, [path.stat().st_size for _, path, _ in found]
     if len(found) < LEAST_DOCUMENTS:
         part_bytes = min(part_bytes, max(1, min(sum(sizes), int(max_megabytes * MEGABYTE)) // LEAST_DOCUMENTS))
@@ -240,10 +233,9 @@ def derive_seed(*what: object) -> int:
 
 
 class TrainingBatches(Dataset[dict[str, Tensor]]):
-    """The windows that a training sees, in their order; a loader fetches the rows of a part of a step at once.
+    """The windows that a training sees, in an order by `seed` alone; a loader fetches the rows of a part of a step.
 
-    The windows of an epoch are shuffled by `seed` alone; masks are drawn by (seed, step), for the whole batch always.
-    So a batch depends neither on a scheme, nor on what was drawn before, nor on how it is cut into parts.
+    Masks are drawn by (seed, step) for the whole batch: for every scheme the same, however it is cut into parts.
     """
 
     def __init__(self, corpus: Corpus, config: Config, seed: int) -> None:
@@ -277,7 +269,7 @@ def _epoch_order(n_windows: int, seed: int, epoch: int) -> list[int]:
 
 
 def mask_tokens(corpus: Corpus, config: Config, ids: Tensor, is_token: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Mask tokens by transformers' collator: (B, T) as they are shown, and labels, −100 where nothing is masked."""
+    """Mask tokens by transformers' collator: rows as they are shown, and labels, −100 where nothing is masked."""
     collator = DataCollatorForLanguageModeling(corpus.tokenizer, mlm_probability=config.mask_probability)
     collator.generator = torch.Generator().manual_seed(seed)
     masked: tuple[Tensor, Tensor] = collator.torch_mask_tokens(ids, special_tokens_mask=~is_token)

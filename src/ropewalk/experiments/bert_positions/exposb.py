@@ -1,6 +1,5 @@
 """ExpoSB as measured, against the claims of its name and of the project that introduced it: those of claims.yaml.
 
-A score is the log-sum-exp of a query with one key; probabilities are what attention makes of the rows of an identity.
 All in float64 on the CPU, by the plain definition that every kernel is tested against: the same numbers everywhere.
 Shape letters: P pairs of positions, N pairs of vectors, T tokens, H heads, D head dim.
 """

@@ -1,14 +1,11 @@
-"""The comparison: pre-train a BERT for each scheme and seed, evaluate, time, and write a record.
-
-Everything goes into one folder, from which a run that was stopped goes on. In several processes all of them train; the
-main one does the rest.
-"""
+"""The comparison: train a BERT for each scheme and seed, in all processes; in the main one evaluate, time, record."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -46,7 +43,7 @@ def run_bert_positions(
     `jobs` models are trained at a time, each in a process of its own on the same device: a small model alone does not
     fill a GPU. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
     """
-    file = output / CONFIG if resume and preset is config is None else config
+    file = output / CONFIG if resume and preset is None and config is None else config
     settings = load_config(preset or "smoke", file, **{key: value for key, value in overrides.items() if value != []})
     target = choose_device(device)
     state = PartialState(cpu=target.type == "cpu")
@@ -72,7 +69,8 @@ def run_bert_positions(
         except ProcessRaisedException as error:
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
     rows, weights = list[dict[str, Any]](), {}
-    for scheme, seed, folder in _runs(settings, output):
+    for seed, scheme in product(settings.seeds, settings.schemes):
+        folder = output / f"runs/{scheme}-{seed}"
         model, training = train_run(settings, corpus, scheme, seed, folder, target, console)
         if state.is_main_process:
             rows += [training, *evaluate(model, corpus, settings, scheme, seed, model.device)]
@@ -98,8 +96,9 @@ def run_bert_positions(
         result = figures.read_bert_record(output / RECORD)
         figures.draw_learning(result, output / "learning.png")
         figures.draw_speed(result, output / "speed.png")
-        (output / "tables.md").write_text(figures.markdown_tables(result), encoding="utf-8")
-        console.print(Markdown(figures.markdown_tables(result)))
+        tables = figures.markdown_tables(result)
+        (output / "tables.md").write_text(tables, encoding="utf-8")
+        console.print(Markdown(tables))
         for name in (RECORD, "learning.png", "speed.png", "tables.md"):
             console.print(str(output / name), highlight=False, markup=False)
     state.wait_for_everyone()
@@ -109,12 +108,8 @@ def _train_share(number: int, jobs: int, threads: int, config: Config, output: P
     """Train each jobs-th model, from one on, in a process of its own."""
     torch.set_num_threads(threads)
     corpus = prepare_corpus(config, output / DATA, Console(quiet=True))
-    for scheme, seed, folder in _runs(config, output)[number::jobs]:
-        train_run(config, corpus, scheme, seed, folder, device, default_console())
-
-
-def _runs(config: Config, output: Path) -> list[tuple[str, int, Path]]:
-    return [(x, seed, output / "runs" / f"{x}-{seed}") for seed in config.seeds for x in config.schemes]
+    for seed, scheme in list(product(config.seeds, config.schemes))[number::jobs]:
+        train_run(config, corpus, scheme, seed, output / f"runs/{scheme}-{seed}", device, default_console())
 
 
 def _claim(output: Path, config: Config, resume: bool) -> None:

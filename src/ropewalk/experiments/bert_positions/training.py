@@ -1,11 +1,4 @@
-"""BERT with one of the position schemes, its training by transformers' Trainer, its loss on held-out text, its speed.
-
-A candidate for speed is a model of the experiment's size with an optimiser of its own: one by Ropewalk for each scheme,
-and transformers' BERT as it is, with its learned table of positions, by attention "sdpa", "eager" and "ropewalk". A
-step is a forward, the loss of the masked tokens alone, a backward, the clipping of gradients and AdamW, in the
-precision of the training, on one batch that lies on the device. The batches of both lengths have the same number of
-tokens with the padding; a row has, by a seed, half of the length or more in tokens.
-"""
+"""BERT with one of the position schemes: its training by transformers' Trainer, its loss on held-out text, its speed."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -45,16 +38,9 @@ _PAD_ID = _SEED = 0  # of what speed is measured by
 Row = dict[str, Any]  # of a record
 
 
-class Effort(NamedTuple):
-    """The amount of measurement on a kind of device."""
-
-    tokens: int  # of a batch, at most, with the padding
-    warmup: int  # steps of each candidate
-    steps: int  # of one candidate between two waits for the device
-    seconds: float  # after so many, no further round of a length begins
-
-
-EFFORTS = {"cpu": Effort(1 << 9, warmup=1, steps=1, seconds=1.5), "cuda": Effort(1 << 15, 3, steps=5, seconds=7.0)}
+# Tokens of a batch that is timed, at most, with the padding; steps to warm up each candidate; steps of one between two
+# waits for the device; seconds, after which no further round of a length begins.
+EFFORTS = {"cpu": (1 << 9, 1, 1, 1.5), "cuda": (1 << 15, 3, 5, 7.0)}
 
 
 class MaskedBert(BertForMaskedLM):  # type: ignore[misc]
@@ -94,7 +80,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the share of the rate at a step, counted from 0: along a line up to 1, then along one to 0."""
+    """Return the share of the rate at a step, from 0 on: along a line up to 1, then along one to 0."""
     warmup = round(config.warmup * config.steps)
     return (step + 1) / warmup if step < warmup else (config.steps - step) / max(1, config.steps - warmup)
 
@@ -226,10 +212,11 @@ def evaluate(
 
 
 def measure_speed(config: Config, vocab_size: int, device: torch.device, console: Console) -> list[Row]:
-    """Measure all candidates, interleaved, at the training length and at four times that: rows of the record.
+    """Measure training steps, interleaved, at the training length and at four times that: rows of the record.
 
-    Numbers are None where one ran out of memory. The peak is what a step allocates at the most beyond what it found:
-    activations, gradients and what is temporary, but not weights, the optimiser's moments and the batch.
+    A candidate is a BERT of each scheme by Ropewalk, and transformers' as it is by three attentions, on one batch that
+    lies on the device, of as many tokens, with the padding, at both lengths. Numbers are None where one ran out of
+    memory. The peak is what a step allocates beyond weights, the optimiser's moments and the batch.
     """
     if max(config.length_multiples) < max(MULTIPLES):  # tables of positions must have as many rows
         config = dataclasses.replace(config, length_multiples=list(MULTIPLES))
@@ -242,9 +229,8 @@ def measure_speed(config: Config, vocab_size: int, device: torch.device, console
 
 
 def _measure(config: Config, multiple: int, vocab_size: int, device: torch.device) -> list[Row]:
-    """Warm up, measure memory, then time in rounds those that did not run out of memory."""
-    effort, wait = EFFORTS[device.type], torch.get_device_module(device).synchronize
-    batch = {name: x.to(device) for name, x in draw_batch(config, multiple, vocab_size, effort.tokens).items()}
+    (most_tokens, warmup, n_steps, seconds), wait = EFFORTS[device.type], torch.get_device_module(device).synchronize
+    batch = {name: x.to(device) for name, x in draw_batch(config, multiple, vocab_size, most_tokens).items()}
     (n_rows, length), n_tokens = batch["input_ids"].shape, int(batch["attention_mask"].sum())
     models = {(x, "ropewalk"): make_model(config, x, _SEED, vocab_size, _PAD_ID) for x in config.schemes}
     for x in ATTENTIONS:
@@ -253,22 +239,22 @@ def _measure(config: Config, multiple: int, vocab_size: int, device: torch.devic
     rows, peaks = [], dict[str, int | None]()
     for name, step in steps.items():
         try:
-            for _ in range(effort.warmup):
+            for _ in range(warmup):
                 step()
             peaks[name] = peak_memory(step, device) if device.type == "cuda" else None
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
 
     def some_steps(name: str) -> None:
-        for _ in range(effort.steps):
+        for _ in range(n_steps):
             steps[name]()
         wait()
 
     def one_round(names: Sequence[str]) -> dict[str, float]:
-        return {name: time_on_cpu(partial(some_steps, name)) / 1e3 / effort.steps for name in names}
+        return {name: time_on_cpu(partial(some_steps, name)) / 1e3 / n_steps for name in names}
 
     wait()
-    times = interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=effort.seconds)
+    times = interleave(peaks, one_round, warmup=0, rounds=15, max_seconds=seconds)
     for (model, attention), name in zip(models, steps, strict=True):
         step_ms = at_parts(times[name], 0.2, 0.5, 0.8) if name in times else None
         row = {"kind": "speed", "model": model, "attention": attention, "length": length, "batch": n_rows}
