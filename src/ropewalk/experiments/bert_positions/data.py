@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import mmap
@@ -239,33 +238,26 @@ class TrainingBatches(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, corpus: Corpus, config: Config, seed: int) -> None:
-        self.corpus, self.config, self.seed = corpus, config, seed
+        self.corpus, self.config, self.seed, total = corpus, config, seed, config.steps * config.batch_size
+        n_windows, generator, orders = len(corpus.windows), torch.Generator(), []
+        for epoch in range(-(-total // n_windows)):
+            generator.manual_seed(derive_seed(seed, epoch, "order"))
+            orders.append(torch.randperm(n_windows, generator=generator))
+        self.order = torch.cat(orders)[:total]
 
     def __len__(self) -> int:
-        return self.config.steps * self.config.batch_size
+        return len(self.order)
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         config, corpus = self.config, self.corpus
         step = numbers[0] // config.batch_size
-        windows, offsets = self.windows_of(step), torch.arange(config.train_length)
+        windows, offsets = corpus.windows[self.order.view(config.steps, -1)[step]], torch.arange(config.train_length)
         is_token = offsets < windows[:, 1:]
         at = (windows[:, :1] + offsets).clamp_(max=len(corpus.tokens) - 1)
         ids = corpus.tokens[at].long().masked_fill_(~is_token, corpus.tokenizer.pad_token_id)
         ids, labels = mask_tokens(corpus, config, ids, is_token, derive_seed(self.seed, step))
         rows = torch.tensor(numbers) - step * config.batch_size
         return make_batch(ids[rows], is_token[rows], labels[rows])
-
-    def windows_of(self, step: int) -> Tensor:
-        """Return the windows of a step, (batch_size, 2), as `Corpus.windows`."""
-        n_windows, size = len(self.corpus.windows), self.config.batch_size
-        places = [divmod(at, n_windows) for at in range(step * size, (step + 1) * size)]
-        return self.corpus.windows[[_epoch_order(n_windows, self.seed, epoch)[at] for epoch, at in places]]
-
-
-@functools.lru_cache(maxsize=4)
-def _epoch_order(n_windows: int, seed: int, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, "order"))
-    return torch.randperm(n_windows, generator=generator).tolist()
 
 
 def mask_tokens(corpus: Corpus, config: Config, ids: Tensor, is_token: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -106,9 +106,9 @@ def check_stick_breaking(head_dim: int, length: int, longest: int) -> Row:
         changed[index] = other[index]
         ratio = (probabilities_of(EXPOSB, q, changed) / p)[..., torch.arange(TOKENS) != index]
         changes.append((ratio - 1).abs().mean())
-    found = {"softmax": (p - scores.softmax(-1)).abs().max(), "first": changes[0], "last": changes[1]}
-    elsewhere = min((p - x).abs().sum(-1).mean() for x in sticks) / 2
-    return _row("stick_breaking", max(elsewhere, min(changes)) < ROUNDING, elsewhere=elsewhere, **found)
+    elsewhere, softmax = min((p - x).abs().sum(-1).mean() for x in sticks) / 2, (p - scores.softmax(-1)).abs().max()
+    found = {"elsewhere": elsewhere, "softmax": softmax, "first": changes[0], "last": changes[1]}
+    return _row("stick_breaking", max(elsewhere, min(changes)) < ROUNDING, **found)
 
 
 def check_norms(head_dim: int, length: int, longest: int) -> Row:
@@ -137,8 +137,8 @@ def check_relative(head_dim: int, length: int, longest: int) -> Row:
 def check_amplitude(head_dim: int, length: int, longest: int) -> Row:
     at = {"trained_end": length - 1, "end": longest - 1, "far": FAR}
     first, trained, last, limit = _amplitudes(torch.tensor([0, *at.values()]), head_dim).tolist()
-    found = {"first": first, "trained": trained, "last": last, "limit": limit}
-    return _row("amplitude", limit < 0.05 * first, last < first, **found, **at)
+    at |= {"first": first, "trained": trained, "last": last, "limit": limit}
+    return _row("amplitude", limit < 0.05 * first, last < first, **at)
 
 
 def check_fall_with_distance(head_dim: int, length: int, longest: int) -> Row:

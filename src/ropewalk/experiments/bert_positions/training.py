@@ -1,4 +1,4 @@
-"""BERT with one of the position schemes: its training by transformers' Trainer, its loss on held-out text, its speed."""
+"""BERT with one of the position schemes: training by transformers' Trainer, loss on held-out text, and speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -115,7 +114,7 @@ def train_run(
         raise ValueError(f"{checkpoint} cannot be resumed: delete {folder} to start this run anew ({error})") from error
     lines = pd.DataFrame([line for line in trainer.state.log_history if "loss" in line])
     rates = lines.step.diff().fillna(lines.step) / lines.seconds.diff().fillna(lines.seconds).clip(lower=1e-3)
-    tokens = statistics.mean(int(batches.windows_of(step)[:, 1].sum()) for step in range(config.steps))  # of a step
+    tokens = int(corpus.windows[batches.order, 1].sum()) / config.steps  # of a step
     row = {"kind": "training", "scheme": scheme, "seed": seed}
     row |= {"steps": lines.step.tolist(), "losses": lines.loss.tolist()}  # nats per masked token, means since the last
     row |= {"tokens_per_second": tokens * rates.median(), "seconds": lines.seconds.iloc[-1]}  # without padding
