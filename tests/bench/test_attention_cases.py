@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ropewalk.bench.host.cases import CASES as HOST
 
 from ropewalk.bench.attention.cases import (
     ALIASES,
@@ -16,7 +17,6 @@ from ropewalk.bench.attention.cases import (
     make_attention_inputs,
 )
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
-from ropewalk.bench.host.cases import CASES as HOST
 from ropewalk.bench.rope.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention

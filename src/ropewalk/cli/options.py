@@ -60,7 +60,7 @@ def command(
 
     parameters = []
     for key, (kind, default, said, *rest) in options.items():
-        names, more = (*rest, *("", {})[len(rest) :])
+        names, more = rest[0] if rest else "", rest[1] if len(rest) > 1 else {}
         made = typer.Argument if default is ... else typer.Option
         annotation: Any = Annotated[str if key in parsed else kind, made(*names.split(), help=said, **more)]
         given = inspect.Parameter.empty if default is ... else default

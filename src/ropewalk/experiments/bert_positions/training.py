@@ -1,4 +1,4 @@
-"""BERT with one of the position schemes: training by transformers' Trainer, loss on held-out text, and speed."""
+"""BERT with one of the position schemes: its training by transformers' Trainer, its held-out loss, its speed."""
 
 from __future__ import annotations
 
