@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ropewalk.bench.host.cases import CASES as HOST
 
 from ropewalk.bench.attention.cases import (
     ALIASES,
@@ -17,6 +16,7 @@ from ropewalk.bench.attention.cases import (
     make_attention_inputs,
 )
 from ropewalk.bench.attention.settings import LAYERS, LEARNED, SCHEMES, SETTINGS, VARIANTS
+from ropewalk.bench.host.bench import CASES as HOST
 from ropewalk.bench.rope.cases import CASES as ROTATIONS
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.attention.api import attention
