@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ropewalk.bench.core.peers import Library, find_peer
+from ropewalk.bench.core.peers import find_peer
 from ropewalk.bench.core.records import default_path
 from ropewalk.bench.core.timing import check_device
 
-AnyPeer = TypeVar("AnyPeer", bound=Library)
 MISSING = "missing"  # begins what records say of a peer that cannot be measured
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -63,12 +62,10 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
             raise ValueError(f"{what} {name!r} does not exist; there are: {', '.join(known)}")
 
 
-def choose_peers(
-    known: Mapping[str, AnyPeer], options: Options, device: torch.device
-) -> tuple[list[AnyPeer], dict[str, str]]:
+def choose_peers(known: Mapping[str, Any], options: Options, device: torch.device) -> tuple[list[Any], dict[str, str]]:
     """Choose the peers to measure; returns them, and for each its version, or why it is missing."""
     check_names("peer", options.named_peers, known)
-    found, versions = [], {}
+    found, versions = list[Any](), dict[str, str]()
     for name in dict.fromkeys(known if options.peers == "auto" else options.named_peers):
         version, reason = find_peer(known[name], device)
         if reason is not None and options.peers != "auto":

@@ -84,7 +84,6 @@ class Bench(ABC):
             those = ", ".join(dict.fromkeys(case.name for case in cases)) or "none"
             hint = f"; on a CPU name one with --case ({', '.join(left_out)})" if left_out and not named else ""
             raise ValueError(f"nothing is to be measured: the cases are {those}, and none has a chosen mode{hint}")
-        self.found: list[Any]
         self.found, self.versions = choose_peers(self.peers, options, device)
 
     def modes_of(self, case: Any) -> list[str]:

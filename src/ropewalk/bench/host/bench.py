@@ -2,9 +2,6 @@
 
 A burst of calls is enqueued on an idle GPU and timed on the host alone. The multiple of PyTorch's simplest call,
 `x.mul_(1.0)`, carries over to other hosts better than microseconds do: it takes turns with the candidates.
-
-The cases are a small layer, BERT-base's, and decoding steps; a mode is a setting of attention with a direction, or
-`ROTATE`.
 """
 
 from __future__ import annotations
@@ -46,6 +43,7 @@ ROUNDS = 100
 _WARMUP = 2  # rounds that are not recorded
 _SPREAD = {"least": "least", "median": "median", "95 %": "p95"}  # of a burst's times, and their keys in records
 ROTATE = "rotate-fwd"  # `apply_rope` alone, on q and k of the case
+# A mode is a setting of attention with one of these, or `ROTATE`.
 DIRECTIONS = {"fwd": "without gradients", "train": "a training loop: forward, then torch.autograd.grad, in turns"}
 _ROPE, _LAYER = (
     tuple(f"{setting}-{direction}" for setting in settings.split() for direction in DIRECTIONS)
