@@ -1,6 +1,7 @@
 """The benchmark of context parallelism: forward and backward on all processes, against the whole call on each.
 
-Every rank runs the same program; the first one writes and prints. Under torchrun the processes are there already.
+Every rank runs the same program; the first one writes and prints, the others print failures alone. Under torchrun the
+processes are there already.
 """
 
 from __future__ import annotations

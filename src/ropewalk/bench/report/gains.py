@@ -165,9 +165,8 @@ def _compare(group: Sequence[Row]) -> Gain | None:
 def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Return ours and the peers' rows of a group, with the positions that are compared."""
     _, position, of_peers, _ = _compared(group[0])
-    wanted = ("ours", position), ("peer", of_peers)
-    ours, peers = ([row for row in group if (row["kind"], row["position"]) == side] for side in wanted)
-    return ours, peers
+    ours = [row for row in group if (row["kind"], row["position"]) == ("ours", position)]
+    return ours, [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
 
 
 def newest_choices(records: Sequence[Record]) -> list[Choice]:

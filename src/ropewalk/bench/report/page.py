@@ -77,14 +77,14 @@ def render(records: Sequence[Record]) -> str:
     models |= {"lengths": Tabs(tabs=lengths, sizing_mode="stretch_width")} if lengths else {}
     items = json.dumps([dict(json_item(model, target=name)) for name, model in models.items()])
     script = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"], minified=True).js_raw
-    packed = [base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode() for text in ("\n".join(script), items)]
+    packed = [base64.b64encode(gzip.compress(x.encode(), mtime=0)).decode() for x in ("\n".join(script), items)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(time=duration, side=_side, describe=describe_case, share=g.share_of_roof, label=label)
     template = environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
     return template.render(
         devices=" · ".join(dict.fromkeys(run["device"] for _, run in runs)),
         groups={title: (_sentence(group), group) for title, group in groups.items()},
-        good=counts[g.AHEAD] + counts[g.LEVEL],
+        counts=counts,
         n_compared=sum(counts[outcome] for outcome in _LOOKS),
         same=g.SAME,
         choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
@@ -92,12 +92,10 @@ def render(records: Sequence[Record]) -> str:
         not_measured=NOT_MEASURED,
         losses=sorted((one for one in gains if one.outcome in (g.BEHIND, g.ABSENT)), key=lambda one: one.times or 0.0),
         bad=[row for row in rows if row["status"] in ("wrong", "failed")],
-        n_alone=counts[g.ALONE],
         runs=runs,
         on_cpu=any(run["device"].startswith("CPU") for _, run in runs),
         n_rows=len(rows),
-        script=packed[0],
-        items=packed[1],
+        packed=packed,
     )
 
 
