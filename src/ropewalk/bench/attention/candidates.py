@@ -282,14 +282,12 @@ def _layers(
 def _paged(inputs: AttentionInputs, size: int) -> dict[str, Any]:
     """Cut the cache into shuffled pages; returns the function that puts them in its place, and the block table."""
     batch, tokens = inputs.k.shape[:2]
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(batch * -(-tokens // size), generator=generator, dtype=torch.int32)
-    table = table.view(batch, -1).to(inputs.k.device)
+    count, generator = -(-tokens // size), torch.Generator().manual_seed(0)
+    table = torch.randperm(batch * count, generator=generator, dtype=torch.int32).view(batch, -1).to(inputs.k.device)
 
     @functools.cache
     def pages() -> list[Tensor]:
-        whole = [F.pad(x, (0, 0, 0, 0, 0, -tokens % size)).unflatten(1, (-1, size)) for x in (inputs.k, inputs.v)]
-        order = table.flatten().long().argsort()
-        return [x.flatten(0, 1)[order] for x in whole]
+        whole = (F.pad(x, (0, 0, 0, 0, 0, -tokens % size)).view(-1, size, *x.shape[2:]) for x in (inputs.k, inputs.v))
+        return [x[table.flatten().long().argsort()] for x in whole]
 
     return {"first": lambda q, k, v: (q, *pages()), "block_table": table}

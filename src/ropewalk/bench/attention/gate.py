@@ -32,9 +32,7 @@ _ROUNDINGS = 4
 _STRETCHES, _FEWEST = 8, 16
 _NAMES = ("the output", "q's gradient", "k's gradient", "v's gradient")
 _EVERY = slice(None)
-_Slice = tuple[
-    slice, slice, slice, int, int
-]  # of rows, queries and keys; the first key head, and the one after the last
+_Slice = tuple[slice, slice, slice, slice, slice]  # of rows, queries, keys, query heads and key heads
 
 
 class AttentionGate:
@@ -82,23 +80,26 @@ class AttentionGate:
         """Cut from the output, or from the gradient that `_NAMES` has at `index`, or from a tensor of its shape."""
         if index >= len(_NAMES):
             return x
-        rows, queries, keys, *_ = at
-        tokens, group = (queries, self.case.group) if index < 2 else (keys, 1)
-        return (x[None] if x.ndim == 3 else x)[rows, tokens, _heads(at, group)]  # packed sequences are one row
+        tokens, heads = (at[1], at[3]) if index < 2 else (at[2], at[4])
+        return (x[None] if x.ndim == 3 else x)[at[0], tokens, heads]  # packed sequences are one row
 
     def _slices(self, setting: Setting) -> list[_Slice]:
-        case, lengths = self.case, self.inputs.key_lengths
-        if self.inputs.cu_seqlens is not None:
-            spans = [slice(start, end) for start, end in pairwise(self.inputs.cu_seqlens.tolist()) if end > start]
-            return [(_EVERY, span, span, s % case.k_heads, s % case.k_heads + 1) for s, span in enumerate(spans)]
+        case, lengths, ends = self.case, self.inputs.key_lengths, self.inputs.cu_seqlens
+
+        def of_head(row: slice, queries: slice, keys: slice, head: int) -> _Slice:
+            head %= case.k_heads
+            return row, queries, keys, slice(head * case.group, (head + 1) * case.group), slice(head, head + 1)
+
+        if ends is not None:
+            spans = [slice(start, end) for start, end in pairwise(ends.tolist()) if end > start]
+            return [of_head(_EVERY, span, span, s) for s, span in enumerate(spans)]
+        rows = [slice(row, row + 1) for row in range(case.batch)]
         if case.form == "cache" and lengths is not None:
-            heads = [row % case.k_heads for row in range(case.batch)]
-            rows = enumerate(zip(lengths.tolist(), heads, strict=True))
-            return [(slice(b, b + 1), _EVERY, slice(end), head, head + 1) for b, (end, head) in rows]
+            return [of_head(rows[b], _EVERY, slice(end), b) for b, end in enumerate(lengths.tolist())]
         if setting.learned or setting.by_index:
-            return [(_EVERY, _EVERY, _EVERY, 0, case.k_heads)]
+            return [(_EVERY, _EVERY, _EVERY, _EVERY, _EVERY)]
         corners = dict.fromkeys(((0, 0), (case.batch - 1, case.k_heads - 1)))
-        return [(slice(row, row + 1), _EVERY, _EVERY, head, head + 1) for row, head in corners]
+        return [of_head(rows[row], _EVERY, _EVERY, head) for row, head in corners]
 
     def _expect(self, setting: Setting) -> Iterator[tuple[_Slice, int, list[tuple[Tensor, float]]]]:
         dtype = self.case.torch_dtype
@@ -113,11 +114,7 @@ class AttentionGate:
         case, inputs, lengths = self.case, self.inputs, self.inputs.key_lengths
         originals = enumerate((inputs.q, inputs.k, inputs.v), 1)
         q, k, v = leaves = [self._cut(at, index, x).to(dtype).detach().requires_grad_() for index, x in originals]
-        drawn = setting.draw(case)
-        if setting.of_layer:
-            drawn = tuple(x.to(dtype) for x in drawn)
-        else:
-            drawn = tuple(x[..., _heads(at, case.group)] for x in drawn)
+        drawn = (x.to(dtype) if setting.of_layer else x[..., at[3]] for x in setting.draw(case))
         parameters = [x.to(q.device).requires_grad_(setting.learned) for x in drawn]
         keywords = setting.keywords_of(case, *parameters)
         if case.form != "cache":
@@ -137,11 +134,6 @@ class AttentionGate:
         wanted = [*leaves, *parameters] if setting.learned else leaves
         grads = torch.autograd.grad(out, wanted, self._cut(at, 0, inputs.grad).to(dtype))
         return [out.detach(), *grads]
-
-
-def _heads(at: _Slice, group: int) -> slice:
-    """Return the slice of a tensor with `group` heads for each key head."""
-    return slice(at[3] * group, at[4] * group)
 
 
 def _chunk(index: int, x: Tensor) -> Sequence[Tensor]:
