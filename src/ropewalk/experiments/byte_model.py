@@ -121,8 +121,7 @@ def train(
 ) -> list[float]:
     """Train by AdamW on random windows of the text, printing the loss now and then; returns it for each step.
 
-    The learning rate rises, then falls along half a wave to zero where the steps or the seconds end, whichever comes
-    first.
+    The learning rate rises, then falls along half a wave to zero where the steps or the seconds end.
     """
     steps, losses, reported, start = size.steps, list[float](), 0, time.monotonic()
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)

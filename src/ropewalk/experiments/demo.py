@@ -45,8 +45,7 @@ def run_demo(text: Path | None, steps: int | None, device: str | None, figure: P
     target, size = byte_model.choose_size(SIZES, device, steps=steps)
     training, held_out = read_text(text, size.context)
     source = "the documentation that ships with Python" if text is None else str(text)
-    hardware = f"the CPU, {torch.get_num_threads()} threads"
-    note = "On a CPU Ropewalk is for correctness, not speed."
+    hardware, note = f"the CPU, {torch.get_num_threads()} threads", "On a CPU Ropewalk is for correctness, not speed."
     if target.type == "cuda":
         hardware, note = torch.cuda.get_device_name(target), ""
 
@@ -177,15 +176,14 @@ def check_attention(device: torch.device, seed: int, tokens: int = 256) -> list[
 def measure_packing(
     size: ModelSize, device: torch.device, seed: int, max_seconds: float = 3.0
 ) -> tuple[tuple[int, ...], dict[str, tuple[str, int, float]], float]:
-    """Time forwards of a larger, untrained model over sequences of many lengths, padded and packed.
+    """Time forwards of a larger, untrained model over sequences of many lengths, padded on the right and packed.
 
-    Lengths are up to the context, their logarithms uniform, and the longest among them. Padding on the right needs no
-    mask: no token attends a later one. It returns the lengths; "padded" and "packed" with attention's backend, the
-    tokens computed, and tokens per second, padding not counted; and the largest difference over the largest logit.
+    It returns the lengths; "padded" and "packed" with attention's backend, the tokens computed, and tokens per second,
+    padding not counted; and the largest difference over the largest logit.
     """
     torch.manual_seed(seed)
     model = ByteTransformer(size).to(device).eval()
-    numbers, least = random.Random(seed), max(1, size.context // 16)
+    numbers, least = random.Random(seed), max(1, size.context // 16)  # logarithms of lengths are uniform
     drawn = (round(least * (size.context / least) ** numbers.random()) for _ in range(size.batch - 1))
     lengths = (size.context, *drawn)
     tokens = torch.randint(N_BYTES, (len(lengths), size.context), device=device)

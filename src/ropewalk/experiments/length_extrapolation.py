@@ -1,8 +1,7 @@
 """Length extrapolation: a small transformer learns with RoPE at one length, and reads longer texts by other schemes.
 
-The model is trained once. Nothing is trained for the other schemes: they are exchanged in the model as it is. At each
-length the loss is that of the last bytes of windows of held-out text. The windows of all lengths have the same ends, so
-the same bytes are predicted at each length and by each scheme, and what differs is how much comes before them.
+Nothing is trained for the other schemes. The loss is that of the last bytes of windows of held-out text, with the same
+ends at all lengths: the same bytes are predicted at each, by each scheme.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ def run_length_extrapolation(
 def read_corpus(text: Path | None) -> tuple[str, Tensor, list[Tensor]]:
     """Read a name, bytes to learn from and held-out documents of `text`, or of PyTorch's own Python sources.
 
-    Those are everywhere, more than the default training can learn by heart, and have names that come back far from
-    where they were defined. Whole files are held out, which go on from nothing that was learnt.
+    Those are everywhere, more than can be learnt by heart, and have names that come back far from their definition.
     """
     if text is not None:
         tokens = as_tokens(text.read_bytes())
@@ -135,10 +133,9 @@ def schemes_at(
 ) -> dict[str, tuple[PositionScheme, dict[str, float]]]:
     """Make the schemes by which a model with RoPE reads a text of this length, and their settings, by name.
 
-    The base of NTK goes with the length, and is RoPE's up to the training length. The others are the same at all
-    lengths, chosen for the `longest`: the window is half of the training length, which leaves the other half to what is
-    farther away, and leak and group are the least whole number by which no relative position is larger than in
-    training, window + (longest − 1 − window)/leak ≤ train_length − 1. Queries grow (log_n) in one of them alone.
+    The base of NTK goes with the length. The others are chosen for the `longest`: the window is half of the training
+    length, leak and group are the least whole number by which no relative position is larger than in training,
+    window + (longest − 1 − window)/leak ≤ train_length − 1.
     """
     window, rope = train_length // 2, Rope(BASE)
     squeeze = max(1, math.ceil((longest - 1 - window) / (train_length - 1 - window)))
@@ -186,8 +183,7 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def draw_length_record(run: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     """Draw the loss against the length, a line for each scheme, as PNG; beside it once more, with the low losses large.
 
-    RoPE's loss past the training length is so high that the others would not be told apart. A smoke run, which learnt
-    from so few bytes that its schemes cannot be compared, has the first panel alone: its small differences say nothing.
+    A smoke run learnt from too few bytes for its schemes to be compared: it has the first panel alone.
     """
     from matplotlib.figure import Figure
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,6 @@ import pandas as pd
 from ropewalk.bench.core.records import cpu_note, read_lines
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BENCHMARK, HUGGING_FACE = "bert-positions", "Hugging Face BERT"  # as it is
@@ -95,28 +94,24 @@ def draw_speed(record: BertRecord, path: Path) -> None:
         titles["peak_bytes"] = "GiB at its peak, beyond weights, optimiser and batch"
     with _figure(record, 5.5, path) as figure:
         panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+        lengths = sorted(record.speed.length.unique())
+        height = 0.8 / len(lengths)
         for axes, (column, title) in zip(panels, titles.items(), strict=True):
-            _draw_bars(axes, record.speed, column, title)
-
-
-def _draw_bars(axes: Axes, speed: pd.DataFrame, column: str, title: str) -> None:
-    """Draw a group of bars for each model, a bar for each length."""
-    lengths, models = sorted(speed.length.unique()), dict[str, int]()
-    height = 0.8 / len(lengths)
-    for row in speed.to_dict("records"):
-        number, length = row[column], lengths.index(row["length"])
-        name, colour, *_ = _STYLES.get(row["model"], (f"Hugging Face, {row['attention']}", _GREYS[row["attention"]]))
-        y = models.setdefault(name, len(models)) + (length - (len(lengths) - 1) / 2) * height
-        if number is not None:
-            number /= 1 << 30 if column == "peak_bytes" else 1
-            look: dict[str, Any] = {"alpha": 0.55, "hatch": "//"} if length else {}
-            axes.barh(y, number, height=height * 0.94, edgecolor="white", color=colour, **look)
-        text = "out of memory" if number is None else f"{_short(number)} at {row['length']}"
-        axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(models)), models, fontsize=10)
-    axes.set(ylim=(len(models) - 0.4, -0.6), title=title)
-    axes.margins(x=0.25)
-    axes.xaxis.set_major_formatter(lambda number, _: _short(number))
+            models = dict[str, int]()  # a group of bars for each, a bar for each length
+            for row in record.speed.to_dict("records"):
+                number, length, greys = row[column], lengths.index(row["length"]), _GREYS.get(row["attention"])
+                name, colour, *_ = _STYLES.get(row["model"], (f"Hugging Face, {row['attention']}", greys))
+                y = models.setdefault(name, len(models)) + (length - (len(lengths) - 1) / 2) * height
+                if number is not None:
+                    number /= 1 << 30 if column == "peak_bytes" else 1
+                    look: dict[str, Any] = {"alpha": 0.55, "hatch": "//"} if length else {}
+                    axes.barh(y, number, height=height * 0.94, edgecolor="white", color=colour, **look)
+                text = "out of memory" if number is None else f"{_short(number)} at {row['length']}"
+                axes.annotate(text, (number or 0, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.set_yticks(range(len(models)), models, fontsize=10)
+            axes.set(ylim=(len(models) - 0.4, -0.6), title=title)
+            axes.margins(x=0.25)
+            axes.xaxis.set_major_formatter(lambda number, _: _short(number))
 
 
 @contextlib.contextmanager
@@ -150,54 +145,14 @@ def _smooth(rows: pd.DataFrame) -> pd.DataFrame:
 
 def markdown_tables(record: BertRecord) -> str:
     """Make the tables as Markdown, below a line about the run and its machine."""
-    run, trained, speed = record.run, record.run["config"]["train_length"], record.speed
-    versions = "".join(f", {name} {version}" for name, version in run["peers"].items())
-    lines = [f"# {_title(record)}", "", f"Ropewalk {run['ropewalk']}, PyTorch {run['torch']}{versions}; {run['date']}."]
+    from jinja2 import Environment
 
-    def add(title: str, note: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
-        rule = [":---"] * words + ["---:"] * (len(headings) - words)
-        table = [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]
-        lines.extend(["", f"## {title}", "", f"{note}.", "", *table] if rows else [])
-
-    seeds = "mean ± standard deviation over seeds" if len(run["config"]["seeds"]) > 1 else "of one seed"
-    at_lengths = [f"{length} ({length // trained}×)" for length in sorted(record.evaluation.length.unique())]
-    loss, accuracy = "Nats per masked token of held-out text", "Masked tokens guessed right, in %"
-    for title, note, factor, digits in (("Loss", loss, 1, 3), ("Accuracy", accuracy, 100, 2)):
-        rows = [
-            [name, *(spread(at * factor, digits) for _, at in of_scheme.groupby("length")[title.lower()])]
-            for (name, *_), of_scheme in _by_scheme(record.evaluation)
-        ]
-        add(title, f"{note}; {seeds}", ["scheme", *at_lengths], rows)
-    jobs, rows = run.get("jobs", 1), []
-    how = "As it was run" if jobs == 1 else f"{jobs} models at a time on one device"
-    for (name, *_), of_scheme in _by_scheme(record.training):
-        measured = ((_smooth(of_scheme).iloc[-1], 3), (of_scheme.tokens_per_second / 1e3, 1), (of_scheme.seconds, 1))
-        rows.append([name, *(spread(*x) for x in measured), f"{of_scheme.parameters.iloc[0]:,}"])
-    headings = ["scheme", "loss at the end", "thousand tokens/s", "seconds", "parameters"]
-    add("Training", f"{how}, tokens without padding; {seeds}", headings, rows)
-    note = (
-        "Of a training step; tokens without padding, the 20 % to 80 % quantiles; peak: the most that a step allocates "
-        "beyond weights, optimiser and batch"
-    )
-    headings = ["model", "attention"]
-    for length in sorted(speed.length.unique()):
-        headings += [f"tokens/s at {length}", "× sdpa", "× eager", f"peak at {length}"]
-    rates, rows = speed.set_index(["model", "attention", "length"]).tokens_per_second, []
-    for (model, attention), of_model in speed.groupby(["model", "attention"], sort=False):
-        rows.append([_STYLES.get(model, (model,))[0], attention])
-        for row in of_model.sort_values("length").itertuples():
-            rate = row.tokens_per_second
-            if rate is None:
-                rows[-1] += ["out of memory", "–", "–", "–"]
-                continue
-            low, high = (_short(rate * row.step_ms[1] / step) for step in row.step_ms[::-2])
-            theirs = [rates[HUGGING_FACE, name, row.length] for name in ("sdpa", "eager")]
-            rows[-1] += [f"{_short(rate)} ({low}–{high})", *(f"{rate / x:.2f}" if x else "–" for x in theirs)]
-            rows[-1] += [f"{row.peak_bytes / (1 << 20):,.0f} MiB" if row.peak_bytes else "–"]
-    add("Speed", note, headings, rows, words=2)
-    claims = record.exposb[["claim", "verdict", "finding"]].to_numpy().tolist()
-    add("ExpoSB", "Its name and its parts claim or suggest this", ["claim", "verdict", "measured"], claims, words=3)
-    return "\n".join(lines) + "\n"
+    template = Path(__file__).with_name("tables.md.jinja").read_text(encoding="utf-8")
+    made = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
+    functions = {"by_scheme": _by_scheme, "spread": spread, "smooth": _smooth, "short": _short}
+    names = {"title": _title(record), "styles": _STYLES, "hugging_face": HUGGING_FACE}
+    text: str = made.render(record=record, run=record.run, **functions, **names)
+    return text
 
 
 def _short(value: float) -> str:

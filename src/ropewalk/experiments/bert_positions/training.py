@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
+import yaml
 from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -126,17 +127,14 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     precision, on_cpu = config.precision_on(device), device.type == "cpu"
     if precision == "fp16" and on_cpu:
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
-    given: Row = {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
+    given: Row = yaml.safe_load(Path(__file__).with_name("trainer.yaml").read_text(encoding="utf-8"))
+    given |= {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
-    given |= {"gradient_accumulation_steps": config.accumulation_steps, "remove_unused_columns": False}
-    given |= {"train_sampling_strategy": "sequential"}  # the data set is in the order of training
+    given |= {"gradient_accumulation_steps": config.accumulation_steps, "logging_steps": config.log_every}
+    given |= {"report_to": "tensorboard" if find_spec("tensorboard") else "none", "save_steps": config.checkpoint_every}
     # Masks are drawn on the CPU, ahead.
     given |= {"dataloader_num_workers": 0 if on_cpu else 2, "dataloader_pin_memory": not on_cpu}
-    # The filter would wait for the device at each step; `_Progress` looks at the loss.
-    given |= {"logging_nan_inf_filter": False, "logging_steps": config.log_every, "disable_tqdm": True}
-    given |= {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
-    given |= {"save_steps": config.checkpoint_every, "save_total_limit": 1, "ddp_find_unused_parameters": False}
-    arguments = TrainingArguments(**given, ddp_timeout=24 * 3600)  # processes wait while the main one evaluates
+    arguments = TrainingArguments(**given)
     arguments._n_gpu = 1  # of a process: with more, the Trainer would wrap the model in DataParallel
     parts = config.accumulation_steps * arguments.world_size
     arguments.per_device_train_batch_size, rest = divmod(config.batch_size, parts)
