@@ -137,17 +137,18 @@ def test_a_loop_without_masks(kind, case, device, monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.parametrize("case", ["rope-rotated", "rope-raw"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_give_the_same_bits(kind, device, monkeypatch):
+def test_plans_give_the_same_bits(kind, case, device, monkeypatch):
     monkeypatch.setattr(plans.cache, "on_cpu", INTERPRETED)
-    q, k_cache, v_cache, keywords, _ = make("rope-rotated", kind, torch.float16, device)
+    q, k_cache, v_cache, keywords, _ = make(case, kind, torch.float16, device)
     plans.CALLS.clear()
     plans.FORWARDS.clear()
     outs = [attention(q, k_cache, v_cache, impl="triton", **keywords) for _ in range(4)]
     assert len(plans.CALLS.found) == 1
     assert all(x is not None for x in plans.CALLS.found.values())
     assert all(torch.equal(outs[0], x) for x in outs[1:])
-    other_q, k_cache, v_cache, keywords, _ = make("rope-rotated", kind, torch.float16, device)
+    other_q, k_cache, v_cache, keywords, _ = make(case, kind, torch.float16, device)
     by_plan = attention(other_q, k_cache, v_cache, impl="triton", **keywords)
     plans.CALLS.clear()
     plans.FORWARDS.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention.backend import UnplannableError
-from ropewalk.ops.attention.call import AttentionCall, flatten
+from ropewalk.ops.attention.call import AttentionCall, flatten, kv_capacity
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.plans.cache import addresses_of, existing
 from ropewalk.ops.attention.plans.directions import ForwardPlan
@@ -30,7 +30,7 @@ class Rows:
         source = row_source(call, side)
         if source is None:
             raise UnplannableError("rows of tables that no kernel makes")
-        queries, keys = call.q.shape[2], call.k.shape[2]
+        queries, keys = call.q.shape[2], kv_capacity(call)
         positions = (call.positions_q, call.positions_k)[side]
         bounds = key_starts = query_starts = of_keys = None
         if positions is None and call.cu_seqlens_q is not None:
