@@ -256,6 +256,7 @@ FLEX = {
 }
 
 
+@SLOW
 @pytest.mark.parametrize("name", FLEX)
 @pytest.mark.parametrize("blocks", [64, 128])
 def test_masks_that_flex_attention_is_used_for(device, name, blocks):
