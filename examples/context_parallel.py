@@ -10,6 +10,7 @@ The first rank prints the loss of each step, and at last how many tokens a secon
 """
 
 import argparse
+import gc
 import time
 
 import torch
@@ -114,3 +115,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # ends gloo's threads: one that lets go of a tensor while Python shuts down would abort the process
