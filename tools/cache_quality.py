@@ -1,6 +1,6 @@
 """Measure what a small language model loses by the type of its cache: train it, then read held-out text over pages.
 
-python tools/cache_quality.py [--steps 1000] [--device cpu] [--out FILE]
+python tools/cache_quality.py [--steps 1500] [--device cpu] [--out FILE]
 
 All keys and values of the evaluation are appended to pages by `append_kv`, and read there by `attention`. A row has the
 perplexity of a byte, and the difference of its loss from that without a cache, in nats, with the standard error of the
@@ -13,6 +13,7 @@ import argparse
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,12 @@ def window_losses(model: ByteTransformer, windows: Tensor, attend: Callable[...,
 def main() -> None:
     """Train, and print a row for each cache."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device, console = torch.device(options.device), default_console()
-    size = ModelSize(**{**vars(SIZE), "steps": options.steps})
+    size = replace(SIZE, steps=options.steps)
     text, training, held_out = read_corpus(None)
     windows = cut_windows(held_out, size.context + 1, size.windows)
     torch.manual_seed(0)

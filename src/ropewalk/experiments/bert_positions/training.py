@@ -16,7 +16,6 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
-import yaml
 from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -127,7 +126,15 @@ def training_arguments(config: Config, folder: Path, device: torch.device, seed:
     precision, on_cpu = config.precision_on(device), device.type == "cpu"
     if precision == "fp16" and on_cpu:
         raise ValueError("precision is 'fp16', but on a CPU must be 'no', 'bf16' or 'auto'")
-    given: Row = yaml.safe_load(Path(__file__).with_name("trainer.yaml").read_text(encoding="utf-8"))
+    given: Row = {
+        "train_sampling_strategy": "sequential",  # the data set is in the order of training
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # it would wait for the device at each step; the callback looks at the loss
+        "disable_tqdm": True,
+        "save_total_limit": 1,
+        "ddp_find_unused_parameters": False,
+        "ddp_timeout": 86_400,  # of processes that wait while the main one evaluates
+    }
     given |= {"output_dir": str(folder), "seed": seed, "use_cpu": on_cpu, "max_steps": config.steps}
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "max_grad_norm": config.max_grad_norm}
     given |= {"gradient_accumulation_steps": config.accumulation_steps, "logging_steps": config.log_every}

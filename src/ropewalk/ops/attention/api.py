@@ -321,8 +321,8 @@ def attention(
         if blocks is not None:
             kept = kept_tables(blocks, q, k, layout) if block_table is None else None
             if kept is None:
-                blocks = find_tables(blocks, q, k, layout, block_table)
-                of_blocks = signature_of_blocks(blocks)
+                tables = find_tables(blocks, q, k, layout, block_table)
+                blocks, of_blocks = tables, signature_of_blocks(blocks, tables)
             else:
                 blocks, of_blocks = kept
             given_blocks = blocks[:5]

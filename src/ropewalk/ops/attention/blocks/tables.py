@@ -66,7 +66,7 @@ class _Kept:
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
-        self.signature = signature_of_blocks(tables)
+        self.signature = _sign(tables)
         self.watched = [*source.tensors, *_captured(source.mask_mod)]
         self.versions = [x._version for x in self.watched]
 
@@ -79,8 +79,13 @@ def has_rows(q: Any, k: Any) -> bool:
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == 4 and k.ndim == 4
 
 
-def signature_of_blocks(tables: BlockTables) -> str:
-    """Return what plans of calls know tables by: of all that a key could hold, only a string keeps its hash."""
+def signature_of_blocks(blocks: Any, tables: BlockTables) -> str:
+    """Return what plans know the tables of `blocks` by: of all that a key could hold, only a string keeps its hash."""
+    kept = getattr(blocks, _ATTRIBUTE, None)
+    return kept.signature if isinstance(kept, _Kept) and kept.tables is tables else _sign(tables)
+
+
+def _sign(tables: BlockTables) -> str:
     tensors = [None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tables[:5]]
     return repr((tensors, tables[5:]))
 
