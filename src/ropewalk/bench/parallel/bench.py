@@ -11,7 +11,6 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -38,7 +37,6 @@ ROUNDS = (2, 20)  # of a case: at least and at most
 SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
 _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compiled before some
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
-_LONG = 1.0  # seconds of a call
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
 _STATUSES = ("ok", "wrong", "failed")  # the worst one last
 Opened = Sequence[tuple[cases.Inputs, Callable[[bool], list[cases.Truth]]]]  # of the short case and the whole one
@@ -170,14 +168,12 @@ class ParallelBench(Bench):
                 torch.cuda.empty_cache()
                 free, before = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-            begun = time.perf_counter()
             with call.context():
                 results = call.run()
                 if self.on_gpu:
                     torch.cuda.synchronize(self.device)
                     call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
                     call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
-                call.seconds = time.perf_counter() - begun
                 verdicts.append(cases.check_results(results, truths(name in NO_ROPE), whole=name == ONE))
             del results  # before the next one's memory is measured
         return max(verdicts, key=lambda verdict: (verdict.complaint is not None, verdict.error)), call
@@ -202,9 +198,7 @@ class ParallelBench(Bench):
         calls: dict[str, Call] = {name: call for name, (_, call) in right.items()}
         if not calls:
             return
-        # A long call was timed well enough when it was checked.
-        once = {name: 1e6 * max(self._gather(call.seconds)) for name, call in calls.items()}
-        once = {name: long if long > 1e6 * _LONG else self._time(calls[name], 1) for name, long in once.items()}
+        once = {name: self._time(call, 1) for name, call in calls.items()}  # the check's own run may have compiled
         repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
         of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
         rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))

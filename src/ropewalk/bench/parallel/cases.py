@@ -248,12 +248,11 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Call:
-    """A way to compute a case: what is timed, within which context, the seconds of its first run, and the row's own."""
+    """A way to compute a case: what is timed, within which context, and the row's own."""
 
     run: Callable[[], Any]
     context: Context = nullcontext
     more: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 def _both(run: Run, tensors: Sequence[Tensor], learned: Sequence[Tensor] = (), context: Context = nullcontext) -> Call:
