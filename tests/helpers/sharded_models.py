@@ -292,7 +292,7 @@ def check_layouts_of_tensors(rank: int) -> None:
 
 
 def check_bytes(rank: int) -> None:
-    """Gather moves each other shard once; halo what the window reaches; keys are never repeated for their heads."""
+    """Gather moves each other shard once, or what documents reach; halo what the window does. No key is repeated."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     layout = _layout("contiguous")
@@ -307,6 +307,11 @@ def check_bytes(rank: int) -> None:
     windowed = explain_context_parallel(q, k, k, layout=layout, causal=True, window=4)
     assert windowed.method == "halo"
     assert windowed.bytes_received == 2 * 3 * 2 * D * k.element_size()
+    layout = SequenceLayout(dist.group.WORLD, 4096, "contiguous", torch.tensor([*range(0, 4096, 96), 4096]))
+    q, k = (torch.zeros(1, layout.n_local, heads, D) for heads in (H, 2))
+    packed = explain_context_parallel(q, k, k, layout=layout, causal=True, method="gather")
+    cut = max(edge % 96 for edge in range(0, 4096, layout.n_local))  # tokens before a cut in the same document
+    assert packed.bytes_received == 2 * cut * 2 * D * k.element_size()
     assert set(windowed.others) == {"gather", "ulysses", "ring"}
     assert "not gather: 'halo' is taken: of those that run the call, it leaves the least exposed" in str(windowed)
 

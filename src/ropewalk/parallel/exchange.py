@@ -38,6 +38,7 @@ class Exchange(NamedTuple):
     read: tuple[Part, ...]  # of others' shards
     lent: tuple[Part, ...]  # to others
     lent_rows: tuple[slice, ...]  # the rows of this shard that any other rank reads
+    kept_rows: tuple[slice, ...]  # those that none does
     is_lent_once: bool  # no row to two ranks
     unread: tuple[tuple[int, slice], ...]  # rows of this shard that a rank does not read
     n_received: int  # the tokens that a rank reads of others, at most
@@ -86,7 +87,11 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
     own = tuple(part for part in read if part.rank == mine)
     others = tuple(part for part in read if part.rank != mine)
     rows, is_lent_once = _merge(lent)
-    return Exchange(tuple(ranges), n_rows, own, others, tuple(lent), rows, is_lent_once, tuple(unread), n_received)
+    edges = [0, *(edge for part in rows for edge in (part.start, part.stop)), layout.n_local]
+    kept = tuple(slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True) if edge[0] < edge[1])
+    return Exchange(
+        tuple(ranges), n_rows, own, others, tuple(lent), rows, kept, is_lent_once, tuple(unread), n_received
+    )
 
 
 def _merge(lent: list[Part]) -> tuple[tuple[slice, ...], bool]:
@@ -108,6 +113,9 @@ def _ranges(layout: SequenceLayout, rank: int, left: int | None, right: int | No
     for run in layout.runs_of(rank):
         low = 0 if left is None else max(0, run.start - left)
         high = layout.n_tokens if right is None else min(layout.n_tokens, run.stop + right)
+        if layout.bounds is not None:  # no query attends another document
+            documents = layout.documents_in(run.start, run.stop) or [(run.start, run.stop)]
+            low, high = max(low, min(run.start, documents[0][0])), min(high, max(run.stop, documents[-1][1]))
         if merged and low <= merged[-1][1]:
             merged[-1][1] = max(high, merged[-1][1])
         else:

@@ -198,20 +198,24 @@ class _Fetcher:
         exchange: Exchange,
         groups: _Groups,
         memory: list[list[Tensor]],
-        own: tuple[Tensor, Tensor],
+        own: list[Tensor],
     ) -> None:
-        self.transport, self.exchange, self.groups, self.memory = transport, exchange, groups, memory
-        self.own = [groups.by_group(x) for x in own]
+        self.transport, self.exchange, self.groups, self.memory, self.own = transport, exchange, groups, memory, own
         self.coming: list[Wait] = []
 
     def start(self, index: int) -> None:
         """Start to fetch a group, if there is such a one."""
         if index < self.groups.count:
-            into = self.memory[index]
-            self.coming.append(self.transport.fetch(index, into, self.exchange.read, self.exchange.lent))
-            for x, own, dim in zip(into, self.own, self.groups.dims, strict=True):
-                for part in self.exchange.own:
-                    self.groups.split(x, dim)[part.rows] = own[index, part.rows_of_shard]
+            into, exchange = self.memory[index], self.exchange
+            own = [
+                (self.groups.split(x, dim)[part.rows], own[index, part.rows_of_shard])
+                for x, own, dim in zip(into, self.own, self.groups.dims, strict=True)
+                for part in exchange.own
+            ]
+            later = own if index else []  # beside attention; nothing is attended before the first group
+            self.coming.append(self.transport.fetch(index, into, exchange.read, exchange.lent, later))
+            for target, source in own if not index else []:
+                target.copy_(source)
 
     def take(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a group's keys and values, (B, heads, rows, D). The next group is on its way then."""
@@ -220,12 +224,18 @@ class _Fetcher:
         return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
-def _shelve(transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
-    """Lay out what others read."""
+def _shelve(transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Lay out what others read; return where this rank reads its own, (G, T_local, B, heads, D) each.
+
+    Several groups are laid out whole: the copy engines, which do not disturb attention, copy contiguous rows alone.
+    """
     shelves = transport.shelve([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
-    for shelf, x, dim in zip(shelves, (k, v), groups.dims, strict=True):
-        for rows in exchange.lent_rows:
-            groups.split(shelf, dim)[:, rows] = groups.by_group(x)[:, rows]
+    by_group = [groups.split(shelf, dim) for shelf, dim in zip(shelves, groups.dims, strict=True)]
+    own = [groups.by_group(x) for x in (k, v)]
+    for shelf, x in zip(by_group, own, strict=True):
+        for rows in exchange.lent_rows if groups.count == 1 else (slice(None),):
+            shelf[:, rows] = x[:, rows]
+    return own if groups.count == 1 else by_group
 
 
 def _release(memory: list[Tensor]) -> None:
@@ -262,10 +272,10 @@ class _Overlapped(torch.autograd.Function):
         call = call._replace(q=q.detach(), k=k.detach(), v=v.detach(), sinks=sinks)
         call = call._replace(scheme=with_learned(call.scheme, iter(leaves)))
         transport = transport_of(layout)
-        _shelve(transport, exchange, groups, call.k, call.v)
+        own = _shelve(transport, exchange, groups, call.k, call.v)
         transport.open()
         memory = [groups.empty(k, exchange.n_rows)]
-        fetcher = _Fetcher(transport, exchange, groups, memory, (call.k, call.v))
+        fetcher = _Fetcher(transport, exchange, groups, memory, own)
         fetcher.start(0)
         is_kept = groups.count * sum(x.nbytes for x in memory[0]) <= kept_bytes
         out = _empty_like_tokens(q, v.shape[3])
@@ -308,9 +318,8 @@ class _Overlapped(torch.autograd.Function):
         layout, transport = call.layout, transport_of(call.layout)
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         home = _Home(transport, exchange, groups, k, v)
-        fetcher = _Fetcher(transport, exchange, groups, ctx.memory, (k, v))
-        if not ctx.is_kept:
-            _shelve(transport, exchange, groups, k, v)
+        own = [] if ctx.is_kept else _shelve(transport, exchange, groups, k, v)
+        fetcher = _Fetcher(transport, exchange, groups, ctx.memory, own)
         transport.open()
 
         def start(index: int) -> None:
@@ -339,8 +348,6 @@ class _Overlapped(torch.autograd.Function):
             found: list[Tensor | None] = [None] * len(inputs)
             if outputs:
                 found = list(torch.autograd.grad(outputs, inputs, grads, keeps_graph, allow_unused=True))
-            for rows, part in zip(source.rows_q, found, strict=False):
-                grad_q[:, heads, rows] = 0 if part is None else part
             first = len(source.q)
             last = first + len(source.kv)
             for number, part in enumerate(found[last:]):
@@ -352,7 +359,9 @@ class _Overlapped(torch.autograd.Function):
             ]
             if not (ctx.is_kept and keeps_graph):
                 _release(ctx.memory[index])
-            home.send(index, of_kv)
+            home.send(index, of_kv)  # before the copies below: transfers take longer
+            for rows, part in zip(source.rows_q, found, strict=False):
+                grad_q[:, heads, rows] = 0 if part is None else part
         grads_kv = home.collect()
         n_learned = len(ctx.leaves)
         if not keeps_graph:
@@ -371,10 +380,17 @@ class _Home:
         self.transport, self.exchange, self.groups = transport, exchange, groups
         self.inboxes = transport.inbox([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
         self.rank = transport.rank
-        own = sum(part.length for part in exchange.own)
-        self.grads = [torch.empty_like(x) if own == x.shape[2] else torch.zeros_like(x) for x in (k, v)]
-        if not exchange.is_lent_once:
-            for reader, rows in exchange.unread:
+        n_own = sum(part.length for part in exchange.own)
+        # One group's own part is a view of the result; several groups' are contiguous, for the copy engines.
+        self.is_direct = exchange.is_lent_once and groups.count == 1
+        make = torch.zeros_like if self.is_direct and n_own < k.shape[2] else torch.empty_like
+        self.grads = [make(x) for x in (k, v)]
+        if self.is_direct:
+            self.own = [groups.by_group(x) for x in self.grads]
+        else:
+            self.own = [groups.split(x[self.rank], dim) for x, dim in zip(self.inboxes, groups.dims, strict=True)]
+        for reader, rows in exchange.unread:
+            if not exchange.is_lent_once or (reader == self.rank and not self.is_direct):
                 for inbox in self.inboxes:
                     inbox[reader, :, rows] = 0
         self.leaving: list[tuple[Wait, list[Tensor]]] = []
@@ -383,27 +399,33 @@ class _Home:
         """Send a group's gradients, (rows, numbers), to those who own the tokens."""
         if len(self.leaving) > 1:  # no more than two groups wait
             self.leaving.pop(0)[0]()
-        self.leaving.append((self.transport.give(index, parts, self.exchange.read, self.exchange.lent), parts))
-        for part, inbox, grad, dim in zip(parts, self.inboxes, self.grads, self.groups.dims, strict=True):
-            for own in self.exchange.own:
-                if self.exchange.is_lent_once:
-                    target = self.groups.by_group(grad)[index, own.rows_of_shard]
-                    target.copy_(self.groups.split(part[own.rows], dim))
-                else:
-                    inbox[self.rank, index, own.rows_of_shard] = part[own.rows]
+        exchange = self.exchange
+        own = [
+            (target[index, part.rows_of_shard], self.groups.split(x[part.rows], dim))
+            for x, target, dim in zip(parts, self.own, self.groups.dims, strict=True)
+            for part in exchange.own
+        ]
+        is_last = index + 1 == self.groups.count  # what follows waits for the transfers alone
+        wait = self.transport.give(index, parts, exchange.read, exchange.lent, () if is_last else own)
+        self.leaving.append((wait, parts))
+        for target, source in own if is_last else []:
+            target.copy_(source)
 
     def collect(self) -> list[Tensor]:
         """Return the sums, (B, K, T_local, D)."""
         for wait, _ in self.leaving:
             wait()
         self.transport.close()
-        for inbox, grad, dim in zip(self.inboxes, self.grads, self.groups.dims, strict=True):
+        for inbox, grad, own, dim in zip(self.inboxes, self.grads, self.own, self.groups.dims, strict=True):
             parts, total = self.groups.split(inbox, dim), self.groups.by_group(grad)
             if not self.exchange.is_lent_once:
                 torch.sum(parts, 0, out=total)
                 continue
             for part in self.exchange.lent:
-                total[:, part.rows_of_shard] += parts[part.rank, :, part.rows_of_shard]
+                rows = part.rows_of_shard
+                torch.add(own[:, rows], parts[part.rank, :, rows], out=total[:, rows])
+            for rows in self.exchange.kept_rows if not self.is_direct else ():
+                total[:, rows] = own[:, rows]
         return self.grads
 
 
@@ -430,9 +452,9 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, exchange: Exchange, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         groups = _Groups(call, 1)
         transport = transport_of(call.layout)
-        _shelve(transport, exchange, groups, k, v)
+        own = _shelve(transport, exchange, groups, k, v)
         transport.open()
-        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)], (k, v))
+        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)], own)
         fetcher.start(0)
         ctx.save_for_backward(k, v)
         ctx.layout, ctx.exchange, ctx.groups = call.layout, exchange, groups

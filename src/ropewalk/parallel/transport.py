@@ -21,6 +21,7 @@ from ropewalk.parallel.exchange import Part
 from ropewalk.parallel.layout import SequenceLayout
 
 Shapes = list[tuple[int, ...]]
+Pairs = Iterable[tuple[Tensor, Tensor]]  # a target and what is copied to it, on this rank
 Wait = Callable[[], None]  # let the current stream, or a CPU, wait until parts have arrived
 _TIMEOUT_MS = 600_000  # of ranks that wait for each other
 _ALIGNMENT = 256  # bytes
@@ -43,11 +44,18 @@ class Transport(Protocol):
     def open(self) -> None:
         """Let others read what was shelved, and write into the inbox."""
 
-    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into tensors, one for each shape."""
+    def fetch(
+        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
+        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into tensors, one for each shape.
 
-    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
-        """Start to send rows of gradients to the inboxes of those who own the tokens, at an index."""
+        own: copies within this rank's memory, which follow.
+        """
+
+    def give(
+        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
+        """Start to send rows of gradients to the inboxes of those who own the tokens, at an index; own: as above."""
 
     def close(self) -> None:
         """Wait until every rank's gradients have arrived."""
@@ -92,29 +100,35 @@ class Messages(OfGroup):
     def open(self) -> None:
         """Do nothing: a message waits for its sender."""
 
-    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+    def fetch(
+        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
         """Send and receive rows."""
         pairs = list(zip(into, [shelf[index] for shelf in self.shelves], strict=True))
         sent = [(mine[part.rows_of_shard], part.rank) for part in lent for _, mine in pairs]
         received = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
-        return self._exchange(sent, received)
+        return self._exchange(sent, received, own)
 
-    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+    def give(
+        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
         """Send and receive rows."""
         pairs = list(zip(grads, self.inboxes, strict=True))
         sent = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
         received = [(inbox[part.rank, index][part.rows_of_shard], part.rank) for part in lent for _, inbox in pairs]
-        return self._exchange(sent, received)
+        return self._exchange(sent, received, own)
 
     def close(self) -> None:
         """Drop the memory: every message was waited for."""
         self.shelves, self.inboxes = [], []
 
-    def _exchange(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> Wait:
+    def _exchange(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]], own: Pairs) -> Wait:
         group = self.group
         operations = [dist.P2POp(dist.isend, x, self.ranks[rank], group) for x, rank in sent]
         operations += [dist.P2POp(dist.irecv, x, self.ranks[rank], group) for x, rank in received]
         works = dist.batch_isend_irecv(operations) if operations else []
+        for target, source in own:
+            target.copy_(source)
 
         def wait() -> None:
             for work in works:
@@ -160,23 +174,26 @@ class SymmetricMemory(OfGroup):
         """Wait for the other ranks, on the device."""
         self._meet()
 
-    def fetch(self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+    def fetch(
+        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
         """Copy rows from the ranks' shelves."""
         pairs = list(zip(into, self.shelves, strict=True))
-        return self._copy(
-            [(x[part.rows], shelves[part.rank][index, part.rows_of_shard]) for part in read for x, shelves in pairs]
-        )
+        copies = [
+            (x[part.rows], shelves[part.rank][index, part.rows_of_shard]) for part in read for x, shelves in pairs
+        ]
+        return self._copy([*copies, *own])
 
-    def give(self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part]) -> Wait:
+    def give(
+        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
+    ) -> Wait:
         """Copy rows to the ranks' inboxes."""
-        pairs = list(zip(grads, self.inboxes, strict=True))
-        return self._copy(
-            [
-                (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
-                for part in read
-                for x, inboxes in pairs
-            ]
-        )
+        copies = [
+            (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
+            for part in read
+            for x, inboxes in zip(grads, self.inboxes, strict=True)
+        ]
+        return self._copy([*copies, *own])
 
     def close(self) -> None:
         """Wait for the other ranks, on the device."""
