@@ -133,13 +133,12 @@ def draw(record: Record, path: Path) -> bool:
         curve = [predict_efficiency(tokens, ranks) for tokens in _TOKENS]
         low = min(low, *curve)
         measured.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of H200s (predicted)")
-    for kind, marker, name in (("ours", "o", "ropewalk"), ("peer", "x", "others")):
-        points = [row for row in rows if row["kind"] == kind]
-        if points:
-            ranks = points[0]["ranks"]
+    for ranks in sorted({row["ranks"] for row in rows}):
+        for kind, marker, name in (("ours", "o", "ropewalk"), ("peer", "x", "others")):
+            points = [row for row in rows if (row["kind"], row["ranks"]) == (kind, ranks)]
             at, values = [row["case"]["tokens"] for row in points], [row["efficiency"] for row in points]
-            label, colour = f"{ranks} ranks, {name} (measured)", _COLOURS.get(ranks, "#333333")
-            measured.scatter(at, values, marker=marker, color=colour, label=label, zorder=3)
+            label = f"{ranks} GPUs, {name} (measured)"
+            measured.scatter(at, values, marker=marker, color=_COLOURS.get(ranks, "#333333"), label=label, zorder=3)
     shape = f"{LLAMA.q_heads} / {LLAMA.k_heads} heads of {LLAMA.head_dim}, bfloat16, causal, forward and backward"
     _finish(measured, "tokens of the sequence", shape, low)
     for tokens, colour in _FAR.items():
