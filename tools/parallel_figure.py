@@ -1,4 +1,6 @@
-"""Draw a record of `ropewalk bench parallel` on the curves of a cost model: `python tools/parallel_figure.py RECORD`.
+"""Draw a record of `ropewalk bench parallel` on the curves of a cost model, and print docs/parallel.md's table of it.
+
+`python tools/parallel_figure.py RECORD` writes the figure beside the record.
 
 The model predicts the efficiency of context parallelism on H200s. Attention is tiles of 128 queries, dealt to the
 processors longest first; transfers are volumes over a bandwidth; all but the first group of heads is gathered, and all
@@ -151,6 +153,24 @@ def draw(record: Record, path: Path) -> bool:
     return True
 
 
+def table(record: Record) -> list[str]:
+    """Return the record as lines of a table: ours, and torch's context_parallel by cuDNN without any positions."""
+    rows = {(row["case"]["name"], row["ranks"], row["impl"]): row for row in record.of("parallel") if "ranks" in row}
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    counts = sorted({ranks for _, ranks, _ in rows})
+    titles = [f"{ranks} GPUs, ms | efficiency | torch's, ms" for ranks in counts]
+    lines = [f"| case | method | {' | '.join(titles)} |", f"| --- | --- |{' --- | --- | --- |' * len(counts)}"]
+    for name in names:
+        cells, methods = [], []
+        for ranks in counts:
+            ours, torch = (rows.get((name, ranks, impl), {}) for impl in ("ropewalk", "torch_cudnn_bare"))
+            times = [f"{x['time']['p50'] / 1e3:.4g}" if "time" in x else "" for x in (ours, torch)]
+            cells += [times[0], f"{ours['efficiency']:.3f}" if ours else "", times[1]]
+            methods += [ours["served_by"]] if "served_by" in ours else []
+        lines.append(f"| `{name}` | {', '.join(dict.fromkeys(methods))} | {' | '.join(cells)} |")
+    return lines
+
+
 def _finish(axes: Any, across: str, title: str, low: float) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(max(0.0, low - 0.05), 1.02)
@@ -165,6 +185,6 @@ def _finish(axes: Any, across: str, title: str, low: float) -> None:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         source = Path(argument)
-        print(
-            source.with_suffix(".png") if draw(read_record(source), source.with_suffix(".png")) else "nothing to draw"
-        )
+        found = read_record(source)
+        print("\n".join(table(found)))
+        print(source.with_suffix(".png") if draw(found, source.with_suffix(".png")) else "nothing to draw")
