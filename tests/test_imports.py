@@ -35,7 +35,7 @@ LAYERS = {
     "ops.attention": "ops.dtensor schemes ops.cache.formats ops.cache.validate "
     "ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",
-    "ops.attention.blocks": "ops.attention.call ops.attention.triton.tiles",
+    "ops.attention.blocks": "ops.attention.call ops.attention.backend ops.attention.triton.tiles",
     "ops.attention.gate": "ops.attention.backend ops.attention.plans ops.attention.triton.tiles",
     "ops.attention.backends": "schemes ops.attention ops.attention.*",
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
@@ -43,7 +43,7 @@ LAYERS = {
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
     "ops.attention.gate.kernel",
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
-    "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api "
+    "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.attention.dropout ops.rope.api ops.attention.blocks.mask_kernel "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",
@@ -66,7 +66,7 @@ LAYERS = {
 ROOTS = ("ropewalk", "ropewalk.__main__", "ropewalk.ops", "ropewalk.bench")
 KERNELS = (
     *("ropewalk.ops.*.triton.*", "ropewalk.ops.*.hopper.*", "ropewalk.ops.attention.gate.kernel"),
-    *("ropewalk.ops.attention.blocks.kernel", "ropewalk.ops.attention.blocks.build_kernel"),
+    *(f"ropewalk.ops.attention.blocks.{name}" for name in ("kernel", "build_kernel", "mask_kernel")),
     "ropewalk.ops.attention.libraries.merge",
     "ropewalk.modules.mask_kernel",
 )

@@ -983,14 +983,16 @@ def test_explaining_computes_nothing(device):
         explain_choice(*tensors, position=Rope(), return_lse=True, layout="bthd")
 
 
-def imagined(monkeypatch, capability=(9, 0), queries=4096, keys=4096, rocm=False, device="cuda", far_window=None):
+def imagined(
+    monkeypatch, capability=(9, 0), queries=4096, keys=4096, rocm=False, device="cuda", far_window=None, mask=None
+):
     """A call on a GPU that this machine may lack."""
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     monkeypatch.setattr(gpu, "is_rocm", lambda: rocm)
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
     far = None if far_window is None else FarRange(far_window)
     k = SimpleNamespace(shape=(1, 8, keys, 128))
-    return SimpleNamespace(q=q, k=k, needs_backward=True, far=far, tables=NO_TABLES)
+    return SimpleNamespace(q=q, k=k, needs_backward=True, far=far, tables=NO_TABLES, mask=mask)
 
 
 def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):
@@ -1029,6 +1031,14 @@ def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
     call = imagined(monkeypatch, far_window=100)
     assert Rule(order, far=True).fits(call)
     assert not Rule(order).fits(call)
+    assert not Rule(order, masked=True).fits(imagined(monkeypatch))
+    assert Rule(order, masked=True).fits(imagined(monkeypatch, mask=torch.ones(1, 1, 4096, 4096, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(128, "triton"), (1023, "triton"), (1024, "gluon")])
+def test_masks_become_lists_where_calls_are_long(monkeypatch, tokens, first):
+    call = imagined(monkeypatch, (9, 0), queries=tokens, keys=tokens, mask=torch.ones(1, 1, tokens, tokens))
+    assert next(name for name in backend_order(call) if name in ("gluon", "triton")) == first
 
 
 @pytest.mark.parametrize(

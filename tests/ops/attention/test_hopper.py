@@ -40,6 +40,7 @@ from torch._subclasses import FakeTensorMode
 import ropewalk.ops.attention.hopper
 from ropewalk import (
     Alibi,
+    BlockLists,
     ExpoSB,
     NoPosition,
     PositionScheme,
@@ -122,6 +123,7 @@ class InPyTorch(PositionScheme):
 
 
 POSITIONS = torch.arange(TQ)[None] * 2
+MASK = torch.ones(TQ, TK, dtype=torch.bool)
 REFUSED = {
     "what Triton refuses": ({}, {"position": InPyTorch()}, "score_mod"),
     "float64": ({"dtype": torch.float64}, {}, "dtype"),
@@ -129,7 +131,9 @@ REFUSED = {
     "wide": ({"head_dim": 264}, {}, "head_dim"),
     "odd": ({"head_dim": 60}, {}, "head_dim"),
     "wide values": ({"v_head_dim": 264}, {}, "head_dim"),
-    "mask": ({}, {"mask": torch.ones(TQ, TK, dtype=torch.bool)}, "mask"),
+    "wide beside a mask": ({"head_dim": 136}, {"mask": MASK}, "mask"),
+    "wide values beside a mask": ({"v_head_dim": 136}, {"mask": MASK}, "mask"),
+    "mask beside lists": ({}, {"mask": MASK, "blocks": BlockLists.sliding_window(TQ, TK, window=150)}, "mask"),
     "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
     "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
     "t5": ({}, {"position": T5Bias(torch.zeros(32, H))}, "score_mod"),
@@ -169,6 +173,7 @@ SUPPORTED = {
     "extend": {"position": SelfExtend(50, 4)},
     "window": {"window": 30},
     "window of two sides": {"window": (30, 7)},
+    "mask": {"mask": MASK, "causal": True, "position": Rope()},
     "bounds": {"key_lengths": torch.tensor([9, 300]), "key_starts": torch.tensor([0, 3])},
     "changes": {"softcap": 3.0, "sinks": torch.ones(H), "scale": -1.0, "return_lse": True, "deterministic": True},
 }

@@ -39,6 +39,7 @@ def make(kind: str, impl: str) -> tuple[list[Tensor], dict[str, Any]]:
         "alibi": {"position": Alibi(), "causal": True},
         "sinks": {"sinks": torch.zeros(heads, requires_grad=True), "window": 64},
         "packed": {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "causal": True, "layout": "thd"},
+        "mask": {"mask": torch.ones(T, T, dtype=torch.bool), "causal": True},
         "return-lse": {"return_lse": True},
         "dropout": {"dropout_p": 0.1, "causal": True},
         **make_kinds_with_steps(heads, dim),
@@ -225,7 +226,7 @@ TRAINING = [
     (kind, impl)
     for kind in (
         *("rope-lengths", "gqa-rope-causal", "plain", "window", "softcap", "alibi", "sinks"),
-        *("packed", "return-lse", "dropout"),
+        *("packed", "mask", "return-lse", "dropout"),
     )
     for impl in ("triton", "gluon")
     if (kind, impl) != ("dropout", "gluon")  # which does not support it

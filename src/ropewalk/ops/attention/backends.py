@@ -35,10 +35,11 @@ class Rule(NamedTuple):
     backward: bool = False  # only where a backward will come
     host_bound: bool = False  # only with a rotation or without a backward, where a library's call costs the host more
     far: bool = False  # only with a two-range encoding; without, only where there is none
+    masked: bool = False  # only with a bool mask
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
-        if self.far is (call.far is None):
+        if self.far is (call.far is None) or (self.masked and call.mask is None):
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -61,6 +62,7 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
+        Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more
         Rule(FLASH_THEN_GLUON, tokens=1024),
         Rule(FLASH_THEN_GLUON, tokens=512, below=1024, backward=True, host_bound=True),
         Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),

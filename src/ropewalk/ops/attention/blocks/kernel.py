@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.triton.tiles import wide
 
 FULL, PARTIAL = 2, 1  # all pairs of a block; those that bits choose
@@ -130,13 +131,15 @@ def mark(marks: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
     )
 
 
-def compact(marks: Tensor, of: str, width: int, has_partial: bool) -> Tensor:
+def compact(marks: Tensor, of: str, width: int, has_partial: bool, on: Steps = AT_ONCE) -> Tensor:
     """Return the lists of a map's "rows" or "columns", (B, H, lines, 3 + width), with one launch."""
     batch, heads, rows, columns = marks.shape
     lines, items, strides = (rows, columns, (columns, 1)) if of == "rows" else (columns, rows, (1, columns))
     out = torch.empty(batch, heads, lines, 3 + width, dtype=torch.int32, device=marks.device)
     block_lines, block_items = _WIDTHS[of]
-    compact_kernel[(batch * heads * triton.cdiv(lines, block_lines),)](
+    on.launch(
+        compact_kernel,
+        batch * heads * triton.cdiv(lines, block_lines),
         out_ptr=out,
         map_ptr=marks,
         n_lines=lines,

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
+from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
@@ -146,6 +147,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved
+    call = _with_lists_of_mask(call, "rows", on)
     batch, heads, queries, head_dim = saved.q.shape
     key_heads, keys = saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
@@ -212,7 +214,7 @@ def backward(
     dQ is a float32 sum in an order that differs from run to run. The registry sends elsewhere what this backward does
     not support.
     """
-    call = with_rows(call)
+    call = _with_lists_of_mask(with_rows(call), "columns", on)
     lse, given, tables = saved.lse, gives_far_features(call), call.tables
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
@@ -297,6 +299,11 @@ def backward(
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     grads = Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
+
+
+def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:
+    """Return the call with the lists of "rows" or "columns" of its mask, which its loops walk, in the mask's place."""
+    return call if call.mask is None else call._replace(mask=None, blocks=list_mask(call.mask, of, on))
 
 
 def _launch_kernel(

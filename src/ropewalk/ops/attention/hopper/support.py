@@ -44,8 +44,6 @@ class Gluon:
             if x.shape[3] % 8 or x.shape[3] > WIDEST:
                 needed = f"must be a multiple of 8 up to {WIDEST}"
                 return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but {needed}")
-        if call.mask is not None:
-            return Refusal("mask", "mask is not supported")
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
@@ -98,18 +96,20 @@ class Gluon:
 
 
 def _why_no_lists(call: AttentionCall) -> Refusal | None:
-    """Say why the kernels do not run a call's lists of blocks; None if they do, or there are none."""
-    if call.blocks is None:
+    """Say why the kernels do not walk a call's lists of blocks, or those of its mask; None if they do."""
+    if call.blocks is not None:
+        if call.mask is not None:
+            return Refusal("mask", "mask is not supported beside lists of blocks")
+        rows, columns = call.blocks.block_q, call.blocks.block_k
+        if (rows, columns) != (LISTED, LISTED):
+            needed = f"its kernels need {LISTED} × {LISTED}"
+            return Refusal("blocks", f"lists of blocks of {rows} × {columns} are not supported: {needed}")
+    elif call.mask is None:
         return None
-    rows, columns = call.blocks.block_q, call.blocks.block_k
-    if (rows, columns) != (LISTED, LISTED):
-        needed = f"its kernels need {LISTED} × {LISTED}"
-        return Refusal("blocks", f"lists of blocks of {rows} × {columns} are not supported: {needed}")
+    code, given = ("blocks", "lists of blocks") if call.mask is None else ("mask", "a mask")
     for name, x in (("q", call.q), ("v", call.v)):
         if x.shape[3] > WIDEST_LISTED:
-            return Refusal(
-                "blocks", f"{name}'s head dim is {x.shape[3]}, but with lists of blocks must be up to {WIDEST_LISTED}"
-            )
+            return Refusal(code, f"{name}'s head dim is {x.shape[3]}, but with {given} must be up to {WIDEST_LISTED}")
     return None
 
 
