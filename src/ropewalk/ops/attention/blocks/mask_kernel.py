@@ -58,9 +58,10 @@ def pack_kernel(
     mark = tl.where(count == n_inside, FULL, tl.where(is_partial, PARTIAL, 0))
     tl.store(marks_ptr + program, mark.to(tl.uint8))
     tl.store(slots_ptr + program, program)
-    words = tl.sum(pairs << bit[None, None, :], 2)
-    out_ptrs = bits_ptr + wide(program) * (BLOCK * BLOCK // 32) + line[:, None] * (BLOCK // 32) + word[None, :]
-    tl.store(out_ptrs, words, is_partial)
+    if is_partial:
+        words = tl.sum(pairs << bit[None, None, :], 2)
+        bits_ptr += wide(program) * (BLOCK * BLOCK // 32)
+        tl.store(bits_ptr + line[:, None] * (BLOCK // 32) + word[None, :], words)
 
 
 def list_mask(mask: Tensor, of: str, on: Steps = AT_ONCE) -> BlockTables:
