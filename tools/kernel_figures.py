@@ -43,6 +43,7 @@ from ropewalk import BlockLists  # noqa: E402
 from ropewalk import device as gpu  # noqa: E402
 from ropewalk.ops.attention.blocks import build_kernel  # noqa: E402
 from ropewalk.ops.attention.blocks import kernel as blocks_kernel  # noqa: E402
+from ropewalk.ops.attention.blocks import mask_kernel as pack_kernel  # noqa: E402
 from ropewalk.ops.attention.blocks.tables import find_tables  # noqa: E402
 from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
@@ -170,6 +171,7 @@ ROWS: dict[str, list[Row]] = {
         Row("span_kernel", "1024 × 1024 tokens"),
         Row("choose_kernel", "top-k, 1024 × 1024 tokens"),
         Row("mask_kernel", "1024 × 1024 tokens"),
+        Row("pack_kernel", "1024 × 1024 tokens"),
     ],
     "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256))),
     "attention-backward": [
@@ -296,15 +298,18 @@ def _launch_of_blocks(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple
     for module, kernels in (
         (blocks_kernel, ("mark_kernel", "compact_kernel")),
         (build_kernel, ("span_kernel", "choose_kernel", "mask_kernel")),
+        (pack_kernel, ("pack_kernel",)),
     ):
         for kernel in kernels:
             patch.setattr(module, kernel, Recorder(getattr(module, kernel), launches))
     patch.setattr(gpu, "why_no_triton", lambda device: None)
     BlockLists.causal(1024)
     BlockLists.top_k(torch.zeros(1, 4, 8, 8), 2, n_queries=1024)
-    BlockLists.from_mask(torch.ones(1, 1, 1024, 1024, dtype=torch.bool))
+    mask = torch.ones(1, 1, 1024, 1024, dtype=torch.bool)
+    BlockLists.from_mask(mask)
     q = torch.empty(1, 1024, 4, 128)
     find_tables(BlockLists(torch.zeros(1, 1, 8).int(), torch.zeros(1, 1, 8, 8).int()), q, q, "bthd", None)
+    pack_kernel.list_mask(mask, "rows")
     return next(launch for launch in launches if launch[0].__name__ == row.kernel)  # rows are compacted, then columns
 
 
@@ -354,7 +359,8 @@ _LAUNCHES = {
         _launch_of_attention,
     ),
     **dict.fromkeys(
-        ("mark_kernel", "compact_kernel", "span_kernel", "choose_kernel", "mask_kernel"), _launch_of_blocks
+        ("mark_kernel", "compact_kernel", "span_kernel", "choose_kernel", "mask_kernel", "pack_kernel"),
+        _launch_of_blocks,
     ),
     **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
     "merge_kernel": _launch_of_merge,
