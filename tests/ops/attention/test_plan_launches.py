@@ -254,6 +254,15 @@ def test_other_kinds_launch_the_same(kind: str, impl: str) -> None:
     check_training(kind, impl)
 
 
+@pytest.mark.slow
+def test_a_mask_is_read_in_each_forward_and_backward() -> None:
+    recorded = stub_gpu.run(train, "mask", "gluon")
+    for launches in recorded["launches"]["with"]:
+        names = [launch[0] for launch in launches]
+        assert names[:2] == ["pack_kernel", "compact_kernel"]
+        assert names.count("pack_kernel") == names.count("compact_kernel") == 1
+
+
 # By kind: the launches that make rows of tables, and limits of a forward, a forward that records, and a backward.
 WITH_STEPS = {
     "packed-rope": (1, 45, 60, 50),

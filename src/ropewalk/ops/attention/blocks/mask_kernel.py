@@ -18,11 +18,11 @@ from ropewalk.ops.attention.triton.tiles import wide
 BLOCK = 128  # tokens of a block, of queries and of keys
 
 
-@triton.jit(do_not_specialize=("n_heads", "n_rows", "n_blocks"))
+@triton.jit(do_not_specialize=("n_heads", "n_rows", "n_blocks", "n_slot_rows"))
 def pack_kernel(
     marks_ptr,  # (B, H, M, N) of bytes
     slots_ptr,  # (B, H, M, N), int32
-    bits_ptr,  # (B · H · M · N, BLOCK, BLOCK / 32), int32: those of partial blocks are written
+    bits_ptr,  # (slots, BLOCK, BLOCK / 32), int32: those of partial blocks are written
     mask_ptr,  # (B, H, Tq, Tk) of bytes
     stride_batch,
     stride_head,
@@ -33,6 +33,7 @@ def pack_kernel(
     n_keys,
     n_rows,
     n_blocks,
+    n_slot_rows,  # 1: all queries have one mask, and all rows the bits of the first; or n_rows
     FULL: tl.constexpr,
     PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,10 +58,11 @@ def pack_kernel(
     is_partial = (count > 0) & (count < n_inside)
     mark = tl.where(count == n_inside, FULL, tl.where(is_partial, PARTIAL, 0))
     tl.store(marks_ptr + program, mark.to(tl.uint8))
-    tl.store(slots_ptr + program, program)
-    if is_partial:
+    slot = (program // n_blocks // n_rows * n_slot_rows + row % n_slot_rows) * n_blocks + block
+    tl.store(slots_ptr + program, slot)
+    if is_partial & (row < n_slot_rows):
         words = tl.sum(pairs << bit[None, None, :], 2)
-        bits_ptr += wide(program) * (BLOCK * BLOCK // 32)
+        bits_ptr += wide(slot) * (BLOCK * BLOCK // 32)
         tl.store(bits_ptr + line[:, None] * (BLOCK // 32) + word[None, :], words)
 
 
@@ -73,7 +75,9 @@ def list_mask(mask: Tensor, of: str, on: Steps = AT_ONCE) -> BlockTables:
     shape = (batch, heads, triton.cdiv(n_queries, BLOCK), triton.cdiv(n_keys, BLOCK))
     marks = torch.empty(shape, dtype=torch.uint8, device=mask.device)
     slots = torch.empty(shape, dtype=torch.int32, device=mask.device)
-    bits = torch.empty(marks.numel(), BLOCK, BLOCK // 32, dtype=torch.int32, device=mask.device)
+    n_slot_rows = min(1, shape[2]) if mask.stride(2) == 0 else shape[2]
+    n_slots = batch * heads * n_slot_rows * shape[3]
+    bits = torch.empty(n_slots, BLOCK, BLOCK // 32, dtype=torch.int32, device=mask.device)
     on.launch(
         pack_kernel,
         marks.numel(),
@@ -87,6 +91,7 @@ def list_mask(mask: Tensor, of: str, on: Steps = AT_ONCE) -> BlockTables:
         n_keys=n_keys,
         n_rows=shape[2],
         n_blocks=shape[3],
+        n_slot_rows=n_slot_rows,
         FULL=FULL,
         PARTIAL=PARTIAL,
         BLOCK=BLOCK,
