@@ -21,8 +21,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What each folder or module may import of Ropewalk beside itself and OPEN. The longest name that fits a module counts;
 # "x" is x without what has a line of its own, "x.*" is all below x.
 OPEN = "device frequencies testing ops.tracing ops.arguments"
-_SHARED_BY_KERNELS = "ops.attention.call ops.attention.backend ops.attention.tables"
-_TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods config launch_common support"
+_SHARED_BY_KERNELS = "ops.attention.call ops.attention.backend ops.attention.pages ops.attention.tables"
+_TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods config gather launch_common support"
 LAYERS = {
     **dict.fromkeys(OPEN.split(), ""),
     "schemes": "",

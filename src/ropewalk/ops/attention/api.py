@@ -436,7 +436,7 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
 
     Returns:
         A `Choice`: its `name`; `others`, a reason for each other implementation; `hint`, if the shapes look like those
-        of another layout, or None; and all as text, by `str`.
+        of another layout, or None; `pages`, of paged keys "copied" or "in place"; and all as text, by `str`.
 
     Raises:
         What `attention` would raise.

@@ -14,6 +14,7 @@ from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.support import Gluon
 from ropewalk.ops.attention.libraries.flash import Flash
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
+from ropewalk.ops.attention.pages import describe, is_copied
 from ropewalk.ops.attention.reference import Reference
 from ropewalk.ops.attention.tables import resolve_scheme
 from ropewalk.ops.attention.triton.support import Triton
@@ -80,9 +81,12 @@ class Choice:
     name: str
     others: dict[str, str]
     hint: str | None = None  # what looks like a mistake of the caller, though the call runs
+    pages: str | None = None  # of paged keys: "copied" into contiguous ones that are attended, or read "in place"
 
     def __str__(self) -> str:
         lines = [f"{self.name} runs", *(f"not {name}: {reason}" for name, reason in self.others.items())]
+        if self.pages is not None:
+            lines.insert(1, f"pages: {self.pages}")
         return "\n".join(lines if self.hint is None else [*lines, f"hint: {self.hint}"])
 
 
@@ -93,6 +97,10 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
         return CPU
     if torch.compiler.is_compiling():
         return CUDNN_FIRST  # the rules go by lengths, and a graph would be for the lengths that it was traced with
+    if is_copied(call):
+        if call.far is None:
+            return GLUON_FIRST
+        call = describe(call)
     return next((rule.order for rule in _rules(device) if rule.fits(call)), FLASH_FIRST)
 
 
@@ -131,8 +139,11 @@ def explain(call: AttentionCall, impl: str | None) -> Choice:
         rest = "it is slower here, by measurement"
     else:
         rest = "it is expected to be slower; this kind of GPU was not measured"
+    copies = chosen not in KERNELS or is_copied(call)  # the reference lays pages out too
+    pages = None if call.block_table is None else "copied" if copies else "in place"
     refusals = {name: why_not(backend, call) for name, backend in BACKENDS.items() if name != chosen}
-    return Choice(chosen, {name: rest if refusal is None else refusal.reason for name, refusal in refusals.items()})
+    others = {name: rest if refusal is None else refusal.reason for name, refusal in refusals.items()}
+    return Choice(chosen, others, pages=pages)
 
 
 def why_missing(impl: str, device: torch.device) -> str | None:

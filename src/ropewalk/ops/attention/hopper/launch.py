@@ -25,6 +25,7 @@ from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule
 from ropewalk.ops.attention.triton.config import Features
+from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
     NO_FAR,
     aligned,
@@ -144,6 +145,8 @@ BACKWARD_DK = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 1, 1, 240
 @on_its_device
 def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend, as the Triton kernels' launcher does."""
+    if call.block_table is not None:
+        call = copy_pages(call, on)
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
         return out, saved

@@ -10,6 +10,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.pages import describe, is_copied
 from ropewalk.ops.attention.triton.support import Triton
 
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kernels compile with
@@ -36,6 +37,10 @@ class Gluon:
         refusal = Triton().why_not(call)
         if refusal is not None:
             return refusal
+        if call.block_table is not None:
+            if not is_copied(call):
+                return Refusal("block_table", "paged keys (block_table) are not supported where they are not copied")
+            call = describe(call)
         q, scheme = call.q, type(call.scheme).__name__
         if q.dtype not in DTYPES:
             dtype = str(q.dtype).removeprefix("torch.")
@@ -47,8 +52,6 @@ class Gluon:
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
-        if call.block_table is not None:
-            return Refusal("block_table", "paged keys (block_table) are not supported")
         if call.dropout_p > 0:
             return Refusal("dropout_p", "dropout is not supported")
         if call.far is not None and not call.goes_by_index:

@@ -15,12 +15,14 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
+from ropewalk.ops.attention.pages import is_copied
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
 from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
 from ropewalk.ops.attention.triton.config import Features, choose_tiles, cut_features
 from ropewalk.ops.attention.triton.forward import forward_kernel
+from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
     NO_FAR,
     aligned,
@@ -50,6 +52,8 @@ from ropewalk.ops.attention.triton.sums import sum_parts_kernel
 @on_its_device
 def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     """Attend. Without `save`, the saved q and k are undefined."""
+    if is_copied(call):
+        call = copy_pages(call, on)
     if not save and call.row_logits is None and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
         if call.gate is not None and out.numel():

@@ -26,16 +26,20 @@ class Triton:
         if q.dtype not in DTYPES:
             dtype = str(q.dtype).removeprefix("torch.")
             return Refusal("dtype", f"{dtype} is not supported: its kernels need float16, bfloat16 or float32")
-        for name, x in (("q", q), ("v", call.v)):
-            if x.shape[3] > MAX_HEAD_DIM:
-                return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but must be up to {MAX_HEAD_DIM}")
+        for name, dim in (("q", q.shape[3]), ("v", call.value_dim)):
+            if dim > MAX_HEAD_DIM:
+                return Refusal("head_dim", f"{name}'s head dim is {dim}, but must be up to {MAX_HEAD_DIM}")
         if call.score_mod is None and call.scheme is not None and call.scheme.has_score_mod():
             return Refusal("score_mod", f"{scheme} has a score_mod, but names no kernel_score_mod")
         if torch.is_grad_enabled() and any(x.requires_grad for x in rope_tables(call)):
             return Refusal("learned_tables", "gradients of the scheme's tables are not supported")
-        refusal = _why_no_far(call) or _why_no_pages(call)
+        refusal = _why_no_far(call)
         if refusal is not None:
             return refusal
+        if call.k_scale is not None and gpu.is_rocm():
+            return Refusal(
+                "pages_quantised", "quantised pages (k_scale) are not supported on AMD's GPUs: none has checked them"
+            )
         reason = gpu.why_no_triton(q.device)
         if reason is not None:
             return Refusal("device", reason)
@@ -55,7 +59,7 @@ class Triton:
         return None
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
-        """Launch the forward, or the decode kernels for few queries and many keys."""
+        """Launch the forward, or the decode kernels for few queries and many keys; of pages after a copy, or in place."""
         from ropewalk.ops.attention.triton import launch
 
         return launch.forward(call, save, on)
@@ -85,37 +89,6 @@ def _why_no_far(call: AttentionCall) -> Refusal | None:
         return Refusal("far_score_mod", f"{scheme} has a two-range encoding and a score mod: not supported together")
     if far.given is None and (far.tables is None or far.tables.q_past is None or call.tables.q is None):
         return Refusal("far_tables", f"{scheme} leaves queries as they are in near pairs or in far ones: not supported")
-    return None
-
-
-def _why_no_pages(call: AttentionCall) -> Refusal | None:
-    """Say why the kernels do not read a call's pages; None if they do, or there are none."""
-    if call.block_table is None:
-        return None
-    if call.k_scale is not None and gpu.is_rocm():
-        return Refusal(
-            "pages_quantised", "quantised pages (k_scale) are not supported on AMD's GPUs: none has checked them"
-        )
-    if call.k_scale is not None:
-        for name, x in (("k", call.k), ("v", call.v)):
-            if x.shape[3] % 2 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]):
-                return Refusal("pages_pairs", f"{name} has quantised pages, whose rows and strides must be even bytes")
-    if call.dropout_p > 0:
-        return Refusal("pages_dropout", "dropout (dropout_p) over paged keys is not supported")
-    if call.cu_seqlens_q is not None:
-        if call.k_scale is not None:
-            return Refusal("packed_quantised", "packed queries (cu_seqlens_q) over quantised pages are not supported")
-        if call.tables.k is not None or call.far is not None:
-            return Refusal(
-                "packed_rotation", "packed queries (cu_seqlens_q) over keys that the call rotates are not supported"
-            )
-    if call.return_max_logits:
-        return Refusal("pages_max_logits", "max logits (return_max_logits) of paged keys are not supported")
-    if call.tables.feature_weights is not None and not call.keys_rotated:
-        scheme = type(call.scheme).__name__
-        return Refusal("pages_weights", f"{scheme} weighs features of paged keys: pass keys_rotated=True")
-    if call.far is not None and not (call.causal and call.positions_q is None):
-        return Refusal("pages_far", "a two-range encoding of paged keys is supported by index and causally alone")
     return None
 
 
