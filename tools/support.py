@@ -201,6 +201,14 @@ SECTIONS: dict[str, list[Case]] = {
             page_size=16,
             packed=True,
         ),
+        Case(
+            "packed over pages, keys not rotated",
+            lambda device: _pages(
+                device, position=Rope(), causal=True, layout="thd", cu_seqlens_q=_integers(device, 0, 30, B * T)
+            ),
+            page_size=16,
+            packed=True,
+        ),
         Case("`blocks`, lists of blocks", lambda device: {"blocks": BlockLists.causal(T, device=device)}),
         Case("`block_table`", _pages, queries=1, page_size=16),
         Case(

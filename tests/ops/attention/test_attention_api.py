@@ -323,10 +323,7 @@ def test_libraries_refuse_packed_sequences_and_pages(device):
     call = {"key_lengths": torch.tensor([3, 20], device=device)}
     call["block_table"] = torch.tensor([[0, 1], [2, 1]], device=device)
     assert refusal_of("sdpa", q, pages, pages, **call) == "block_table"
-    assert refusal_of("triton", q, pages, pages, position=ExpoSB(), **call) == "pages_weights"
-    with pytest.raises(ValueError, match=r"impl is 'triton', but .* keys_rotated=True"):
-        attention(q, pages, pages, position=ExpoSB(), impl="triton", **call)
-    for position, rotated in ((ExpoSB(), True), (Rope(), False), (Alibi(), False)):
+    for position, rotated in ((ExpoSB(), True), (ExpoSB(), False), (Rope(), False), (Alibi(), False)):
         code = refusal_of("triton", q, pages, pages, position=position, keys_rotated=rotated, **call)
         assert code in (None, "device")
 

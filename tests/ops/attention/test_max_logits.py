@@ -199,17 +199,6 @@ def test_pages(device):
     )
 
 
-@needs_kernels
-def test_pages_are_refused(device):
-    q, k, v = draw(device, queries=1, keys=16, batch=2)
-    keywords = {
-        "block_table": torch.tensor([[0], [1]], device=device),
-        "key_lengths": torch.tensor([16, 3], device=device),
-    }
-    assert refusal_of("triton", q, k, v, **keywords) is None
-    assert refusal_of("triton", q, k, v, **keywords, return_max_logits=True) == "pages_max_logits"
-
-
 def test_blocks_of_queries(device, monkeypatch):
     """The reference takes blocks of queries: the largest score is that of all blocks."""
     q, k, v = draw(device, queries=T, keys=T)

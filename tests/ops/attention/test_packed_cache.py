@@ -12,7 +12,7 @@ from helpers.compile import Recorder, compile_launch, pretend_target
 from helpers.modes import KERNEL_DTYPES, needs_kernels
 from helpers.targets import TARGETS
 
-from ropewalk import attention, explain_choice
+from ropewalk import attention
 from ropewalk.ops.attention import plans, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.triton import launch as triton_launch
@@ -169,7 +169,7 @@ def test_nothing_to_attend(device, impl, lengths):
 
 @pytest.mark.parametrize("kind", [Format.FP8, Format.INT8, Format.INT4])
 def test_quantised_pages_are_their_numbers(device, kind):
-    """The reference attends from packed queries to quantised pages; the kernel refuses them by name."""
+    """The reference attends from packed queries to quantised pages; kernels do in test_page_copies.py."""
     packed = Packed(device, torch.float32, 8, 32, 64)
     fixed = torch.tensor(0.02, device=device) if kind is Format.FP8 else None
     k, k_scale = quantize(packed.k.nan_to_num(), kind, fixed)
@@ -177,12 +177,9 @@ def test_quantised_pages_are_their_numbers(device, kind):
     k_scale, v_scale = (fixed if scale is None else scale for scale in (k_scale, v_scale))
     (q, _, _), where = packed.arguments()
     where |= {"position": Rope(), "keys_rotated": True, "causal": True}
-    actual = attention(q, k, v, k_scale=k_scale, v_scale=v_scale, **where)
+    actual = attention(q, k, v, k_scale=k_scale, v_scale=v_scale, impl="reference", **where)
     numbers = (dequantize(x, scale, torch.float32) for x, scale in ((k, k_scale), (v, v_scale)))
     assert torch.equal(actual, attention(q, *numbers, impl="reference", **where))
-    choice = explain_choice(q, k, v, k_scale=k_scale, v_scale=v_scale, **where)
-    assert choice.name == "reference"
-    assert "quantised pages" in choice.others["triton"]
 
 
 def test_largest_scores(device):
@@ -226,13 +223,6 @@ def test_bad_calls(message, change):
     change = {"q": q, "k": k, "v": v, **where, **change}
     with pytest.raises(ValueError, match=message):
         attention(**change)
-
-
-def test_pages_take_no_dropout_in_kernels(device):
-    k = torch.randn(4, 16, K, 16, device=device)
-    where = {"block_table": torch.tensor([[0, 1]], device=device), "key_lengths": torch.tensor([20], device=device)}
-    with pytest.raises(ValueError, match=r"dropout \(dropout_p\) over paged keys"):
-        attention(torch.randn(1, 2, H, 16, device=device), k, k, dropout_p=0.5, impl="triton", **where)
 
 
 def test_compiled(device):

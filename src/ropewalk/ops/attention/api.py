@@ -215,7 +215,9 @@ def attention(
             page_size, D) for "bhtd", v likewise, and key n of row b lies in page block_table[b, n // page_size] at
             n % page_size. Pages have 1 to 512 keys. It needs key_lengths, and has no backward. With "thd" it is (S,
             pages of a sequence), and pages are as for "bthd". In other layouts queries stand at the end of all its
-            pages unless query_starts says where: in decoding, say it.
+            pages unless query_starts says where: in decoding, say it. Many queries attend a copy of their keys and
+            values, of the table's width for each row, and never of more keys than all pages have where kernels read
+            pages in place too: `explain_choice` says which.
         blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
             64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
@@ -246,8 +248,7 @@ def attention(
         return_lse: return the log-sum-exp too; it is differentiable.
         return_max_logits: return each head's largest score too, as it is after the scale and before softcap, score mod
             and sinks, over all pairs that attend; −inf for a head without any. It is not differentiable. QK-clip of
-            Muon takes it. Our kernels and the reference run it; pages are for the reference alone. A score that is NaN
-            may be left out.
+            Muon takes it. Our kernels and the reference run it. A score that is NaN may be left out.
         layout: "bthd", "bhtd" or, for packed sequences, "thd". (B, H, T, D) tensors, as PyTorch and transformers have
             them, need "bhtd": in "bthd" they run too, and attend across heads. No check can tell.
         deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;

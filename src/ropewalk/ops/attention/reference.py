@@ -136,7 +136,8 @@ def gather_cache(call: AttentionCall) -> AttentionCall:
     row = torch.searchsorted(ends, tokens, right=True).clamp(max=max(0, k.shape[0] - 1))
     index = (tokens - starts[row]).clamp(0, max(0, k.shape[2] - 1))
     k, v = (x[row, :, index].transpose(0, 1)[None] for x in (k, v))
-    return call._replace(k=k, v=v, key_lengths=None, cu_seqlens_k=starts)
+    positions_k = None if call.positions_k is None else call.positions_k[:, index]
+    return call._replace(k=k, v=v, key_lengths=None, cu_seqlens_k=starts, positions_k=positions_k)
 
 
 def gather_pages(x: Tensor, block_table: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Gluon:
             return refusal
         if call.block_table is not None:
             if not is_copied(call):
-                return Refusal("block_table", "paged keys (block_table) are not supported where they are not copied")
+                return Refusal("block_table", "paged keys (block_table) that are read in place are not supported")
             call = describe(call)
         q, scheme = call.q, type(call.scheme).__name__
         if q.dtype not in DTYPES:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import Steps
+from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.pages import describe, tables_of_keys, with_tables
 from ropewalk.ops.attention.tables import empty_aligned
@@ -104,9 +104,7 @@ def attended_length(extents, row, exists, n_keys):
     return length
 
 
-@triton.jit(
-    do_not_specialize=("n_keys", "n_queries", "n_pages", "reach", "table_stride_row"),
-)
+@triton.jit(do_not_specialize=("n_keys", "n_queries", "n_pages", "reach", "table_stride_row"))
 def gather_kernel(
     k,
     v,
@@ -191,7 +189,7 @@ def gather_kernel(
             tl.store(index_ptr + first_row + token, token, exists & (head == 0))
 
 
-def copy_pages(call: AttentionCall, on: Steps) -> AttentionCall:
+def copy_pages(call: AttentionCall, on: Steps = AT_ONCE) -> AttentionCall:
     """Return a call of pages as one of contiguous keys and values: those that its queries may attend are copied.
 
     The others are undefined, as no kernel reads them.
@@ -249,7 +247,7 @@ def copy_pages(call: AttentionCall, on: Steps) -> AttentionCall:
         BLOCK_S=256,
         num_warps=4,
     )
-    return with_tables(copied, [_select(table, index, on) for table in tables if index is not None])
+    return copied if index is None else with_tables(copied, [_select(table, index, on) for table in tables])
 
 
 def _select(table: Tensor, index: Tensor, on: Steps) -> Tensor:

@@ -59,7 +59,7 @@ class Triton:
         return None
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
-        """Launch the forward, or the decode kernels for few queries and many keys; of pages after a copy, or in place."""
+        """Launch the forward, or the decode kernels for few queries and many keys; some pages are copied first."""
         from ropewalk.ops.attention.triton import launch
 
         return launch.forward(call, save, on)
