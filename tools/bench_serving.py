@@ -115,14 +115,14 @@ def time_call(call: Call) -> Quantiles:
 def attend_rows(
     name: str, queries: int, lengths: Tensor, page_size: int, kinds: list[str], longest: int = 8192
 ) -> Iterator[Row]:
-    """Attend to pages of rows with these lengths, of which the last `queries` tokens ask."""
+    """Attend to pages of rows with these lengths, of which the last `queries` tokens ask, by what the choice takes."""
     per_row, n_rows = longest // page_size, len(lengths)
     for kind in kinds:
         pages = full_pages(kind, n_rows * per_row, page_size)
         table = torch.randperm(n_rows * per_row, device=DEVICE).view(n_rows, per_row).int()
         q = torch.randn(n_rows, queries, HEADS, D, device=DEVICE).bfloat16()
         keywords = {"causal": True, "key_lengths": lengths, "query_starts": lengths - queries, "block_table": table}
-        call = functools.partial(attention, q, pages.k, pages.v, impl="triton", **keywords, **pages.scales)
+        call = functools.partial(attention, q, pages.k, pages.v, **keywords, **pages.scales)
         error = error_of(call(), q, pages, table, lengths, n_rows - 1)
         n_bytes = float(lengths.sum()) * 2 * KV_HEADS * D * BYTES[kind]
         yield Row(name, kind, check(name, kind, error, ATTEND_ERROR, call), error, n_bytes)
