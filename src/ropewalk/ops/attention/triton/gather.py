@@ -104,7 +104,7 @@ def attended_length(extents, row, exists, n_keys):
     return length
 
 
-@triton.jit(do_not_specialize=("n_keys", "n_queries", "n_pages", "reach", "table_stride_row"))
+@triton.jit(do_not_specialize=("n_keys", "n_queries", "n_pages", "n_rows", "reach", "table_stride_row"))
 def gather_kernel(
     k,
     v,
