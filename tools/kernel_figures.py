@@ -41,6 +41,7 @@ from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, te
 
 from ropewalk import BlockLists  # noqa: E402
 from ropewalk import device as gpu  # noqa: E402
+from ropewalk.ops.attention.api import make_call  # noqa: E402
 from ropewalk.ops.attention.blocks import build_kernel  # noqa: E402
 from ropewalk.ops.attention.blocks import kernel as blocks_kernel  # noqa: E402
 from ropewalk.ops.attention.blocks import mask_kernel as pack_kernel  # noqa: E402
@@ -48,6 +49,7 @@ from ropewalk.ops.attention.blocks.tables import find_tables  # noqa: E402
 from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
+from ropewalk.ops.attention.triton import gather  # noqa: E402
 from ropewalk.ops.cache.triton import append_kernel  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
 from ropewalk.ops.rope.triton import head_kernel, norm_kernel, page_launch  # noqa: E402
@@ -196,6 +198,14 @@ ROWS: dict[str, list[Row]] = {
         Row("decode_kernel", "1 query, ReRoPE, D 128", {"head_dim": 128, "call": "rerope"}),
         Row("decode_kernel", "1 query, D 128, float32", {"head_dim": 128, "dtype": FP32}),
         Row("combine_kernel", "D 128", {"head_dim": 128}),
+        Row("gather_kernel", "bfloat16, pages of 16, D 128", {"dtype": BF16}),
+        Row("gather_kernel", "float8, pages of 16, D 128", {"dtype": torch.float8_e4m3fn, "scale": (8,)}),
+        Row("gather_kernel", "int8, pages of 16, D 128", {"dtype": torch.int8, "scale": (9, 16, 8)}),
+        Row(
+            "gather_kernel",
+            "4-bit, pages of 16, D 128",
+            {"dtype": torch.uint8, "width": 64, "scale": (9, 16, 8, 4), "scale_dtype": torch.float16},
+        ),
     ],
     "attention-merge": [
         Row("merge_kernel", "D 64", {"head_dim": 64}),
@@ -248,6 +258,8 @@ def plan(row: Row, target: str) -> Plan:
 def _describe_tile(keywords: dict[str, Any]) -> str:
     if "CONFIG" in keywords:
         keywords = keywords | keywords["CONFIG"]._asdict()
+    if "BLOCK_M" not in keywords and "BLOCK_N" in keywords:
+        return f"{keywords['BLOCK_N']} keys, {keywords['num_warps']} w"
     if "BLOCK_M" not in keywords:
         return f"{keywords.get('num_warps', 4)} warps"
     if "BLOCK_N" not in keywords:
@@ -330,6 +342,20 @@ def _launch_of_pages(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     return _find(row.kernel, launches)
 
 
+def _launch_of_gather(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    patch.setattr(gather, row.kernel, Recorder(gather.gather_kernel, launches))
+    pages = torch.zeros(9, 16, 8, row.arguments.get("width", 128), dtype=row.arguments["dtype"])
+    scales = {}
+    if "scale" in row.arguments:
+        scale = torch.ones(row.arguments["scale"], dtype=row.arguments.get("scale_dtype", FP32))
+        scales = {"k_scale": scale, "v_scale": scale}
+    where = {"block_table": torch.zeros(2, 4, dtype=torch.int32), "key_lengths": torch.tensor([60, 50])}
+    q = torch.empty(2, 32, 32, 128, dtype=BF16)
+    gather.copy_pages(make_call(q, pages, pages, causal=True, **where, **scales))
+    return _find(row.kernel, launches)
+
+
 def _launch_of_merge(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
     launches: list[Any] = []
     patch.setattr(merge, "merge_kernel", Recorder(merge.merge_kernel, launches))
@@ -363,6 +389,7 @@ _LAUNCHES = {
         _launch_of_blocks,
     ),
     **dict.fromkeys(("decode_kernel", "combine_kernel"), _launch_of_decode),
+    "gather_kernel": _launch_of_gather,
     "merge_kernel": _launch_of_merge,
     **dict.fromkeys(("gate_forward_kernel", "gate_backward_kernel"), _launch_of_gate),
 }

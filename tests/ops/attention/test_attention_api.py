@@ -989,7 +989,8 @@ def imagined(
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
     far = None if far_window is None else FarRange(far_window)
     k = SimpleNamespace(shape=(1, 8, keys, 128))
-    return SimpleNamespace(q=q, k=k, needs_backward=True, far=far, tables=NO_TABLES, mask=mask)
+    made = {"needs_backward": True, "far": far, "tables": NO_TABLES, "mask": mask, "block_table": None}
+    return SimpleNamespace(q=q, k=k, **made)
 
 
 def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):
