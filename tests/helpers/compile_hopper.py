@@ -149,7 +149,8 @@ def compile_gluon(launch, **changed):
     kernel, arguments, keywords = launch
     signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=TARGETS["sm_90"], options={"num_warps": keywords["num_warps"]})
+    options = {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
+    return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
 def ptxas_report(compiled, tmp_path):

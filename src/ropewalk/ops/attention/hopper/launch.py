@@ -54,6 +54,7 @@ from ropewalk.ops.attention.triton.launch_common import (
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
+_REGISTERS = 1 << 16  # of a multiprocessor
 _LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
 
 
@@ -71,11 +72,24 @@ class ForwardConfig(NamedTuple):
     PINGPONG: bool
     OUT_IN_Q: bool = False
     Q_STAGES: int = 1  # of each compute warp group; two load the next tile's queries before this one's last step
+    OVERLAP: bool = True  # of a warp group's softmax with its own product with values
+    HALVES: int = 1  # of a program, each with a load warp, and work items of its own
+    PROGRAMS_PER_SM: int = 1
 
     @property
     def block_m(self) -> int:
         """Queries of a tile."""
         return self.CONSUMERS * int(WG_ROWS.value)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Return the keywords of Triton's launcher."""
+        arguments = self._asdict() | {"num_warps": 4}
+        del arguments["PROGRAMS_PER_SM"]
+        if self.PROGRAMS_PER_SM > 1:
+            threads = 128 * (self.CONSUMERS + 1)  # Triton rounds the load warp up to a warp group
+            arguments["maxnreg"] = _REGISTERS // (self.PROGRAMS_PER_SM * threads) // 8 * 8
+        return arguments
 
 
 class FeatureBlocks(NamedTuple):
@@ -172,7 +186,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     bounds = bounds_args(call)
     on.launch(
         forward_kernel,
-        min(n_work, on.num_sms(saved.q)),
+        min(n_work, config.PROGRAMS_PER_SM * on.num_sms(saved.q)),
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, blocks),
         out=_describe(out, WG_ROWS.value, blocks.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,
@@ -196,8 +210,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
         MOD=None if score_mod is None else score_mod.forward,
         SOFTCAP=call.softcap is not None,
-        **config._asdict(),
-        num_warps=4,
+        **config.arguments,
     )
     return out, saved
 

@@ -77,16 +77,16 @@ def make_scheduler(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def next_work(counter_ptr, n_work):
+def next_work(counter_ptr, n_work, HALVES: gl.constexpr):
     """Take the next work index from the counter; `n_work` and above mean that none is left.
 
-    Each program's first index is its own number. The program that takes the last index sets the counter back to zero,
-    for the next launch.
+    The first half of each program begins with the program's number, the second half with one behind those. Whoever
+    takes the last index sets the counter back to zero, for the next launch.
     """
     taken = gl.atomic_add(counter_ptr, 1)
     if taken == n_work - 1:
         gl.store(counter_ptr, 0)
-    return taken + gl.num_programs(0)
+    return taken + gl.num_programs(0) * HALVES
 
 
 @triton.jit
