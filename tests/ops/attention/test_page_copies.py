@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -84,9 +83,8 @@ def check(tensors, where, impl="triton", **keywords):
     q, k, v = tensors
     assert explain_choice(q, k, v, impl=impl, **where, **keywords).pages == "copied"
     given = [x for x in (q, k, v, *where.values()) if isinstance(x, torch.Tensor) and x.dtype.itemsize > 1]
-    with poisoned_memory(), unchanged(given), mock.patch.object(gather, "describe", wraps=pages.describe) as described:
+    with poisoned_memory(), unchanged(given):
         out, lse = attention(q, k, v, impl=impl, return_lse=True, **where, **keywords)
-    assert described.call_count <= 1  # by a plan it is not called
     wide = torch.float32 if k.dtype.itemsize == 1 else torch.float64
     plain = [x.to(wide) if x.dtype == q.dtype else x for x in (q, k, v)]
     keywords = {name: x.to(wide) if name in ("sinks", "gate") else x for name, x in keywords.items()}
