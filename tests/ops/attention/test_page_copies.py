@@ -394,11 +394,11 @@ def test_chunk_in_a_graph(device):
         assert (out - expected).abs().max() <= BUDGETS[torch.bfloat16] * expected.abs().max()
 
 
-def launch_thrice(packed):
+def launch_thrice(packed, impl):
     """Record a step three times: without a plan, as it is made, and by it."""
     plans.cache.on_cpu = True
     pages.MIN_ROWS = pages.MIN_PROGRAM_ROWS = 0
-    q = torch.zeros(3, 13, 8, 64, dtype=torch.bfloat16)
+    q = torch.zeros(3, 70, 8, 64, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
     where = {
         "key_lengths": torch.tensor([20, 17, 7], dtype=torch.int32),
@@ -410,7 +410,7 @@ def launch_thrice(packed):
     with torch.no_grad():
         for _ in range(3):
             stub_gpu.clear()
-            attention(q, k, v, causal=True, impl="triton", **where)
+            attention(q, k, v, causal=True, impl=impl, **where)
             records.append(
                 [(x.name, x.grid, [a for a in x.args if not isinstance(a, tuple)]) for x in stub_gpu.launches()]
             )
@@ -418,9 +418,10 @@ def launch_thrice(packed):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("impl", ["triton", "gluon"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
-def test_plans_launch_the_same(packed):
-    (first, second, third), planned = stub_gpu.run(launch_thrice, packed)
+def test_plans_launch_the_same(packed, impl):
+    (first, second, third), planned = stub_gpu.run(launch_thrice, packed, impl)
     assert planned == [True]
     between = ["schedule_kernel"] if packed else []
     assert [name for name, _, _ in first] == ["gather_kernel", *between, "forward_kernel"]
