@@ -275,13 +275,13 @@ def test_plans_read_what_the_device_holds_now(device, monkeypatch, name, packed)
     assert any(plan is not None for plan in made)
 
 
-RULE = {
-    "chunk": ({"queries": 512}, "copied"),
-    "few": ({"queries": 511}, "in place"),
-    "decode": ({"queries": 1, "rows": 64}, "in place"),
-    "rows": ({"queries": 256, "rows": 4}, "copied"),
-    "short rows": ({"queries": 255, "rows": 4}, "in place"),
-    "one head": ({"queries": 2048, "heads": 8}, "copied"),
+RULE = {  # half as many packed queries do
+    "chunk": ({"queries": 128}, "copied"),
+    "few": ({"queries": 126}, "in place"),
+    "decode": ({"queries": 2, "rows": 64}, "in place"),
+    "rows": ({"queries": 128, "rows": 4}, "copied"),
+    "short rows": ({"queries": 126, "rows": 4}, "in place"),
+    "one head": ({"queries": 512, "heads": 8}, "copied"),
     "wide table": ({"queries": 2048, "table": 9}, "in place"),
 }
 
@@ -291,7 +291,7 @@ RULE = {
 @pytest.mark.parametrize("name", RULE)
 def test_rule(device, name, packed):
     sizes, expected = RULE[name]
-    rows, heads, queries = sizes.get("rows", 1), sizes.get("heads", 32), sizes["queries"]
+    rows, heads, queries = sizes.get("rows", 1), sizes.get("heads", 32), sizes["queries"] // (1 + packed)
     k = torch.empty(8 * rows, 512, 8, 16, dtype=torch.float16, device=device)
     where = {
         "block_table": torch.zeros(rows, sizes.get("table", 8), dtype=torch.int32, device=device),
@@ -307,7 +307,7 @@ def test_rule(device, name, packed):
     assert explain_choice(q, k, k, impl="reference", **where).pages == "copied"
     scales = {f"{x}_scale": torch.ones((), device=device) for x in "kv"}
     quantised = explain_choice(q, *(k.to(torch.float8_e4m3fn),) * 2, impl="triton", **where, **scales)
-    assert quantised.pages == ("copied" if packed else expected)
+    assert quantised.pages == ("in place" if name in ("decode", "wide table") and not packed else "copied")
 
 
 def test_contiguous_keys_have_no_pages(device):
@@ -330,7 +330,7 @@ def test_hopper_takes_a_copy(device, monkeypatch):
         "v_scale": scale,
     }
     codes = []
-    for queries in (500, 512):
+    for queries in (63, 64):
         q = torch.empty(1, queries, 32, 128, dtype=torch.bfloat16, device=device)
         refusal = hopper_support.Gluon().why_not(make_call(q, k, k, **where))
         codes.append(None if refusal is None else refusal.code)

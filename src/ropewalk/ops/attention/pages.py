@@ -12,9 +12,11 @@ from torch import Tensor
 from ropewalk.ops.attention.call import AttentionCall, RopeTable, kv_capacity
 
 # The least that a copy pays for: queries times heads that share a key, for each row of the block table, ...
-MIN_ROWS = 1024
+MIN_ROWS = 512
 # ... and queries times heads of the call: contiguous keys are not split, so that fewer do not fill a GPU.
-MIN_PROGRAM_ROWS = 16384
+MIN_PROGRAM_ROWS = 4096
+# Kernels that read pages in place take so many times as long for packed queries, and for quantised keys.
+SLOWER = 2
 
 
 def is_copied(call: AttentionCall) -> bool:
@@ -27,6 +29,8 @@ def pays(call: AttentionCall) -> bool:
     assert call.block_table is not None
     table_rows, n_heads, n_kv_heads = call.block_table.shape[0], call.q.shape[1], call.k.shape[1]
     queries = call.q.shape[0] * call.q.shape[2]
+    if call.cu_seqlens_q is not None or call.k_scale is not None:
+        queries *= SLOWER
     if queries * n_heads < max(MIN_PROGRAM_ROWS, MIN_ROWS * n_kv_heads * table_rows):
         return False
     return table_rows * kv_capacity(call) <= call.k.shape[0] * call.k.shape[2]
