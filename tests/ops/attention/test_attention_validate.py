@@ -674,8 +674,9 @@ def test_tensors_without_strides_are_refused(device, kind, name):
     ],
 )
 def test_what_is_no_number_is_refused(device, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}, but must be"):
-        check_call(**call_with({name: value}, device))
+    call = call_with({name: value}, device)  # tensors are on the device there
+    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(call[name]))}, but must be"):
+        check_call(**call)
 
 
 def test_numbers_of_numpy_become_plain_ones(device):
