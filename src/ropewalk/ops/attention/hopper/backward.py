@@ -37,6 +37,7 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
+from ropewalk.ops.attention.hopper.dropout import drop_dp, drop_queries, kept_queries
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -75,6 +76,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_flags,
     slots_of_head,
 )
+from ropewalk.ops.attention.triton.softmax import begin_dropout
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -122,6 +124,8 @@ class Step(NamedTuple):
     m_start: Any  # the first query
     full: Any  # queries of [full, full_stop) attend all keys of the warp group
     full_stop: Any
+    n_start: Any  # the warp group's first key
+    dropout: Any  # RowDropout | None
     is_partial: Any = None  # fields of `TileMask`
     slots: Any = None
     slots_stride_query: Any = None
@@ -198,6 +202,24 @@ def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, 
 
 
 @gluon.jit
+def _kept_queries(step, BLOCK_M: gl.constexpr):
+    """Return what `kept_queries` says of a step's scores [keys, queries]; None without dropout."""
+    kept = None
+    if step.dropout is not None:
+        kept = kept_queries(step.dropout, step.m_start, step.n_start, BLOCK_M)
+    return kept
+
+
+@gluon.jit
+def _p_operand(p, kept, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Convert P to 16 bits, with zeros where `kept_queries` says that it does not stay."""
+    p_half = p.to(DTYPE)
+    if kept is not None:
+        p_half = drop_queries(p_half, kept)
+    return gl.convert_layout(p_half, layout)
+
+
+@gluon.jit
 def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flags, CONSUMER: gl.constexpr):
     """Add a tile of queries to dK and dV, and store the chunk of its dQ. Both warp groups are in one step::
 
@@ -224,16 +246,19 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
+    kept = _kept_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    p_half = _p_operand(p, kept, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
+    if kept is not None:
+        dp = drop_dp(dp, smem.stats.index(2 * stage + 1), kept)
     ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
@@ -274,13 +299,14 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
+    kept = _kept_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    p_half = _p_operand(p, kept, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
@@ -296,6 +322,8 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
+    if kept is not None:
+        dp = drop_dp(dp, smem.stats.index(2 * stage + 1), kept)
     ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
@@ -307,6 +335,17 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
     smem.q.release(step.use)
     return acc_dk, acc_dv
+
+
+@gluon.jit
+def _begin_dropout(problem, tile, member):
+    """Return the `RowDropout` of a query head of a tile's keys; None without dropout."""
+    dropout = None
+    if problem.dropout is not None:
+        head = tile.kv_head * problem.schedule.heads_per_key + member
+        n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
+        dropout = begin_dropout(problem.dropout, tile.batch * n_heads + head, tile.sequence)
+    return dropout
 
 
 @gluon.jit
@@ -342,6 +381,7 @@ def _mainloop_q(
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
         for member in range(problem.schedule.heads_per_key):
             head_use = first_use + member * steps_per_head
+            dropout = _begin_dropout(problem, tile, member)
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
@@ -357,7 +397,9 @@ def _mainloop_q(
                     scores.softcap,
                     scores.exp2_scale,
                 )
-                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
+                step = Step(
+                    head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout
+                )
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
                     (acc_dk, acc_dv),
@@ -409,7 +451,8 @@ def _mainloop_listed_q(
     start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     heads_per_key = problem.schedule.heads_per_key
     seqlens, _, _, _ = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
     bits = lists.bits
     if bits is not None:
@@ -420,6 +463,7 @@ def _mainloop_listed_q(
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(heads_per_key):
         head = tile.kv_head * heads_per_key + member
+        dropout = _begin_dropout(problem, tile, member)
         slots = slots_of_head(lists, tile.batch, head)
         if bits is not None:
             slots += tile.start // LISTED
@@ -450,6 +494,8 @@ def _mainloop_listed_q(
                     mark & -2,
                     wg_range.full,
                     wg_range.full_stop,
+                    wg_start,
+                    dropout,
                     is_partial,
                     slots,
                     lists.slots_stride_query,
@@ -565,6 +611,8 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     acc_dk, acc_dv, use = state
     exists = key_mask(k_idx, seqlens, dk_layout)
     acc_dk = acc_dk * problem.grad_scale
+    if problem.dropout is not None:
+        acc_dv = acc_dv * problem.dropout.rescale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
         acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
@@ -610,8 +658,9 @@ def backward_kernel(
     packed,  # Packed | None
     bounds,  # Bounds
     lists,  # Lists, of columns
+    dropout,  # Dropout | None
     scores,  # Scores
-    grad_scale,  # of dK
+    grad_scale,  # of dK; with dropout the host rescales it
     window,
     window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
@@ -697,6 +746,7 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
+                        dropout,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -724,6 +774,7 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
+                        dropout,
                     ),
                     FLAGS,
                 ),

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.dropout import rescale
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
@@ -32,6 +33,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     begin_forward,
     bounds_args,
     counter_of,
+    dropout_args,
     far_window_arg,
     gate_args,
     gate_grads,
@@ -195,6 +197,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         lists=lists_args(call, "rows"),
+        dropout=dropout_args(call),
         scores=scores_args(call, score_mod),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
@@ -301,7 +304,7 @@ def backward(
                 table=table if workspace == 0 else None,
                 past_table=past_table,
                 future_table=future_table,
-                grad_scale=call.scale,
+                grad_scale=call.scale * rescale(call.dropout_p),
                 workspace=workspace,
                 R=width,
                 INTERLEAVED=call.tables.interleaved,
@@ -362,6 +365,7 @@ def _launch_kernel(
         dk_far=dk_far,
         dv=dv,
         lists=lists_args(call, "columns"),
+        dropout=dropout_args(call),
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
@@ -446,7 +450,7 @@ def _backward_args(
         "packed": packed,
         "bounds": bounds,
         "scores": scores_args(call, score_mod),
-        "grad_scale": call.scale,
+        "grad_scale": call.scale * rescale(call.dropout_p),
         **window_args(call),
         "far_window": far_window_arg(call),
         **schedule._asdict(),

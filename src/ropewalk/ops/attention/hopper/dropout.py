@@ -1,0 +1,140 @@
+"""Dropout in the registers of matrix products, for the kernels for Hopper: `ropewalk.ops.attention.dropout` defines it.
+
+Philox gives words of four numbers, each a byte. Here a byte's top bit says that its probability stays. In the layout of
+a product one thread holds the probabilities of all bytes of a call, or, of a tile [keys, queries], those of two. PTX
+spreads top bits over pairs of 16-bit probabilities, and over dP.
+"""
+
+import triton.language as tl
+
+from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
+from ropewalk.ops.attention.hopper.tiles import WG_ROWS, wgmma_layout
+from ropewalk.ops.attention.triton.softmax import dropped_numbers
+
+
+@gluon.jit
+def _compare_bytes(word, threshold):
+    """Return a word in which each byte's top bit says that it is not below the threshold's byte."""
+    difference = (word | 0x80808080) - (threshold & 0x7F7F7F7F)
+    return (word & ~threshold) | (~(word ^ threshold) & difference)
+
+
+@gluon.jit
+def _kept_words(dropout, m, block, call):
+    """Return which keys of a block of 64 stay for queries m, in four words of calls of Philox, 0 to 3 in the block."""
+    w0, w1, w2, w3 = tl.philox(dropout.seed, block * 4 + call, m, dropout.row, dropout.sequence, 7)
+    threshold = dropped_numbers(dropout, block) * 0x01010101
+    return (
+        _compare_bytes(w0, threshold),
+        _compare_bytes(w1, threshold),
+        _compare_bytes(w2, threshold),
+        _compare_bytes(w3, threshold),
+    )
+
+
+@gluon.jit
+def kept_keys(dropout, q_idx, n_start, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return which of BLOCK_N keys stay for queries, as words [WG_ROWS, BLOCK_N / 16, 4] of 16 keys in four calls.
+
+    The layout is that of `sum_in_threads`.
+    """
+    m = gl.convert_layout(q_idx, gl.SliceLayout(1, layout))[:, None]
+    call = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
+    w0, w1, w2, w3 = _kept_words(dropout, m, n_start // 64, call)
+    words = gl.join(gl.join(w0, w1), gl.join(w2, w3))
+    if BLOCK_N == 64:
+        words = gl.permute(words, (0, 3, 2, 1))
+    else:
+        gl.static_assert(BLOCK_N == 128)
+        w0, w1, w2, w3 = _kept_words(dropout, m, n_start // 64 + 1, call)
+        words = gl.join(words, gl.join(gl.join(w0, w1), gl.join(w2, w3)))
+        words = gl.permute(words, (0, 4, 3, 2, 1))
+    return gl.reshape(words, [WG_ROWS, BLOCK_N // 16, 4])
+
+
+# Of two rows in turn two neighbours, then those 8 keys on. A byte's top bit fills half a register.
+_DROP_KEYS = gl.constexpr(
+    "{ .reg .b32 low, high; "
+    "prmt.b32 low, $8, $8, 0x9988; and.b32 $0, $4, low; prmt.b32 low, $10, $10, 0x9988; and.b32 $1, $5, low; "
+    "prmt.b32 high, $8, $8, 0xBBAA; and.b32 $2, $6, high; prmt.b32 high, $10, $10, 0xBBAA; and.b32 $3, $7, high; }"
+)
+_DROP_KEYS_OPERANDS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 12))
+
+
+@gluon.jit
+def drop_keys(p_half, words):
+    """Return P [queries, keys] of 16 bits with zeros where `kept_keys` says that it does not stay."""
+    COLUMNS: gl.constexpr = p_half.shape[1]
+    pieces = gl.reshape(p_half, [WG_ROWS, COLUMNS // 16, 2, 4, 2])
+    words = gl.convert_layout(words, gl.SliceLayout(2, gl.SliceLayout(4, pieces.type.layout)))[:, :, None, :, None]
+    pieces = gl.inline_asm_elementwise(_DROP_KEYS, _DROP_KEYS_OPERANDS, [pieces, words], p_half.dtype, True, 8)
+    return gl.convert_layout(gl.reshape(pieces, p_half.shape), p_half.type.layout)  # which moves nothing
+
+
+@gluon.constexpr_function
+def _split_keys(layout, dims):
+    """Return a layout without dimensions of a tile [4, 2, 4, 2, queries]: its keys are those of a warp group."""
+    for dim in sorted(dims, reverse=True):
+        layout = gl.SliceLayout(dim, layout)
+    return layout
+
+
+@gluon.jit
+def kept_queries(dropout, m_start, n_start, QUERIES: gl.constexpr):
+    """Return which of a warp group's keys stay for a tile of QUERIES, as words [4, 1, 4, 2, queries].
+
+    Its top bit is that of keys 8 to 15 of 16, bit 15 that of keys 0 to 7. Words move between threads: a call of Philox
+    gives the numbers of 16 keys for one query, and four warps need them.
+    """
+    call_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    m = m_start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, call_layout))[None, :]
+    call = gl.arange(0, 4, layout=gl.SliceLayout(1, call_layout))[:, None]
+    w0, w1, w2, w3 = _kept_words(dropout, m, n_start // 64, call)
+    kept = (w0 & 0x80808080) | ((w1 & 0x80808080) >> 1) | ((w2 & 0x80808080) >> 2) | ((w3 & 0x80808080) >> 3)
+    tile = gl.zeros([WG_ROWS, QUERIES], gl.float32, wgmma_layout(QUERIES))
+    layout: gl.constexpr = gl.reshape(tile, [4, 2, 4, 2, QUERIES]).type.layout
+    kept = gl.convert_layout(kept, _split_keys(layout, (0, 1, 3)))[None, None, :, None, :]
+    warp = gl.arange(0, 4, layout=_split_keys(layout, (1, 2, 3, 4)))[:, None, None, None, None]
+    odd = gl.arange(0, 2, layout=_split_keys(layout, (0, 1, 2, 4)))[None, None, None, :, None]
+    return kept << (warp + 8 - 8 * odd).to(gl.uint32)
+
+
+# Two neighbouring queries of one key, then of the key 8 on.
+_DROP_QUERIES = gl.constexpr(
+    "{ .reg .b32 mask; prmt.b32 mask, $4, $5, 0xDD99; and.b32 $0, $2, mask; "
+    "prmt.b32 mask, $6, $7, 0xFFBB; and.b32 $1, $3, mask; }"
+)
+_DROP_QUERIES_OPERANDS = gl.constexpr(",".join(["=r"] * 2 + ["r"] * 6))
+
+
+@gluon.jit
+def drop_queries(p_half, words):
+    """Return P [keys, queries] of 16 bits with zeros where `kept_queries` says that it does not stay."""
+    pieces = gl.reshape(p_half, [4, 2, 4, 2, p_half.shape[1]])
+    pieces = gl.inline_asm_elementwise(_DROP_QUERIES, _DROP_QUERIES_OPERANDS, [pieces, words], p_half.dtype, True, 4)
+    return gl.convert_layout(gl.reshape(pieces, p_half.shape), p_half.type.layout)  # which moves nothing
+
+
+# `lop3` takes the bits of dP where the mask has ones, otherwise those of -delta.
+_SELECT_DP = gl.constexpr(
+    "{ .reg .b32 mask; "
+    + " ".join(
+        f"prmt.b32 mask, ${12 + i}, ${12 + i}, {'0x9999' if i < 2 else '0xBBBB'}; "
+        f"lop3.b32 ${i}, ${4 + i}, ${8 + i}, mask, 0xE4;"
+        for i in range(4)
+    )
+    + " }"
+)
+_SELECT_DP_OPERANDS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 12))
+
+
+@gluon.jit
+def drop_dp(dp, delta, words):
+    """Return dP - delta, given where P stays, and -delta elsewhere; delta [queries] is in shared memory."""
+    pieces = gl.reshape(dp, [4, 2, 4, 2, dp.shape[1]])
+    neg_delta = -delta.load(_split_keys(pieces.type.layout, (0, 1, 2, 3)))[None, None, None, None, :]
+    pieces = gl.inline_asm_elementwise(
+        _SELECT_DP, _SELECT_DP_OPERANDS, [pieces.to(gl.int32, bitcast=True), neg_delta.to(gl.int32, bitcast=True), words], gl.int32, True, 4
+    )
+    pieces = pieces.to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(pieces, dp.shape), dp.type.layout)  # which moves nothing
