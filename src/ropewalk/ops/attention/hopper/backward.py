@@ -37,7 +37,7 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
-from ropewalk.ops.attention.hopper.dropout import drop_dp, drop_queries, kept_queries
+from ropewalk.ops.attention.hopper.dropout import differentiate_dropped, dropped_queries, negate_dropped, to_half_or_zero
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -189,9 +189,14 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
-    """Return dS = P dP, through the backward of the score function."""
-    ds = p * dp
+def differentiate_scores(
+    m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr
+):
+    """Return dS = P dP, through the backward of the score function; with dropout delta is apart from dP."""
+    if delta is None:
+        ds = p * dp
+    else:
+        ds = differentiate_dropped(p, dp, delta)
     if score_flags.MOD_BWD is not None:
         column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_M)))
         k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
@@ -202,21 +207,33 @@ def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, 
 
 
 @gluon.jit
-def _kept_queries(step, BLOCK_M: gl.constexpr):
-    """Return what `kept_queries` says of a step's scores [keys, queries]; None without dropout."""
-    kept = None
+def _dropped_queries(step, BLOCK_M: gl.constexpr):
+    """Return which of a step's scores [keys, queries] are dropped, as `dropped_queries` does; None without dropout."""
+    dropped = None
     if step.dropout is not None:
-        kept = kept_queries(step.dropout, step.m_start, step.n_start, BLOCK_M)
-    return kept
+        dropped = dropped_queries(step.dropout, step.m_start, step.n_start, BLOCK_M)
+    return dropped
 
 
 @gluon.jit
-def _p_operand(p, kept, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Convert P to 16 bits, with zeros where `kept_queries` says that it does not stay."""
-    p_half = p.to(DTYPE)
-    if kept is not None:
-        p_half = drop_queries(p_half, kept)
+def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Convert P to 16 bits; with dropout it is negative where it does not stay, and there becomes zero."""
+    if dropped is None:
+        p_half = p.to(DTYPE)
+    else:
+        p_half = to_half_or_zero(p, DTYPE)
     return gl.convert_layout(p_half, layout)
+
+
+@gluon.jit
+def _init_dp(delta, step, layout: gl.constexpr):
+    """Initialise dP to -delta; with dropout to 0."""
+    BLOCK_M: gl.constexpr = delta.shape[0]
+    if step.dropout is None:
+        dp = init_neg_delta(delta, layout)
+    else:
+        dp = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
+    return dp
 
 
 @gluon.jit
@@ -236,7 +253,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     smem.do.wait_full(step.use)
@@ -246,20 +263,23 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
-    kept = _kept_queries(step, BLOCK_M)
+    dropped = _dropped_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = _p_operand(p, kept, DTYPE, p_layout)
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
+    p_half = _p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    if kept is not None:
-        dp = drop_dp(dp, smem.stats.index(2 * stage + 1), kept)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(
+        step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
+    )
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -299,14 +319,16 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
-    kept = _kept_queries(step, BLOCK_M)
+    dropped = _dropped_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = _p_operand(p, kept, DTYPE, p_layout)
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
+    p_half = _p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
@@ -318,13 +340,14 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    if kept is not None:
-        dp = drop_dp(dp, smem.stats.index(2 * stage + 1), kept)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(
+        step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
+    )
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)

@@ -5,11 +5,9 @@ a product one thread holds the probabilities of all bytes of a call, or, of a ti
 spreads top bits over pairs of 16-bit probabilities, and over dP.
 """
 
-import triton.language as tl
-
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, wgmma_layout
-from ropewalk.ops.attention.triton.softmax import dropped_numbers
+from ropewalk.ops.attention.triton.softmax import dropped_numbers, philox
 
 
 @gluon.jit
@@ -22,7 +20,7 @@ def _compare_bytes(word, threshold):
 @gluon.jit
 def _kept_words(dropout, m, block, call):
     """Return which keys of a block of 64 stay for queries m, in four words of calls of Philox, 0 to 3 in the block."""
-    w0, w1, w2, w3 = tl.philox(dropout.seed, block * 4 + call, m, dropout.row, dropout.sequence, 7)
+    w0, w1, w2, w3 = philox(dropout.seed, block * 4 + call, m, dropout.row, dropout.sequence)
     threshold = dropped_numbers(dropout, block) * 0x01010101
     return (
         _compare_bytes(w0, threshold),
@@ -80,61 +78,61 @@ def _split_keys(layout, dims):
 
 
 @gluon.jit
-def kept_queries(dropout, m_start, n_start, QUERIES: gl.constexpr):
-    """Return which of a warp group's keys stay for a tile of QUERIES, as words [4, 1, 4, 2, queries].
+def dropped_queries(dropout, m_start, n_start, QUERIES: gl.constexpr):
+    """Return which of a warp group's keys do not stay for a tile of QUERIES, as words [4, 1, 4, 2, queries].
 
-    Its top bit is that of keys 8 to 15 of 16, bit 15 that of keys 0 to 7. Words move between threads: a call of Philox
-    gives the numbers of 16 keys for one query, and four warps need them.
+    The top bit is for keys 8 to 15 of 16, bit 15 for keys 0 to 7. Words move between threads: a call of Philox gives
+    the numbers of 16 keys for one query, and four warps need them.
     """
     call_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     m = m_start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, call_layout))[None, :]
     call = gl.arange(0, 4, layout=gl.SliceLayout(1, call_layout))[:, None]
     w0, w1, w2, w3 = _kept_words(dropout, m, n_start // 64, call)
-    kept = (w0 & 0x80808080) | ((w1 & 0x80808080) >> 1) | ((w2 & 0x80808080) >> 2) | ((w3 & 0x80808080) >> 3)
+    even = (w0 & 0x80808080) | ((w1 >> 1) & 0x40404040)
+    dropped = ~(even | ((w2 >> 2) & 0x20202020) | ((w3 >> 3) & 0x10101010))
     tile = gl.zeros([WG_ROWS, QUERIES], gl.float32, wgmma_layout(QUERIES))
     layout: gl.constexpr = gl.reshape(tile, [4, 2, 4, 2, QUERIES]).type.layout
-    kept = gl.convert_layout(kept, _split_keys(layout, (0, 1, 3)))[None, None, :, None, :]
+    dropped = gl.convert_layout(dropped, _split_keys(layout, (0, 1, 3)))[None, None, :, None, :]
     warp = gl.arange(0, 4, layout=_split_keys(layout, (1, 2, 3, 4)))[:, None, None, None, None]
     odd = gl.arange(0, 2, layout=_split_keys(layout, (0, 1, 2, 4)))[None, None, None, :, None]
-    return kept << (warp + 8 - 8 * odd).to(gl.uint32)
+    return dropped << (warp + 8 - 8 * odd).to(gl.uint32)
 
 
-# Two neighbouring queries of one key, then of the key 8 on.
-_DROP_QUERIES = gl.constexpr(
-    "{ .reg .b32 mask; prmt.b32 mask, $4, $5, 0xDD99; and.b32 $0, $2, mask; "
-    "prmt.b32 mask, $6, $7, 0xFFBB; and.b32 $1, $3, mask; }"
+# Two neighbouring queries of one key, then of the key 8 on. `lop3` makes P | (word & the sign bit).
+_NEGATE_DROPPED = gl.constexpr(
+    "{ .reg .b32 word; shl.b32 word, $8, 16; lop3.b32 $0, $4, word, 0x80000000, 0xF8; "
+    "shl.b32 word, $9, 16; lop3.b32 $1, $5, word, 0x80000000, 0xF8; "
+    "lop3.b32 $2, $6, $10, 0x80000000, 0xF8; lop3.b32 $3, $7, $11, 0x80000000, 0xF8; }"
 )
-_DROP_QUERIES_OPERANDS = gl.constexpr(",".join(["=r"] * 2 + ["r"] * 6))
 
 
 @gluon.jit
-def drop_queries(p_half, words):
-    """Return P [keys, queries] of 16 bits with zeros where `kept_queries` says that it does not stay."""
-    pieces = gl.reshape(p_half, [4, 2, 4, 2, p_half.shape[1]])
-    pieces = gl.inline_asm_elementwise(_DROP_QUERIES, _DROP_QUERIES_OPERANDS, [pieces, words], p_half.dtype, True, 4)
-    return gl.convert_layout(gl.reshape(pieces, p_half.shape), p_half.type.layout)  # which moves nothing
-
-
-# `lop3` takes the bits of dP where the mask has ones, otherwise those of -delta.
-_SELECT_DP = gl.constexpr(
-    "{ .reg .b32 mask; "
-    + " ".join(
-        f"prmt.b32 mask, ${12 + i}, ${12 + i}, {'0x9999' if i < 2 else '0xBBBB'}; "
-        f"lop3.b32 ${i}, ${4 + i}, ${8 + i}, mask, 0xE4;"
-        for i in range(4)
-    )
-    + " }"
-)
-_SELECT_DP_OPERANDS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 12))
-
-
-@gluon.jit
-def drop_dp(dp, delta, words):
-    """Return dP - delta, given where P stays, and -delta elsewhere; delta [queries] is in shared memory."""
-    pieces = gl.reshape(dp, [4, 2, 4, 2, dp.shape[1]])
-    neg_delta = -delta.load(_split_keys(pieces.type.layout, (0, 1, 2, 3)))[None, None, None, None, :]
+def negate_dropped(p, words):
+    """Return P [keys, queries], negative where `dropped_queries` says that it does not stay: its sign bit is free."""
+    pieces = gl.reshape(p, [4, 2, 4, 2, p.shape[1]])
     pieces = gl.inline_asm_elementwise(
-        _SELECT_DP, _SELECT_DP_OPERANDS, [pieces.to(gl.int32, bitcast=True), neg_delta.to(gl.int32, bitcast=True), words], gl.int32, True, 4
+        _NEGATE_DROPPED, "=f,=f,=f,=f,f,f,f,f,r,r,r,r", [pieces, words], gl.float32, True, 4
     )
-    pieces = pieces.to(gl.float32, bitcast=True)
-    return gl.convert_layout(gl.reshape(pieces, dp.shape), dp.type.layout)  # which moves nothing
+    return gl.convert_layout(gl.reshape(pieces, p.shape), p.type.layout)  # which moves nothing
+
+
+@gluon.jit
+def to_half_or_zero(p, DTYPE: gl.constexpr):
+    """Convert P to 16 bits, with zeros where it is negative, in one instruction for two."""
+    if DTYPE == gl.bfloat16:
+        p_half = gl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2
+        )
+    else:
+        p_half = gl.inline_asm_elementwise("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
+    return p_half
+
+
+@gluon.jit
+def differentiate_dropped(p, dp, delta):
+    """Return P (dP - delta) where P >= 0, otherwise P delta; delta is [queries], in shared memory.
+
+    P is from `negate_dropped`. dP and delta are at the scale of the forward without its factor for those that stay.
+    """
+    delta = delta.load(gl.SliceLayout(0, p.type.layout))[None, :]
+    return gl.maximum(p, 0.0) * dp - gl.abs(p) * delta

@@ -46,6 +46,27 @@ def begin_dropout(dropout, row, sequence):
 
 
 @triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Return the words of `tl.philox` with 7 rounds, by wide products: it has one for each half of theirs."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = c0.to(tl.uint32)
+    c1 = c1.to(tl.uint32)
+    c2 = c2.to(tl.uint32)
+    c3 = c3.to(tl.uint32)
+    for _ in tl.static_range(7):
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = odd.to(tl.uint32)
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = even.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def dropped_numbers(dropout, block):
     """Return how many of 256 numbers are dropped in a block of 64 keys, or in each of some."""
     # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
