@@ -211,7 +211,7 @@ def _dropped_queries(step, BLOCK_M: gl.constexpr):
     """Return which of a step's scores [keys, queries] are dropped, as `dropped_queries` does; None without dropout."""
     dropped = None
     if step.dropout is not None:
-        dropped = dropped_queries(step.dropout, step.m_start, step.n_start, BLOCK_M)
+        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     return dropped
 
 

@@ -6,7 +6,8 @@ spreads top bits over pairs of 16-bit probabilities, and over dP.
 """
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
-from ropewalk.ops.attention.hopper.tiles import WG_ROWS, wgmma_layout
+from ropewalk.ops.attention.hopper.tiles import WG_ROWS, wgmma_layout, zero_of_step
+from ropewalk.ops.attention.triton.arguments import RowDropout
 from ropewalk.ops.attention.triton.softmax import dropped_numbers, philox
 
 
@@ -78,12 +79,17 @@ def _split_keys(layout, dims):
 
 
 @gluon.jit
-def dropped_queries(dropout, m_start, n_start, QUERIES: gl.constexpr):
+def dropped_queries(dropout, use, m_start, n_start, QUERIES: gl.constexpr):
     """Return which of a warp group's keys do not stay for a tile of QUERIES, as words [4, 1, 4, 2, queries].
 
     The top bit is for keys 8 to 15 of 16, bit 15 for keys 0 to 7. Words move between threads: a call of Philox gives
     the numbers of 16 keys for one query, and four warps need them.
     """
+    # The compiler computes keys of rounds before the loop, and spills them, if it can.
+    zero = zero_of_step(use)
+    dropout = RowDropout(
+        dropout.seed + zero, dropout.steps, dropout.rescale, dropout.row + zero, dropout.sequence, dropout.zero
+    )
     call_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     m = m_start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, call_layout))[None, :]
     call = gl.arange(0, 4, layout=gl.SliceLayout(1, call_layout))[:, None]
