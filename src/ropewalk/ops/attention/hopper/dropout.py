@@ -93,7 +93,7 @@ def dropped_queries(dropout, use, m_start, n_start, QUERIES: gl.constexpr):
     call_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     m = m_start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, call_layout))[None, :]
     call = gl.arange(0, 4, layout=gl.SliceLayout(1, call_layout))[:, None]
-    w0, w1, w2, w3 = _kept_words(dropout, m, n_start // 64, call)
+    w0, w1, w2, w3 = _kept_words(dropout, m, (n_start + zero) // 64, call)
     even = (w0 & 0x80808080) | ((w1 >> 1) & 0x40404040)
     dropped = ~(even | ((w2 >> 2) & 0x20202020) | ((w3 >> 3) & 0x10101010))
     tile = gl.zeros([WG_ROWS, QUERIES], gl.float32, wgmma_layout(QUERIES))
