@@ -51,6 +51,8 @@ CALLS = {
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
     "negative": {"causal": True, "scale": -0.1},
     "softcap": {"softcap": 50.0},
+    "dropout": {"dropout_p": 0.1},
+    "dropout-causal": {"position": Rope(), "causal": True, "dropout_p": 0.1},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
 LISTS = BlockLists(torch.ones(1, H, 2, dtype=torch.int32), torch.zeros(1, H, 2, 1, dtype=torch.int32))

@@ -229,7 +229,6 @@ TRAINING = [
         *("packed", "mask", "return-lse", "dropout"),
     )
     for impl in ("triton", "gluon")
-    if (kind, impl) != ("dropout", "gluon")  # which does not support it
 ]
 
 
