@@ -251,6 +251,7 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert chosen(call_on_gpu(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])) == "gluon"
+    assert chosen(call_on_gpu(long, dropout_p=0.1)) == "triton"
     call = call_on_gpu(**calls[1])
     assert backends.explain(call, None).others["gluon"] == "it is slower here, by measurement"
     assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"

@@ -37,7 +37,12 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
-from ropewalk.ops.attention.hopper.dropout import differentiate_dropped, dropped_queries, negate_dropped, to_half_or_zero
+from ropewalk.ops.attention.hopper.dropout import (
+    differentiate_dropped,
+    dropped_queries,
+    negate_dropped,
+    to_half_or_zero,
+)
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -420,9 +425,7 @@ def _mainloop_q(
                     scores.softcap,
                     scores.exp2_scale,
                 )
-                step = Step(
-                    head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout
-                )
+                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
                     (acc_dk, acc_dv),
