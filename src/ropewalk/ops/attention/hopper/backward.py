@@ -198,7 +198,7 @@ def differentiate_scores(
     m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr
 ):
     """Return dS = P dP, through the backward of the score function; with dropout delta is apart from dP."""
-    if delta is None:
+    if delta is None:  # noqa: SIM108
         ds = p * dp
     else:
         ds = differentiate_dropped(p, dp, delta)
@@ -223,7 +223,7 @@ def _dropped_queries(step, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Convert P to 16 bits; with dropout it is negative where it does not stay, and there becomes zero."""
-    if dropped is None:
+    if dropped is None:  # noqa: SIM108
         p_half = p.to(DTYPE)
     else:
         p_half = to_half_or_zero(p, DTYPE)
@@ -234,7 +234,7 @@ def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
 def _init_dp(delta, step, layout: gl.constexpr):
     """Initialise dP to -delta; with dropout to 0."""
     BLOCK_M: gl.constexpr = delta.shape[0]
-    if step.dropout is None:
+    if step.dropout is None:  # noqa: SIM108
         dp = init_neg_delta(delta, layout)
     else:
         dp = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)

@@ -125,7 +125,7 @@ def negate_dropped(p, words):
 @gluon.jit
 def to_half_or_zero(p, DTYPE: gl.constexpr):
     """Convert P to 16 bits, with zeros where it is negative, in one instruction for two."""
-    if DTYPE == gl.bfloat16:
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
         p_half = gl.inline_asm_elementwise("cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
     else:
         p_half = gl.inline_asm_elementwise("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)

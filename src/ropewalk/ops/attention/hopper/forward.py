@@ -343,6 +343,7 @@ def _mainloop_kv(
         threads                  | mask S, row maxima, P(j+1), row sums | rescale O, release V
     """
     acc_o, row_max, row_sum, row_logit = state
+    sums_layout: gl.constexpr = row_sum.type.layout
     q_use, use, listed_use = uses
     lists = problem.lists
     BLOCK_N: gl.constexpr = options.BLOCK_N
@@ -430,7 +431,7 @@ def _mainloop_kv(
             n_start = start + (n_steps - 1 - n_before) * BLOCK_N
         kept = None
         if dropout is not None:
-            kept = kept_keys(dropout, q_idx, n_start, row_sum.type.layout, BLOCK_N)
+            kept = kept_keys(dropout, q_idx, n_start, sums_layout, BLOCK_N)
         masked = (n_start < full) | (n_start >= full_stop)
         if HAS_PARTIAL:
             is_partial = n_steps - 1 >= tiles.count
@@ -473,7 +474,7 @@ def _mainloop_kv(
             next_kept = None
             if dropout is not None:  # while products run
                 next_start = upcoming if HAS_LISTS else n_start - BLOCK_N
-                next_kept = kept_keys(dropout, q_idx, next_start, row_sum.type.layout, BLOCK_N)
+                next_kept = kept_keys(dropout, q_idx, next_start, sums_layout, BLOCK_N)
             s = warpgroup_mma_wait(1, deps=(s,))
             rings.k.release(use + 1)
             if HAS_LISTS:
