@@ -2,7 +2,7 @@
 
 PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide]
 
-With `wide`, only those of head dims above 128 are recorded anew; with `list-configs`, those of further configurations.
+With `wide`, only those of head dims above 128 are recorded anew.
 The compile checks fail on more. No GPU is needed.
 """
 
@@ -20,11 +20,10 @@ import torch
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from helpers import compile_hopper as hopper
-from helpers.hopper_configs import LIST_CONFIGS, take_list_config
 
 
-def main(cases: list[tuple[Any, torch.dtype, str]], list_configs: list[tuple[str, str]]) -> None:
-    """Compile calls of the checks, and those with lists by further configurations, and write."""
+def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
+    """Compile calls of the checks, and write."""
     spills: dict[str, int] = {}
     for head_dim, dtype, name in cases:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -35,14 +34,6 @@ def main(cases: list[tuple[Any, torch.dtype, str]], list_configs: list[tuple[str
                 key = hopper.spill_key(direction, launch, name)
                 spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
                 print(key, spills[key], flush=True)
-    for config, name in list_configs:
-        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-            take_list_config(patch, config)
-            launch, _ = hopper.forward_launch_of(patch, 64, torch.bfloat16, name)
-            report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
-            key = hopper.spill_key("forward", launch, f"{name}, {config}")
-            spills[key] = hopper.spilled_bytes(report)
-            print(key, spills[key], flush=True)
     recorded = json.loads(hopper.SPILLS.read_text(encoding="utf-8"))
     spills = {**recorded.get(hopper.VERSION, {}), **spills}
     recorded[hopper.VERSION] = {key: spilled for key, spilled in spills.items() if spilled}
@@ -50,8 +41,6 @@ def main(cases: list[tuple[Any, torch.dtype, str]], list_configs: list[tuple[str
 
 
 if __name__ == "__main__":
-    SOME = {"wide": hopper.WIDE_CASES, "lists": hopper.LIST_CASES, "list-configs": []}
+    SOME = {"wide": hopper.WIDE_CASES, "lists": hopper.LIST_CASES}
     EVERY = hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES + hopper.LIST_CASES
-    CONFIGS = [(config, name) for config in LIST_CONFIGS for name in hopper.LIST_CALLS]
-    which = sys.argv[1] if sys.argv[1:] else None
-    main(SOME[which] if which else EVERY, CONFIGS if which in (None, "list-configs") else [])
+    main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

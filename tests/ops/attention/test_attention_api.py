@@ -989,7 +989,14 @@ def imagined(
     q = SimpleNamespace(device=torch.device(device), shape=(1, 8, queries, 128))
     far = None if far_window is None else FarRange(far_window)
     k = SimpleNamespace(shape=(1, 8, keys, 128))
-    made = {"needs_backward": True, "far": far, "tables": NO_TABLES, "mask": mask, "block_table": None}
+    made = {
+        "needs_backward": True,
+        "far": far,
+        "tables": NO_TABLES,
+        "mask": mask,
+        "block_table": None,
+        "dropout_p": 0.0,
+    }
     return SimpleNamespace(q=q, k=k, **made)
 
 

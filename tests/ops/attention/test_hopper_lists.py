@@ -18,9 +18,6 @@ from ropewalk.ops.attention.hopper import support
 if support.why_missing() is not None:
     pytest.skip(str(support.why_missing()), allow_module_level=True)
 
-from helpers.hopper_configs import LIST_CONFIGS, take_list_config
-
-from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.hopper.lists import LISTED, find_tiles, start_of_tile
 from ropewalk.ops.attention.triton.arguments import MaskFlags, Seqlens
 from ropewalk.ops.attention.triton.masking import key_ranges, query_ranges
@@ -197,19 +194,8 @@ CALLS = {
 }
 
 
-@pytest.fixture(params=[64, 128, *LIST_CONFIGS], ids=str)
-def head_dim(request, monkeypatch):
-    """A head dim; 64 by each configuration."""
-    if request.param not in LIST_CONFIGS:
-        yield request.param
-        return
-    take_list_config(monkeypatch, request.param)
-    yield 64
-    for cache in (plans.CALLS, plans.FORWARDS):
-        cache.clear()
-
-
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("lists", LISTS)
 @pytest.mark.parametrize("name", CALLS)
 def test_everything_is_the_references(device, name, lists, head_dim):
@@ -234,15 +220,17 @@ def test_heads_of_a_group_have_their_own_lists(device, key_heads):
 
 @on_hopper
 @pytest.mark.parametrize("kind", ["none", "one block"])
-def test_few_blocks(device, head_dim, kind):
+def test_few_blocks(device, kind):
     counts = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
     counts[..., 1] = kind == "one block"
     lists = BlockLists(counts, torch.full((1, 1, 3, 2), 4, dtype=torch.int32, device=device))
-    tensors = draw(device, queries=TOKENS[0], keys=TOKENS[1], head_dim=head_dim)
-    check_supported(GLUON, tensors, blocks=lists)
+    for head_dim in (64, 128):
+        tensors = draw(device, queries=TOKENS[0], keys=TOKENS[1], head_dim=head_dim)
+        check_supported(GLUON, tensors, blocks=lists)
 
 
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_tiles_of_many_lists(device, head_dim):
     """More work items than programs, and long lists of very different lengths; against the Triton kernels."""
     generator = torch.Generator(device).manual_seed(0)

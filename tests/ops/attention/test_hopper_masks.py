@@ -232,7 +232,7 @@ def test_what_is_written_to_a_mask_counts_in_the_next_call(device, trains):
             grads = torch.autograd.grad(out.float().square().sum(), tensors) if trains else ()
             results.append((out, *grads))
         for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(ours, theirs, rtol=4e-2, atol=4e-2)
 
 
 @on_hopper
@@ -251,4 +251,4 @@ def test_many_tiles_of_many_masks(device, head_dim):
         out, lse = attention(*leaves, mask=mask, causal=True, impl=impl, return_lse=True)
         results.append((out, lse, *torch.autograd.grad(out.float().square().sum(), leaves)))
     for ours, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours, theirs, rtol=4e-2, atol=4e-2)

@@ -68,13 +68,13 @@ class Options(NamedTuple):
     """Constants of the pipeline: `launch.ForwardConfig`, and whether keys ahead may be far."""
 
     HALVES: Any
+    HALF: Any  # which of them a warp is in
     CONSUMERS: Any
     BLOCK_N: Any
     OUT_IN_Q: Any
     PIN_EXP2: Any
     CONVERT_P_EARLY: Any
     PINGPONG: Any
-    OVERLAP: Any
     HAS_FUTURE: Any
 
 
@@ -174,14 +174,14 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RAN
 
 
 @gluon.jit
-def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, options, HALF: gl.constexpr):
+def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, options):
     """Take work items, and load the tiles of each."""
     n_work = problem.n_work
     n_done = 0
     uses = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     work_idx = gl.program_id(0)
-    if HALF > 0:
-        work_idx += gl.num_programs(0) * HALF
+    if options.HALF > 0:
+        work_idx += gl.num_programs(0) * options.HALF
     while work_idx < n_work:
         scheduler.publish(n_done, work_idx)
         n_done += 1
@@ -210,14 +210,14 @@ def _load_warp(q, k, v, far, counter_ptr, scheduler, rings, problem, flags, opti
 
 
 @gluon.jit
-def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr, HALF: gl.constexpr):
+def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
     """Release tiles that other warp groups attend but this one does not; return the next use of the rings."""
     for _tile in range(count):
         rings.k.wait_full(use)  # released any sooner, it would count for the use before
         rings.k.release(use)
         if options.PINGPONG:
-            pingpong_sync(CONSUMER, options.CONSUMERS, HALF)
-            pingpong_arrive(CONSUMER, options.CONSUMERS, HALF)
+            pingpong_sync(CONSUMER, options.CONSUMERS, options.HALF)
+            pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
         rings.v.wait_full(use)
         rings.v.release(use)
         use += 1
@@ -238,75 +238,6 @@ def _start_s(q_tiles, rings, use, options):
     for chunk in gl.static_range(rings.k.chunks):
         s = warpgroup_mma(q_tiles[chunk], k_tiles[chunk].permute((1, 0)), s, use_acc=chunk > 0, is_async=True)
     return s
-
-
-@gluon.jit
-def _take_steps(
-    state,
-    use,
-    rings,
-    q_tiles,
-    q_idx,
-    n_steps,
-    start,
-    full,
-    full_stop,
-    tiles,
-    line,
-    seqlens,
-    slots,
-    lists,
-    scores,
-    flags,
-    score_flags,
-    options,
-):
-    """Add steps of keys to the state of `_mainloop_kv`, one after another; return the use of the rings too.
-
-    A warp group then has scores or probabilities of one step alone: others' softmax runs beside its products.
-    """
-    acc_o, row_max, row_sum, row_logit = state
-    BLOCK_N: gl.constexpr = options.BLOCK_N
-    MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
-    HAS_PARTIAL: gl.constexpr = lists.slots is not None
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
-    for step in range(n_steps):
-        n_start = _row_of_tile(n_steps - 1 - step, start, tiles, line, lists, BLOCK_N)
-        rings.k.wait_full(use)
-        s = _start_s(q_tiles, rings, use, options)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        rings.k.release(use)
-        masked = (n_start < full) | (n_start >= full_stop)
-        is_partial = None
-        if HAS_PARTIAL:
-            is_partial = n_steps - 1 - step >= tiles.count
-            masked = masked | is_partial
-        p, alpha, row_max, row_sum, new_logit = online_softmax(
-            s,
-            row_max,
-            row_sum,
-            row_logit,
-            q_idx,
-            n_start,
-            TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits),
-            scores,
-            flags,
-            score_flags,
-            False,
-        )
-        if score_flags.MAX_LOGITS:
-            row_logit = new_logit
-        p_half = gl.convert_layout(p.to(rings.v.tiles.dtype), p_layout)
-        acc_o = rescale(acc_o, alpha)
-        rings.v.wait_full(use)
-        if MISSING_KEYS:  # noqa: SIM102
-            if (n_start + BLOCK_N > seqlens.n_keys) | (n_start < seqlens.kv_start):
-                _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
-        acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
-        acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
-        rings.v.release(use)
-        use += 1
-    return (acc_o, row_max, row_sum, row_logit), use
 
 
 @gluon.jit
@@ -331,7 +262,6 @@ def _mainloop_kv(
     score_flags,
     options,
     CONSUMER: gl.constexpr,
-    HALF: gl.constexpr,
     RANGE: gl.constexpr,
 ):
     """Add the keys of a range of pairs to a tile's O, row maxima and row sums in threads; return the uses of rings too.
@@ -388,37 +318,8 @@ def _mainloop_kv(
         wg_stop = gl.where(wg_start < seqlens.n_queries, wg_range.stop, start)
         n_before = gl.minimum(n_steps - (gl.maximum(wg_stop - start, 0) + BLOCK_N - 1) // BLOCK_N, n_steps - 1)
         n_after = gl.minimum((wg_range.start - start) // BLOCK_N, n_steps - 1 - n_before)
-    if not options.OVERLAP:
-        if n_steps > 0:
-            use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER, HALF)
-            rings.q.wait_full(q_use)
-            state, use = _take_steps(
-                state,
-                use,
-                rings,
-                rings.q.chunk_tiles(q_use),
-                q_idx,
-                n_steps - n_before - n_after,
-                start + n_after * BLOCK_N,
-                full,
-                full_stop,
-                tiles if HAS_LISTS else None,
-                line if HAS_LISTS else None,
-                seqlens,
-                slots,
-                lists,
-                scores,
-                range_flags(flags, RANGE),
-                score_flags,
-                options,
-            )
-            acc_o, row_max, row_sum, row_logit = state
-            if not _holds_q(options.OUT_IN_Q, RANGE):
-                rings.q.release(q_use)
-                q_use += options.CONSUMERS
-            use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER, HALF)
-    elif n_steps > 0:
-        use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER, HALF)
+    if n_steps > 0:
+        use = _skip_masked_tiles(use, n_before, rings, options, CONSUMER)
         rings.q.wait_full(q_use)
         q_tiles = rings.q.chunk_tiles(q_use)
         rings.k.wait_full(use)
@@ -465,12 +366,12 @@ def _mainloop_kv(
                     _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
             rings.k.wait_full(use + 1)
             if options.PINGPONG:
-                pingpong_sync(CONSUMER, options.CONSUMERS, HALF)
+                pingpong_sync(CONSUMER, options.CONSUMERS, options.HALF)
             s = _start_s(q_tiles, rings, use + 1, options)
             rings.v.wait_full(use)
             acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
             if options.PINGPONG:
-                pingpong_arrive(CONSUMER, options.CONSUMERS, HALF)
+                pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
             next_kept = None
             if dropout is not None:  # while products run
                 next_start = upcoming if HAS_LISTS else n_start - BLOCK_N
@@ -523,7 +424,7 @@ def _mainloop_kv(
         acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
         rings.v.release(use)
         use += 1
-        use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER, HALF)
+        use = _skip_masked_tiles(use, n_after, rings, options, CONSUMER)
     return (acc_o, row_max, row_sum, row_logit), (q_use, use, listed_use)
 
 
@@ -540,12 +441,11 @@ def _attend(
     score_flags,
     options,
     CONSUMER: gl.constexpr,
-    HALF: gl.constexpr,
 ):
     """Attend with a tile of queries: far pairs first, where there are any."""
     if problem.far_window is not None:
         state, uses = _mainloop_kv(
-            state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, HALF, FAR_PAST
+            state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
         )
         if options.HAS_FUTURE:
             state, uses = _mainloop_kv(
@@ -560,7 +460,6 @@ def _attend(
                 score_flags,
                 options,
                 CONSUMER,
-                HALF,
                 FAR_FUTURE,
             )
     return _mainloop_kv(
@@ -575,7 +474,6 @@ def _attend(
         score_flags,
         options,
         CONSUMER,
-        HALF,
         ALL if problem.far_window is None else NEAR,
     )
 
@@ -593,7 +491,6 @@ def _compute_warps(
     score_flags,
     options,
     CONSUMER: gl.constexpr,
-    HALF: gl.constexpr,
 ):
     """Attend with WG_ROWS queries of each work item's tile."""
     BLOCK_D: gl.constexpr = rings.v.tiles.shape[4]
@@ -604,7 +501,7 @@ def _compute_warps(
     n_done = 0
     uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0), gl.to_tensor(0))
     if options.PINGPONG and CONSUMER == options.CONSUMERS - 1:
-        pingpong_arrive(CONSUMER, options.CONSUMERS, HALF)
+        pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
     work_idx = scheduler.receive(n_done)
     while work_idx < problem.n_work:
         # === prologue
@@ -621,9 +518,7 @@ def _compute_warps(
 
         # === mainloop
         state = (gl.zeros([WG_ROWS, BLOCK_D], gl.float32, o_layout), row_max, row_sum, row_logit)
-        state, uses = _attend(
-            state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, HALF
-        )
+        state, uses = _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER)
 
         # === epilogue
         acc_o, row_max, row_sum, row_logit = state
@@ -721,8 +616,7 @@ def forward_kernel(
     SOFTCAP: gl.constexpr,
     PIN_EXP2: gl.constexpr,  # hold exponentials before the wait for O
     CONVERT_P_EARLY: gl.constexpr,  # convert P before the wait for O
-    PINGPONG: gl.constexpr,  # warp groups issue their matrix products in turn; needs OVERLAP
-    OVERLAP: gl.constexpr,  # a warp group's softmax runs beside its own product with values
+    PINGPONG: gl.constexpr,  # warp groups issue their matrix products in turn
 ):
     """Attend with tiles of CONSUMERS · WG_ROWS queries of one head each, one after another.
 
@@ -731,7 +625,6 @@ def forward_kernel(
         group 0  S, O wgmma | softmax    | S, O wgmma | softmax
         group 1  softmax    | S, O wgmma | softmax    | S, O wgmma
     """
-    gl.static_assert(OVERLAP or not PINGPONG, "PINGPONG needs OVERLAP")
     q_rings = ()
     k_rings = ()
     v_rings = ()
@@ -797,17 +690,16 @@ def forward_kernel(
                     ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),
                     Options(
                         HALVES,
+                        role // CONSUMERS,
                         CONSUMERS,
                         BLOCK_N,
                         OUT_IN_Q,
                         PIN_EXP2,
                         CONVERT_P_EARLY,
                         PINGPONG,
-                        OVERLAP,
                         q_far_future is not None,
                     ),
                     role % CONSUMERS,
-                    role // CONSUMERS,
                 ),
             )
             if role < N_GROUPS
@@ -843,16 +735,15 @@ def forward_kernel(
                     FLAGS,
                     Options(
                         HALVES,
+                        role - N_GROUPS,
                         CONSUMERS,
                         BLOCK_N,
                         OUT_IN_Q,
                         PIN_EXP2,
                         CONVERT_P_EARLY,
                         PINGPONG,
-                        OVERLAP,
                         q_far_future is not None,
                     ),
-                    role - N_GROUPS,
                 ),
             )
             for role in (0, 1, 2, 3, 4, 5)[: N_GROUPS + HALVES]

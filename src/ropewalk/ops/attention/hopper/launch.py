@@ -56,7 +56,6 @@ from ropewalk.ops.attention.triton.launch_common import (
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
-_REGISTERS = 1 << 16  # of a multiprocessor
 _LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
 
 
@@ -74,9 +73,7 @@ class ForwardConfig(NamedTuple):
     PINGPONG: bool
     OUT_IN_Q: bool = False
     Q_STAGES: int = 1  # of each compute warp group; two load the next tile's queries before this one's last step
-    OVERLAP: bool = True  # of a warp group's softmax with its own product with values
     HALVES: int = 1  # of a program, each with a load warp, and work items of its own
-    PROGRAMS_PER_SM: int = 1
 
     @property
     def block_m(self) -> int:
@@ -86,12 +83,7 @@ class ForwardConfig(NamedTuple):
     @property
     def arguments(self) -> dict[str, int]:
         """Return the keywords of Triton's launcher."""
-        arguments = self._asdict() | {"num_warps": 4}
-        del arguments["PROGRAMS_PER_SM"]
-        if self.PROGRAMS_PER_SM > 1:
-            threads = 128 * (self.CONSUMERS + 1)  # Triton rounds the load warp up to a warp group
-            arguments["maxnreg"] = _REGISTERS // (self.PROGRAMS_PER_SM * threads) // 8 * 8
-        return arguments
+        return self._asdict() | {"num_warps": 4}
 
 
 class FeatureBlocks(NamedTuple):
@@ -124,9 +116,11 @@ FORWARD = {
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 # A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
 FORWARD_LISTS = {
-    64: ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
+    64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
     128: ForwardConfig(2, 128, 2, 2, 240, 24, True, CONVERT_P_EARLY=False, PINGPONG=False, Q_STAGES=2),
 }
+# Bits, a score function and dropout at 64 features take more registers than two halves have.
+FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 
 
 class BackwardConfig(NamedTuple):
@@ -176,6 +170,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         config = FORWARD_SCORE_MOD
     if call.blocks is not None:
         config = FORWARD_LISTS[blocks.widest]
+        if config.HALVES > 1 and (call.blocks.bits is not None or score_mod is not None or call.dropout_p > 0):
+            config = FORWARD_LISTS_WHOLE
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -188,7 +184,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     bounds = bounds_args(call)
     on.launch(
         forward_kernel,
-        min(n_work, config.PROGRAMS_PER_SM * on.num_sms(saved.q)),
+        min(n_work, on.num_sms(saved.q)),
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, blocks),
         out=_describe(out, WG_ROWS.value, blocks.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,

@@ -147,16 +147,9 @@ def listed_keys(m, n_start, column, mask):
     else:
         slot = gl.load(mask.slots + n_start // LISTED)
         n = column[None, :]
-        if column.shape[0] == LISTED:
-            low = gl.where(n < 32, _load_words(m, slot, 0, mask)[:, None], _load_words(m, slot, 1, mask)[:, None])
-            high = gl.where(n < 96, _load_words(m, slot, 2, mask)[:, None], _load_words(m, slot, 3, mask)[:, None])
-            words = gl.where(n < 64, low, high)
-        else:  # half a block
-            gl.static_assert(column.shape[0] == LISTED // 2)
-            word = n_start % LISTED // 32
-            first, second = _load_words(m, slot, word, mask), _load_words(m, slot, word + 1, mask)
-            words = gl.where(n < 32, first[:, None], second[:, None])
-        attends = (words >> n % 32 & 1) != 0
+        low = gl.where(n < 32, _load_words(m, slot, 0, mask)[:, None], _load_words(m, slot, 1, mask)[:, None])
+        high = gl.where(n < 96, _load_words(m, slot, 2, mask)[:, None], _load_words(m, slot, 3, mask)[:, None])
+        attends = (gl.where(n < 64, low, high) >> n % 32 & 1) != 0
     return attends
 
 
