@@ -51,8 +51,6 @@ CALLS = {
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
     "negative": {"causal": True, "scale": -0.1},
     "softcap": {"softcap": 50.0},
-    "dropout": {"dropout_p": 0.1},
-    "dropout-causal": {"position": Rope(), "causal": True, "dropout_p": 0.1},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
 LISTS = BlockLists(torch.ones(1, H, 2, dtype=torch.int32), torch.zeros(1, H, 2, 1, dtype=torch.int32))
@@ -99,10 +97,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
     schedules = []
     rotate_anywhere(monkeypatch)
     monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
-    call = make_call(q, k, v, layout=layout, **keywords)
-    if call.dropout_p > 0:
-        call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
-    return call, schedules
+    return make_call(q, k, v, layout=layout, **keywords), schedules
 
 
 def forward_launch_of(monkeypatch, head_dim, dtype, name):

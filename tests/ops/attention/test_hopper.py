@@ -134,7 +134,7 @@ REFUSED = {
     "wide beside a mask": ({"head_dim": 136}, {"mask": MASK}, "mask"),
     "wide values beside a mask": ({"v_head_dim": 136}, {"mask": MASK}, "mask"),
     "mask beside lists": ({}, {"mask": MASK, "blocks": BlockLists.sliding_window(TQ, TK, window=150)}, "mask"),
-    "wide dropout": ({"head_dim": 136}, {"dropout_p": 0.1}, "dropout_p"),
+    "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
     "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
     "t5": ({}, {"position": T5Bias(torch.zeros(32, H))}, "score_mod"),
     "own": ({}, {"position": Own()}, "score_mod"),
@@ -175,7 +175,6 @@ SUPPORTED = {
     "window of two sides": {"window": (30, 7)},
     "mask": {"mask": MASK, "causal": True, "position": Rope()},
     "bounds": {"key_lengths": torch.tensor([9, 300]), "key_starts": torch.tensor([0, 3])},
-    "dropout": {"dropout_p": 0.1},
     "changes": {"softcap": 3.0, "sinks": torch.ones(H), "scale": -1.0, "return_lse": True, "deterministic": True},
 }
 
@@ -251,7 +250,6 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert chosen(call_on_gpu(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])) == "gluon"
-    assert chosen(call_on_gpu(long, dropout_p=0.1)) == "triton"
     call = call_on_gpu(**calls[1])
     assert backends.explain(call, None).others["gluon"] == "it is slower here, by measurement"
     assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"
@@ -365,43 +363,6 @@ CALLS = {
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_every_call(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
-
-
-DROPPED = (
-    *("plain", "causal", "causal-window", "lengths", "starts", "no-keys", "cache", "softcap-sinks"),
-    *("alibi", "alibi-learned", "decay-causal", "rope-interleaved", "rerope", "leaky"),
-)
-
-
-@on_hopper
-@pytest.mark.parametrize("name", DROPPED)
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 96])
-def test_dropout(kernels, device, head_dim, dtype, p, name):
-    check_supported(kernels, draw(device, dtype, head_dim=head_dim), dropout_p=p, **CALLS[name](device))
-
-
-@on_hopper
-@pytest.mark.parametrize("p", [0.1, 0.7])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_dropout_of_packed_sequences(kernels, device, lengths, head_dim, p):
-    tensors, starts = pack(device, *LENGTHS[lengths], head_dim)
-    check_supported(kernels, tensors, layout="thd", causal=True, dropout_p=p, **starts)
-
-
-@on_hopper
-@pytest.mark.parametrize("p", [0.1, 0.3, 0.999])
-def test_dropped_pairs_are_those_of_the_reference(device, p):
-    """With equal scores and one key a feature, the output says which keys stay."""
-    for first in (0, 64, 256):
-        q, k = torch.zeros(B, H, TQ, 64, device=device).bfloat16(), torch.zeros(B, H, TK, 64, device=device).bfloat16()
-        v = torch.zeros_like(k)
-        v[:, :, first : first + 64] = torch.eye(64, device=device)
-        call = make_call(q, k, v, layout="bhtd", dropout_p=p)._replace(seed=torch.tensor([2**62 + 5], device=device))
-        out, _ = GLUON.forward(call, True)
-        assert torch.equal(out != 0, reference.kept(slice(0, TQ), call)[..., first : first + 64])
 
 
 @on_hopper

@@ -37,12 +37,6 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
-from ropewalk.ops.attention.hopper.dropout import (
-    differentiate_dropped,
-    dropped_queries,
-    negate_dropped,
-    to_half_or_zero,
-)
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -81,7 +75,6 @@ from ropewalk.ops.attention.triton.masking import (
     range_flags,
     slots_of_head,
 )
-from ropewalk.ops.attention.triton.softmax import begin_dropout
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -129,8 +122,6 @@ class Step(NamedTuple):
     m_start: Any  # the first query
     full: Any  # queries of [full, full_stop) attend all keys of the warp group
     full_stop: Any
-    n_start: Any  # the warp group's first key
-    dropout: Any  # RowDropout | None
     is_partial: Any = None  # fields of `TileMask`
     slots: Any = None
     slots_stride_query: Any = None
@@ -194,14 +185,9 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def differentiate_scores(
-    m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr
-):
-    """Return dS = P dP, through the backward of the score function; with dropout delta is apart from dP."""
-    if delta is None:  # noqa: SIM108
-        ds = p * dp
-    else:
-        ds = differentiate_dropped(p, dp, delta)
+def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
+    """Return dS = P dP, through the backward of the score function."""
+    ds = p * dp
     if score_flags.MOD_BWD is not None:
         column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_M)))
         k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
@@ -209,36 +195,6 @@ def differentiate_scores(
             ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
         )
     return ds
-
-
-@gluon.jit
-def _dropped_queries(step, BLOCK_M: gl.constexpr):
-    """Return which of a step's scores [keys, queries] are dropped, as `dropped_queries` does; None without dropout."""
-    dropped = None
-    if step.dropout is not None:
-        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
-    return dropped
-
-
-@gluon.jit
-def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Convert P to 16 bits; with dropout it is negative where it does not stay, and there becomes zero."""
-    if dropped is None:  # noqa: SIM108
-        p_half = p.to(DTYPE)
-    else:
-        p_half = to_half_or_zero(p, DTYPE)
-    return gl.convert_layout(p_half, layout)
-
-
-@gluon.jit
-def _init_dp(delta, step, layout: gl.constexpr):
-    """Initialise dP to -delta; with dropout to 0."""
-    BLOCK_M: gl.constexpr = delta.shape[0]
-    if step.dropout is None:  # noqa: SIM108
-        dp = init_neg_delta(delta, layout)
-    else:
-        dp = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
-    return dp
 
 
 @gluon.jit
@@ -258,7 +214,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     smem.do.wait_full(step.use)
@@ -268,23 +224,17 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
-    dropped = _dropped_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    if dropped is not None:
-        p = negate_dropped(p, dropped)
-    p_half = _p_operand(p, dropped, DTYPE, p_layout)
+    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
-    ds = differentiate_scores(
-        step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
-    )
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -324,16 +274,13 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
-    dropped = _dropped_queries(step, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    if dropped is not None:
-        p = negate_dropped(p, dropped)
-    p_half = _p_operand(p, dropped, DTYPE, p_layout)
+    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
@@ -345,14 +292,11 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
-    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
-    ds = differentiate_scores(
-        step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M
-    )
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -363,17 +307,6 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
     smem.q.release(step.use)
     return acc_dk, acc_dv
-
-
-@gluon.jit
-def _begin_dropout(problem, tile, member):
-    """Return the `RowDropout` of a query head of a tile's keys; None without dropout."""
-    dropout = None
-    if problem.dropout is not None:
-        head = tile.kv_head * problem.schedule.heads_per_key + member
-        n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
-        dropout = begin_dropout(problem.dropout, tile.batch * n_heads + head, tile.sequence)
-    return dropout
 
 
 @gluon.jit
@@ -409,7 +342,6 @@ def _mainloop_q(
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
         for member in range(problem.schedule.heads_per_key):
             head_use = first_use + member * steps_per_head
-            dropout = _begin_dropout(problem, tile, member)
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
@@ -425,7 +357,7 @@ def _mainloop_q(
                     scores.softcap,
                     scores.exp2_scale,
                 )
-                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
+                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
                     (acc_dk, acc_dv),
@@ -477,8 +409,7 @@ def _mainloop_listed_q(
     start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     heads_per_key = problem.schedule.heads_per_key
     seqlens, _, _, _ = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    wg_start = tile.start + CONSUMER * WG_ROWS
-    wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
     bits = lists.bits
     if bits is not None:
@@ -489,7 +420,6 @@ def _mainloop_listed_q(
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(heads_per_key):
         head = tile.kv_head * heads_per_key + member
-        dropout = _begin_dropout(problem, tile, member)
         slots = slots_of_head(lists, tile.batch, head)
         if bits is not None:
             slots += tile.start // LISTED
@@ -520,8 +450,6 @@ def _mainloop_listed_q(
                     mark & -2,
                     wg_range.full,
                     wg_range.full_stop,
-                    wg_start,
-                    dropout,
                     is_partial,
                     slots,
                     lists.slots_stride_query,
@@ -637,8 +565,6 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     acc_dk, acc_dv, use = state
     exists = key_mask(k_idx, seqlens, dk_layout)
     acc_dk = acc_dk * problem.grad_scale
-    if problem.dropout is not None:
-        acc_dv = acc_dv * problem.dropout.rescale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
         acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
@@ -684,9 +610,8 @@ def backward_kernel(
     packed,  # Packed | None
     bounds,  # Bounds
     lists,  # Lists, of columns
-    dropout,  # Dropout | None
     scores,  # Scores
-    grad_scale,  # of dK; with dropout the host rescales it
+    grad_scale,  # of dK
     window,
     window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
@@ -772,7 +697,6 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
-                        dropout,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -800,7 +724,6 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
-                        dropout,
                     ),
                     FLAGS,
                 ),

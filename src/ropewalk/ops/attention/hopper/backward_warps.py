@@ -98,10 +98,7 @@ def tile_of_program(problem, BLOCK_M: gl.constexpr):
         problem.window_right,
     )
     workspace_row = workspace_start(q_offset, sequence, problem.packed, BLOCK_M)
-    in_batch = sequence
-    if problem.packed is None:
-        in_batch *= 0
-    tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N, in_batch)
+    tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N)
     return tile, kv_capacity, workspace_row, seqlens
 
 
@@ -156,8 +153,6 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
     exists = column < seqlens.n_queries - m_start
     lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
     delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
-    if problem.dropout is not None:  # gradients are rescaled at the end
-        delta /= problem.dropout.rescale
     # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
     smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
     smem.stats.index(2 * stage + 1).store(delta)

@@ -466,7 +466,7 @@ def _step_dk(
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, None, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)

@@ -17,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
-from ropewalk.ops.attention.dropout import rescale
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
@@ -33,7 +32,6 @@ from ropewalk.ops.attention.triton.launch_common import (
     begin_forward,
     bounds_args,
     counter_of,
-    dropout_args,
     far_window_arg,
     gate_args,
     gate_grads,
@@ -119,7 +117,7 @@ FORWARD_LISTS = {
     64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
     128: ForwardConfig(2, 128, 2, 2, 240, 24, True, CONVERT_P_EARLY=False, PINGPONG=False, Q_STAGES=2),
 }
-# Bits, a score function and dropout at 64 features take more registers than two halves have.
+# Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 
 
@@ -170,7 +168,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         config = FORWARD_SCORE_MOD
     if call.blocks is not None:
         config = FORWARD_LISTS[blocks.widest]
-        if config.HALVES > 1 and (call.blocks.bits is not None or score_mod is not None or call.dropout_p > 0):
+        if config.HALVES > 1 and (call.blocks.bits is not None or score_mod is not None):
             config = FORWARD_LISTS_WHOLE
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
@@ -193,7 +191,6 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         lists=lists_args(call, "rows"),
-        dropout=dropout_args(call),
         scores=scores_args(call, score_mod),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
@@ -300,7 +297,7 @@ def backward(
                 table=table if workspace == 0 else None,
                 past_table=past_table,
                 future_table=future_table,
-                grad_scale=call.scale * rescale(call.dropout_p),
+                grad_scale=call.scale,
                 workspace=workspace,
                 R=width,
                 INTERLEAVED=call.tables.interleaved,
@@ -361,7 +358,6 @@ def _launch_kernel(
         dk_far=dk_far,
         dv=dv,
         lists=lists_args(call, "columns"),
-        dropout=dropout_args(call),
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
@@ -446,7 +442,7 @@ def _backward_args(
         "packed": packed,
         "bounds": bounds,
         "scores": scores_args(call, score_mod),
-        "grad_scale": call.scale * rescale(call.dropout_p),
+        "grad_scale": call.scale,
         **window_args(call),
         "far_window": far_window_arg(call),
         **schedule._asdict(),

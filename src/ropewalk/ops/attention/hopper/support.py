@@ -17,7 +17,6 @@ TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kerne
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
 WIDEST = 256  # features of a row
-WIDEST_DROPPED = 128  # features of a row with dropout
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
@@ -53,10 +52,8 @@ class Gluon:
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
-        for name, x in (("q", q), ("v", call.v)):
-            if call.dropout_p > 0 and x.shape[3] > WIDEST_DROPPED:
-                needed = f"with dropout must be up to {WIDEST_DROPPED}"
-                return Refusal("dropout_p", f"{name}'s head dim is {x.shape[3]}, but {needed}")
+        if call.dropout_p > 0:
+            return Refusal("dropout_p", "dropout is not supported")
         if call.far is not None and not call.goes_by_index:
             return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
         if call.score_mod is not None:
