@@ -78,11 +78,6 @@ class ForwardConfig(NamedTuple):
         """Queries of a tile."""
         return self.CONSUMERS * int(WG_ROWS.value)
 
-    @property
-    def arguments(self) -> dict[str, int]:
-        """Return the keywords of Triton's launcher."""
-        return self._asdict() | {"num_warps": 4}
-
 
 class FeatureBlocks(NamedTuple):
     """Blocks of a row's features, powers of two: d_chunks of block_d for q and k, one of block_dv for v."""
@@ -206,7 +201,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
         MOD=None if score_mod is None else score_mod.forward,
         SOFTCAP=call.softcap is not None,
-        **config.arguments,
+        **config._asdict(),
+        num_warps=4,
     )
     return out, saved
 
