@@ -1,4 +1,4 @@
-"""Functions that run in several processes of a gloo group, on a CPU. A process that hangs fails."""
+"""Functions that run in several processes: of gloo on a CPU, or of NCCL with a GPU each. One that hangs fails."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ import torch.multiprocessing
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
-def _work(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _work(
+    rank: int, size: int, store: str, backend: str, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         function(rank, *arguments)
     finally:
@@ -29,7 +33,7 @@ def _work(rank: int, size: int, store: str, function: Callable[..., None], argum
     os._exit(0)  # PyTorch's meshes keep groups: their threads may abort a process that ends as Python does
 
 
-def run(size: int, function: Callable[..., None], *arguments: Any) -> None:
+def run(size: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo") -> None:
     """Call function(rank, *arguments) in each of `size` processes; an error of any is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_work, (size, str(Path(folder, "store")), function, arguments), size)
+        torch.multiprocessing.spawn(_work, (size, str(Path(folder, "store")), backend, function, arguments), size)
