@@ -236,6 +236,7 @@ def test_nothing_to_attend(device, lengths):
     assert bool((lse == -math.inf).all())
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.usefixtures("always")
 def test_many_sequences(device):
