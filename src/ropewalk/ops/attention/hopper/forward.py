@@ -213,8 +213,8 @@ def _skip_masked_tiles(use, count, rings, options, CONSUMER: gl.constexpr):
         rings.k.wait_full(use)  # released any sooner, it would count for the use before
         rings.k.release(use)
         if options.PINGPONG:
-            pingpong_sync(CONSUMER, options.CONSUMERS, options.HALF)
-            pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
+            pingpong_sync(CONSUMER)
+            pingpong_arrive(CONSUMER, options.CONSUMERS)
         rings.v.wait_full(use)
         rings.v.release(use)
         use += 1
@@ -346,12 +346,12 @@ def _mainloop_kv(
                     _zero_missing_keys(rings.v.tile(use), n_start, seqlens, flags)
             rings.k.wait_full(use + 1)
             if options.PINGPONG:
-                pingpong_sync(CONSUMER, options.CONSUMERS, options.HALF)
+                pingpong_sync(CONSUMER)
             s = _start_s(q_tiles, rings, use + 1, options)
             rings.v.wait_full(use)
             acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
             if options.PINGPONG:
-                pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
+                pingpong_arrive(CONSUMER, options.CONSUMERS)
             s = warpgroup_mma_wait(1, deps=(s,))
             rings.k.release(use + 1)
             if HAS_LISTS:
@@ -405,19 +405,7 @@ def _mainloop_kv(
 
 
 @gluon.jit
-def _attend(
-    state,
-    uses,
-    rings,
-    tile,
-    q_idx,
-    seqlens,
-    problem,
-    flags,
-    score_flags,
-    options,
-    CONSUMER: gl.constexpr,
-):
+def _attend(state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
     """Attend with a tile of queries: far pairs first, where there are any."""
     if problem.far_window is not None:
         state, uses = _mainloop_kv(
@@ -425,18 +413,7 @@ def _attend(
         )
         if options.HAS_FUTURE:
             state, uses = _mainloop_kv(
-                state,
-                uses,
-                rings,
-                tile,
-                q_idx,
-                seqlens,
-                problem,
-                flags,
-                score_flags,
-                options,
-                CONSUMER,
-                FAR_FUTURE,
+                state, uses, rings, tile, q_idx, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
             )
     return _mainloop_kv(
         state,
@@ -477,7 +454,7 @@ def _compute_warps(
     n_done = 0
     uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0), gl.to_tensor(0))
     if options.PINGPONG and CONSUMER == options.CONSUMERS - 1:
-        pingpong_arrive(CONSUMER, options.CONSUMERS, options.HALF)
+        pingpong_arrive(CONSUMER, options.CONSUMERS)
     work_idx = scheduler.receive(n_done)
     while work_idx < problem.n_work:
         # === prologue
@@ -597,6 +574,7 @@ def forward_kernel(
         group 0  S, O wgmma | softmax    | S, O wgmma | softmax
         group 1  softmax    | S, O wgmma | softmax    | S, O wgmma
     """
+    gl.static_assert(HALVES == 1 or not PINGPONG, "the named barriers of PINGPONG are those of one half")
     q_rings = ()
     k_rings = ()
     v_rings = ()
