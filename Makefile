@@ -8,18 +8,19 @@ WORKERS ?= auto
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Beside the Triton of constraints.txt, those that the kernels for Hopper support, where Triton is to be had: the oldest,
-# the newest, and those between.
+# Beside the Triton of constraints.txt, those that the kernels for Hopper support, where Triton is to be had.
 ifeq ($(shell uname),Linux)
-OUTER_TRITONS := 3.6.0 3.9.0
-INNER_TRITONS := 3.8.0
+OLDEST_TRITON := 3.6.0
+NEWER_TRITONS := 3.8.0 3.9.0
 endif
-OTHER_TRITONS := $(OUTER_TRITONS) $(INNER_TRITONS)
+OTHER_TRITONS := $(OLDEST_TRITON) $(NEWER_TRITONS)
 
 # What runs Triton's kernels on a CPU runs in Triton's interpreter, all else without: `tests/helpers/modes.py` selects.
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat tests/modules
 COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
 ONLY_IN_ALL := target or browser or docs or distribution or slow
+# How many cases `make test-all` takes of tests that compile or interpret kernels; `all` takes hours on two cores.
+COVER ?= most
 
 .PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
 
@@ -37,24 +38,22 @@ check-tests:
 	$(PYTEST) --cover few -m "not slow and not target" tests/test_imports.py tests/test_house.py $(COMPILED)
 	$(INTERPRETED) --cover few -m "not slow"
 
-# Every test once, in one mode, but for slow ones. Of tests with many cases, some; sm_90 alone, with three Tritons.
+# Every test once, in one mode, but for slow ones. Of tests with many cases, some; sm_90 alone, with two Tritons.
 test: lint
 	$(PYTEST) --cover some -m "not ($(ONLY_IN_ALL))" tests
 	$(INTERPRETED) --cover some -m "not slow"
-	$(MAKE) $(OUTER_TRITONS:%=test-few-triton-%)
+	$(MAKE) $(OLDEST_TRITON:%=test-few-triton-%)
 
-# All other cases, slow tests, all targets, all Tritons, the browser, what the documentation shows, and distributions.
-test-all: test
-	$(PYTEST) -m "$(ONLY_IN_ALL)" tests
-	$(PYTEST) --cover rest -m "not ($(ONLY_IN_ALL))" tests
-	$(INTERPRETED) --cover rest -m "not slow"
-	$(INTERPRETED) -m slow
-	$(MAKE) $(OTHER_TRITONS:%=test-triton-%) $(INNER_TRITONS:%=test-few-triton-%)
+# Most cases, slow tests, all targets, all Tritons, the browser, what the documentation shows, and distributions.
+test-all: lint
+	$(PYTEST) --cover $(COVER) tests
+	$(INTERPRETED) --cover $(COVER)
+	$(MAKE) $(OLDEST_TRITON:%=test-triton-%) $(OTHER_TRITONS:%=test-few-triton-%)
 
 # All cases of the kernels for Hopper, whose machine code differs by Triton; a binary for sm_90 of every other kernel.
 ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_launcher.py
 $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
-	$(ON_OTHER_TRITON) tests/ops/attention/test_hopper_compilation.py
+	$(ON_OTHER_TRITON) --cover $(COVER) tests/ops/attention/test_hopper_compilation.py
 $(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON) --cover few -m "not slow and not target" $(filter-out %test_cuda_compilation.py,$(COMPILED))
 

@@ -25,9 +25,9 @@ if modes.INTERPRETED:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cover",
-        choices=("few", "some", "rest", "all"),
+        choices=("few", "some", "most", "all"),
         default="all",
-        help="of each test that compiles or interprets kernels take few cases, some, the rest, or all (the default)",
+        help="of each test that compiles or interprets kernels take few cases, some, most, or all (the default)",
     )
 
 

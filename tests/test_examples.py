@@ -38,6 +38,7 @@ def test_attention_layer(capsys):
     assert errors[-1] < 0.7 * errors[0]
 
 
+@pytest.mark.slow
 def test_sparse_text(capsys):
     printed = run("sparse_text.py", capsys)
     losses = [float(loss) for loss in re.findall(r"(\d+\.\d+) at last", printed)]

@@ -316,6 +316,7 @@ def _forget_what_was_compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("impl", IMPLS, ids=str)
 def test_one_graph_is_for_many_lengths(device, impl, causal):

@@ -9,7 +9,12 @@ from itertools import combinations
 import pytest
 
 Row = tuple[object, ...]  # a value of each axis
-FEW, SOME, MANY = 3, 4, 12
+# At most so many cases of a test, by what it does and how deep the run is.
+LIMITS = {
+    "compiles": {"some": 4, "most": 16},
+    "interprets": {"few": 3, "some": 4, "most": 12},
+    "other": {"some": 6},
+}
 
 
 def cover(rows: Sequence[Row], strength: int, limit: int | None = None) -> list[int]:
@@ -49,34 +54,25 @@ def axes_of(item: pytest.Item, split: bool = False) -> Row:
 
 
 def select(items: Iterable[pytest.Item], depth: str) -> list[pytest.Item]:
-    """Select few or some cases of each test that compiles or interprets kernels, or all; of other tests, many or all.
+    """Select few, some or most cases of each test, or all of them.
 
-    "some" holds every pair of two parameters' values, as far as SOME cases can, or MANY of other tests. A test that
-    compiles takes seconds: "few" is one case for sm_90 there, and "some" holds each argument's values, as far as SOME
-    cases can. "rest" is all that "some" leaves out.
+    The cases hold every pair of two parameters' values, as far as LIMITS allows. A test that compiles takes seconds:
+    "few" is one case for sm_90 there, and "some" holds each argument's values.
     """
-    if depth == "rest":
-        items = list(items)
-        taken = set(select(items, "some"))
-        return [item for item in items if item not in taken]
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     selected = []
     for cases in tests.values():
         compiles, interprets = (cases[0].get_closest_marker(name) is not None for name in ("compile", "kernels"))
-        if depth == "all" or len(cases) == 1:
-            selected += cases
-        elif not (compiles or interprets):
-            most = MANY if depth == "some" else len(cases)
-            selected += cases if len(cases) <= most else [cases[i] for i in cover([*map(axes_of, cases)], 2, most)]
-        elif interprets:
-            rows = [axes_of(case) for case in cases]
-            selected += [cases[index] for index in cover(rows, 2, SOME if depth == "some" else FEW)]
-        elif depth == "some":
-            selected += [cases[index] for index in cover([axes_of(case, split=True) for case in cases], 1, SOME)]
-        else:
+        if compiles and depth == "few":
             selected += [case for case in cases if target_of(case) == "sm_90"][:1]
+            continue
+        limit = LIMITS["compiles" if compiles else "interprets" if interprets else "other"].get(depth, len(cases))
+        if len(cases) > limit:
+            rows = [axes_of(case, split=compiles) for case in cases]
+            cases = [cases[index] for index in cover(rows, 1 if compiles and depth == "some" else 2, limit)]
+        selected += cases
     return selected
 
 

@@ -105,7 +105,9 @@ def test_paraphrases_are_nearer_than_others(folder, tokenize, device):
     assert similarity.diag().mean() > others.mean() + 0.4
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize(
+    "name", [None, "rope", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMES if x != "rope")]
+)
 def test_fine_tuning_lowers_the_loss(folder, tokenize, device, name):
     """By every scheme, and by MiniLM's own positions; and what there is to learn in each layer gets its gradient."""
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def test_keys_are_gathered_by_groups_of_heads(setting: str) -> None:
     processes.run(2, sharded_calls.compare, names, cases, refused, setting, ("gather", "halo"))
 
 
+@pytest.mark.slow
 def test_nodes_exchange_heads_within_and_keys_between() -> None:
     names, cases = ("alibi, learned",), (CASES[0], CASES[4], CASES[6])
     refused = len(names) * ((1 + 3) + (1 + 3) + (1 + 1))

@@ -9,6 +9,7 @@ from helpers.modes import ON_GPU
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")
 
 
+@pytest.mark.slow
 def test_each_rank_finds_what_one_process_finds() -> None:
     processes.run(2, dtensor_calls.run_all)
 

@@ -9,7 +9,8 @@ from helpers.modes import ON_GPU
 
 
 @pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_random_shapes(size: int) -> None:
     processes.run(size, sharded_shapes.compare, "cpu", torch.float32, 40, 97)
 

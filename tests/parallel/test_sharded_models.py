@@ -9,6 +9,7 @@ from helpers.modes import ON_GPU
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_finds_what_one_process_finds(size: int) -> None:
     processes.run(size, sharded_models.run_all)

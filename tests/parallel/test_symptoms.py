@@ -12,6 +12,7 @@ from helpers.modes import ON_GPU
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")
 def test_no_symptom_shows() -> None:
     processes.run(2, symptom_calls.run_all)

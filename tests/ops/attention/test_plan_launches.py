@@ -278,10 +278,8 @@ WITH_STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [x if x in ("packed-rope", "learned-alibi") else pytest.param(x, marks=pytest.mark.slow) for x in WITH_STEPS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WITH_STEPS)
 def test_kinds_with_steps_before_launch_the_same(kind: str) -> None:
     n_rows, *limits = WITH_STEPS[kind]
     recorded = stub_gpu.run(train, kind, "triton")
