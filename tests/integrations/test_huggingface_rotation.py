@@ -315,7 +315,7 @@ def test_patches_without_a_batch(stub):
 def rotate(request, stub, monkeypatch):
     """Our function of a model like Llama, with PyTorch's guards and without them."""
     if request.param == "python":
-        monkeypatch.setattr(tracing, "_has_guards", lambda: False)
+        monkeypatch.setattr(tracing, "has_guards", lambda: False)
     with huggingface.use_ropewalk_rope(stub(like_llama)) as handle:
         yield sys.modules[handle.modules[0]].apply_rotary_pos_emb
 
@@ -457,7 +457,7 @@ def test_a_repeated_rotation_enters_few_functions(rotate):
     finally:
         sys.setprofile(None)
     assert "apply_rope" not in entered
-    if tracing._has_guards():
+    if tracing.has_guards():
         # Ours and the one in it, torch.compile's constant, the repeater; its forward, what saves, and PyTorch's two.
         assert len(entered[: entered.index("rotated")]) <= 8, entered
 

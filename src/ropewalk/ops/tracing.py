@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 def is_intercepted() -> bool:
@@ -33,7 +34,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         return False
     for x in tensors:  # noqa: SIM110 (a generator takes 1 µs more of host time)
         # The memory of a lazily negated view holds the opposite values: the dispatcher resolves it.
-        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_neg()):
+        if x is not None and (type(x) not in PLAIN_TYPES or x.is_neg()):
             return False
     return True
 
@@ -53,7 +54,7 @@ def is_transformed() -> bool:
 _GUARDS_FROM, _GUARDS_BEFORE = (2, 10), (2, 14)
 
 
-def _has_guards() -> bool:
+def has_guards() -> bool:
     """Say whether this PyTorch's guards are known."""
     return _GUARDS_FROM <= tuple(map(int, torch.__version__.split(".")[:2])) < _GUARDS_BEFORE
 
@@ -63,20 +64,37 @@ def make_matcher(*tensors: Tensor) -> Callable[..., bool]:
 
     Kinds are types, shapes, strides, dtypes, devices, lazy negation, and whether a gradient is required. Surroundings
     are autocast, inference mode, transforms, tracers and modes that follow operators; neither forward-mode
-    differentiation nor whether gradients are recorded. The function may say False for like tensors, as where two are
-    one object.
+    differentiation nor whether gradients are recorded. Tensors that are one object must be one again; other than that,
+    the function may say False for like tensors that are one object.
     """
-    if not _has_guards():
+    if not has_guards():
         kinds = _describe(tensors)
         return lambda *others: _describe(others) == kinds
     from torch._C._dynamo.guards import TensorGuards
 
-    # torch.compile's own check: one call of C++, where PyTorch's attributes are a dozen calls a tensor.
+    # torch.compile's own check: one call of C++, where PyTorch's attributes are a dozen calls a tensor. It takes no
+    # tensor twice.
+    firsts: dict[int, int] = {}
+    for index, x in enumerate(tensors):
+        firsts.setdefault(id(x), index)
+    distinct = [tensors[index] for index in firsts.values()]
     fixed: dict[str, Any] = {
-        "dynamic_dims_sizes": [list(x.shape) for x in tensors],
-        "dynamic_dims_strides": [list(x.stride()) for x in tensors],
+        "dynamic_dims_sizes": [list(x.shape) for x in distinct],
+        "dynamic_dims_strides": [list(x.stride()) for x in distinct],
     }
-    return TensorGuards(*tensors, **fixed).check
+    check: Callable[..., bool] = TensorGuards(*distinct, **fixed).check
+    if len(distinct) == len(tensors):
+        return check
+    pairs = [(index, firsts[id(x)]) for index, x in enumerate(tensors) if firsts[id(x)] != index]
+    pick = itemgetter(*firsts.values(), 0)  # the last makes a tuple of one, too
+
+    def check_twins(*others: Tensor) -> bool:
+        for index, first in pairs:
+            if others[index] is not others[first]:
+                return False
+        return check(*pick(others)[:-1])
+
+    return check_twins
 
 
 def _describe(tensors: tuple[Tensor, ...]) -> list[Any]:

@@ -34,9 +34,9 @@ def plan_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plans.cache, "on_cpu", True)
     monkeypatch.setattr(backends, "_rules", lambda device: (backends.Rule(backends.CUDNN_FIRST),))
     if request.param == "python":
-        monkeypatch.setattr(tracing, "_has_guards", lambda: False)
+        monkeypatch.setattr(tracing, "has_guards", lambda: False)
     else:
-        assert tracing._has_guards()
+        assert tracing.has_guards()
     plans.CALLS.clear()
     yield
     plans.CALLS.clear()
@@ -229,7 +229,7 @@ def test_a_layer_of_transformers_enters_few_functions(device: torch.device, monk
         door._attend(layer, *tensors, None, **keywords)
     finally:
         sys.setprofile(None)
-    if tracing._has_guards():
+    if tracing.has_guards():
         assert len(entered) <= MOST_FUNCTIONS, entered
     assert "attention" not in entered
 

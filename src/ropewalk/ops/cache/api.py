@@ -5,6 +5,8 @@ Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of valu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,9 @@ from ropewalk.ops.cache import operator
 from ropewalk.ops.cache.call import AppendCall, AppendFlags
 from ropewalk.ops.cache.validate import check, check_no_grad
 from ropewalk.ops.rope.norm import QKNorm
-from ropewalk.ops.tracing import is_plain_eager, is_transformed
+from ropewalk.ops.tracing import PLAIN_TYPES, is_plain_eager, is_transformed
 
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+_PLAIN_TYPES = PLAIN_TYPES | {type(None)}
 
 
 def append_kv(
@@ -117,20 +119,24 @@ def append_kv(
         >>> attention(q[None, -1:], k_cache, v_cache, block_table=table, key_lengths=lengths, **scales).shape
         torch.Size([1, 1, 8, 32])
     """
+    flags: tuple[Any, ...]
     if norm is None:
         q_weight = k_weight = None
-        flags = tuple.__new__(AppendFlags, (interleaved, rotary_offset, False, 1e-6, 0.0, False, False, impl))
+        flags = (interleaved, rotary_offset, False, 1e-6, 0.0, False, False, impl)
     elif type(norm) is QKNorm:
         q_weight, k_weight = None if q is None else norm.q_weight, norm.k_weight
-        numbers = (norm.eps, norm.offset, norm.after, norm.across_heads)
-        flags = tuple.__new__(AppendFlags, (interleaved, rotary_offset, True, *numbers, impl))
+        flags = (interleaved, rotary_offset, True, norm.eps, norm.offset, norm.after, norm.across_heads, impl)
     else:
         raise TypeError(f"norm is {type(norm).__name__}, but must be a ropewalk.QKNorm")
     tensors = (k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale)
-    call = tuple.__new__(AppendCall, (*tensors, flags))
+    if torch.compiler.is_compiling():
+        return operator.append_traced(AppendCall(*tensors, AppendFlags(*flags)))
+    out: Tensor | None = operator.repeat(tensors, flags)
+    if out is not operator.UNKNOWN:
+        return out
+    call = AppendCall(*tensors, AppendFlags(*flags))
     if _PLAIN_TYPES.issuperset(map(type, tensors)) and is_plain_eager(*tensors[:8]) and not is_transformed():
         return operator.append(call)
-    if not torch.compiler.is_compiling():
-        check(call)
-        check_no_grad(call)
+    check(call)
+    check_no_grad(call)
     return operator.append_traced(call)

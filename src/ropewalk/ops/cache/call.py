@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -44,3 +45,13 @@ class AppendCall(NamedTuple):
 
 
 N_TENSORS = 14  # the fields before the flags
+Tensors = tuple[Tensor | None, ...]  # those fields
+
+# Each stands for a None, as what compares and reads tensors takes tensors alone. No argument has their dtype.
+ABSENT = tuple(torch.empty(0, dtype=torch.complex64, device="meta") for _ in range(7))
+
+
+def stand_in(call: AppendCall) -> tuple[Tensor, ...]:
+    """Return a call's tensors, with a stand-in for each None; their addresses are 0."""
+    optional = (absent if x is None else x for x, absent in zip(call[7:-1], ABSENT, strict=True))
+    return (*call[:7], *optional)

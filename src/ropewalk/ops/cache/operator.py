@@ -7,42 +7,35 @@ alone; it is made once and found again under those. Plain eager calls go around 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ropewalk import device as gpu
 from ropewalk.ops.cache import reference
-from ropewalk.ops.cache.call import N_TENSORS, AppendCall, AppendFlags
+from ropewalk.ops.cache.call import ABSENT, N_TENSORS, AppendCall, AppendFlags, Tensors, stand_in
 from ropewalk.ops.cache.formats import Format, format_of
 from ropewalk.ops.cache.validate import check, check_no_grad, check_values
+from ropewalk.ops.tracing import PLAIN_TYPES, has_guards, make_matcher
 
 Append = Callable[[AppendCall, "Tensor | None"], Any]
-
-try:  # torch.compile's own check of tensors: type, dispatch keys, dtype, device, shape and strides in one call of C++
-    from torch._C._dynamo import guards
-
-    _Guards: Any = guards.TensorGuards
-except (ImportError, AttributeError):
-    _Guards = None
+Run = Callable[["tuple[Tensor, ...]", "tuple[Any, ...]", "Tensor | None"], Any]
 
 
 class Plan:
     """The function of calls of one kind, and a check that a call is of it."""
 
-    __slots__ = ("flags", "guards", "reads_values", "run", "writes_scales")
+    __slots__ = ("flags", "key", "matches", "reads_values", "requires_grad", "run", "written")
 
-    def __init__(self, run: Append, reads_values: bool, writes_scales: bool) -> None:
-        self.run, self.reads_values, self.writes_scales = run, reads_values, writes_scales
-        self.flags: AppendFlags | None = None
-        self.guards: Any = None
-
-    def guard(self, tensors: tuple[Tensor, ...], flags: AppendFlags) -> None:
-        """Let calls with such tensors find the plan without a key."""
-        sizes = {"dynamic_dims_sizes": [list(x.shape) for x in tensors]}
-        strides = {"dynamic_dims_strides": [list(x.stride()) for x in tensors]}
-        self.guards, self.flags = _Guards(*tensors, **sizes, **strides).check, flags
+    def __init__(self, key: Any, run: Run, flags: AppendFlags, reads_values: bool, writes_scales: bool) -> None:
+        self.key, self.run, self.flags, self.reads_values = key, run, flags, reads_values
+        self.written = itemgetter(*((2, 3, 12, 13) if writes_scales else (2, 3)))  # those of the tensors
+        self.matches: Callable[..., bool] = _matches_nothing
+        self.requires_grad = False
 
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
@@ -59,44 +52,72 @@ _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
 _MAX_RECENT = 4  # kinds of layers that take turns
 _PLANS: dict[Any, Plan] = {}
 _recent: tuple[Plan, ...] = ()
-# Each stands for a None: guards take tensors alone, and no tensor twice. No argument is like them.
-_ABSENT = tuple(torch.empty((0,) * 7, device="meta") for _ in range(7))
+_NO_Q, _NO_POSITIONS, _NO_AXES, _NO_Q_WEIGHT, _NO_K_WEIGHT, _NO_K_SCALE, _NO_V_SCALE = ABSENT
+UNKNOWN: Any = object()
+
+
+def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
+    """Append as an earlier call with the same metadata did; UNKNOWN, with nothing done, where there was none.
+
+    The check of metadata finds out also that the call is a plain eager one; Dynamo must not trace it.
+    """
+    k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale = tensors
+    given: Any = (
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        cos,
+        sin,
+        _NO_Q if q is None else q,
+        _NO_POSITIONS if positions is None else positions,
+        _NO_AXES if axes is None else axes,
+        _NO_Q_WEIGHT if q_weight is None else q_weight,
+        _NO_K_WEIGHT if k_weight is None else k_weight,
+        _NO_K_SCALE if k_scale is None else k_scale,
+        _NO_V_SCALE if v_scale is None else v_scale,
+    )
+    for plan in _recent:
+        # 1 is True to a tuple, and no flag.
+        if flags == plan.flags and flags[0] is plan.flags[0] and plan.matches(*given):
+            break
+    else:
+        return UNKNOWN
+    if forward_ad._current_level >= 0 or (plan.requires_grad and torch.is_grad_enabled()):
+        return UNKNOWN
+    return _run(plan, given, flags)
 
 
 def append(call: AppendCall) -> Tensor | None:
     """Append eagerly, and return q rotated: by the plan of an earlier call, if its metadata were the same."""
-    _, _, k_cache, v_cache, _, _, _, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
-    tensors = (
-        *call[:7],
-        _ABSENT[0] if q is None else q,
-        _ABSENT[1] if positions is None else positions,
-        _ABSENT[2] if axes is None else axes,
-        _ABSENT[3] if q_weight is None else q_weight,
-        _ABSENT[4] if k_weight is None else k_weight,
-        _ABSENT[5] if k_scale is None else k_scale,
-        _ABSENT[6] if v_scale is None else v_scale,
-    )
-    for plan in _recent:
-        # 1 is True to a tuple, and no flag.
-        if flags == plan.flags and type(flags.interleaved) is bool and plan.guards(*tensors):
-            break
-    else:
-        plan = _find(call, tensors)
-    if torch.is_grad_enabled():
-        check_no_grad(call)
+    plan = _find(call)
+    check_no_grad(call)
+    given = stand_in(call)
+    if has_guards() and PLAIN_TYPES.issuperset(map(type, given)):
+        _remember(plan, given)
+    return _run(plan, given, call.flags)
+
+
+def _with_none(given: tuple[Tensor, ...], flags: tuple[Any, ...]) -> AppendCall:
+    """Return the call of tensors that have stand-ins."""
+    optional = [None if x is absent else x for x, absent in zip(given[7:], ABSENT, strict=True)]
+    return AppendCall._make((*given[:7], *optional, AppendFlags(*flags)))
+
+
+def _run(plan: Plan, given: tuple[Tensor, ...], flags: tuple[Any, ...]) -> Tensor | None:
     if plan.reads_values:
-        check_values(call)
-    out = None if q is None else torch.empty_like(q)
+        check_values(_with_none(given, flags))
+    q = given[7]
+    out = None if q is _NO_Q else torch.empty_like(q)
     if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
-        written = (k_cache, v_cache, k_scale, v_scale) if plan.writes_scales else (k_cache, v_cache)
-        torch._C._increment_version(written)  # type: ignore[arg-type]
-    plan.run(call, out)
+        torch._C._increment_version(plan.written(given))
+    plan.run(given, flags, out)
     return out
 
 
-def _find(call: AppendCall, tensors: tuple[Any, ...]) -> Plan:
-    """Return the plan of a call by its key, and let the calls that follow find it by its guards."""
-    global _recent
+def _find(call: AppendCall) -> Plan:
+    """Return the plan of a call by its key."""
     k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
     try:
         key = (
@@ -121,23 +142,33 @@ def _find(call: AppendCall, tensors: tuple[Any, ...]) -> Plan:
         check(call)
         raise
     if found is None:
-        found = _prepare(call)
+        found = _prepare(call, key)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = found
-    if _Guards is not None and len({*map(id, tensors)}) == N_TENSORS:
-        if found.guards is None or found in _recent:  # guards know more than keys, such as inference mode
-            found.guard(tensors, flags)
-        _recent = (found, *[x for x in _recent if x is not found])[:_MAX_RECENT]
     return found
 
 
-def _prepare(call: AppendCall) -> Plan:
+def _remember(plan: Plan, given: tuple[Tensor, ...]) -> None:
+    """Let the calls that follow find a plan without its key."""
+    global _recent
+    if not plan.matches(*given):  # matchers know more than keys, such as inference mode
+        plan = copy(plan)  # the calls of the other matcher find theirs, too
+        plan.matches, plan.requires_grad = make_matcher(*given), any(x.requires_grad for x in given)
+        _PLANS[plan.key] = plan
+    _recent = (plan, *[x for x in _recent if x is not plan])[:_MAX_RECENT]
+
+
+def _matches_nothing(*tensors: Tensor) -> bool:
+    return False
+
+
+def _prepare(call: AppendCall, key: Any) -> Plan:
     """Check a call, and return the plan of calls like it."""
     check(call)
     run = _PREPARE[choose(call)](call)
     writes_scales = format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
-    return Plan(run, not call.k.is_cuda, writes_scales)
+    return Plan(key, run, call.flags, not call.k.is_cuda, writes_scales)
 
 
 def choose(call: AppendCall) -> str:
@@ -153,18 +184,24 @@ def choose(call: AppendCall) -> str:
     return _KERNELS if reason is None else _ALWAYS[0]
 
 
-def _prepare_kernels(call: AppendCall) -> Append:
-    from ropewalk.ops.cache.triton.append_launch import prepare
+def _prepare_kernels(call: AppendCall) -> Run:
+    from ropewalk.ops.cache.triton.append_launch import Launch, prepare
 
-    return prepare(call)
+    launch = prepare(call)
+    return launch.run if isinstance(launch, Launch) else _by_name(launch)
 
 
-def _prepare_reference(call: AppendCall) -> Append:
-    return _append_by_reference
+def _prepare_reference(call: AppendCall) -> Run:
+    return _by_name(_append_by_reference)
+
+
+def _by_name(append: Append) -> Run:
+    """Return the `Run` of a function that reads a call's fields."""
+    return lambda given, flags, out: append(_with_none(given, flags), out)
 
 
 _KERNELS, _ALWAYS = "triton", ("reference",)
-_PREPARE: dict[str, Callable[[AppendCall], Append]] = {_KERNELS: _prepare_kernels, _ALWAYS[0]: _prepare_reference}
+_PREPARE: dict[str, Callable[[AppendCall], Run]] = {_KERNELS: _prepare_kernels, _ALWAYS[0]: _prepare_reference}
 
 
 def _append_by_reference(call: AppendCall, out: Tensor | None) -> None:
@@ -187,26 +224,24 @@ def _make_call(arguments: tuple[Any, ...]) -> AppendCall:
 
 
 def _append_kv(*arguments: Any) -> Tensor:
-    with torch.no_grad():
-        call = _make_call(arguments)
-        out = append(call)
-    return call.k.new_empty(0) if out is None else out
+    # PyTorch leaves out what the schema has as the default.
+    tensors, flags = arguments[:N_TENSORS], arguments[N_TENSORS:] + _DEFAULTS[len(arguments) - N_TENSORS :]
+    out = repeat(tensors, flags)
+    if out is UNKNOWN:
+        out = append(_make_call(arguments))
+    result: Tensor = arguments[0].new_empty(0) if out is None else out
+    return result
 
 
 def _append_kv_fake(*arguments: Any) -> Tensor:
     call = _make_call(arguments)
     check(call)
+    check_no_grad(call)
     choose(call)
     return call.k.new_empty(0) if call.q is None else torch.empty_like(call.q)
 
 
-def _refuse_gradient(keyset: Any, *arguments: Any) -> Any:
-    """Raise where there would be a gradient, and run the operator."""
-    check_no_grad(_make_call(arguments))
-    return _OPERATOR.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
-
-
+_DEFAULTS = tuple(AppendFlags())
 _LIBRARY.impl("append_kv", _append_kv, "CompositeExplicitAutograd")
 _LIBRARY.impl("append_kv", torch.library.fallthrough_kernel, "Autograd")
-_LIBRARY.impl("append_kv", _refuse_gradient, "ADInplaceOrView", with_keyset=True)
 torch.library.register_fake("ropewalk::append_kv", _append_kv_fake, lib=_LIBRARY)

@@ -7,9 +7,10 @@ launches a compiled kernel that it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.triton.bind import bind, join
-from ropewalk.ops.cache.call import AppendCall
+from ropewalk.ops.cache.call import AppendCall, stand_in
 from ropewalk.ops.cache.formats import Format, format_of
 from ropewalk.ops.cache.triton.append_kernel import (
     N_POINTERS,
@@ -37,6 +38,7 @@ _LETTERS = {
     torch.int64: "i64",
 }
 _WIDEST_ACCESS = 16  # bytes
+_address_of = Tensor.data_ptr
 _FEW_TOKENS = 256  # latency limits calls of so many, bandwidth those of more
 # A thread may have as many then. Left to itself, ptxas saves registers and loads cos and sin after the norm's sum.
 _FEW_TOKENS_REGISTERS = 128
@@ -74,40 +76,22 @@ class Launch:
         self._by_alignment: dict[int, Callable[[list[int], int], None]] = {}
 
     def __call__(self, call: AppendCall, q_out: Tensor | None) -> None:
-        """Append on the current stream of the tensors' device."""
-        k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale, _ = call
-        k_ptr, v_ptr, k_cache_ptr, v_cache_ptr = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        if k_cache_ptr == v_cache_ptr:
+        """Append as `run` does."""
+        self.run(stand_in(call), call.flags, q_out)
+
+    def run(self, tensors: Sequence[Tensor], flags: object, q_out: Tensor | None) -> None:
+        """Append on the current stream of the tensors' device, those of a call without its flags."""
+        addresses = [*map(_address_of, tensors), 0 if q_out is None else q_out.data_ptr()]
+        k, v, k_cache, v_cache, _, cos, sin, q, _, _, q_weight, k_weight, _, _, out = addresses
+        if k_cache == v_cache:
             raise ValueError("v_cache begins where k_cache does, but must have memory of its own")
         if not self.n_programs:
             return
-        cos_ptr, sin_ptr = cos.data_ptr(), sin.data_ptr()
-        q_ptr, q_out_ptr = (k_ptr, k_ptr) if q is None or q_out is None else (q.data_ptr(), q_out.data_ptr())
-        q_weight_ptr = 0 if q_weight is None else q_weight.data_ptr()
-        k_weight_ptr = 0 if k_weight is None else k_weight.data_ptr()
-        union = k_ptr | v_ptr | k_cache_ptr | v_cache_ptr | cos_ptr | sin_ptr | q_ptr | q_out_ptr | _WIDEST_ACCESS
-        union |= q_weight_ptr | k_weight_ptr
+        union = k | v | k_cache | v_cache | cos | sin | q | q_weight | k_weight | out | _WIDEST_ACCESS
         alignment = union & -union
         launch = self._by_alignment.get(alignment)
         if launch is None:
             launch = self._by_alignment[alignment] = self._bind(replace(self.spec, pointer_alignment=alignment))
-        addresses = [
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            q_out_ptr,
-            k_cache_ptr,
-            v_cache_ptr,
-            cos_ptr,
-            sin_ptr,
-            q_weight_ptr,
-            k_weight_ptr,
-            0 if k_scale is None else k_scale.data_ptr(),
-            0 if v_scale is None else v_scale.data_ptr(),
-            0 if axes is None else axes.data_ptr(),
-            0 if positions is None else positions.data_ptr(),
-            slots.data_ptr(),
-        ]
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
             launch(addresses, stream)
@@ -122,25 +106,34 @@ class Launch:
             if gpu.is_rocm():
                 return self._launch_of(compiled)
             twins = [torch.empty(0, device="meta") for _ in range(N_POINTERS)]
-            indices = {id(x): index for index, x in enumerate(twins)}
+            slots = {id(x): slot for x, slot in zip(twins, self._pointers(), strict=True)}
             kinds = compiled.src.signature.values()
             pointers = [None if kind == "constexpr" else x for x, kind in zip(twins, kinds, strict=False)]
-            bound = bind(compiled, self.n_programs, (*pointers, *self.constants), lambda x: (indices[id(x)], 0))
+            bound = bind(compiled, self.n_programs, (*pointers, *self.constants), lambda x: (slots[id(x)], 0))
             return join([bound])[0]
 
     def _launch_of(self, compiled: Any) -> Callable[[list[int], int], None]:
         """Return the launch of a binary by Triton's own launcher."""
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        pick = itemgetter(*self._pointers())
 
         def launch(addresses: list[int], stream: int) -> None:
-            arguments = (*addresses, *self.constants)
+            arguments = (*pick(addresses), *self.constants)
             run(self.n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
         return launch
 
+    def _pointers(self) -> tuple[int, ...]:
+        """Return the index of each of the kernel's pointers among the addresses; k's are q's where there is none."""
+        return (*((7, 0, 1, 14) if self.spec.n_q_heads else (0, 0, 1, 0)), 2, 3, 5, 6, 10, 11, 12, 13, 9, 8, 4)
 
-class InterpretedLaunch(Launch):
+
+class InterpretedLaunch:
     """The same by Triton's interpreter, on CPU tensors."""
+
+    def __init__(self, spec: AppendSpecialisation, n_programs: int, device: int, numbers: tuple[int, ...]) -> None:
+        self.spec, self.n_programs = spec, n_programs
+        self.constants = (*numbers, *kernel_constants(spec).values())
 
     def __call__(self, call: AppendCall, q_out: Tensor | None) -> None:
         """Append in the interpreter."""
