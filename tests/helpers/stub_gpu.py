@@ -254,6 +254,8 @@ def install() -> None:
     from ropewalk.ops.attention import backends, validate
     from ropewalk.ops.attention.hopper import support
     from ropewalk.ops.attention.triton.support import Triton
+    from ropewalk.ops.cache import operator as append_operator
+    from ropewalk.ops.cache.triton import append_launch
     from ropewalk.ops.rope import backends as rope_backends
     from ropewalk.ops.rope.triton import launch as rope_launch
     from ropewalk.ops.rope.triton import norm_launch
@@ -279,6 +281,18 @@ def install() -> None:
 
         return init_on_gpu
 
+    prepare_append, init_append = append_operator._prepare, append_launch.Launch.__init__
+
+    def prepare_on_gpu(call: Any, key: Any) -> Any:
+        plan = prepare_append(call, key)
+        plan.reads_values = False
+        return plan
+
+    def init_append_on_gpu(launch: Any, spec: Any, n_programs: int, device: int, numbers: Any) -> None:
+        init_append(launch, spec, n_programs, 0, numbers)
+
+    _patch(append_operator, "_prepare", prepare_on_gpu)
+    _patch(append_launch.Launch, "__init__", init_append_on_gpu)
     _patch(Triton, "why_not", why_not_on_gpu)
     for launch_class in (rope_launch.Launch, norm_launch.KernelLaunch):
         _patch(launch_class, "__post_init__", on_gpu(launch_class.__post_init__))

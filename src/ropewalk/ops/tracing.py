@@ -86,13 +86,13 @@ def make_matcher(*tensors: Tensor) -> Callable[..., bool]:
     if len(distinct) == len(tensors):
         return check
     pairs = [(index, firsts[id(x)]) for index, x in enumerate(tensors) if firsts[id(x)] != index]
-    pick = itemgetter(*firsts.values(), 0)  # the last makes a tuple of one, too
+    pick: Any = itemgetter(*firsts.values()) if len(firsts) > 1 else itemgetter(slice(1))  # a tuple, always
 
     def check_twins(*others: Tensor) -> bool:
         for index, first in pairs:
             if others[index] is not others[first]:
                 return False
-        return check(*pick(others)[:-1])
+        return check(*pick(others))
 
     return check_twins
 
