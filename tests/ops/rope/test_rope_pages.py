@@ -5,8 +5,10 @@ import torch
 from helpers.compile import Recorder, compile_launch
 from helpers.modes import KERNEL_DTYPES, needs_kernels
 from helpers.targets import TARGETS, resources, spilled_bytes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import append_kv, apply_rope, inverse_frequencies, mrope_axes, rope_table
+from ropewalk.ops.rope import pages as rope_pages
 from ropewalk.ops.rope.triton import page_launch
 from ropewalk.testing import assert_close_to_truth, unchanged
 
@@ -177,3 +179,37 @@ def test_kernel_compiles_for_hopper(monkeypatch, tmp_path, dtype, keywords):
     page_launch.rotate(pages, table, positions, cos, sin, None, 2 if keywords else 128, 0, False)
     compiled = compile_launch(*launches[0], TARGETS["sm_90"])
     assert spilled_bytes(resources(compiled, tmp_path), "sm_90") == 0
+
+
+class Onlooker(TorchDispatchMode):
+    """Notes the operators that pass by."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_calls_go_around_the_dispatcher(monkeypatch):
+    """Modes see the operator, and plain calls do as it does: tables may be trained, pages made in inference mode."""
+    direct, rotate = [], rope_pages._rotate
+    monkeypatch.setattr(rope_pages, "_rotate", lambda *arguments: direct.append(rotate(*arguments)))
+    pages, table, cos, sin = draw("cpu")
+    expected, version = pages.clone(), pages._version
+    positions = torch.full((B, N * 4), 3)
+    call = {"positions": positions, "block_table": table, "inplace": True, "impl": "reference"}
+    with Onlooker() as onlooker:
+        apply_rope(expected, None, cos, sin, **call)
+    assert torch.ops.ropewalk.rope_pages.default in onlooker.seen
+    assert not direct
+    with torch.inference_mode():
+        inferred = apply_rope(pages.clone(), None, cos, sin, **call)
+    apply_rope(pages, None, cos.requires_grad_(), sin, **call)
+    assert torch.equal(pages, expected)
+    assert torch.equal(inferred, expected)
+    assert not pages.requires_grad
+    assert pages._version > version
+    assert len(direct) == 2

@@ -15,6 +15,7 @@ from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.rope.call import RopeCall
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.ops.rope.validate import check_arguments, may_overlap_itself
+from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 _KERNELS, _REFERENCE = "triton", "reference"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,23 +73,20 @@ def rotate_pages(
         raise ValueError(f"impl is {flags.impl!r}, but it cannot run this call: {reason}")
     by_kernel = flags.impl == _KERNELS or (flags.impl is None and reason is None and pages.device.type != "cpu")
     pair_block = 2 if flags.interleaved else flags.pair_block or 2 * cos.shape[1]
-    torch.ops.ropewalk.rope_pages(
-        pages,
-        block_table,
-        positions,
-        cos,
-        sin,
-        axes,
-        pair_block,
-        flags.rotary_offset,
-        flags.inverse,
-        by_kernel,
-    )
+    tensors = (pages, block_table, positions, cos, sin, axes)
+    arguments = (*tensors, pair_block, flags.rotary_offset, flags.inverse, by_kernel)
+    if is_plain_eager(*tensors) and not is_transformed():
+        # A custom operator takes a third of the host time, in its layers of Python.
+        if not pages.is_inference():
+            torch._C._increment_version((pages,))
+        with torch.no_grad():
+            _rotate(*arguments)
+    else:
+        torch.ops.ropewalk.rope_pages(*arguments)
     return pages if flags.layout == "bthd" else pages.transpose(1, 2)
 
 
-@torch.library.custom_op("ropewalk::rope_pages", mutates_args=("pages",))
-def _rope_pages(
+def _rotate(
     pages: Tensor,  # (pages, page_size, H, D)
     block_table: Tensor,  # (B, n)
     positions: Tensor,  # (B or 1, T), or (A, B or 1, T) with axes
@@ -123,6 +121,9 @@ def _rope_pages(
         axes=axes,
         pair_block=None if pair_block == 2 else pair_block,
     )
+
+
+_rope_pages = torch.library.custom_op("ropewalk::rope_pages", _rotate, mutates_args=("pages",))
 
 
 @_rope_pages.register_fake
