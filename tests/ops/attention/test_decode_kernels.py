@@ -248,7 +248,9 @@ def paged(x, page_size, order, extra):
 
 
 @pytest.mark.parametrize("token_major", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "page_size", [1, 16, 32, 256, *(pytest.param(x, marks=pytest.mark.slow) for x in (24, 64, 128))]
+)
 def test_pages_hold_what_a_contiguous_cache_holds(kernels, device, cut, change_tiles, page_size, token_major):
     change_tiles(block_n=32 if INTERPRETED else 64)
     pages_of_row = 2 if page_size == 256 else 256 // page_size
@@ -378,7 +380,7 @@ def test_many_splits_are_combined(kernels, device, many_splits, mask):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scheme", ["rope", "rope-partial-interleaved"])
+@pytest.mark.parametrize("scheme", ["rope", pytest.param("rope-partial-interleaved", marks=pytest.mark.slow)])
 def test_rows_of_a_whole_table(kernels, device, cut, scheme, causal):
     """Queries find the same rows, and so the same bits, as where they were gathered before."""
     tensors = draw(device, queries=3)

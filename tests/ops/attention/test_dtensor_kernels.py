@@ -9,5 +9,6 @@ from helpers.modes import ON_GPU
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(ON_GPU, reason="gloo's processes run on the CPU")]
 
 
+@pytest.mark.slow
 def test_each_rank_attends_its_heads() -> None:
     processes.run(2, dtensor_calls.compare_kernels)

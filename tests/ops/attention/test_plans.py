@@ -617,6 +617,7 @@ def train_sum(tensors: list[Tensor], keywords: dict[str, Any]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.sum(), leaves)]
 
 
+@pytest.mark.slow
 def test_autocast_is_nested(device: torch.device) -> None:
     tensors = qkv(device)
 

@@ -263,7 +263,11 @@ def test_gradients_have_the_same_bits_each_time(norm_impl, device):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "olmo2-after", "cohere-weights", "packed", "axes-packed", "blocks-rest", "biases"]
+    "name",
+    [
+        *("olmo2-after", "axes-packed", "biases"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "cohere-weights", "packed", "blocks-rest")),
+    ],
 )
 def test_gradcheck_and_gradgradcheck(norm_impl, device, name):
     case = CASES[name]
