@@ -282,6 +282,16 @@ def test_positions_of_fewer_axes_raise(positions):
         multimodal()(q, None, positions)
 
 
+def test_positions_on_several_axes_compile_and_are_not_printed(monkeypatch):
+    """Printing a tensor reads it, for which a GPU would be waited for."""
+    rotary, q, positions = multimodal(), torch.randn(2, 5, 3, 16), several(3, 2, 5)
+    expected = rotary(q, None, positions)
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, None, positions), expected)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda self: pytest.fail("a tensor is printed"))
+    rotary(q, None, positions)
+
+
 def test_tables_grow_with_the_largest_axis():
     rotary = RotaryEmbedding(16, axes=mrope_axes([2, 3, 3]), max_positions=4)
     positions = torch.tensor([[[0, 1]], [[2, 3]], [[40, 5]]])

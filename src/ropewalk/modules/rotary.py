@@ -251,11 +251,10 @@ class RotaryEmbedding(_FloatTables):
         """Raise unless there is a position for each axis."""
         assert self._order is not None
         n_axes, sizes = max(self._order) + 1, ("A", "total") if self.layout == "thd" else ("A", "B", "T")
-        given = repr(positions)
-        if isinstance(positions, Tensor):
-            if positions.ndim == len(sizes) and positions.shape[0] >= n_axes:
-                return
-            given = f"of shape {tuple(positions.shape)}"
+        if isinstance(positions, Tensor) and positions.ndim == len(sizes) and positions.shape[0] >= n_axes:
+            return
+        # No repr of a tensor: it reads the values, which waits for a GPU and which torch.compile does not trace.
+        given = f"of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
         raise ValueError(
             f"positions is {given}, but must be a tensor ({', '.join(sizes)}) with a row for each of {n_axes} axes: "
             f"text has equal rows"

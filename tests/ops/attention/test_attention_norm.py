@@ -150,6 +150,31 @@ def test_two_range_encodings_take_a_norm_before_them():
             attention(*tensors[:3], position=other, norm=dataclasses.replace(norm, after=True), causal=True)
 
 
+@pytest.mark.parametrize(
+    "scheme", [NoPosition(), Rope(), Alibi(), ReRope(window=6)], ids=["none", "rope", "alibi", "far"]
+)
+@pytest.mark.parametrize(("layout", "keys"), [("bthd", 5), ("bhtd", 5), ("thd", 2 * T)])
+def test_keys_may_have_another_length(scheme, layout, keys):
+    """As in cross-attention; packed, q and k have other sums of lengths."""
+    torch.manual_seed(0)
+    *tensors, q_weight, k_weight = draw(torch.float32, layout, "before")
+    norm, call = QKNorm(q_weight, k_weight), {"layout": layout}
+    if layout == "thd":
+        tensors[0] = tensors[0][: T + 3]
+        for name, bounds in (("q", [0, 3, T + 3]), ("k", [0, T, 2 * T])):
+            call[f"cu_seqlens_{name}"] = torch.tensor(bounds, device=DEVICE, dtype=torch.int32)
+    else:
+        tensors[1:] = [x.narrow(2 if layout == "bhtd" else 1, 0, keys) for x in tensors[1:]]
+    q, k, v = tensors
+    out = attention(q, k, v, position=scheme, norm=norm, **call)
+    expected = attention(rms(q, q_weight, norm), rms(k, k_weight, norm), v, position=scheme, **call)
+    torch.testing.assert_close(out, expected)
+    leaves = (q, k, v, q_weight, k_weight)
+    mine, theirs = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_alone_get_gradients():
     q, k, v, q_weight, k_weight = draw(torch.float32, "bthd", "before")
     q, k, v = (x.detach() for x in (q, k, v))
@@ -176,6 +201,10 @@ def test_unfit_norms_raise():
     for scheme in (NoPosition(), Rope()):
         with pytest.raises(ValueError, match=r"norm\.k_weight has shape \(3,\)"):
             attention(q, k, v, position=scheme, norm=QKNorm(weights[0], torch.ones(3, device=DEVICE)))
+    with pytest.raises(ValueError, match=r"norm\.k_weight has shape \(3,\)"):
+        attention(q, k[:, :5], v[:, :5], norm=QKNorm(weights[0], torch.ones(3, device=DEVICE)))
+    with pytest.raises(TypeError, match=r"q is list, but must be a tensor"):
+        attention([q], k, v, norm=QKNorm())
     positions = torch.arange(T, device=DEVICE)[None]
     norm = QKNorm(weights[0], torch.ones(3, device=DEVICE))
     with pytest.raises(ValueError, match=r"norm\.k_weight has shape \(3,\)"):

@@ -132,6 +132,18 @@ def test_maxima_that_creep_up_and_down(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("queries", [3, T])
+@pytest.mark.both_modes
+def test_several_axes(device, impl, queries):
+    q, k, v = draw(device, queries=queries, keys=T)
+    axes = torch.arange(D // 2, device=device) % 3
+    index = torch.arange(T, device=device).expand(3, 1, T)
+    scheme, places = Rope(axes=axes), {"positions_q": index[..., T - queries :], "positions_k": index}
+    _, largest = attention(q, k, v, position=scheme, causal=True, **places, impl=impl, return_max_logits=True)
+    assert_near(largest, define(q, k, "rope", ahead(device, queries) <= 0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.both_modes
 def test_packed(device, impl):
     """Sequences attend themselves alone, and tokens of none attend nothing, though their scores are the largest."""

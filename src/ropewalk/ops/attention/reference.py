@@ -101,6 +101,9 @@ def max_logits(call: AttentionCall) -> Tensor:
     far, (q, k) = map_far_features(call, positions_q, positions_k), map_features(call, positions_q, positions_k)
     (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
     rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
+    if scheme_of(call).has_axes():  # scores do not depend on them
+        indices = token_indices(call)
+        positions_q, positions_k = indices.queries, indices.keys
     largest = q.new_full((heads,), -torch.inf)
     for start in range(0, queries if batch * keys else 0, rows):
         block = slice(start, min(start + rows, queries))

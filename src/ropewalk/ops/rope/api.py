@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -10,11 +11,11 @@ from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.rope import norm_autograd
 from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.norm import NormCall, QKNorm, split_norm
+from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
 from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
 from ropewalk.ops.rope.pages import rotate_pages
-from ropewalk.ops.rope.validate import are_per_head, check_not_offsets, check_offsets, rows_by_index
+from ropewalk.ops.rope.validate import LAYOUTS, are_per_head, check_not_offsets, check_offsets, rows_by_index
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
 _KEYWORDS = (
@@ -246,9 +247,28 @@ def norm_and_rotate(
 
 
 def normalize(xs: tuple[Tensor, ...], norm: QKNorm, layout: str, impl: str | None = None) -> tuple[Tensor, ...]:
-    """Normalise `xs`, (q,) or (q, k), without a rotation."""
+    """Normalise `xs`, (q,) or (q, k), without a rotation: in one launch, or in two where k has another length."""
+    for name, x in zip("qk", xs, strict=False):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, but must be a tensor")
     no_tables = xs[0].new_empty(1, 1, 0)
-    return norm_and_rotate(xs, norm, RopeCall(no_tables, no_tables, None, None, 0, RopeFlags(layout, impl=impl)))
+    call = RopeCall(no_tables, no_tables, None, None, 0, RopeFlags(layout, impl=impl))
+    if not _differ_in_tokens(xs, layout):
+        return norm_and_rotate(xs, norm, call)
+    q, k = xs
+    weights, flags = split_norm(norm, 2)
+    check_norm(xs, weights, NormCall(call, flags))  # which names k's weight
+    (q,) = norm_and_rotate((q,), norm, call)
+    (k,) = norm_and_rotate((k,), replace(norm, q_weight=norm.k_weight), call)
+    return q, k
+
+
+def _differ_in_tokens(xs: tuple[Tensor, ...], layout: str) -> bool:
+    """Say whether q and k of a layout have other lengths; what is of no layout is left to the checks."""
+    if layout not in LAYOUTS or any(x.ndim != len(layout) for x in xs):
+        return False
+    tokens = layout.index("t")
+    return any(x.shape[tokens] != xs[0].shape[tokens] for x in xs)
 
 
 def _split_positions(
