@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +240,61 @@ def test_what_a_mask_mod_captured_is_read_again_after_a_write():
     assert not torch.equal(before, attention(*tensors, blocks=block_mask))
 
 
+class Documents(torch.nn.Module):
+    """Tensors that mask_mods read from an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("number", torch.arange(256) // 100)
+        self.places = SimpleNamespace(number=self.number)
+
+    def of_self(self, b, h, m, n):
+        return self.number[m] == self.number[n]
+
+    def __call__(self, b, h, m, n):
+        return self.of_self(b, h, m, n)
+
+
+DOCUMENTS = Documents()
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, m, n: DOCUMENTS.number[m] == DOCUMENTS.number[n],
+        lambda b, h, m, n: DOCUMENTS.of_self(b, h, m, n),
+        (lambda places: lambda b, h, m, n: places.number[m] == places.number[n])(DOCUMENTS.places),
+        (lambda own: lambda b, h, m, n: own.of_self(b, h, m, n))(DOCUMENTS),
+        functools.partial(
+            lambda b, h, m, n, given: given["x"][0][m] == given["x"][0][n], given={"x": [DOCUMENTS.number]}
+        ),
+        DOCUMENTS,
+    ],
+    ids=["global", "global's method", "namespace", "method", "partial", "object"],
+)
+def test_tensors_that_a_mask_mod_reads_from_objects_are_read_again_after_a_write(mask_mod):
+    DOCUMENTS.number.copy_(torch.arange(256) // 100)
+    block_mask = create_block_mask(mask_mod, None, None, 256, 256, device="cpu")
+    tensors = qkv(256, 256)
+    first = make_call(*tensors, blocks=block_mask).blocks
+    assert make_call(*tensors, blocks=block_mask).blocks is first
+    DOCUMENTS.number.copy_(torch.arange(256) // 120)
+    after = make_call(*tensors, blocks=block_mask).blocks
+    assert not torch.equal(first.bits, after.bits)
+
+
+def test_a_mask_mod_of_a_model_does_not_watch_its_weights():
+    """Or each step of an optimiser would have it evaluated again."""
+    model = torch.nn.Linear(2, 2)
+    model.number = torch.arange(256) // 100
+    mask_mod = lambda b, h, m, n: model.number[m] == model.number[n]  # noqa: E731
+    block_mask = create_block_mask(mask_mod, None, None, 256, 256, device="cpu")
+    first = make_call(*qkv(256, 256), blocks=block_mask).blocks
+    with torch.no_grad():
+        model.weight.zero_()
+    assert make_call(*qkv(256, 256), blocks=block_mask).blocks is first
+
+
 def test_lists_are_not_written_to_and_can_be_copied():
     lists = draw_lists(1, H, 200, 200, (64, 64), 3, full=True)
     copies = [x.clone() for x in (lists.counts, lists.indices, lists.full_counts, lists.full_indices)]
@@ -361,6 +418,9 @@ def test_mean_pooled_scores_mean_queries_by_mean_keys(layout):
     assert listed(BlockLists.mean_pooled(q, k, 3, block_q=64, layout=layout)) == expected
 
 
+POOLED = torch.zeros(2, 64, 1, 8)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -380,6 +440,9 @@ def test_mean_pooled_scores_mean_queries_by_mean_keys(layout):
         (lambda: BlockLists.from_mask(torch.zeros(1, 1, 2, 2)), TypeError, "mask is torch.float32"),
         (lambda: BlockLists.from_mask(torch.zeros(2, 2, dtype=torch.bool)), ValueError, "mask has shape"),
         (lambda: BlockLists.mean_pooled(torch.zeros(2, 2), torch.zeros(2, 2), 1), TypeError, "q has 2 dimensions"),
+        (lambda: BlockLists.mean_pooled(POOLED, POOLED, 0), ValueError, "n_blocks is 0"),
+        (lambda: BlockLists.mean_pooled(POOLED, POOLED[..., :4], 1), ValueError, "k has batch 2 and head dim 4"),
+        (lambda: BlockLists.mean_pooled(POOLED, POOLED[:1], 1), ValueError, "k has batch 1 and head dim 8"),
     ],
 )
 def test_constructors_name_the_wrong_argument(make, error, words):

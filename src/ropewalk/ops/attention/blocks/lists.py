@@ -429,7 +429,7 @@ class BlockLists:
         Args:
             q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd".
             k: (B, Tk, K, D) or (B, K, Tk, D).
-            n_blocks: blocks of a list.
+            n_blocks: blocks of a list; all where there are fewer.
             causal: list no block whose keys are all later than the queries, and always a block's own. Inside blocks
                 causality is the call's: pass `causal=True` there too.
             block_q: queries of a block, 64 or 128.
@@ -460,6 +460,11 @@ class BlockLists:
         tokens, heads = (1, 2) if layout == "bthd" else (2, 1)
         if q.shape[heads] % max(k.shape[heads], 1):
             raise ValueError(f"q has {q.shape[heads]} heads, but they must be a multiple of k's {k.shape[heads]}")
+        if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+            raise ValueError(
+                f"k has batch {k.shape[0]} and head dim {k.shape[3]}, but must have q's, {q.shape[0]} and {q.shape[3]}"
+            )
+        check_integer("n_blocks", n_blocks, 1)
         check_sizes(q.shape[tokens], k.shape[tokens], block_q, block_k)
 
         def pool(x: Tensor, block: int) -> Tensor:

@@ -5,8 +5,10 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -166,28 +168,69 @@ def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device)
 
 
 def _captured(function: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a function captured, or functions that it captured."""
-    seen: set[int] = set()
-    waiting = [function]
+    """Yield the tensors that a function captured, or functions that it captured.
+
+    Of an object that is neither, such as the `self` of a method, those attributes are looked at that code names: all of
+    them could be a whole model, whose every step would make the tables anew.
+    """
+    seen: set[tuple[int, frozenset[str]]] = set()
+    waiting: list[tuple[Any, frozenset[str]]] = [(function, frozenset())]
     while waiting:
-        x = waiting.pop()
-        if x is None or id(x) in seen:
+        x, names = waiting.pop()
+        if x is None or (id(x), names) in seen or isinstance(x, (type, ModuleType, str, int, float)):
             continue
-        seen.add(id(x))
+        seen.add((id(x), names))
         if isinstance(x, Tensor):
             if not x.is_inference():
                 yield x
-        elif isinstance(x, (tuple, list)):
-            waiting += x
+            continue
+        found: list[Any] = []
+        if isinstance(x, (tuple, list)):
+            found += x
         elif isinstance(x, dict):
-            waiting += x.values()
-        elif callable(x) and not isinstance(x, type):
-            waiting += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-            waiting += getattr(x, "__defaults__", None) or ()
-            names = getattr(getattr(x, "__code__", None), "co_names", ())
-            module = getattr(x, "__globals__", {})
-            waiting += [module[name] for name in names if isinstance(module.get(name), Tensor)]
-            waiting += [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
+            found += x.values()
+        elif isinstance(x, FunctionType):
+            names = frozenset(_names_in(x.__code__))
+            found += [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+            found += x.__defaults__ or ()
+            found += (x.__kwdefaults__ or {}).values()
+            found += [x.__globals__.get(name) for name in names]
+        elif isinstance(x, MethodType):
+            names = frozenset(_names_in(getattr(x.__func__, "__code__", None)))
+            found += [x.__self__, x.__func__]
+        elif isinstance(x, functools.partial):
+            found += [x.func, x.args, x.keywords]
+        else:
+            for name in (*names, "__call__"):
+                method = getattr(type(x), name, None)
+                if isinstance(method, FunctionType) and method is not torch.nn.Module.__call__:
+                    found.append(MethodType(method, x))
+            found += _attributes(x, names)
+        waiting += [(y, names) for y in found]
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    """Yield the names of attributes and globals that code loads, and functions inside it."""
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for constant in code.co_consts:
+            yield from _names_in(constant)
+
+
+def _attributes(x: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yield what an object, or a module of a network, holds by these names; nothing is computed for it."""
+    held = getattr(x, "__dict__", {})
+    for holder in (held, *[held.get(name) for name in ("_buffers", "_parameters", "_modules")]):
+        if isinstance(holder, dict):
+            yield from [holder[name] for name in names if name in holder]
+
+
+def _is_filled(cell: CellType) -> bool:
+    """Say whether a variable that a function captured is set."""
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _read(blocks: Any) -> Source:
