@@ -16,6 +16,7 @@ from helpers.huggingface_models import (
     ROUNDINGS,
     WINDOW,
     B,
+    InDouble,
     T,
     assert_agrees,
     build,
@@ -525,14 +526,23 @@ def test_t5s_refusal_names_the_call_with_its_biases(device):
         model(tokens(device))
     layer = model.encoder.block[0].layer[0].SelfAttention
     x = torch.randn(B, T, 64, generator=torch.Generator().manual_seed(5)).to(device)
-    q, k, v = (projection(x).unflatten(-1, (4, 16)) for projection in (layer.q, layer.k, layer.v))
-    table = layer.relative_attention_bias.weight
-    ours = layer.o(attention(q, k, v, scale=1.0, position=ropewalk.T5Bias(table)).flatten(-2))
     model.set_attn_implementation("eager")
-    theirs = layer(x)[0]
-    torch.testing.assert_close(ours, theirs)
-    grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (ours, theirs)]
-    torch.testing.assert_close(*grads)
+
+    def with_gradient(attend, x):
+        out, table = attend(x), layer.relative_attention_bias.weight
+        return out.detach(), torch.autograd.grad(out.square().sum(), table)[0]
+
+    def by_ours(x):
+        q, k, v = (projection(x).unflatten(-1, (4, 16)) for projection in (layer.q, layer.k, layer.v))
+        position = ropewalk.T5Bias(layer.relative_attention_bias.weight)
+        return layer.o(attention(q, k, v, scale=1.0, position=position).flatten(-2))
+
+    ours, theirs = (with_gradient(attend, x) for attend in (by_ours, lambda x: layer(x)[0]))
+    layer.double()
+    with InDouble():
+        truth = with_gradient(lambda x: layer(x)[0], x.double())
+    for actual, exact, baseline in zip(ours, truth, theirs, strict=True):
+        assert_close_to_truth(actual, exact, baseline, ROUNDINGS)
 
 
 @pytest.mark.parametrize(
