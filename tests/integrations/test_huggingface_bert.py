@@ -237,7 +237,8 @@ def test_a_part_without_embeddings_is_converted(device):
 
 
 def test_embeddings_take_what_berts_do(device):
-    model, ids = convert(make(device), "alibi"), tokens(device)
+    # In float64, as the last comparison adds in another order, and layers enlarge its roundings.
+    model, ids = convert(make(device), "alibi").double(), tokens(device)
     words = model.get_input_embeddings()(ids)
     types = (ids % 2).long()
     with torch.no_grad():
