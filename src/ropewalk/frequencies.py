@@ -388,7 +388,7 @@ def mrope_axes(sections: Sequence[int], interleaved: bool = False) -> Tensor:
         (R/2,), int64, on the CPU.
 
     Raises:
-        TypeError: sections that are not ints.
+        TypeError: sections that are no sequence of ints.
         ValueError: no sections, negative ones, or other than three to interleave.
 
     Source: Qwen2-VL (https://arxiv.org/abs/2409.12191), §2.1; transformers' Qwen3-VL for interleaved axes.
@@ -400,6 +400,8 @@ def mrope_axes(sections: Sequence[int], interleaved: bool = False) -> Tensor:
         >>> mrope_axes([2, 1, 1], interleaved=True)
         tensor([0, 1, 2, 0])
     """
+    if not isinstance(sections, Sequence):
+        raise TypeError(f"sections is {type(sections).__name__}, but must be a sequence of ints")
     for section in sections:
         if not isinstance(section, int) or isinstance(section, bool):
             raise TypeError(f"sections holds {section!r}, but must hold ints")

@@ -216,6 +216,7 @@ def test_mrope_axes_are_those_of_the_models():
     ("sections", "interleaved", "error", "pattern"),
     [
         ([], False, ValueError, "sections is empty"),
+        (3, False, TypeError, "sections is int, but must be a sequence of ints"),
         ([2, -1], False, ValueError, "sections holds -1, but must hold no number below 0"),
         ([2.0], False, TypeError, "sections holds 2.0, but must hold ints"),
         ([2, True], False, TypeError, "sections holds True"),
