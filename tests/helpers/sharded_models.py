@@ -175,7 +175,7 @@ def check_refusals_reach_all_ranks(rank: int) -> None:
 
     with pytest.raises(ValueError, match="q has 26 tokens, but must have the" if rank == 0 else "rank 0 raised Value"):
         attend(_draw(1, T, H, D) if rank == 0 else x)
-    with pytest.raises(ValueError, match="attended with other shapes or keywords by ranks"):
+    with pytest.raises(ValueError, match="has other shapes or keywords on ranks"):
         attend(causal=rank == 0)
     with pytest.raises(NotImplementedError, match="layout is 'striped'"):
         attend(layout=SequenceLayout(dist.group.WORLD, layout.n_local * layout.size, "striped"), method="gather")

@@ -11,6 +11,11 @@ import torch.distributed as dist
 from ropewalk.parallel.layout import SequenceLayout
 
 
+def needs_agreement(layout: SequenceLayout, kind: tuple[Any, ...] | None) -> bool:
+    """Say whether ranks compare a call of a kind."""
+    return not (torch.compiler.is_compiling() or layout.size == 1 or kind in layout.agreed)
+
+
 def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception | None) -> None:
     """Raise on the other ranks if one has an error, or if calls differ; the caller raises its own error.
 
@@ -19,7 +24,7 @@ def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception
     """
     if error is not None and layout.agreed:
         return
-    if torch.compiler.is_compiling() or layout.size == 1 or kind in layout.agreed:
+    if not needs_agreement(layout, kind):
         return
     number = 0 if kind is None else zlib.crc32(repr(kind).encode()) + 1
     mine = torch.tensor([number], device=layout.device)
@@ -36,11 +41,11 @@ def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception
         return  # the caller raises it
     for rank, text in enumerate(texts):
         if text is not None:
-            raise ValueError(f"q, k and v cannot be attended, because rank {rank} raised {text}")
+            raise ValueError(f"the call cannot run on rank {layout.rank}, because rank {rank} raised {text}")
     raise ValueError(
-        f"q, k and v are attended with other shapes or keywords by ranks "
-        f"{[rank for rank, other in enumerate(numbers) if other != number]} than by rank {layout.rank}, but must be "
-        f"with the same"
+        f"the call has other shapes or keywords on ranks "
+        f"{[rank for rank, other in enumerate(numbers) if other != number]} than on rank {layout.rank}, but must have "
+        f"the same on all"
     )
 
 

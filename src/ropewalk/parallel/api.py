@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from ropewalk.ops.attention import api
+from ropewalk.ops.attention.backends import choose as choose_backend
 from ropewalk.ops.attention.call import NO_TABLES, from_bhtd
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import check_mapped_alone, check_norm_fits, goes_with_rotation
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.parallel import call as calls
-from ropewalk.parallel.agreement import agree, refuse
-from ropewalk.parallel.call import ShardedCall, learned_of, prepare_features, with_learned
+from ropewalk.parallel.agreement import agree, needs_agreement, refuse
+from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain
 from ropewalk.parallel.gathered import attend_gathered, attend_halo
 from ropewalk.parallel.layout import SequenceLayout
@@ -135,13 +136,16 @@ def _attend(
     try:
         call = _check(q, k, v, layout, given._replace(gate=gate), norm, options)
         method = choose(call, method)
+        kind = (method, sum_gradients, return_lse, given.layout, gate is not None, *_kind(call, norm))
+        if sum_gradients:
+            call, norm = _sum_gradients(call, norm)
+        q, k, v, scheme = prepare_features(call, norm)
+        call = call._replace(q=q, k=k, v=v, scheme=scheme)
+        if needs_agreement(layout, kind):
+            _check_attention(call)
     except Exception as error:
         refuse(layout, error)
-    agree(layout, (method, sum_gradients, *_kind(call)), None)
-    if sum_gradients:
-        call, norm = _sum_gradients(call, norm)
-    q, k, v, scheme = prepare_features(call, norm)
-    call = call._replace(q=q, k=k, v=v, scheme=scheme)
+    agree(layout, kind, None)
     out, lse = _RUN[method](call) if layout.between is None else attend_within(call, _RUN[method])
     out = from_bhtd(out, given.layout)
     if gate is not None:
@@ -211,13 +215,37 @@ def _check(
     )
 
 
-def _kind(call: ShardedCall) -> tuple[Any, ...]:
+def _check_attention(call: ShardedCall) -> None:
+    """Raise what attention itself would, once others wait for this rank's tokens."""
+    options = dict(call.options)
+    impl = options.pop("impl")
+    with outside(), torch.no_grad():
+        for scheme in (call.scheme,) if impl is None else (call.scheme, NO_POSITION):
+            options |= {"position": scheme, "sinks": call.sinks, "layout": "bhtd", "return_lse": True}
+            made = api.make_call(call.q, call.k, call.v, **options)
+        if impl is not None:  # the plainest call: more is asked of it where queries are attended
+            choose_backend(made, impl)
+
+
+def _kind(call: ShardedCall, norm: QKNorm | None) -> tuple[Any, ...]:
     """Return what ranks must have alike."""
     layout = call.layout
     shapes = (call.q.shape, call.k.shape, call.v.shape, str(call.q.dtype))
-    of_call = (type(call.scheme).__name__, call.causal, call.window, call.dropout_p, call.sinks is not None)
+    of_call = (call.causal, call.window, call.dropout_p, *map(_describe, call.options.values()))
+    held = (_describe(call.scheme), _describe(norm), _describe(call.sinks))
     needs_grad = tuple(x.requires_grad for x in (call.q, call.k, call.v)) if torch.is_grad_enabled() else ()
-    return (*shapes, *of_call, *needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+    return (*shapes, *of_call, *held, *needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+
+
+def _describe(x: Any) -> Any:
+    """Return what ranks must have alike of an argument: all but the values of tensors, which would have to be read."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), str(x.dtype), x.requires_grad and torch.is_grad_enabled()
+    if dataclasses.is_dataclass(x):
+        return type(x).__name__, *(_describe(getattr(x, field.name)) for field in dataclasses.fields(x))
+    if isinstance(x, tuple):
+        return tuple(map(_describe, x))
+    return x if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
 
 
 def _sum_gradients(call: ShardedCall, norm: QKNorm | None) -> tuple[ShardedCall, QKNorm | None]:

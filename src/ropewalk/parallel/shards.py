@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ropewalk.parallel.agreement import agree, refuse
 from ropewalk.parallel.layout import SequenceLayout, Within
 
 
@@ -75,7 +76,8 @@ def unshard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
 
     Raises:
         TypeError: an x or a layout of another type.
-        ValueError: another number of tokens, or another device.
+        ValueError: another number of tokens, or another device; ranks whose calls differ. All ranks raise; on GPUs
+            they compare each kind of call once.
 
     Source: the layouts of `SequenceLayout`.
 
@@ -88,7 +90,14 @@ def unshard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
         True
         >>> dist.destroy_process_group()
     """
-    dim = _check(x, layout, dim, layout.n_local if isinstance(layout, SequenceLayout) else 0)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    try:
+        dim = _check(x, layout, dim, layout.n_local)
+    except (TypeError, ValueError) as error:
+        refuse(layout, error)
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    agree(layout, ("unshard", x.shape, str(x.dtype), dim, needs_grad, layout.n_tokens, layout.kind), None)
     whole: Tensor = _Gather.apply(layout, x.movedim(dim, 0))[0]
     return whole.movedim(0, dim)
 
