@@ -1,4 +1,4 @@
-"""Calls with DTensors: tensor parallelism by heads, and data parallelism by the batch.
+"""Calls with DTensors: tensor parallelism by heads, data parallelism by the batch, and shards of a sequence's tokens.
 
 A call takes each rank's part of every argument, runs as any other call, and gives DTensors. It does so above the
 operators, as a sharding rule could neither slice a scheme's heads nor say that what ranks share gets partial gradients.
@@ -22,6 +22,7 @@ from ropewalk.schemes import PositionScheme
 from ropewalk.schemes.heads import OfHeads
 
 _HEADS = {"bthd": 2, "bhtd": 1, "thd": 1}  # the dimension of heads
+_TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # that of tokens
 _PER_ROW = ("key_lengths", "key_starts", "query_starts")
 
 
@@ -35,6 +36,8 @@ class _Shards(NamedTuple):
     head_part: int  # this rank's
     rows: int
     row_part: int
+    of_tokens: tuple[int, ...] = ()  # the mesh's dimensions that share the sequence
+    adds_tokens: bool = True  # whether a shared DTensor's gradient is added up over these
 
     def local(self, name: str, x: Any) -> Tensor:
         """Return this rank's part of q, k, v or the gate."""
@@ -45,13 +48,20 @@ class _Shards(NamedTuple):
         return result
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return a tensor that all ranks have; its gradient is the sum of their parts."""
+        """Return a tensor that all ranks have; its gradient is the sum of their parts.
+
+        A plain tensor gets its rank's part of the sequence alone, as in every sharded call.
+        """
         replicated = [Replicate()] * self.mesh.ndim
+        adds_tokens = isinstance(x, DTensor) and self.adds_tokens
         if isinstance(x, DTensor):
             x = x.redistribute(self.mesh, replicated)
         else:
             x = DTensor.from_local(x, self.mesh, replicated, run_check=False)
-        parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in self.placements]
+        parts = [
+            Partial() if isinstance(placement, Shard) and (adds_tokens or index not in self.of_tokens) else Replicate()
+            for index, placement in enumerate(self.placements)
+        ]
         result: Tensor = x.to_local(grad_placements=parts)
         return result
 
@@ -63,12 +73,15 @@ class _Shards(NamedTuple):
         """Return this rank's batch rows of a shared tensor, of one row for all of them too."""
         return x if self.rows == 1 or x.shape[dim] == 1 else x.chunk(self.rows, dim)[self.row_part]
 
-    def distribute(self, x: Tensor, heads: int | None, rows: int | None) -> DTensor:
-        """Return a result that has its heads and rows in these dimensions; None where it is a maximum over rows."""
+    def distribute(self, x: Tensor, heads: int | None, rows: int | None, tokens: int | None = None) -> DTensor:
+        """Return a result with its heads, rows and tokens in these dimensions; rows None where it is a maximum."""
         batch = 0 if self.layout != "thd" else None
         placements: list[Placement] = []
-        for placement in self.placements:
-            if not isinstance(placement, Shard):
+        for index, placement in enumerate(self.placements):
+            if index in self.of_tokens:
+                assert tokens is not None
+                placements.append(Shard(tokens))
+            elif not isinstance(placement, Shard):
                 placements.append(Replicate())
             elif placement.dim == batch:
                 placements.append(Partial("max") if rows is None else Shard(rows))
@@ -78,22 +91,31 @@ class _Shards(NamedTuple):
         return DTensor.from_local(x, self.mesh, placements, run_check=False)
 
 
-def _read(q: DTensor, layout: str, key_heads: int) -> _Shards:
-    """Return how q is sharded, or raise."""
+def _read(
+    q: DTensor, layout: str, key_heads: int, shares_tokens: Callable[[DeviceMesh, list[int]], bool] | None = None
+) -> _Shards:
+    """Return how q is sharded, or raise.
+
+    shares_tokens: says whether these dimensions of a mesh are those over which the sequence is sharded; None: none may.
+    """
     if layout not in _HEADS or q.ndim != len(layout):
         raise ValueError(f"q has {q.ndim} dimensions in layout {layout!r}, but must have those of the layout")
     heads, batch = _HEADS[layout], 0 if layout != "thd" else None
     mesh = q.device_mesh
     counts, parts = {heads: 1, batch: 1}, {heads: 0, batch: 0}
+    of_tokens: list[int] = []
     for index, placement in enumerate(q.placements):
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim % q.ndim if type(placement) is Shard else None
+        if shares_tokens is not None and dim == _TOKENS[layout]:
+            of_tokens.append(index)
+            continue
         if dim is None or dim not in (heads, batch):
             raise ValueError(
                 f"q has the placement {placement}, but must be replicated or sharded by heads, dimension {heads}"
                 + (", or by the batch" if batch is not None else "")
-                + ": ropewalk.parallel shards the sequence"
+                + (": ropewalk.parallel shards the sequence" if shares_tokens is None else ", or by its tokens")
             )
         size = mesh.size(index)
         counts[dim] *= size
@@ -103,7 +125,14 @@ def _read(q: DTensor, layout: str, key_heads: int) -> _Shards:
             raise ValueError(f"{name} has {count} heads, but they must be a multiple of {counts[heads]} ranks")
     if batch is not None and q.shape[batch] % counts[batch]:
         raise ValueError(f"q has {q.shape[batch]} batch rows, but they must be a multiple of {counts[batch]} ranks")
-    return _Shards(mesh, tuple(q.placements), layout, counts[heads], parts[heads], counts[batch], parts[batch])
+    if shares_tokens is not None and of_tokens and not shares_tokens(mesh, of_tokens):
+        raise ValueError(
+            f"q has the placements {tuple(q.placements)} on {mesh}, but its tokens must be sharded over the ranks of "
+            f"the layout"
+        )
+    return _Shards(
+        mesh, tuple(q.placements), layout, counts[heads], parts[heads], counts[batch], parts[batch], tuple(of_tokens)
+    )
 
 
 def _of_scheme(shards: _Shards, scheme: Any, n_heads: int) -> Any:
@@ -152,11 +181,24 @@ def _of_positions(shards: _Shards, x: Any) -> Any:
 
 def attend(attention: Callable[..., Any], q: Any, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Any:
     """Run `attention` on this rank's parts."""
+    shards, parts, local = to_parts(q, k, v, keywords)
+    return to_dtensors(shards, attention(*parts, **local), keywords)
+
+
+def to_parts(
+    q: Any,
+    k: Tensor,
+    v: Tensor,
+    keywords: dict[str, Any],
+    shares_tokens: Callable[[DeviceMesh, list[int]], bool] | None = None,
+    adds_tokens: bool = True,
+) -> tuple[_Shards, tuple[Tensor, ...], dict[str, Any]]:
+    """Return how a call is sharded, and this rank's parts of q, k and v and of the keywords, those of `attention`."""
     layout, heads = keywords["layout"], _HEADS.get(keywords["layout"], 0)
     if not isinstance(k, Tensor) or k.ndim != q.ndim:
         what = f"has {k.ndim} dimensions" if isinstance(k, Tensor) else f"is {type(k).__name__}"
         raise ValueError(f"k {what}, but must be a DTensor with as many as q, {q.ndim}")
-    shards = _read(q, layout, k.shape[heads])
+    shards = _read(q, layout, k.shape[heads], shares_tokens)._replace(adds_tokens=adds_tokens)
     if keywords["dropout_p"]:
         raise ValueError(f"dropout_p is {keywords['dropout_p']}, but must be 0 for DTensors: ranks would drop alike")
     if keywords["block_table"] is not None and shards.rows > 1:
@@ -187,14 +229,20 @@ def attend(attention: Callable[..., Any], q: Any, k: Tensor, v: Tensor, keywords
     for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"):
         if isinstance(keywords[name], DTensor):
             local[name] = keywords[name].full_tensor()
-    result = attention(*(shards.local(name, x) for name, x in (("q", q), ("k", k), ("v", v))), **local)
-    batch = None if layout == "thd" else 0
+    return shards, tuple(shards.local(name, x) for name, x in (("q", q), ("k", k), ("v", v))), local
+
+
+def to_dtensors(shards: _Shards, result: Any, keywords: dict[str, Any]) -> Any:
+    """Return DTensors of a rank's results."""
+    layout = shards.layout
+    heads, tokens, batch = _HEADS[layout], _TOKENS[layout], None if layout == "thd" else 0
     if not isinstance(result, tuple):
-        return shards.distribute(result, heads, batch)
-    others = [shards.distribute(result[1], 1 if batch == 0 else 0, batch)] if keywords["return_lse"] else []
+        return shards.distribute(result, heads, batch, tokens)
+    of_lse = (0, None, 1) if layout == "thd" else (1, 0, 2)
+    others = [shards.distribute(result[1], *of_lse)] if keywords["return_lse"] else []
     if keywords["return_max_logits"]:
         others.append(shards.distribute(result[-1], 0, None))
-    return (shards.distribute(result[0], heads, batch), *others)
+    return (shards.distribute(result[0], heads, batch, tokens), *others)
 
 
 def rotate(apply_rope: Callable[..., Any], q: Any, k: Any, keywords: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import check_mapped_alone, check_norm_fits, goes_with_rotation
 from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.ops.tracing import is_dtensor
 from ropewalk.parallel import call as calls
 from ropewalk.parallel.agreement import agree, needs_agreement, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
@@ -73,7 +74,8 @@ def context_parallel_attention(
 
     Args:
         q: (B, T_local, H, D) for "bthd", (B, H, T_local, D) for "bhtd", (T_local, H, D) for "thd": the tokens of
-            layout.indices. What padding tokens hold changes nothing.
+            layout.indices. What padding tokens hold changes nothing. Or a DTensor whose tokens are sharded over the
+            layout's ranks, as its heads and its batch may be over others'; the results are DTensors then.
         k: likewise, with its own heads.
         v: like k, but for its head dim.
         layout: which tokens each rank holds.
@@ -131,6 +133,8 @@ def _attend(
 ) -> Any:
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    if is_dtensor(q):
+        return _attend_dtensors(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
     options = {"scale": given.scale, "softcap": given.softcap, "deterministic": deterministic, "impl": impl}
     q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
     try:
@@ -154,6 +158,32 @@ def _attend(
     if not return_lse:
         return out
     return out, lse.squeeze(0) if given.layout == "thd" else lse
+
+
+def _attend_dtensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    given: Arguments,
+    norm: QKNorm | None,
+    method: str | None,
+    sum_gradients: bool,
+    return_lse: bool,
+    *options: Any,
+) -> Any:
+    """Run a call on this rank's parts of DTensors, whose tokens are shards of the layout."""
+    from ropewalk.ops import dtensor
+
+    keywords = {**given._asdict(), "norm": norm, "return_lse": return_lse, "return_max_logits": False}
+    try:
+        shards, parts, local = dtensor.to_parts(q, k, v, keywords, layout.is_over, not sum_gradients)
+    except Exception as error:
+        refuse(layout, error)
+    norm = local.pop("norm")
+    mine = Arguments(**{name: local[name] for name in Arguments._fields})
+    result = _attend(*parts, layout, mine, norm, method, sum_gradients, return_lse, *options)
+    return dtensor.to_dtensors(shards, result, keywords)
 
 
 def _check(

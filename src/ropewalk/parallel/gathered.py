@@ -42,7 +42,8 @@ def attend_halo(call: ShardedCall) -> tuple[Tensor, Tensor]:
 
 def _attend(call: ShardedCall, exchange: Exchange) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        return join(call, list(attend_runs(call, _Whole(call.q, *shards.gather(call.layout, call.k, call.v)))))
+        whole = _Whole(call.q, *shards.gather(call.layout, call.k, call.v))
+        return _join_recorded(call, list(attend_runs(call, whole)), whole.k, whole.v)
     learned = learned_of(call.scheme)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks, *learned)
@@ -53,11 +54,16 @@ def _attend(call: ShardedCall, exchange: Exchange) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = _Overlapped.apply(call, exchange, groups, needs_grad, *tensors)
         return result
     k, v = _Fetch.apply(call, exchange, call.k, call.v)
-    results = list(attend_runs(call, _Slices(call.q, k, v, exchange)))
-    if results:
-        return join(call, results)
-    # Nothing would be recorded: the others would wait for this rank in their backward.
+    return _join_recorded(call, list(attend_runs(call, _Slices(call.q, k, v, exchange))), k, v)
+
+
+def _join_recorded(call: ShardedCall, results: list[Result], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Join results that autograd recorded."""
     out, lse = join(call, results)
+    if results:
+        return out, lse
+    # Nothing is recorded: the others would wait for this rank in their backward.
+    learned = learned_of(call.scheme)
     return shards.tie(out, call.q, k, v, *learned, *(() if call.sinks is None else (call.sinks,))), lse
 
 
@@ -176,7 +182,7 @@ class _Groups:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return keys or values, (…, B, heads, dim), of tokens, (…, B · heads · dim)."""
-        split: Tensor = x.unflatten(-1, (self.batch, -1, dim))
+        split: Tensor = x.unflatten(-1, (self.batch, self.key_heads, dim))
         return split
 
     def empty(self, like: Tensor, rows: int) -> list[Tensor]:

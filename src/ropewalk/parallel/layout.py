@@ -157,6 +157,14 @@ class SequenceLayout:
             f"{self.n_local} local tokens{documents})"
         )
 
+    def is_over(self, mesh: DeviceMesh, dims: list[int]) -> bool:
+        """Say whether these dimensions of a mesh are those of the layout."""
+        groups = [self.group]
+        if self.between is not None and self.within is not None:
+            groups = [self.between.group, self.within.group]
+        every = [[dist.get_process_group_ranks(x) for x in xs] for xs in (groups, map(mesh.get_group, dims))]
+        return every[0] == every[1]
+
     def indices_of(self, rank: int) -> Tensor:
         """Return the indices of a rank's tokens, (T_local,), on the CPU."""
         if self.between is not None and self.within is not None:
