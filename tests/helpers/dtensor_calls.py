@@ -29,7 +29,13 @@ from ropewalk import (
     inverse_frequencies,
     rope_table,
 )
-from ropewalk.parallel import SequenceLayout, context_parallel, shard_sequence, unshard_sequence
+from ropewalk.parallel import (
+    SequenceLayout,
+    context_parallel,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 
 B, T, H, K, D = 4, 12, 4, 2, 16
 
@@ -128,6 +134,7 @@ def check_meshes(rank: int) -> None:
     _check_two_dimensions(rank)
     if dist.get_world_size() == 4:
         _check_heads_and_the_sequence(rank)
+        check_shards_of_a_sequence(rank)
 
 
 def check_packed_and_masks(rank: int) -> None:
@@ -247,6 +254,45 @@ def _check_heads_and_the_sequence(rank: int) -> None:
         total = _whole(parameter.grad).clone()
         dist.all_reduce(total, group=mesh["sequence"].get_group())
         _close(total, other.grad)
+
+
+def check_shards_of_a_sequence(rank: int) -> None:
+    """Tokens are sharded by a layout, and heads beside them by the same mesh or by another one."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("heads", "sequence"))
+    if dist.get_world_size() > 2:
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("heads", "sequence"))
+    layout, part = SequenceLayout(mesh["sequence"], T), mesh.get_local_rank("heads")
+    learned = [torch.linspace(low, 1.0, H, dtype=torch.float64).requires_grad_() for low in (0.1, -1.0)]
+    keywords: dict[str, Any] = {"position": Alibi(learned[0]), "sinks": learned[1], "causal": True, "return_lse": True}
+    whole = [_draw(B, T, n, D).requires_grad_() for n in (H, K, K)]
+    out, lse = attention(*whole, **keywords)
+    expected = torch.autograd.grad((out.square().sum() + lse.sum()), [*whole, *learned])
+    for given, placements in ((mesh, [Shard(2), Shard(1)]), (mesh["heads"], [Shard(2)])):
+        leaves = [
+            shard_sequence(x.detach(), layout).chunk(mesh.size(0), 2)[part].clone().requires_grad_() for x in whole
+        ]
+        xs = [DTensor.from_local(x, given, placements) for x in leaves]
+        with context_parallel(layout):
+            results = attention(*xs, **keywords)
+        for mine, lse_of_mine in (results, context_parallel_attention(*xs, layout=layout, **keywords)):
+            assert mine.placements == xs[0].placements
+            assert lse_of_mine.placements == (Shard(1), Shard(2))[: given.ndim]
+            valid = layout.valid
+            of_out, of_lse = mine.to_local()[:, valid], lse_of_mine.to_local()[..., valid]
+            _close(of_out, shard_sequence(out, layout).chunk(mesh.size(0), 2)[part][:, valid])
+            _close(of_lse, shard_sequence(lse, layout, 2).chunk(mesh.size(0), 1)[part][..., valid])
+            grads = torch.autograd.grad(of_out.square().sum() + of_lse.sum(), [*leaves, *learned])
+            for grad, other in zip(grads[:3], expected, strict=False):
+                _close(grad, shard_sequence(other, layout).chunk(mesh.size(0), 2)[part])
+            for grad, other in zip(grads[3:], expected[3:], strict=True):
+                total = grad.clone()
+                dist.all_reduce(total, group=mesh["sequence"].get_group())
+                _close(total, other)
+    xs = [DTensor.from_local(x.detach(), mesh["heads"], [Shard(1)]) for x in leaves]
+    with pytest.raises(ValueError, match="but its tokens must be sharded over the ranks of the layout"):
+        context_parallel_attention(*xs, layout=layout)
+    with pytest.raises(TypeError, match="x is a DTensor, but must be a plain tensor"):
+        shard_sequence(xs[0], layout)
 
 
 def check_compiled(rank: int) -> None:

@@ -9,9 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk import Alibi, BlockLists, QKNorm, Rope, RoPEAttention, RoPEBERTAttention, StandardBERTAttention, attention
+from ropewalk import (
+    Alibi,
+    BlockLists,
+    QKNorm,
+    ReRope,
+    Rope,
+    RoPEAttention,
+    RoPEBERTAttention,
+    StandardBERTAttention,
+    attention,
+)
 from ropewalk.ops.attention.api import takes_shards
 from ropewalk.parallel import (
     SequenceLayout,
@@ -201,6 +212,43 @@ def check_refusals_reach_all_ranks(rank: int) -> None:
     attend()  # all ranks are still in step
 
 
+def check_other_keywords_on_a_rank_raise_on_all(rank: int) -> None:
+    layout, mine = _layout(), rank == 0
+    x = shard_sequence(_draw(1, T, H, D), layout)
+    slopes = torch.ones(H, dtype=torch.float64)
+    differing: list[dict[str, Any]] = [
+        {"scale": 1.0 if mine else 2.0},
+        {"softcap": None if mine else 2.0},
+        {"position": Rope(100.0 if mine else 1000.0)},
+        {"position": ReRope(3 if mine else 4)},
+        {"position": Alibi(slopes.clone().requires_grad_(mine))},
+        {"norm": QKNorm() if mine else None},
+        {"norm": QKNorm(eps=0.1 if mine else 0.2)},
+        {"sinks": slopes.clone().requires_grad_(mine)},
+        {"gate": x if mine else None},
+        {"return_lse": mine},
+        {"impl": "reference" if mine else None},
+    ]
+    for keywords in differing:
+        with pytest.raises(ValueError, match="the call has other shapes or keywords on ranks"):
+            context_parallel_attention(x, x, x, layout=layout, **keywords)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"norm": QKNorm(torch.ones(3, dtype=torch.float64))}, "norm.q_weight"),
+        ({"position": Alibi(torch.ones(H + 1, dtype=torch.float64))}, "slopes"),
+        ({"position": Rope(rotary_dim=2 * D)}, "Rope rotates 16 features"),
+        ({"impl": "fast"}, "impl is 'fast'"),
+        ({"impl": "gluon"}, "impl is 'gluon'"),
+    ]
+    for keywords, text in wrong:
+        with pytest.raises(ValueError, match=text if mine else f"rank 0 raised ValueError: .*{text}"):
+            context_parallel_attention(x, x, x, layout=layout, **(keywords if mine else {}))
+    with pytest.raises(ValueError, match="x has 3 tokens" if mine else "rank 0 raised ValueError: x has 3 tokens"):
+        unshard_sequence(x[:, :3] if mine else x, layout)
+    with pytest.raises(ValueError, match="the call has other shapes"):
+        unshard_sequence(x[..., :3] if mine else x, layout)
+    context_parallel_attention(x, x, x, layout=layout)  # all ranks are still in step
+
+
 def check_each_token_is_held_once(rank: int) -> None:
     size = dist.get_world_size()
     bounds = torch.tensor([0, 3, 500, 501, 900])
@@ -253,6 +301,66 @@ def check_more_ranks_than_tokens(rank: int) -> None:
         others = torch.autograd.grad(expected, whole, torch.ones_like(expected))
         for grad, other in zip(grads, others, strict=True):
             torch.testing.assert_close(unshard_sequence(grad, layout), other, rtol=0, atol=1e-14)
+
+
+def check_heads_that_a_nodes_ranks_do_not_share(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("between", "within"))
+    for kind in ("zigzag", "striped", "balanced"):
+        bounds = torch.tensor([0, 9, T]) if kind == "balanced" else None
+        layout = SequenceLayout(mesh, T, kind, bounds)
+        x = _draw(2, T, 3, D).requires_grad_()
+        mine = shard_sequence(x.detach(), layout).requires_grad_()
+        out = context_parallel_attention(mine, mine, mine, layout=layout, position=Rope(), causal=True)
+        documents = (x,) if bounds is None else x.split([9, T - 9], 1)
+        expected = torch.cat([attention(y, y, y, position=Rope(), causal=True) for y in documents], 1)
+        _close(unshard_sequence(out, layout), expected)
+        (grad,), (other,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((out, mine), (expected, x)))
+        _close(unshard_sequence(grad, layout), other)
+        assert explain_context_parallel(mine, mine, mine, layout=layout, causal=True).method in ("gather", "ring")
+        with pytest.raises(NotImplementedError, match="q has 3 heads"):
+            context_parallel_attention(mine, mine, mine, layout=layout, method="ring")
+    x = torch.ones(1, layout.n_local, H, D)
+    out = unshard_sequence(context_parallel_attention(x, x, x, layout=layout, dropout_p=0.5), layout)[0, :, :, 0]
+    assert len({tuple(head) for head in out.T.tolist()}) == H  # no two drop alike
+
+
+def check_a_compiled_rank_without_tokens_takes_part(rank: int) -> None:
+    layout = SequenceLayout(dist.group.WORLD, 1)
+    whole, mine = (x.requires_grad_() for x in (_draw(1, 1, H, D), shard_sequence(_draw(1, 1, H, D), layout)))
+
+    def attend(x: Tensor) -> Tensor:
+        out: Tensor = context_parallel_attention(x, 2 * x, x + 1, layout=layout, method="gather")
+        return out
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(mine)
+    (grad,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, mine), (whole + 1, whole)))
+    _close(unshard_sequence(grad, layout), expected)  # a token alone attends its own value
+
+
+def check_an_empty_batch(rank: int) -> None:
+    for bounds in (None, torch.tensor([0, 5, T])):
+        layout = _layout(cu_seqlens=bounds)
+        for method in ("gather", "ulysses", "ring"):
+            x = torch.zeros(0, layout.n_local, H, D, requires_grad=True)
+            out = context_parallel_attention(x, x, x, layout=layout, method=method, causal=True)
+            assert out.shape == x.shape
+            out.sum().backward()
+
+
+def check_packed_rows_have_slopes_of_their_own(rank: int) -> None:
+    layout = _layout(cu_seqlens=torch.tensor([0, 9, 9, T - 2]))
+    x, slopes = _draw(2, T, H, D), torch.linspace(0.1, 2.0, 2 * H, dtype=torch.float64).view(2, H).requires_grad_()
+    mine = shard_sequence(x, layout)
+    keywords: dict[str, Any] = {"layout": layout, "causal": True, "sum_gradients": True}
+    for method in ("gather", "ulysses", "ring"):
+        out = context_parallel_attention(mine, mine, mine, method=method, position=Alibi(slopes), **keywords)
+        (grad,) = torch.autograd.grad(out.sum(), slopes)
+        for row in range(2):
+            of_row = slopes.detach()[row].clone().requires_grad_()
+            y = mine[row : row + 1]
+            expected = context_parallel_attention(y, y, y, method=method, position=Alibi(of_row), **keywords)
+            _close(out[row : row + 1], expected)
+            _close(grad[row], *torch.autograd.grad(expected.sum(), of_row))
 
 
 def check_scores_of_thousands(rank: int) -> None:

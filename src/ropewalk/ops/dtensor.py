@@ -192,7 +192,7 @@ def to_parts(
     keywords: dict[str, Any],
     shares_tokens: Callable[[DeviceMesh, list[int]], bool] | None = None,
     adds_tokens: bool = True,
-) -> tuple[_Shards, tuple[Tensor, ...], dict[str, Any]]:
+) -> tuple[_Shards, tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return how a call is sharded, and this rank's parts of q, k and v and of the keywords, those of `attention`."""
     layout, heads = keywords["layout"], _HEADS.get(keywords["layout"], 0)
     if not isinstance(k, Tensor) or k.ndim != q.ndim:
@@ -229,7 +229,7 @@ def to_parts(
     for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"):
         if isinstance(keywords[name], DTensor):
             local[name] = keywords[name].full_tensor()
-    return shards, tuple(shards.local(name, x) for name, x in (("q", q), ("k", k), ("v", v))), local
+    return shards, (shards.local("q", q), shards.local("k", k), shards.local("v", v)), local
 
 
 def to_dtensors(shards: _Shards, result: Any, keywords: dict[str, Any]) -> Any:

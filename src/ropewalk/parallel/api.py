@@ -24,7 +24,7 @@ from ropewalk.ops.tracing import is_dtensor
 from ropewalk.parallel import call as calls
 from ropewalk.parallel.agreement import agree, needs_agreement, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
-from ropewalk.parallel.choose import ContextParallelChoice, choose, explain
+from ropewalk.parallel.choose import ContextParallelChoice, choose, explain, flatten_nodes
 from ropewalk.parallel.gathered import attend_gathered, attend_halo
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.parallel.ring import attend_ring
@@ -139,6 +139,7 @@ def _attend(
     q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
     try:
         call = _check(q, k, v, layout, given._replace(gate=gate), norm, options)
+        call = flatten_nodes(call, method)
         method = choose(call, method)
         kind = (method, sum_gradients, return_lse, given.layout, gate is not None, *_kind(call, norm))
         if sum_gradients:
@@ -150,7 +151,7 @@ def _attend(
     except Exception as error:
         refuse(layout, error)
     agree(layout, kind, None)
-    out, lse = _RUN[method](call) if layout.between is None else attend_within(call, _RUN[method])
+    out, lse = _RUN[method](call) if call.layout.between is None else attend_within(call, _RUN[method])
     out = from_bhtd(out, given.layout)
     if gate is not None:
         missing = ~layout.valid.view(-1, *(1,) * (gate.ndim - 1 - _TOKENS[given.layout]))

@@ -26,6 +26,7 @@ from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.schemes import NoPosition, PositionScheme
+from ropewalk.schemes.heads import OfRow
 
 
 class ShardedCall(NamedTuple):
@@ -223,6 +224,25 @@ def attend(
         assert lse_of_call is not None
         layout = arguments["layout"]
         return from_bhtd(out, layout), lse_of_call.squeeze(0) if layout == "thd" else lse_of_call
+
+
+def attend_packed(call: ShardedCall, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    """Attend rows of packed documents, which share their bounds: the output and the log-sum-exp, (B, H, T, …)."""
+    batch, heads = q.shape[:2]
+    if batch == 0:
+        lse = q.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.narrow(3, 0, 1).expand(-1, -1, -1, v.shape[3]), lse
+    if batch == 1:  # views, both ways
+        out, lse = attend(call, *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), layout="thd", **keywords)
+        return out.transpose(0, 1)[None], lse[None]
+    params = call.scheme.score_mod_params(heads, q.device)
+    has_rows = params is not None and params.ndim == 3 and params.shape[0] == batch
+    calls = [call._replace(scheme=OfRow(call.scheme, row, batch)) if has_rows else call for row in range(batch)]
+    results = [
+        attend(of_row, *(x[row].transpose(0, 1) for x in (q, k, v)), layout="thd", **keywords)
+        for row, of_row in enumerate(calls)
+    ]
+    return torch.stack([out.transpose(0, 1) for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
 def learned_of(scheme: PositionScheme) -> list[Tensor]:

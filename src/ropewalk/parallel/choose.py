@@ -109,6 +109,13 @@ def _why_not_by_heads(call: ShardedCall, n: int) -> str | None:
     return None
 
 
+def flatten_nodes(call: ShardedCall, method: str | None) -> ShardedCall:
+    """Return the call to run: over all ranks alike, where no method is named and none between nodes can run it."""
+    if call.layout.between is None or method is not None or any(why_not(call, name) is None for name in METHODS):
+        return call
+    return call._replace(layout=call.layout.flat)
+
+
 def choose(call: ShardedCall, method: str | None) -> str:
     """Return the method of a call, or raise."""
     if method is None:
@@ -162,6 +169,7 @@ def _fits(call: ShardedCall, cost: Cost) -> bool:
 
 def explain(call: ShardedCall, method: str | None) -> ContextParallelChoice:
     """Return the method of a call, and why no other one."""
+    call = flatten_nodes(call, method)
     taken = choose(call, method)
     cost = predict(call, taken)
     reason = f"{taken!r} was named" if method is not None else f"{taken!r} is taken: {_fastest(call)[1]}"

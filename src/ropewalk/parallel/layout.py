@@ -6,6 +6,7 @@ Letters: T tokens, n ranks, S packed documents.
 from __future__ import annotations
 
 import bisect
+import copy
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
@@ -134,7 +135,10 @@ class SequenceLayout:
         self.n_local: int
         if self.between is not None and self.within is not None:
             self.n_local = self.between.n_local // self.within.size
+            self._runs = [] if kind == "striped" else [self._cut_runs(rank) for rank in range(self.size)]
+            self.is_interleaved = False
         else:
+            self.is_interleaved = kind == "striped"  # token i of rank r is token r + i · n of the sequence
             self._pieces, piece = _deal(kind, n_tokens, self.size, bounds)
             self._piece = -(-piece // multiple) * multiple
             self.n_local = self._piece * len(self._pieces[0])
@@ -148,6 +152,8 @@ class SequenceLayout:
         # The place of each token, (T,).
         self.order = every.new_empty(n_tokens).index_copy_(0, every[every >= 0], (every >= 0).nonzero().flatten())
         self.order = self.order.to(device)
+        # Tokens that are none of padding, by rank.
+        self.counts = (every >= 0).view(self.size, self.n_local).sum(1).tolist()
         self.positions = torch.where(self.valid, self.positions_at(self.indices.clamp(min=0)), 0)
 
     def __repr__(self) -> str:
@@ -197,6 +203,29 @@ class SequenceLayout:
             else:
                 runs.append(Run(place * self._piece, start, stop))
         return tuple(runs)
+
+    def _cut_runs(self, rank: int) -> tuple[Run, ...]:
+        """Return a rank's part of its node's runs, on a mesh of two dimensions. Not for "striped"."""
+        assert self.between is not None
+        assert self.within is not None
+        node, place = divmod(rank, self.within.size)
+        first, end = place * self.n_local, (place + 1) * self.n_local
+        runs = []
+        for run in self.between.runs_of(node):
+            low, high = max(run.local, first), min(run.local + run.stop - run.start, end)
+            if low < high:
+                runs.append(Run(low - first, run.start + low - run.local, run.start + high - run.local))
+        return tuple(runs)
+
+    @property
+    def flat(self) -> SequenceLayout:
+        """The same shards, whose ranks are not told apart by nodes."""
+        found: SequenceLayout | None = self.tables.get("flat")
+        if found is None:
+            found = self.tables["flat"] = copy.copy(self)
+            found.between = found.within = None
+            found.tables = {}
+        return found
 
     @property
     def has_padding(self) -> bool:

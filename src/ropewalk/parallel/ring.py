@@ -92,10 +92,10 @@ def _share_documents(layout: SequenceLayout, of_q: Any, of_k: Any) -> bool:
 
 def _striped_pieces(call: ShardedCall, source: int) -> list[Piece]:
     layout = call.layout
-    n_q, n_k = ((layout.n_tokens - rank + layout.size - 1) // layout.size for rank in (layout.rank, source))
-    if min(n_q, n_k) <= 0:
+    n_q, n_k = layout.counts[layout.rank], layout.counts[source]
+    if min(n_q, n_k) == 0:
         return []
-    if call.has_window or layout.bounds is not None:
+    if call.has_window or layout.bounds is not None or (call.causal and not layout.is_interleaved):
         return [Piece(slice(0, n_q), slice(0, n_k), False, True)]
     if not call.causal:
         return [Piece(slice(0, n_q), slice(0, n_k))]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.parallel import shards
-from ropewalk.parallel.call import ShardedCall, attend
+from ropewalk.parallel.call import ShardedCall, attend, attend_packed
 from ropewalk.parallel.layout import Run
 
 
@@ -159,16 +159,11 @@ def _attend_documents(
 ) -> Result:
     """Attend from tokens start to below stop of a run to their documents; tokens of no document come last."""
     of_q, of_k, low, high = _find_documents(call, start, stop, documents)
-    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks, "layout": "thd"}
+    keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks}
     keywords["cu_seqlens_q"], keywords["cu_seqlens_k"] = of_q, of_k
     if call.is_two_range or (call.reads_positions and not call.causal):
         for name, (first, last) in (("positions_q", (start, stop)), ("positions_k", (low, high))):
             keywords[name] = call.layout.positions_at(torch.arange(first, last, device=call.q.device))
     rows = _rows(run, start, stop)
     q, k, v = source.queries(rows), *source.keys(low, high)
-    if q.shape[0] == 1:  # views, both ways
-        out, lse = attend(call, *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), **keywords)
-        return Result(rows, out.transpose(0, 1)[None], lse[None])
-    results = [attend(call, *(x[row].transpose(0, 1) for x in (q, k, v)), **keywords) for row in range(q.shape[0])]
-    out = torch.stack([out.transpose(0, 1) for out, _ in results])
-    return Result(rows, out, torch.stack([lse for _, lse in results]))
+    return Result(rows, *attend_packed(call, q, k, v, **keywords))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ropewalk.ops.tracing import is_dtensor
 from ropewalk.parallel.agreement import agree, refuse
 from ropewalk.parallel.layout import SequenceLayout, Within
 
@@ -108,6 +109,10 @@ def _check(x: Tensor, layout: SequenceLayout, dim: int, tokens: int) -> int:
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {type(x).__name__}, but must be a tensor")
+    if is_dtensor(x):
+        raise TypeError("x is a DTensor, but must be a plain tensor: pass x.to_local()")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {dim!r}, but must be an int")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}, but x has {x.ndim} dimensions")
     if x.shape[dim] != tokens:
@@ -226,7 +231,9 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+        # Zero, and of the gradient: torch.compile would move what follows from a constant into the forward.
+        zero = grad.sum() > torch.inf
+        return grad, *(torch.zeros_like(x) + zero.to(x.dtype) for x in ctx.saved_tensors)
 
 
 class SumGradients(torch.autograd.Function):

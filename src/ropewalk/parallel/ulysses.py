@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ropewalk.parallel import shards
-from ropewalk.parallel.call import ShardedCall, attend
+from ropewalk.parallel.call import ShardedCall, attend, attend_packed
 from ropewalk.parallel.layout import SequenceLayout, Within
 from ropewalk.schemes.heads import OfHeads
 
@@ -59,7 +58,4 @@ def _attend_whole(call: ShardedCall) -> tuple[Tensor, Tensor]:
     keywords: dict[str, Any] = {"causal": call.causal, "window": call.window, "sinks": call.sinks}
     if layout.cu_seqlens is None:
         return attend(call, q, k, v, **keywords)
-    keywords |= {"cu_seqlens_q": layout.cu_seqlens, "layout": "thd"}
-    packed = [attend(call, *(x[row].transpose(0, 1) for x in (q, k, v)), **keywords) for row in range(q.shape[0])]
-    out = torch.stack([out.transpose(0, 1) for out, _ in packed])
-    return out, torch.stack([lse for _, lse in packed])
+    return attend_packed(call, q, k, v, cu_seqlens_q=layout.cu_seqlens, **keywords)

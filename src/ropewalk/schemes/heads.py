@@ -1,4 +1,4 @@
-"""A scheme for some of its heads, where others are elsewhere."""
+"""A scheme for some of its heads, or for one of its batch rows, where others are elsewhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from ropewalk.schemes.base import PositionScheme, Rotation
 
 
 @dataclass(frozen=True, eq=False)
-class OfHeads(PositionScheme):
-    """A scheme for query heads first_head to below first_head + H, of n_heads in all."""
+class _Part(PositionScheme):
+    """Another scheme, whose parameters and scores are narrowed."""
 
     inner: PositionScheme
-    first_head: int
-    n_heads: int
 
     def rotation(self, positions: Tensor, head_dim: int) -> Rotation | None:
         """Return the inner scheme's: heads share it."""
@@ -43,11 +41,6 @@ class OfHeads(PositionScheme):
         """Name the inner scheme's."""
         return self.inner.kernel_score_mod()
 
-    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor | None:
-        """Return the inner scheme's parameters, of these heads."""
-        params = self.inner.score_mod_params(self.n_heads, device)
-        return None if params is None else params.narrow(-2, self.first_head, n_heads)
-
     def n_learned_params(self) -> int:
         """Count the inner scheme's."""
         return self.inner.n_learned_params()
@@ -56,8 +49,40 @@ class OfHeads(PositionScheme):
         """Ask the inner scheme."""
         return self.inner.has_score_mod()
 
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(_Part):
+    """A scheme for query heads first_head to below first_head + H, of n_heads in all."""
+
+    first_head: int
+    n_heads: int
+
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor | None:
+        """Return the inner scheme's parameters, of these heads."""
+        params = self.inner.score_mod_params(self.n_heads, device)
+        return None if params is None else params.narrow(-2, self.first_head, n_heads)
+
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Change scores as the inner scheme does those of all heads."""
         after = self.n_heads - self.first_head - scores.shape[1]
         every = F.pad(scores, (0, 0, 0, 0, self.first_head, after))
         return self.inner.score_mod(every, distance).narrow(1, self.first_head, scores.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class OfRow(_Part):
+    """A scheme for one batch row, of n_rows in all."""
+
+    row: int
+    n_rows: int
+
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor | None:
+        """Return the inner scheme's parameters, of this row."""
+        params = self.inner.score_mod_params(n_heads, device)
+        return params[self.row] if params is not None and params.ndim == 3 else params
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        """Change scores as the inner scheme does those of all rows."""
+        after = self.n_rows - self.row - scores.shape[0]
+        every = F.pad(scores, (0, 0, 0, 0, 0, 0, self.row, after))
+        return self.inner.score_mod(every, distance).narrow(0, self.row, scores.shape[0])
