@@ -332,7 +332,7 @@ def check_a_compiled_rank_without_tokens_takes_part(rank: int) -> None:
         out: Tensor = context_parallel_attention(x, 2 * x, x + 1, layout=layout, method="gather")
         return out
 
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(mine)
+    out = torch.compile(attend, fullgraph=True, backend="eager")(mine)
     (grad,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, mine), (whole + 1, whole)))
     _close(unshard_sequence(grad, layout), expected)  # a token alone attends its own value
 
