@@ -231,6 +231,9 @@ def test_refusals(kind):
         attention(q, k_cache[:2], v_cache[:2], k_scale=keywords["k_scale"], v_scale=keywords["v_scale"])
     with pytest.raises(ValueError, match="q requires grad"):
         attention(q.clone().requires_grad_(), k_cache, v_cache, **keywords)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(ValueError, match=f"{name} requires grad"):
+            attention(q, k_cache, v_cache, **keywords | {name: keywords[name].clone().requires_grad_()})
     with pytest.raises(TypeError, match=r"q has dtype torch\.float64"):
         attention(q.double(), k_cache, v_cache, **keywords)
     with pytest.raises(TypeError, match="v has dtype"):

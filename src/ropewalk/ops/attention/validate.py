@@ -178,7 +178,7 @@ def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> A
         positions_q = _check_positions("positions_q", positions_q, 1, q.shape[0], q, "thd", given.position)
     if given.gate is not None:
         check_gate(given.gate, q, v, "thd", call.value_dim)
-    _check_no_grad(q, k, v, given.sinks, "over a cache")
+    _check_no_grad(q, k, v, given, "over a cache")
     if block_table is None:
         block_table = torch.arange(sequences, dtype=torch.int32, device=q.device)[:, None]
     return call._replace(q=as_bhtd(q, "thd"), cu_seqlens_q=bounds, block_table=block_table, positions_q=positions_q)
@@ -342,11 +342,11 @@ def _check_table(block_table: Tensor, batch: int, page_size: int, q: Tensor) -> 
 
 
 def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
-    block_table, key_lengths, key_starts, sinks = given.block_table, given.key_lengths, given.key_starts, given.sinks
+    block_table, key_lengths, key_starts = given.block_table, given.key_lengths, given.key_starts
     assert block_table is not None
     if key_lengths is None:
         raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
-    _check_no_grad(q, k, v, sinks)
+    _check_no_grad(q, k, v, given)
     if not _has_values(block_table) or not _has_values(k):
         return
     pages, _, page_size, _ = as_bhtd(k, given.layout).shape
@@ -360,8 +360,9 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
         raise ValueError(f"block_table holds {page} below key_lengths, but must be from 0 to below {pages} pages")
 
 
-def _check_no_grad(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: str = "with block_table") -> None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+def _check_no_grad(q: Tensor, k: Tensor, v: Tensor, given: Arguments, of: str = "with block_table") -> None:
+    others = (("sinks", given.sinks), ("k_scale", given.k_scale), ("v_scale", given.v_scale))
+    for name, x in (("q", q), ("k", k), ("v", v), *others):
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, but {of} there is no backward: call under no_grad")
 
