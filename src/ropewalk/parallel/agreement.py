@@ -11,20 +11,30 @@ import torch.distributed as dist
 from ropewalk.parallel.layout import SequenceLayout
 
 
-def needs_agreement(layout: SequenceLayout, kind: tuple[Any, ...] | None) -> bool:
+def needs_agreement(layout: SequenceLayout, kind: tuple[Any, ...] | None, agreed: set[Any] | None = None) -> bool:
     """Say whether ranks compare a call of a kind."""
-    return not (torch.compiler.is_compiling() or layout.size == 1 or kind in layout.agreed)
+    return not (
+        torch.compiler.is_compiling() or layout.size == 1 or kind in (layout.agreed if agreed is None else agreed)
+    )
 
 
-def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception | None) -> None:
+def agree(
+    layout: SequenceLayout,
+    kind: tuple[Any, ...] | None,
+    error: Exception | None,
+    agreed: set[Any] | None = None,
+) -> None:
     """Raise on the other ranks if one has an error, or if calls differ; the caller raises its own error.
+
+    agreed: the kinds that were compared, of calls of one function; those of attention by default.
 
     It waits for the device, so on GPUs each kind of call is compared once. After that an error is raised alone: the
     other ranks may be in another exchange, which ends by its timeout.
     """
-    if error is not None and layout.agreed:
+    agreed = layout.agreed if agreed is None else agreed
+    if error is not None and agreed:
         return
-    if not needs_agreement(layout, kind):
+    if not needs_agreement(layout, kind, agreed):
         return
     number = 0 if kind is None else zlib.crc32(repr(kind).encode()) + 1
     mine = torch.tensor([number], device=layout.device)
@@ -33,7 +43,7 @@ def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception
     numbers = [int(x) for x in every]
     if min(numbers) == max(numbers) != 0:
         if layout.device.type != "cpu":
-            layout.agreed.add(kind)
+            agreed.add(kind)
         return
     texts: list[Any] = [None] * layout.size
     dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=layout.group)
@@ -49,7 +59,7 @@ def agree(layout: SequenceLayout, kind: tuple[Any, ...] | None, error: Exception
     )
 
 
-def refuse(layout: SequenceLayout, error: Exception) -> NoReturn:
+def refuse(layout: SequenceLayout, error: Exception, agreed: set[Any] | None = None) -> NoReturn:
     """Raise an error of this rank, on the others too."""
-    agree(layout, None, error)
+    agree(layout, None, error, agreed)
     raise error

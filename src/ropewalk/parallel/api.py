@@ -270,13 +270,14 @@ def _kind(call: ShardedCall, norm: QKNorm | None) -> tuple[Any, ...]:
 
 def _describe(x: Any) -> Any:
     """Return what ranks must have alike of an argument: all but the values of tensors, which would have to be read."""
+    if x is None or type(x) in (bool, int, float, str):
+        return x
     if isinstance(x, Tensor):
         return tuple(x.shape), str(x.dtype), x.requires_grad and torch.is_grad_enabled()
-    if dataclasses.is_dataclass(x):
-        return type(x).__name__, *(_describe(getattr(x, field.name)) for field in dataclasses.fields(x))
     if isinstance(x, tuple):
         return tuple(map(_describe, x))
-    return x if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
+    names = getattr(type(x), "__dataclass_fields__", ())
+    return type(x).__name__, *(_describe(getattr(x, name)) for name in names)
 
 
 def _sum_gradients(call: ShardedCall, norm: QKNorm | None) -> tuple[ShardedCall, QKNorm | None]:

@@ -143,7 +143,8 @@ class SequenceLayout:
             self._piece = -(-piece // multiple) * multiple
             self.n_local = self._piece * len(self._pieces[0])
             self._runs = [self._find_runs(rank) for rank in range(self.size)]
-        self.agreed: set[Any] = set()  # kinds of calls that all ranks have made alike
+        self.agreed: set[Any] = set()  # kinds of calls of attention that all ranks have made alike
+        self.agreed_gathers: set[Any] = set()  # likewise of unshard_sequence
         self.indices = self.indices_of(self.rank).to(device)
         self.valid = self.indices >= 0
         every = torch.cat([self.indices_of(rank) for rank in range(self.size)])

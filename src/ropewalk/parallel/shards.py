@@ -96,9 +96,10 @@ def unshard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
     try:
         dim = _check(x, layout, dim, layout.n_local)
     except (TypeError, ValueError) as error:
-        refuse(layout, error)
+        refuse(layout, error, layout.agreed_gathers)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    agree(layout, ("unshard", x.shape, str(x.dtype), dim, needs_grad, layout.n_tokens, layout.kind), None)
+    kind = (x.shape, str(x.dtype), dim, needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+    agree(layout, kind, None, layout.agreed_gathers)
     whole: Tensor = _Gather.apply(layout, x.movedim(dim, 0))[0]
     return whole.movedim(0, dim)
 
