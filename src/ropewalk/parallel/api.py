@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ropewalk.parallel.agreement import agree, needs_agreement, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain, flatten_nodes
 from ropewalk.parallel.gathered import attend_gathered, attend_halo
-from ropewalk.parallel.layout import SequenceLayout
+from ropewalk.parallel.layout import SequenceLayout, is_over
 from ropewalk.parallel.ring import attend_ring
 from ropewalk.parallel.shards import SumGradients
 from ropewalk.parallel.ulysses import attend_by_heads, attend_within
@@ -178,7 +179,7 @@ def _attend_dtensors(
 
     keywords = {**given._asdict(), "norm": norm, "return_lse": return_lse, "return_max_logits": False}
     try:
-        shards, parts, local = dtensor.to_parts(q, k, v, keywords, layout.is_over, not sum_gradients)
+        shards, parts, local = dtensor.to_parts(q, k, v, keywords, partial(is_over, layout), not sum_gradients)
     except Exception as error:
         refuse(layout, error)
     norm = local.pop("norm")

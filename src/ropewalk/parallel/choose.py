@@ -13,7 +13,7 @@ import torch
 from ropewalk.parallel.call import ShardedCall, learned_of
 from ropewalk.parallel.exchange import find_exchange
 from ropewalk.parallel.gathered import groups_of
-from ropewalk.parallel.layout import SequenceLayout
+from ropewalk.parallel.layout import SequenceLayout, flatten
 
 METHODS = ("gather", "halo", "ulysses", "ring")
 _MEMORY_SHARE = 4  # exchanged tensors may take one part in so many of a device's memory
@@ -113,7 +113,7 @@ def flatten_nodes(call: ShardedCall, method: str | None) -> ShardedCall:
     """Return the call to run: over all ranks alike, where no method is named and none between nodes can run it."""
     if call.layout.between is None or method is not None or any(why_not(call, name) is None for name in METHODS):
         return call
-    return call._replace(layout=call.layout.flat)
+    return call._replace(layout=flatten(call.layout))
 
 
 def choose(call: ShardedCall, method: str | None) -> str:

@@ -164,14 +164,6 @@ class SequenceLayout:
             f"{self.n_local} local tokens{documents})"
         )
 
-    def is_over(self, mesh: DeviceMesh, dims: list[int]) -> bool:
-        """Say whether these dimensions of a mesh are those of the layout."""
-        groups = [self.group]
-        if self.between is not None and self.within is not None:
-            groups = [self.between.group, self.within.group]
-        every = [[dist.get_process_group_ranks(x) for x in xs] for xs in (groups, map(mesh.get_group, dims))]
-        return every[0] == every[1]
-
     def indices_of(self, rank: int) -> Tensor:
         """Return the indices of a rank's tokens, (T_local,), on the CPU."""
         if self.between is not None and self.within is not None:
@@ -219,16 +211,6 @@ class SequenceLayout:
         return tuple(runs)
 
     @property
-    def flat(self) -> SequenceLayout:
-        """The same shards, whose ranks are not told apart by nodes."""
-        found: SequenceLayout | None = self.tables.get("flat")
-        if found is None:
-            found = self.tables["flat"] = copy.copy(self)
-            found.between = found.within = None
-            found.tables = {}
-        return found
-
-    @property
     def has_padding(self) -> bool:
         """Whether a token of this rank is padding. Not for "striped"."""
         return bool(self.n_local != sum(run.stop - run.start for run in self.runs_of(self.rank)))
@@ -256,6 +238,27 @@ class SequenceLayout:
             if max(begin, start) < min(end, stop):
                 found.append((begin, end))
         return found
+
+
+def flatten(layout: SequenceLayout) -> SequenceLayout:
+    """Return the same shards, whose ranks are not told apart by nodes."""
+    found: SequenceLayout | None = layout.tables.get("flat")
+    if found is None:
+        found = layout.tables["flat"] = copy.copy(layout)
+        found.between = found.within = None
+        found.tables = {}
+    return found
+
+
+def is_over(layout: SequenceLayout, mesh: DeviceMesh, dims: list[int]) -> bool:
+    """Say whether these dimensions of a mesh are those of a layout."""
+    groups = [layout.group]
+    if layout.between is not None and layout.within is not None:
+        groups = [layout.between.group, layout.within.group]
+    of_layout, of_mesh = (
+        [dist.get_process_group_ranks(group) for group in xs] for xs in (groups, map(mesh.get_group, dims))
+    )
+    return of_layout == of_mesh
 
 
 def _read_group(
