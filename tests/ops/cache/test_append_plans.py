@@ -205,3 +205,13 @@ def test_errors_come_before_guards(searches):
         append_kv(**draw() | {"v": None})
     with pytest.raises(ValueError, match="slots holds 99"):
         append_kv(**draw() | {"slots": torch.tensor([9, 3, 99])})
+
+
+@pytest.mark.parametrize("offset", [0.0, False])
+def test_an_offset_of_another_type_finds_no_plan(offset):
+    k = torch.randn(4, 2, 8)
+    caches, slots, table = torch.zeros(2, 3, 8, 2, 8), torch.arange(4), torch.ones(4, 4)
+    for _ in range(2):
+        append_kv(k, k, *caches, slots, cos=table, sin=table)
+    with pytest.raises(TypeError, match="rotary_offset is"):
+        append_kv(k, k, *caches, slots, cos=table, sin=table, rotary_offset=offset)

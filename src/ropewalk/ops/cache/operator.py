@@ -79,8 +79,8 @@ def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
         _NO_V_SCALE if v_scale is None else v_scale,
     )
     for plan in _recent:
-        # 1 is True to a tuple, and no flag.
-        if flags == plan.flags and flags[0] is plan.flags[0] and plan.matches(*given):
+        # 1 is True to a tuple, and no flag; 0.0 is 0, and no offset.
+        if flags == plan.flags and flags[0] is plan.flags[0] and type(flags[1]) is int and plan.matches(*given):
             break
     else:
         return UNKNOWN
@@ -135,7 +135,8 @@ def _find(call: AppendCall) -> Plan:
             None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device),
             None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device),
             flags,
-            type(flags.interleaved),  # 1 is True to a dict, and no flag
+            type(flags.interleaved),  # 1 is True to a dict, and no flag; 0.0 is 0, and no offset
+            type(flags.rotary_offset),
         )
         found = _PLANS.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensors, a nested one, or a flag that is not hashable
