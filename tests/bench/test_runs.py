@@ -109,6 +109,7 @@ def test_training_steps_are_timed_with_right_gradients(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"] > 0 and row["error"] <= 2 for row in rows)
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_measured_on_two_processes(tmp_path: Path) -> None:
     path, cases = tmp_path / "parallel.jsonl", choose_parts(["gqa-16k", "llama"])
     run_parallel_bench(Options(cases=cases, quick=True, output=path, peers="by_hand", **CPU))  # type: ignore[arg-type]

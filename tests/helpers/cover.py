@@ -13,7 +13,7 @@ Row = tuple[object, ...]  # a value of each axis
 LIMITS = {
     "compiles": {"some": 2, "most": 10},
     "interprets": {"few": 1, "some": 2, "most": 8},
-    "other": {"some": 6},
+    "other": {"some": 4},
 }
 
 

@@ -50,6 +50,7 @@ def test_nodes_exchange_heads_within_and_keys_between() -> None:
     processes.run(4, sharded_calls.compare, names, cases, refused, "nodes", ("gather", "halo", "ring", None))
 
 
+@pytest.mark.slow
 def test_kernels_differentiate_by_the_merged_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -14,5 +14,6 @@ def test_each_rank_finds_what_one_process_finds() -> None:
     processes.run(2, dtensor_calls.run_all)
 
 
+@pytest.mark.slow
 def test_meshes_of_two_dimensions() -> None:
     processes.run(4, dtensor_calls.check_meshes)

@@ -81,6 +81,7 @@ def test_what_is_finished_is_not_done_again(uninterrupted, device, monkeypatch):
     assert losses_of(uninterrupted[0]) == before
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_as_if_nothing_had_been(tmp_path, settings, uninterrupted, device):
     output = tmp_path / "out"
     command = [sys.executable, "-m", "ropewalk", "experiment", "bert-positions", "--config", str(settings)]

@@ -80,6 +80,7 @@ def test_packed_sequences_few_or_empty(kernels, device, lengths, rest):
     check(kernels, tensors, layout="thd", position=Rope(), causal=True, **starts)
 
 
+@pytest.mark.slow
 def test_packed_positions_are_the_callers(kernels, device):
     tensors, starts = pack(device, *LENGTHS["different"])
     positions = {

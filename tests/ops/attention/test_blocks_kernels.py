@@ -182,10 +182,9 @@ def kernels_truth_and_baseline(lists, mask, device):
         yield "reference", dtype, {"mask": mask}
 
 
+@SLOW
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize(
-    "scheme", [Rope(), *(pytest.param(x, marks=SLOW) for x in (ReRope(60), Alibi()))], ids=["rope", "rerope", "alibi"]
-)
+@pytest.mark.parametrize("scheme", [Rope(), ReRope(60), Alibi()], ids=["rope", "rerope", "alibi"])
 def test_dropout_is_the_references(device, scheme, full):
     """The definition drops what the kernels drop, by the same seed, with all gradients."""
     lists = draw_lists(B, H, 170, 200, (64, 128), 3, seed=2, full=full)

@@ -379,8 +379,9 @@ def test_many_splits_are_combined(kernels, device, many_splits, mask):
         check(kernels, draw(device, queries=3, heads=2), position=scheme, **{**keywords, **resized(keywords, 2)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scheme", ["rope", pytest.param("rope-partial-interleaved", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["rope", "rope-partial-interleaved"])
 def test_rows_of_a_whole_table(kernels, device, cut, scheme, causal):
     """Queries find the same rows, and so the same bits, as where they were gathered before."""
     tensors = draw(device, queries=3)

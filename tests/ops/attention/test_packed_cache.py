@@ -257,6 +257,7 @@ def launch_thrice():
     return records, [plan is not None for plan in plans.FORWARDS.found.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_plans_launch_the_same():
     (first, second, third), planned = stub_gpu.run(launch_thrice)

@@ -418,6 +418,7 @@ def launch_thrice(packed, impl):
     return records, [plan is not None for plan in plans.FORWARDS.found.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("impl", ["triton", "gluon"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])

@@ -138,6 +138,7 @@ def test_tables_per_token(norm_impl, device):
     check(CASES["qwen3"], xs, weights, tables, call, norm_impl)
 
 
+@pytest.mark.slow
 def test_many_blocks_of_tokens(norm_impl, device, monkeypatch):
     """A program of the backward has several blocks, and the last one is not whole."""
     from ropewalk import device as gpu
