@@ -50,7 +50,7 @@ test-all: lint
 	$(INTERPRETED) --cover $(COVER)
 	$(MAKE) $(OLDEST_TRITON:%=test-triton-%) $(OTHER_TRITONS:%=test-few-triton-%)
 
-# All cases of the kernels for Hopper, whose machine code differs by Triton; a binary for sm_90 of every other kernel.
+# By another Triton: most cases of the kernels for Hopper, whose machine code differs; or one for sm_90 of each kernel.
 ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_launcher.py
 $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON) --cover $(COVER) tests/ops/attention/test_hopper_compilation.py

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.attention_calls import SCHEMES, TK, TQ, B, D, H, K, draw, value_and_grads
 from helpers.modes import ON_GPU, needs_kernels, on_gpu
+from helpers.onlooker import Onlooker
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import Alibi, ExpoSB, NoPosition, ReRope, Rope, SelfExtend, T5Bias, attention
@@ -448,18 +448,6 @@ def test_autocast_compiles(device):
 
 
 # Modes, checkpoints
-
-
-class Onlooker(TorchDispatchMode):
-    """Notes the operators that pass by."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @needs_kernels

@@ -113,10 +113,11 @@ def test_a_repeated_call_reads_its_own_values(searches, shape):
         calls = [call(slots, positions)]
         calls.append(calls[0] | {name: calls[0][name].clone() for name in ("k_cache", "v_cache")})
         q, expected = append_kv(**calls[0]), append_kv(**calls[1], impl="reference")
-        torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(q, expected, equal_nan=True)
         for name in ("k_cache", "v_cache"):
             x, y = (each[name].float() for each in calls)
-            torch.testing.assert_close(x, y, rtol=0.07, atol=1e-2, equal_nan=True)  # one step of float8
+            # One step of float8_e4m3fn: of a normal number with the smallest significand, or of a subnormal one.
+            torch.testing.assert_close(x, y, rtol=2**-3, atol=2**-9, equal_nan=True)
     assert len(searches) == 2  # once for each impl
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.compile import Recorder, compile_launch
 from helpers.modes import KERNEL_DTYPES, needs_kernels
+from helpers.onlooker import Onlooker
 from helpers.targets import TARGETS, resources, spilled_bytes
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import append_kv, apply_rope, inverse_frequencies, mrope_axes, rope_table
 from ropewalk.ops.rope import pages as rope_pages
@@ -179,18 +179,6 @@ def test_kernel_compiles_for_hopper(monkeypatch, tmp_path, dtype, keywords):
     page_launch.rotate(pages, table, positions, cos, sin, None, 2 if keywords else 128, 0, False)
     compiled = compile_launch(*launches[0], TARGETS["sm_90"])
     assert spilled_bytes(resources(compiled, tmp_path), "sm_90") == 0
-
-
-class Onlooker(TorchDispatchMode):
-    """Notes the operators that pass by."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_plain_calls_go_around_the_dispatcher(monkeypatch):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from helpers.onlooker import Onlooker
 from helpers.rope_calls import CALLS, ROWS, B, D, arguments, as_tuple, assert_same, inputs
 from helpers.rope_definition import random_tables, random_tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ropewalk import apply_rope
@@ -42,18 +42,6 @@ def compiled(function, backend="aot_eager", dynamic=None):
     """The function without a graph break, and a counter of its compilations."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic), counter
-
-
-class Onlooker(TorchDispatchMode):
-    """Notes the operators that pass by."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 class Wrapped(torch.Tensor):

@@ -62,6 +62,7 @@ def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
     The check of metadata finds out also that the call is a plain eager one; Dynamo must not trace it.
     """
     k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale = tensors
+    # As `stand_in` does, which takes 2 µs more.
     given: Any = (
         k,
         v,

@@ -170,8 +170,8 @@ def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device)
 def _captured(function: Any) -> Iterator[Tensor]:
     """Yield the tensors that a function captured, or functions that it captured.
 
-    Of an object that is neither, such as the `self` of a method, those attributes are looked at that code names: all of
-    them could be a whole model, whose every step would make the tables anew.
+    An object, such as the `self` of a method, may be a whole model. Its weights change in each step, and each change
+    would make the tables anew. So only the attributes that the code names count.
     """
     seen: set[tuple[int, frozenset[str]]] = set()
     waiting: list[tuple[Any, frozenset[str]]] = [(function, frozenset())]
