@@ -22,7 +22,7 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     tile_of_program,
     wg_query_range,
 )
-from ropewalk.ops.attention.hopper.barriers import DS_STORED, RANGE_DONE, named_barrier_sync
+from ropewalk.ops.attention.hopper.barriers import DS_STORED, RANGE_DONE, named_barrier_arrive, named_barrier_sync
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -89,6 +89,7 @@ class Step(NamedTuple):
     """One tile of queries, as a warp group takes it."""
 
     use: Any  # of the rings
+    first_use: Any  # in this range of pairs
     m_start: Any  # the first query
     masked: Any  # some pairs with the warp group's keys are not attended
     dq_ptr: Any  # the tile's dQ in a workspace
@@ -420,6 +421,7 @@ def _start_dq(ds, k_tile):
 
 @gluon.jit
 def _step_dk(
+    last_ptr,
     acc,
     step,
     k_idx,
@@ -431,10 +433,10 @@ def _step_dk(
     options,
     CONSUMER: gl.constexpr,
 ):
-    """Add a tile of queries to dK, and its dQ to memory. Both warp groups are in one step::
+    """Add a tile of queries to dK, and the dQ of the step before to memory. Warp groups may be a step apart::
 
-    wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
-    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
+    wgmma    dQ(j-1)=dS K | S=KQ'            | dP=VdO'-delta |                      | dK+=dS'Q
+    threads               | dQ(j-1) -> memory| P             | dS -> smem, arrive   | release Q
     """
     DTYPE: gl.constexpr = smem.ds.dtype
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
@@ -448,12 +450,34 @@ def _step_dk(
     (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
     (v_tile,) = chunks_of(smem.v, zero, 1)
     wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-    # All reads go before products: reads wait in one queue behind those.
+    last_ds = smem.ds.index((step.use + 1) % 2)
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
+    if options.D_CHUNKS == 1:
+        (k_tile,) = k_tiles
+        WIDTH: gl.constexpr = BLOCK_D // 4
+        dq_a = _start_dq(last_ds, k_tile.slice(2 * CONSUMER * WIDTH, WIDTH, 1))
+        dq_b = _start_dq(last_ds, k_tile.slice((2 * CONSUMER + 1) * WIDTH, WIDTH, 1))
+        dq_a = warpgroup_mma_wait(1, deps=(dq_a,))
+        if step.use > step.first_use:
+            add_in_thread_order(last_ptr + 2 * CONSUMER * BLOCK_M * WIDTH, dq_a)
+        LAST: gl.constexpr = (2 * CONSUMER + 1) * BLOCK_M * WIDTH
+    else:
+        _, _, last_tile = k_tiles
+        # The last chunk is a warp group's in every second step.
+        if (step.use > step.first_use) & ((step.use + CONSUMER) % 2 == 0):
+            dq_a = _start_dq(last_ds, last_tile)
+            dq_a = warpgroup_mma_wait(0, deps=(dq_a,))
+            add_in_thread_order(last_ptr + 2 * BLOCK_M * BLOCK_D, dq_a)
+        dq_b = _start_dq(last_ds, k_tiles[CONSUMER])
+        LAST: gl.constexpr = CONSUMER * BLOCK_M * BLOCK_D
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
-    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
+    dq_b = warpgroup_mma_wait(options.D_CHUNKS, deps=(dq_b,))
+    if step.use > step.first_use:
+        add_in_thread_order(last_ptr + LAST, dq_b)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
@@ -471,27 +495,12 @@ def _step_dk(
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)
     ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    fence_async_shared()
+    named_barrier_arrive(DS_STORED, 2 * CONSUMER, step.use % 2)
     ds_operand = gl.convert_layout(ds_half, operand_layout)
     acc = _accumulate(ds_operand, q_tiles, acc, options)
-    fence_async_shared()
-    named_barrier_sync(DS_STORED, 0)
-    if options.D_CHUNKS == 1:
-        (k_tile,) = k_tiles
-        HALF: gl.constexpr = BLOCK_D // 2
-        dq = _start_dq(ds_tile, k_tile.slice(CONSUMER * HALF, HALF, 1))
-    else:
-        dq = _start_dq(ds_tile, k_tiles[CONSUMER])
-    acc = _await_dk(acc, ds_operand, options, 1)
+    acc = _await_dk(acc, ds_operand, options, 0)
     smem.q.release(step.use)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_in_thread_order(step.dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
-    # The last chunk is a warp group's in every second step.
-    if options.D_CHUNKS > 1:
-        _, _, last_tile = k_tiles
-        if (step.use + CONSUMER) % 2 == 0:
-            dq = _start_dq(ds_tile, last_tile)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_in_thread_order(step.dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
     return acc
 
 
@@ -518,6 +527,9 @@ def _mainloop_dk(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
     wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    last_ptr = targets.dq_accum
+    if n_steps > 0:  # for what was stored before the first step
+        named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
         params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
@@ -530,8 +542,9 @@ def _mainloop_dk(
         dq_ptr = targets.dq_accum + row * ROW
         for _step in range(steps_per_head):
             acc = _step_dk(
+                last_ptr,
                 acc,
-                Step(use, m_start, (m_start < wg_range.full) | (m_start >= wg_range.full_stop), dq_ptr),
+                Step(use, first_use, m_start, (m_start < wg_range.full) | (m_start >= wg_range.full_stop), dq_ptr),
                 k_idx,
                 smem,
                 seqlens,
@@ -543,7 +556,27 @@ def _mainloop_dk(
             )
             use += 1
             m_start += BLOCK_M
+            last_ptr = dq_ptr
             dq_ptr += BLOCK_M * ROW
+    if n_steps > 0:
+        last_ds = (first_use + n_steps + 1) % 2
+        named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
+        k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
+        if options.D_CHUNKS == 1:
+            (k_tile,) = k_tiles
+            HALF: gl.constexpr = k_tile.shape[1] // 2
+            wg_tile = k_tile.slice(CONSUMER * HALF, HALF, 1)
+        else:
+            wg_tile = k_tiles[CONSUMER]
+        dq = _start_dq(smem.ds.index(last_ds), wg_tile)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_in_thread_order(last_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
+        if options.D_CHUNKS > 1:
+            _, _, last_tile = k_tiles
+            if (first_use + n_steps + CONSUMER) % 2 == 0:
+                dq = _start_dq(smem.ds.index(last_ds), last_tile)
+                dq = warpgroup_mma_wait(0, deps=(dq,))
+                add_in_thread_order(last_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
     if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
         named_barrier_sync(RANGE_DONE, 0)
     return acc, first_use + n_steps
