@@ -181,15 +181,18 @@ def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tm
             assert products == ranges * 2 * 2 * (features + queries) // 16
             scores = "P" * chunks
             assert marks == f"{scores}0{scores}P10P0" * ranges * 2
-        else:  # scores and dP; dK; dQ, half of it, or a chunk and in every second step the last one
-            dq = "P10" if chunks == 1 else "P10P0"
-            of_dq = keys * (1 if chunks == 1 else 2)
-            assert products == ranges * 2 * (features + values + chunks * queries + of_dq) // 16
-            assert marks == f"{'P' * chunks}P10{'P' * chunks}{dq}" * ranges * 2
+        else:
+            # Of a warp group's dQ two quarters, of the step before, and once more behind the loop; or a chunk, and in
+            # every second step the last one.
+            of_dq = 4 if chunks == 1 else 2
+            assert products == ranges * 2 * (features + values + chunks * queries + of_dq * keys) // 16
+            # With scores and dP; dK.
+            order = "PP1P1P10P0P0P0" if chunks == 1 else "PPPP10PPPP10P0"
+            assert marks == order * ranges * 2
             # Four elements of dQ at a time.
             added = [line for line in instructions if line.startswith("RED")]
             assert all("ADD.F32x4" in line for line in added)
-            assert len(added) == ranges * 2 * queries * block // 128 // 4 * (1 if chunks > 1 else 0.5) * min(chunks, 2)
+            assert len(added) == ranges * 2 * of_dq * queries * 64 // 128 // 4
 
 
 @pytest.mark.parametrize("name", list(LONE_CALLS))

@@ -7,7 +7,9 @@ six products a step in place of five, and hold 128 keys each.
 A program has a tile of keys, and loops over the queries that attend them: a load warp, and two compute warp groups with
 half of the keys each. Scores are transposed, [keys, queries], so that P and dS go from registers into the products that
 sum over queries. Each step's dQ is added to a workspace in memory from registers, where programs add in any order: that
-sum differs from run to run. A two-range encoding has loops over far pairs first, whose keys lie in the same memory.
+sum differs from run to run. With 256 features a step computes and adds the dQ of the step before, while its own queries
+arrive and its scores are computed. A two-range encoding has loops over far pairs first, whose keys lie in the same
+memory.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
 """
@@ -22,7 +24,12 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     tile_of_program,
     wg_query_range,
 )
-from ropewalk.ops.attention.hopper.barriers import DS_STORED, RANGE_DONE, named_barrier_arrive, named_barrier_sync
+from ropewalk.ops.attention.hopper.barriers import (
+    DS_STORED,
+    RANGE_DONE,
+    named_barrier_arrive,
+    named_barrier_sync,
+)
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -89,10 +96,11 @@ class Step(NamedTuple):
     """One tile of queries, as a warp group takes it."""
 
     use: Any  # of the rings
-    first_use: Any  # in this range of pairs
     m_start: Any  # the first query
     masked: Any  # some pairs with the warp group's keys are not attended
     dq_ptr: Any  # the tile's dQ in a workspace
+    is_first: Any  # of a range of pairs
+    last_dq_ptr: Any  # the dQ of the step before
 
 
 class Targets(NamedTuple):
@@ -420,8 +428,7 @@ def _start_dq(ds, k_tile):
 
 
 @gluon.jit
-def _step_dk(
-    last_ptr,
+def _step_chunks(
     acc,
     step,
     k_idx,
@@ -433,10 +440,10 @@ def _step_dk(
     options,
     CONSUMER: gl.constexpr,
 ):
-    """Add a tile of queries to dK, and the dQ of the step before to memory. Warp groups may be a step apart::
+    """Add a tile of queries to dK, in three chunks of features, and its dQ to memory. Warp groups are in one step::
 
-    wgmma    dQ(j-1)=dS K | S=KQ'            | dP=VdO'-delta |                      | dK+=dS'Q
-    threads               | dQ(j-1) -> memory| P             | dS -> smem, arrive   | release Q
+    wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
+    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
     """
     DTYPE: gl.constexpr = smem.ds.dtype
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
@@ -450,34 +457,12 @@ def _step_dk(
     (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
     (v_tile,) = chunks_of(smem.v, zero, 1)
     wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-    last_ds = smem.ds.index((step.use + 1) % 2)
-    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
-    if options.D_CHUNKS == 1:
-        (k_tile,) = k_tiles
-        WIDTH: gl.constexpr = BLOCK_D // 4
-        dq_a = _start_dq(last_ds, k_tile.slice(2 * CONSUMER * WIDTH, WIDTH, 1))
-        dq_b = _start_dq(last_ds, k_tile.slice((2 * CONSUMER + 1) * WIDTH, WIDTH, 1))
-        dq_a = warpgroup_mma_wait(1, deps=(dq_a,))
-        if step.use > step.first_use:
-            add_in_thread_order(last_ptr + 2 * CONSUMER * BLOCK_M * WIDTH, dq_a)
-        LAST: gl.constexpr = (2 * CONSUMER + 1) * BLOCK_M * WIDTH
-    else:
-        _, _, last_tile = k_tiles
-        # The last chunk is a warp group's in every second step.
-        if (step.use > step.first_use) & ((step.use + CONSUMER) % 2 == 0):
-            dq_a = _start_dq(last_ds, last_tile)
-            dq_a = warpgroup_mma_wait(0, deps=(dq_a,))
-            add_in_thread_order(last_ptr + 2 * BLOCK_M * BLOCK_D, dq_a)
-        dq_b = _start_dq(last_ds, k_tiles[CONSUMER])
-        LAST: gl.constexpr = CONSUMER * BLOCK_M * BLOCK_D
+    # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
-    smem.q.wait_full(step.use)
-    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
-    dq_b = warpgroup_mma_wait(options.D_CHUNKS, deps=(dq_b,))
-    if step.use > step.first_use:
-        add_in_thread_order(last_ptr + LAST, dq_b)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    smem.q.wait_full(step.use)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
@@ -495,6 +480,100 @@ def _step_dk(
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)
     ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    ds_operand = gl.convert_layout(ds_half, operand_layout)
+    acc = _accumulate(ds_operand, q_tiles, acc, options)
+    fence_async_shared()
+    named_barrier_sync(DS_STORED, 0)
+    dq = _start_dq(ds_tile, k_tiles[CONSUMER])
+    acc = _await_dk(acc, ds_operand, options, 1)
+    smem.q.release(step.use)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    add_in_thread_order(step.dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
+    # The last chunk is a warp group's in every second step.
+    _, _, last_tile = k_tiles
+    if (step.use + CONSUMER) % 2 == 0:
+        dq = _start_dq(ds_tile, last_tile)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_in_thread_order(step.dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
+    return acc
+
+
+@gluon.jit
+def _quarter(k_tiles, CONSUMER: gl.constexpr, PART: gl.constexpr):
+    """Return a quarter of the keys' features: of the two that a warp group has of dQ, one."""
+    (k_tile,) = k_tiles
+    WIDTH: gl.constexpr = k_tile.shape[1] // 4
+    return k_tile.slice((2 * CONSUMER + PART) * WIDTH, WIDTH, 1)
+
+
+@gluon.jit
+def _add_quarter(dq_ptr, dq, CONSUMER: gl.constexpr, PART: gl.constexpr):
+    """Add a quarter of a tile's dQ to memory."""
+    add_in_thread_order(dq_ptr + (2 * CONSUMER + PART) * dq.shape[0] * dq.shape[1], dq)
+
+
+@gluon.jit
+def _step_whole(
+    acc,
+    step,
+    k_idx,
+    smem,
+    seqlens,
+    scores,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+):
+    """Add a tile of queries to dK, and the dQ of the step before to memory. Warp groups may be a step apart::
+
+    wgmma    dQ(j-1)=dS K       | S=KQ'                       | dP=VdO'-delta |                    | dK+=dS'Q
+    threads  half of dQ(j-1) -> | other half -> memory, stats | P             | dS -> smem, arrive | release Q
+    """
+    DTYPE: gl.constexpr = smem.ds.dtype
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    BLOCK_D: gl.constexpr = smem.k.shape[4]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, wgmma_layout(BLOCK_D), 2)
+    stage = step.use % smem.q.stages
+    zero = zero_of_step(step.use)
+    k_tiles = chunks_of(smem.k, zero, 1)
+    q_tiles = chunks_of(smem.q.tiles, zero + stage, 1)
+    (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
+    (v_tile,) = chunks_of(smem.v, zero, 1)
+    wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    last_ds = smem.ds.index((step.use + 1) % 2)
+    # The first step computes from what lies there, and adds nothing.
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
+    dq_a = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, 0))
+    dq_b = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, 1))
+    dq_a = warpgroup_mma_wait(1, deps=(dq_a,))
+    if not step.is_first:
+        _add_quarter(step.last_dq_ptr, dq_a, CONSUMER, 0)
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
+    smem.q.wait_full(step.use)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
+    dq_b = warpgroup_mma_wait(1, deps=(dq_b,))
+    if not step.is_first:
+        _add_quarter(step.last_dq_ptr, dq_b, CONSUMER, 1)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    smem.do.wait_full(step.use)
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p, capped, scaled = recompute_p(
+        s, lse, step.m_start, k_idx, TileMask(step.masked, seqlens), scores, flags, score_flags
+    )
+    if score_flags.SOFTCAP:  # before p and the scores are both needed
+        p *= 1 - capped * capped
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    smem.do.release(step.use)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds_half = ds.to(DTYPE)
+    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+    smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
     fence_async_shared()
     named_barrier_arrive(DS_STORED, 2 * CONSUMER, step.use % 2)
     ds_operand = gl.convert_layout(ds_half, operand_layout)
@@ -502,6 +581,18 @@ def _step_dk(
     acc = _await_dk(acc, ds_operand, options, 0)
     smem.q.release(step.use)
     return acc
+
+
+@gluon.jit
+def _flush_dq(dq_ptr, use, smem, CONSUMER: gl.constexpr):
+    """Add the dQ of the last step of a range, before use `use` of the rings, to memory."""
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (use + 1) % 2)
+    last_ds = smem.ds.index((use + 1) % 2)
+    k_tiles = chunks_of(smem.k, 0, 1)
+    for part in gl.static_range(2):
+        dq = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, part))
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        _add_quarter(dq_ptr, dq, CONSUMER, part)
 
 
 @gluon.jit
@@ -527,8 +618,9 @@ def _mainloop_dk(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
     wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    last_ptr = targets.dq_accum
-    if n_steps > 0:  # for what was stored before the first step
+    DEFERS_DQ: gl.constexpr = options.D_CHUNKS == 1
+    last_dq_ptr = targets.dq_accum
+    if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
@@ -541,10 +633,11 @@ def _mainloop_dk(
         row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)
         dq_ptr = targets.dq_accum + row * ROW
         for _step in range(steps_per_head):
-            acc = _step_dk(
-                last_ptr,
+            masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
+            take_step: gl.constexpr = _step_whole if DEFERS_DQ else _step_chunks
+            acc = take_step(
                 acc,
-                Step(use, first_use, m_start, (m_start < wg_range.full) | (m_start >= wg_range.full_stop), dq_ptr),
+                Step(use, m_start, masked, dq_ptr, use == first_use, last_dq_ptr),
                 k_idx,
                 smem,
                 seqlens,
@@ -556,27 +649,10 @@ def _mainloop_dk(
             )
             use += 1
             m_start += BLOCK_M
-            last_ptr = dq_ptr
+            last_dq_ptr = dq_ptr
             dq_ptr += BLOCK_M * ROW
-    if n_steps > 0:
-        last_ds = (first_use + n_steps + 1) % 2
-        named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
-        k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
-        if options.D_CHUNKS == 1:
-            (k_tile,) = k_tiles
-            HALF: gl.constexpr = k_tile.shape[1] // 2
-            wg_tile = k_tile.slice(CONSUMER * HALF, HALF, 1)
-        else:
-            wg_tile = k_tiles[CONSUMER]
-        dq = _start_dq(smem.ds.index(last_ds), wg_tile)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_in_thread_order(last_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
-        if options.D_CHUNKS > 1:
-            _, _, last_tile = k_tiles
-            if (first_use + n_steps + CONSUMER) % 2 == 0:
-                dq = _start_dq(smem.ds.index(last_ds), last_tile)
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-                add_in_thread_order(last_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
+    if DEFERS_DQ and n_steps > 0:
+        _flush_dq(last_dq_ptr, first_use + n_steps, smem, CONSUMER)
     if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
         named_barrier_sync(RANGE_DONE, 0)
     return acc, first_use + n_steps
@@ -750,7 +826,7 @@ def backward_wide_kernel(
 ):
     """Compute dV of a tile of one key head; or dK, and add its part of dQ.
 
-    `_mainloop_dv` and `_step_dk` show the timelines of a step.
+    `_mainloop_dv`, `_step_whole` and `_step_chunks` show the timelines of a step.
     """
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     q_ring = make_ring(q, Q_STAGES, 2, D_CHUNKS)
