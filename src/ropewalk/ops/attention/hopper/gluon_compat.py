@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,15 +23,20 @@ from triton.language.core import builtin
 
 __all__ = [
     "aggregate",
+    "associative_scan",
     "await_stores",
+    "commit_copies",
+    "copy_to_shared",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_tile",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "store_tile",
     "tma_add",
+    "wait_copies",
     "warpgroup_mma",
     "warpgroup_mma_init",
     "warpgroup_mma_wait",
@@ -39,6 +45,11 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 await_stores = tma.store_wait
+# Copies by threads: (tile, pointers, mask); zeros where the mask is false.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+commit_copies = async_copy.commit_group
+wait_copies = async_copy.wait_group  # until so many groups are left
+associative_scan = gl.associative_scan
 # The memory of a tile for elements of another type, or another shape or layout: (tile, dtype, shape, layout).
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 

@@ -1,0 +1,145 @@
+"""Launch the kernels that decode from pages on Hopper: say which calls they are for, and count shares.
+
+Shape letters: B batch, Tq queries, H query heads, K key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk.ops.attention.backend import AT_ONCE, Steps
+from ropewalk.ops.attention.call import AttentionCall, kv_capacity
+from ropewalk.ops.attention.hopper.decode import (
+    UNIT,
+    WARP_KEYS,
+    PagedConfig,
+    PagedTensors,
+    Partials,
+    RowBounds,
+    TokenStrides,
+    combine_shares_kernel,
+    decode_pages_kernel,
+)
+from ropewalk.ops.attention.triton.launch_common import LOG2_E, bounds_args, window_args
+from ropewalk.ops.cache.formats import QUANTIZED, Format
+
+
+class PagedTiles(NamedTuple):
+    """How a program attends, and how many a multiprocessor has at a time."""
+
+    warps: int
+    stages: int
+    programs: int
+    max_registers: int
+
+
+# By the bytes of a key.
+TILES = {
+    256: PagedTiles(4, 3, 2, 255),
+    128: PagedTiles(4, 3, 4, 128),
+    64: PagedTiles(4, 4, 4, 128),
+    32: PagedTiles(4, 4, 4, 128),
+}
+MIN_SHARE = 4  # tiles: a part of a row costs the kernel that combines them as much as a few keys
+
+
+def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
+    """Return the output, (B, H, Tq, D), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
+    q, k, v, table = call.q, call.k, call.v, call.block_table
+    assert table is not None
+    batch, n_heads, n_queries, dim = q.shape
+    n_kv_heads, page_size = k.shape[1:3]
+    out = torch.empty_like(q)
+    lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
+    kind = Format.OWN if call.k_scale is None else QUANTIZED[k.dtype]
+    if kind is not Format.OWN:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+    tiles = TILES[k.shape[3] * k.element_size()]
+    rows = n_queries * (n_heads // n_kv_heads)
+    config = PagedConfig(
+        D=dim,
+        N=8 if rows <= 8 else 16,
+        WARPS=tiles.warps,
+        STAGES=tiles.stages,
+        FORMAT=int(kind),
+        PAGE_SIZE=page_size,
+        HEADS_PER_KEY=n_heads // n_kv_heads,
+        CAUSAL=call.causal,
+        WINDOWED=call.has_window,
+        ONE_ROW=batch == 1,
+        MIN_SHARE=MIN_SHARE,
+    )
+    block_n = tiles.warps * int(WARP_KEYS.value)
+    most = -(-batch * -(-kv_capacity(call) // block_n) // MIN_SHARE)
+    n_shares = max(1, min(on.num_sms(q) * tiles.programs // n_kv_heads, most))
+    sides = n_shares * n_kv_heads * 2
+    partials = Partials(
+        torch.empty(sides, config.N, dim, dtype=torch.float32, device=q.device),
+        torch.empty(sides, config.N, dtype=torch.float32, device=q.device),
+    )
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    shared = {
+        "partials": partials,
+        "out_strides": _strides(out, 1),
+        "bounds": RowBounds(*bounds_args(call)),
+        **window_args(call),
+        "n_rows": batch,
+        "n_kv_heads": n_kv_heads,
+        "n_queries": n_queries,
+        "n_keys": kv_capacity(call),
+        "CONFIG": config,
+    }
+    if shared["window_right"] is None:
+        shared["window_right"] = shared["window"]
+    unit = int(UNIT.value)
+    on.launch(
+        decode_pages_kernel,
+        n_shares * n_kv_heads,
+        tensors=PagedTensors(q, k, v, call.k_scale, call.v_scale, out, lse, sinks),
+        q_strides=_strides(q, 1),
+        k_strides=_strides(k, unit),
+        v_strides=_strides(v, unit),
+        k_scale_strides=_scale_strides(call.k_scale, kind, dim),
+        v_scale_strides=_scale_strides(call.v_scale, kind, dim),
+        table_ptr=table,
+        table_stride_row=table.stride(0),
+        table_stride_page=table.stride(1),
+        n_pages=k.shape[0],
+        exp2_scale=call.scale * LOG2_E,
+        **shared,
+        num_warps=tiles.warps,
+        maxnreg=tiles.max_registers,
+    )
+    if n_shares > 1:
+        on.launch(
+            combine_shares_kernel,
+            batch * n_heads * n_queries,
+            out_ptr=out,
+            lse_ptr=lse,
+            sinks_ptr=sinks,
+            n_shares=n_shares,
+            **shared,
+            num_warps=4,
+        )
+    return out, lse
+
+
+def _strides(x: Tensor, unit: int) -> TokenStrides:
+    """Return the strides of batch rows or pages, heads and tokens in units; 0 for a dimension of one."""
+    return TokenStrides(*(s // unit if size > 1 else 0 for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)))
+
+
+def _scale_strides(scale: Tensor | None, kind: Format, dim: int) -> TokenStrides | None:
+    """Return the strides of scales by page, head and token, of 4-bit pages in groups of a token."""
+    if scale is None:
+        return None
+    strides = [stride if size > 1 else 0 for stride, size in zip(scale.stride(), scale.shape, strict=True)]
+    if kind is Format.FP8:
+        return TokenStrides(0, strides[0] if strides else 0, 0)
+    unit = dim // 32 if kind is Format.INT4 else 1
+    page, token, head = (stride // unit for stride in strides[:3])
+    return TokenStrides(page, head, token)
