@@ -489,14 +489,20 @@ class PageTable(NamedTuple):
 UNIT = gl.constexpr(8)  # elements of 16 bits: a copy has so many
 
 
+_OF_LANE = gl.constexpr("{ .reg .b32 lane; mov.u32 lane, %laneid; and.b32 $0, lane, $1; }")
+
+
 @gluon.jit
 def _load_pages(pages, n_start, extent, CONFIG: gl.constexpr):
-    """Return the page of each warp's keys of a tile, [W]."""
+    """Return the page of each warp's keys of a tile, [W].
+
+    Where the assembler knows that all lanes load one number, it waits for it at once, to keep it in a uniform register.
+    So lanes add a zero of their own to the address.
+    """
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _tile_copies(CONFIG.D, CONFIG.FORMAT, CONFIG.WARPS)))
     n = n_start + gl.arange(0, CONFIG.WARPS, layout=layout) * WARP_KEYS
-    page = gl.load(pages.ptr + (n // CONFIG.PAGE_SIZE).to(gl.int64) * pages.stride_page, n < extent.stop, other=0)
-    # Any other number would read outside of the memory.
-    return gl.minimum(gl.maximum(page.to(gl.int32), 0), pages.n_pages - 1)
+    n += gl.inline_asm_elementwise(_OF_LANE, "=r,r", [n * 0 + (pages.n_pages >> 31)], gl.int32, True, 1)
+    return gl.load(pages.ptr + (n // CONFIG.PAGE_SIZE).to(gl.int64) * pages.stride_page, n < extent.stop, other=0)
 
 
 @gluon.jit
@@ -536,6 +542,7 @@ def _copy_scales(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr
 @gluon.jit
 def _copy_tile(memory, stage, pages, page, n_start, extent, CONFIG: gl.constexpr):
     """Begin to copy a tile into a stage."""
+    page = gl.minimum(gl.maximum(page.to(gl.int32), 0), pages.n_pages - 1)  # others would read outside of the memory
     _copy_rows(memory.k.index(stage), pages.k_ptr, pages.k_strides, page, n_start, extent, CONFIG)
     _copy_rows(memory.v.index(stage), pages.v_ptr, pages.v_strides, page, n_start, extent, CONFIG)
     if CONFIG.FORMAT > 1:
@@ -699,18 +706,26 @@ def _read_scales(scales, stage, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _mainloop_kv(sums, queries, memory, pages, first_tile, n_steps, extent, full, full_stop, CONFIG: gl.constexpr):
+def _begin_copies(memory, pages, start, n_steps, extent, CONFIG: gl.constexpr):
+    """Begin to copy the first tiles; return the pages of the one after them."""
+    STAGES: gl.constexpr = CONFIG.STAGES
+    BLOCK_N: gl.constexpr = CONFIG.WARPS * WARP_KEYS
+    first_pages = ()
+    for ahead in gl.static_range(STAGES + 1):
+        first_pages += (_load_pages(pages, start + ahead * BLOCK_N, extent, CONFIG),)
+    for ahead in gl.static_range(STAGES):
+        if ahead < n_steps:
+            _copy_tile(memory, ahead, pages, first_pages[ahead], start + ahead * BLOCK_N, extent, CONFIG)
+        commit_copies()
+    return first_pages[STAGES]
+
+
+@gluon.jit
+def _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG: gl.constexpr):
     """Add some tiles of a batch row to the sums. All queries attend keys [full, full_stop)."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.WARPS * WARP_KEYS
     operand: gl.constexpr = gl.DotOperandLayout(0, _mma(CONFIG.WARPS), 2)
-    start = extent.start + first_tile * BLOCK_N
-    for ahead in gl.static_range(STAGES):
-        if ahead < n_steps:
-            first_page = _load_pages(pages, start + ahead * BLOCK_N, extent, CONFIG)
-            _copy_tile(memory, ahead, pages, first_page, start + ahead * BLOCK_N, extent, CONFIG)
-        commit_copies()
-    page = _load_pages(pages, start + STAGES * BLOCK_N, extent, CONFIG)
     for step in range(n_steps):
         n_start = start + step * BLOCK_N
         stage = step % STAGES
@@ -864,9 +879,6 @@ def decode_pages_kernel(
             full = gl.maximum(full, extent.causal_offset + n_queries - window)
             if not CONFIG.CAUSAL:
                 full_stop = gl.minimum(full_stop, extent.causal_offset + window_right)
-        queries = _load_queries(
-            at_head, q_strides, row, kv_head, n_queries, exp2_scale, extent, window, window_right, CONFIG
-        )
         pages = PageTable(
             table_ptr + row.to(gl.int64) * table_stride_row,
             table_stride_page,
@@ -880,8 +892,14 @@ def decode_pages_kernel(
             k_scale_strides,
             v_scale_strides,
         )
+        start = extent.start + first_tile * BLOCK_N
+        page = _begin_copies(memory, pages, start, n_steps, extent, CONFIG)
+        queries = _load_queries(
+            at_head, q_strides, row, kv_head, n_queries, exp2_scale, extent, window, window_right, CONFIG
+        )
+        sums = _begin_sums(CONFIG)
         sums = _mainloop_kv(
-            _begin_sums(CONFIG), queries, memory, pages, first_tile, n_steps, extent, full, full_stop, CONFIG
+            sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG
         )
         is_whole = n_steps == extent.n_tiles
         side = gl.where(tile > share.start, 1, 0)
