@@ -76,6 +76,7 @@ class PagedConfig(NamedTuple):
     D: int
     N: int  # columns of products: rows of queries that share a key head, or more
     WARPS: int
+    HEADS: int  # key heads of a program: neighbouring warps attend the same keys of two
     STAGES: int
     FORMAT: int  # of pages, a `cache.formats.Format`: 0 has no scales
     PAGE_SIZE: int
@@ -179,7 +180,7 @@ def _column_scales(d, warps):
 @gluon.jit
 def _extent_of(batch, exists, bounds, n_queries, n_keys, window, window_right, CONFIG: gl.constexpr):
     """Return the extents of batch rows: of one, or of a tensor of rows."""
-    BLOCK_N: gl.constexpr = CONFIG.WARPS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
     causal_offset = n_keys - n_queries
     if bounds.query_starts is not None:
         causal_offset = gl.load(bounds.query_starts + batch, exists, other=0).to(gl.int32)
@@ -390,8 +391,20 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def _load_queries(tensors, strides, batch, kv_head, n_queries, scores_scale, extent, window, window_right, CONFIG):
-    """Load the queries of a batch row that share a key head."""
+def _load_queries(
+    tensors,
+    strides,
+    scale_stride,
+    batch,
+    kv_head,
+    n_queries,
+    exp2_scale,
+    extent,
+    window,
+    window_right,
+    CONFIG: gl.constexpr,
+):
+    """Load the queries of a batch row that share the program's key heads, of which `kv_head` is the first."""
     D: gl.constexpr = CONFIG.D
     W: gl.constexpr = CONFIG.WARPS
     N: gl.constexpr = CONFIG.N
@@ -402,15 +415,15 @@ def _load_queries(tensors, strides, batch, kv_head, n_queries, scores_scale, ext
     N_PARTS: gl.constexpr = _n_parts(CONFIG.D, CONFIG.FORMAT)
     row = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
     exists = row < n_queries * G
-    head = kv_head * G + row % G
+    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, operand)))[:, None, None]
+    head = (kv_head + warp % CONFIG.HEADS) * G + row % G
     row_ptrs = tensors.q + batch.to(gl.int64) * strides.batch + head * strides.head + row // G * strides.token
     index = gl.arange(0, D // N_PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, operand)))[None, :, None]
-    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, operand)))[:, None, None]
     loaded = ()
     for part in gl.static_range(N_PARTS):
         feature = _feature_of(index, part, False, CONFIG)
-        loaded += (gl.load(row_ptrs + (feature + warp * 0), exists, other=0.0),)
-    scale = gl.full([W, N], scores_scale, gl.float32, by_column)
+        loaded += (gl.load(row_ptrs + feature, exists, other=0.0),)
+    scale = gl.full([W, N], exp2_scale, gl.float32, by_column)
     bias = ()
     if CONFIG.FORMAT == 0:
         parts = loaded
@@ -444,7 +457,8 @@ def _load_queries(tensors, strides, batch, kv_head, n_queries, scores_scale, ext
         rest: gl.constexpr = 1.0 if CONFIG.FORMAT == 1 else 1024.0  # 2²⁴ over FACTOR
         scale = scale * gl.convert_layout(power, by_column) * rest
         if CONFIG.FORMAT == 1:
-            scale = scale * gl.load(tensors.k_scale)
+            warp = gl.arange(0, W, layout=gl.SliceLayout(1, by_column))
+            scale = scale * gl.load(tensors.k_scale + warp % CONFIG.HEADS * scale_stride)[:, None]
     column = gl.arange(0, N, layout=gl.SliceLayout(0, by_column))[None, :]
     kv_index = column // G + extent.causal_offset
     low = extent.kv_start + gl.zeros([W, N], gl.int32, by_column)
@@ -500,7 +514,7 @@ def _load_pages(pages, n_start, extent, CONFIG: gl.constexpr):
     So lanes add a zero of their own to the address.
     """
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _tile_copies(CONFIG.D, CONFIG.FORMAT, CONFIG.WARPS)))
-    n = n_start + gl.arange(0, CONFIG.WARPS, layout=layout) * WARP_KEYS
+    n = n_start + gl.arange(0, CONFIG.WARPS, layout=layout) // CONFIG.HEADS * WARP_KEYS
     n += gl.inline_asm_elementwise(_OF_LANE, "=r,r", [n * 0 + (pages.n_pages >> 31)], gl.int32, True, 1)
     return gl.load(pages.ptr + (n // CONFIG.PAGE_SIZE).to(gl.int64) * pages.stride_page, n < extent.stop, other=0)
 
@@ -512,8 +526,10 @@ def _copy_rows(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr):
     warp = gl.arange(0, CONFIG.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     key = gl.arange(0, WARP_KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     element = gl.arange(0, _width(CONFIG.D, CONFIG.FORMAT), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    n_warp = n_start + warp * WARP_KEYS
+    n_warp = n_start + warp // CONFIG.HEADS * WARP_KEYS
     start = page.to(gl.int64) * strides.batch + n_warp % CONFIG.PAGE_SIZE * strides.token
+    if CONFIG.HEADS > 1:
+        start += warp % CONFIG.HEADS * strides.head
     offsets = (start * UNIT)[:, None, None] + (key * (strides.token * UNIT))[None, :, None] + element[None, None, :]
     n = n_warp[:, None, None] + key[None, :, None] + element[None, None, :] * 0
     copy_to_shared(tile, ptr + offsets, (n >= extent.first) & (n < extent.stop))
@@ -528,8 +544,10 @@ def _copy_scales(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr
     warp = gl.arange(0, CONFIG.WARPS, layout=gl.SliceLayout(1, by_key))
     key = gl.arange(0, WARP_KEYS, layout=gl.SliceLayout(0, by_key))
     page = gl.convert_layout(page, gl.SliceLayout(1, by_key))
-    n_warp = n_start + warp * WARP_KEYS
+    n_warp = n_start + warp // CONFIG.HEADS * WARP_KEYS
     start = page.to(gl.int64) * strides.batch + n_warp % CONFIG.PAGE_SIZE * strides.token
+    if CONFIG.HEADS > 1:
+        start += warp % CONFIG.HEADS * strides.head
     offsets = start[:, None] + (key * strides.token)[None, :]
     n = n_warp[:, None] + key[None, :]
     if IN_GROUPS:
@@ -633,7 +651,7 @@ def _mask(s, queries, n_start, CONFIG: gl.constexpr):
     mma: gl.constexpr = _mma(CONFIG.WARPS)
     warp = gl.arange(0, CONFIG.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     key = gl.arange(0, WARP_KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    n = n_start + warp * WARP_KEYS + key
+    n = n_start + warp // CONFIG.HEADS * WARP_KEYS + key
     return gl.where((n >= queries.low[:, None, :]) & (n < queries.high[:, None, :]), s, float("-inf"))
 
 
@@ -709,7 +727,7 @@ def _read_scales(scales, stage, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 def _begin_copies(memory, pages, start, n_steps, extent, CONFIG: gl.constexpr):
     """Begin to copy the first tiles; return the pages of the one after them."""
     STAGES: gl.constexpr = CONFIG.STAGES
-    BLOCK_N: gl.constexpr = CONFIG.WARPS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
     first_pages = ()
     for ahead in gl.static_range(STAGES + 1):
         first_pages += (_load_pages(pages, start + ahead * BLOCK_N, extent, CONFIG),)
@@ -724,7 +742,7 @@ def _begin_copies(memory, pages, start, n_steps, extent, CONFIG: gl.constexpr):
 def _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG: gl.constexpr):
     """Add some tiles of a batch row to the sums. All queries attend keys [full, full_stop)."""
     STAGES: gl.constexpr = CONFIG.STAGES
-    BLOCK_N: gl.constexpr = CONFIG.WARPS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
     operand: gl.constexpr = gl.DotOperandLayout(0, _mma(CONFIG.WARPS), 2)
     for step in range(n_steps):
         n_start = start + step * BLOCK_N
@@ -751,66 +769,84 @@ def _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, ful
 
 
 @gluon.jit
+def _over_keys(x, CONFIG: gl.constexpr):
+    """View what each warp has, [W, ...], as [warps of different keys, heads, ...]."""
+    return gl.reshape(x, [CONFIG.WARPS // CONFIG.HEADS, CONFIG.HEADS] + x.shape[1:])
+
+
+@gluon.jit
 def _store_results(
-    sums, tensors, partials, out_strides, batch, kv_head, slot, is_whole, n_queries, n_heads, CONFIG: gl.constexpr
+    sums,
+    tensors,
+    partials,
+    out_strides,
+    scale_stride,
+    batch,
+    kv_head,
+    share_idx,
+    side,
+    is_whole,
+    n_queries,
+    n_kv_heads,
+    CONFIG: gl.constexpr,
 ):
-    """Add the warps' sums, and store a row's results, or those of a part of it."""
+    """Add the sums of warps of one key head, and store a row's results, or those of a part of it."""
     D: gl.constexpr = CONFIG.D
     N: gl.constexpr = CONFIG.N
     G: gl.constexpr = CONFIG.HEADS_PER_KEY
     N_PARTS: gl.constexpr = _n_parts(CONFIG.D, CONFIG.FORMAT)
-    mma: gl.constexpr = _mma(CONFIG.WARPS)
-    by_column: gl.constexpr = gl.SliceLayout(1, mma)
-    result: gl.constexpr = gl.SliceLayout(0, mma)  # of [features, N]
-    of_column: gl.constexpr = gl.SliceLayout(0, by_column)
-    row_max = gl.max(sums.row_max, 0)
+    by_column: gl.constexpr = gl.SliceLayout(1, _mma(CONFIG.WARPS))
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 32, 1], [1, 1, CONFIG.WARPS], [1, 2, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)  # of [heads, N]
+    warp_max = _over_keys(sums.row_max, CONFIG)
+    row_max = gl.max(warp_max, 0)
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-    weight = gl.exp2(sums.row_max - shift[None, :])
-    row_sum = gl.sum(gl.sum(sums.row_sum, 1) * weight, 0)
-    factor = weight
-    if CONFIG.FORMAT == 2:
-        factor = weight * (_inverse_of_power(sums.unit) * 16777216.0)[:, None]
-    elif CONFIG.FORMAT == 3:
-        factor = weight * (_inverse_of_power(sums.unit) * 16777216.0)[:, None]
-    row = gl.arange(0, N, layout=of_column)
+    weight = gl.reshape(gl.exp2(warp_max - shift[None, :, :]), [CONFIG.WARPS, N])
+    weight = gl.convert_layout(weight, by_column)
+    row_sum = gl.sum(_over_keys(gl.sum(sums.row_sum, 1) * weight, CONFIG), 0)
+    if CONFIG.FORMAT > 1:
+        weight = weight * (_inverse_of_power(sums.unit) * 16777216.0)[:, None]  # 2²⁴
+    row_max = gl.convert_layout(row_max, of_row)
+    row_sum = gl.convert_layout(row_sum, of_row)
+    kv_head += gl.arange(0, CONFIG.HEADS, layout=gl.SliceLayout(1, of_row))[:, None]
+    row = gl.arange(0, N, layout=gl.SliceLayout(0, of_row))[None, :]
     exists = row < n_queries * G
     head = kv_head * G + row % G
+    token = row // G
+    factor = gl.full([CONFIG.HEADS, N], 1.0, gl.float32, of_row)
     if tensors.sinks is not None:
         sink = gl.load(tensors.sinks + head, exists & is_whole, other=float("-inf")) * 1.4426950408889634
         new_max = gl.maximum(row_max, sink)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = gl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + gl.exp2(sink - shift)
-        factor = factor * alpha[None, :]
+        factor = gl.exp2(row_max - shift)
+        row_sum = row_sum * factor + gl.exp2(sink - shift)
         row_max = new_max
     attends = row_sum != 0  # true for NaN, which results must show
     row_sum = gl.where(attends, row_sum, 1.0)
     lse = gl.where(attends, row_max + gl.log2(row_sum), float("-inf"))
-    inverse = 1.0 / row_sum
+    factor = factor / row_sum
     if CONFIG.FORMAT == 1:
-        inverse = inverse * gl.load(tensors.v_scale)
-    factor = factor * inverse[None, :]
-    token = row // G
+        factor = factor * gl.load(tensors.v_scale + kv_head * scale_stride)
+    slot = ((share_idx * n_kv_heads + kv_head) * 2 + side).to(gl.int64) * N + row
+    result = (batch.to(gl.int64) * (n_kv_heads * G) + head) * n_queries + token
     if is_whole:
-        lse_ptrs = tensors.lse + (batch.to(gl.int64) * n_heads + head) * n_queries + token
+        gl.store(tensors.lse + result, lse, exists)
     else:
-        lse_ptrs = partials.lse + slot.to(gl.int64) * N + row
-    gl.store(lse_ptrs, lse, exists)
-    row = gl.convert_layout(row, gl.SliceLayout(0, result))[None, :]
-    head = kv_head * G + row % G
-    token = row // G
-    exists = row < n_queries * G
-    index = gl.arange(0, D // N_PARTS, layout=gl.SliceLayout(1, result))[:, None]
+        gl.store(partials.lse + slot, lse, exists)
+    offsets = batch.to(gl.int64) * out_strides.batch + head * out_strides.head + token * out_strides.token
+    index = gl.arange(0, D // N_PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     for part in gl.static_range(N_PARTS):
-        o = gl.sum(sums.acc[part] * factor[:, None, :], 0)
+        o = gl.sum(_over_keys(sums.acc[part] * weight[:, None, :], CONFIG), 0)
+        o = gl.convert_layout(o, layout) * factor[:, None, :]
         if CONFIG.FORMAT == 3:
             o = o * gl.where(index // 8 % 2 == 1, 0.0625, 1.0)
         feature = _feature_of(index, part, True, CONFIG)
         if is_whole:
-            offsets = batch.to(gl.int64) * out_strides.batch + head * out_strides.head + token * out_strides.token
-            gl.store(tensors.out + (offsets + feature), o.to(tensors.out.dtype.element_ty), exists)
+            gl.store(
+                tensors.out + (offsets[:, None, :] + feature), o.to(tensors.out.dtype.element_ty), exists[:, None, :]
+            )
         else:
-            gl.store(partials.out + ((slot.to(gl.int64) * N + row) * D + feature), o, exists)
+            gl.store(partials.out + ((slot * D)[:, None, :] + feature), o, exists[:, None, :])
 
 
 # Numbers that change as a cache grows, or its table.
@@ -842,12 +878,12 @@ def decode_pages_kernel(
     CONFIG: gl.constexpr,
 ):
     """Attend with one share of all rows' tiles, for one key head."""
-    W: gl.constexpr = CONFIG.WARPS
-    BLOCK_N: gl.constexpr = W * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
     memory = _allocate(tensors, CONFIG)
-    kv_head = gl.program_id(0) % n_kv_heads
-    share_idx = gl.program_id(0) // n_kv_heads
-    n_shares = gl.num_programs(0) // n_kv_heads
+    n_programs = n_kv_heads // CONFIG.HEADS  # of a share
+    kv_head = gl.program_id(0) % n_programs * CONFIG.HEADS
+    share_idx = gl.program_id(0) // n_programs
+    n_shares = gl.num_programs(0) // n_programs
     share = _share_of(share_idx, n_shares, n_rows, bounds, n_queries, n_keys, window, window_right, CONFIG)
     k_ptr = tensors.k + kv_head.to(gl.int64) * k_strides.head * UNIT
     v_ptr = tensors.v + kv_head.to(gl.int64) * v_strides.head * UNIT
@@ -857,11 +893,14 @@ def decode_pages_kernel(
         GROUP: gl.constexpr = _groups(CONFIG.D) if CONFIG.FORMAT == 3 else 1
         k_scale_ptr += kv_head.to(gl.int64) * k_scale_strides.head * GROUP
         v_scale_ptr += kv_head.to(gl.int64) * v_scale_strides.head * GROUP
-    elif CONFIG.FORMAT == 1:
-        k_scale_ptr += kv_head * k_scale_strides.head
-        v_scale_ptr += kv_head * v_scale_strides.head
+    k_scale_stride = 0
+    v_scale_stride = 0
+    if CONFIG.FORMAT == 1:
+        k_scale_stride = k_scale_strides.head
+        v_scale_stride = v_scale_strides.head
+        k_scale_ptr += kv_head * k_scale_stride
     at_head = PagedTensors(
-        tensors.q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tensors.out, tensors.lse, tensors.sinks
+        tensors.q, k_ptr, v_ptr, k_scale_ptr, tensors.v_scale, tensors.out, tensors.lse, tensors.sinks
     )
     tile = share.start
     row = gl.to_tensor(share.row)
@@ -895,7 +934,17 @@ def decode_pages_kernel(
         start = extent.start + first_tile * BLOCK_N
         page = _begin_copies(memory, pages, start, n_steps, extent, CONFIG)
         queries = _load_queries(
-            at_head, q_strides, row, kv_head, n_queries, exp2_scale, extent, window, window_right, CONFIG
+            at_head,
+            q_strides,
+            k_scale_stride,
+            row,
+            kv_head,
+            n_queries,
+            exp2_scale,
+            extent,
+            window,
+            window_right,
+            CONFIG,
         )
         sums = _begin_sums(CONFIG)
         sums = _mainloop_kv(
@@ -903,10 +952,20 @@ def decode_pages_kernel(
         )
         is_whole = n_steps == extent.n_tiles
         side = gl.where(tile > share.start, 1, 0)
-        slot = (share_idx * n_kv_heads + kv_head) * 2 + side
-        n_heads = n_kv_heads * CONFIG.HEADS_PER_KEY
         _store_results(
-            sums, at_head, partials, out_strides, row, kv_head, slot, is_whole, n_queries, n_heads, CONFIG
+            sums,
+            at_head,
+            partials,
+            out_strides,
+            v_scale_stride,
+            row,
+            kv_head,
+            share_idx,
+            side,
+            is_whole,
+            n_queries,
+            n_kv_heads,
+            CONFIG,
         )
         tile += n_steps
         row_start += extent.n_tiles

@@ -33,16 +33,17 @@ class PagedTiles(NamedTuple):
 
     warps: int
     stages: int
+    heads: int  # key heads of a program, where their number is a multiple
     programs: int
     max_registers: int
 
 
 # By the bytes of a key.
 TILES = {
-    256: PagedTiles(4, 3, 2, 255),
-    128: PagedTiles(4, 3, 4, 128),
-    64: PagedTiles(4, 4, 4, 128),
-    32: PagedTiles(4, 4, 4, 128),
+    256: PagedTiles(4, 3, 1, 2, 255),
+    128: PagedTiles(4, 3, 1, 4, 128),
+    64: PagedTiles(4, 4, 2, 4, 128),
+    32: PagedTiles(4, 4, 2, 4, 128),
 }
 MIN_SHARE = 4  # tiles: a part of a row costs the kernel that combines them as much as a few keys
 
@@ -60,10 +61,12 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         k, v = k.view(torch.int16), v.view(torch.int16)
     tiles = TILES[k.shape[3] * k.element_size()]
     rows = n_queries * (n_heads // n_kv_heads)
+    heads = math.gcd(tiles.heads, n_kv_heads)
     config = PagedConfig(
         D=dim,
         N=8 if rows <= 8 else 16,
         WARPS=tiles.warps,
+        HEADS=heads,
         STAGES=tiles.stages,
         FORMAT=int(kind),
         PAGE_SIZE=page_size,
@@ -73,9 +76,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         ONE_ROW=batch == 1,
         MIN_SHARE=MIN_SHARE,
     )
-    block_n = tiles.warps * int(WARP_KEYS.value)
+    block_n = tiles.warps // heads * int(WARP_KEYS.value)
     most = -(-batch * -(-kv_capacity(call) // block_n) // MIN_SHARE)
-    n_shares = max(1, min(on.num_sms(q) * tiles.programs // n_kv_heads, most))
+    n_programs = n_kv_heads // heads  # of a share
+    n_shares = max(1, min(on.num_sms(q) * tiles.programs // n_programs, most))
     sides = n_shares * n_kv_heads * 2
     partials = Partials(
         torch.empty(sides, config.N, dim, dtype=torch.float32, device=q.device),
@@ -98,7 +102,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     unit = int(UNIT.value)
     on.launch(
         decode_pages_kernel,
-        n_shares * n_kv_heads,
+        n_shares * n_programs,
         tensors=PagedTensors(q, k, v, call.k_scale, call.v_scale, out, lse, sinks),
         q_strides=_strides(q, 1),
         k_strides=_strides(k, unit),
