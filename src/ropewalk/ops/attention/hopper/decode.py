@@ -879,7 +879,6 @@ def decode_pages_kernel(
 ):
     """Attend with one share of all rows' tiles, for one key head."""
     BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
-    memory = _allocate(tensors, CONFIG)
     n_programs = n_kv_heads // CONFIG.HEADS  # of a share
     kv_head = gl.program_id(0) % n_programs * CONFIG.HEADS
     share_idx = gl.program_id(0) // n_programs
@@ -932,6 +931,7 @@ def decode_pages_kernel(
             v_scale_strides,
         )
         start = extent.start + first_tile * BLOCK_N
+        memory = _allocate(tensors, CONFIG)  # here, so that the sums of warps take its place
         page = _begin_copies(memory, pages, start, n_steps, extent, CONFIG)
         queries = _load_queries(
             at_head,
@@ -947,9 +947,7 @@ def decode_pages_kernel(
             CONFIG,
         )
         sums = _begin_sums(CONFIG)
-        sums = _mainloop_kv(
-            sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG
-        )
+        sums = _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG)
         is_whole = n_steps == extent.n_tiles
         side = gl.where(tile > share.start, 1, 0)
         _store_results(

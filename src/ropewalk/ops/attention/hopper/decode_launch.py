@@ -24,7 +24,7 @@ from ropewalk.ops.attention.hopper.decode import (
     combine_shares_kernel,
     decode_pages_kernel,
 )
-from ropewalk.ops.attention.triton.launch_common import LOG2_E, bounds_args, window_args
+from ropewalk.ops.attention.triton.launch_common import LOG2_E, bounds_args, on_its_device, window_args
 from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 
@@ -48,14 +48,18 @@ TILES = {
 MIN_SHARE = 4  # tiles: a part of a row costs the kernel that combines them as much as a few keys
 
 
+@on_its_device
 def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Return the output, (B, H, Tq, D), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
-    q, k, v, table = call.q, call.k, call.v, call.block_table
+    k, v, table = call.k, call.v, call.block_table
     assert table is not None
+    q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
     batch, n_heads, n_queries, dim = q.shape
     n_kv_heads, page_size = k.shape[1:3]
     out = torch.empty_like(q)
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
     kind = Format.OWN if call.k_scale is None else QUANTIZED[k.dtype]
     if kind is not Format.OWN:
         k, v = k.view(torch.int16), v.view(torch.int16)

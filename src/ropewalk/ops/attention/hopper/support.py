@@ -17,6 +17,7 @@ TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kerne
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
 WIDEST = 256  # features of a row
+MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over pages that are read in place
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
@@ -39,7 +40,7 @@ class Gluon:
             return refusal
         if call.block_table is not None:
             if not is_copied(call):
-                return Refusal("block_table", "paged keys (block_table) that are read in place are not supported")
+                return _why_not_in_place(call)
             call = describe(call)
         q, scheme = call.q, type(call.scheme).__name__
         if q.dtype not in DTYPES:
@@ -77,9 +78,12 @@ class Gluon:
         return None
 
     def forward(self, call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
-        """Launch the forward."""
-        from ropewalk.ops.attention.hopper import launch
+        """Launch the forward, or the decode kernels for pages that are read in place."""
+        from ropewalk.ops.attention.hopper import decode_launch, launch
 
+        if call.block_table is not None and not is_copied(call):
+            out, lse = decode_launch.forward(call, on)
+            return out, Saved(call.q, call.k, lse)
         return launch.forward(call, on)
 
     def backward(
@@ -96,6 +100,54 @@ class Gluon:
         from ropewalk.ops.attention.hopper import launch
 
         return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
+
+
+def _why_not_in_place(call: AttentionCall) -> Refusal | None:
+    """Say why the decode kernels do not run a call of pages; None if they do. Reads no values."""
+    q, k, table = call.q, call.k, call.block_table
+    dims = call.q.shape[3], call.value_dim
+    page_size, rows = k.shape[2], q.shape[2] * (q.shape[1] // k.shape[1])
+    features = {
+        "masks": call.mask is not None,
+        "lists of blocks": call.blocks is not None,
+        "gates": call.gate is not None,
+        "score mods and softcap": call.score_mod is not None or call.softcap is not None,
+        "two-range encodings": call.far is not None,
+        "rotations, for which apply_rope or append_kv may be called before,": call.tables.q or call.tables.k,
+        "packed queries": call.cu_seqlens_q is not None,
+        "empty caches": k.shape[0] == 0 or table is None or table.shape[1] == 0,
+    }
+    reason = next((name for name, is_there in features.items() if is_there), None)
+    if reason is not None:
+        reason = f"{reason} are not supported"
+    elif q.dtype not in DTYPES or (call.k_scale is None and not q.dtype == k.dtype == call.v.dtype):
+        reason = "q must be of float16 or bfloat16"
+    elif dims[0] != dims[1] or dims[0] not in PAGED_DIMS:
+        reason = f"head dims of q and v are {dims[0]} and {dims[1]}, but must be {' or '.join(map(str, PAGED_DIMS))}"
+    elif page_size % PAGE_MULTIPLE:
+        reason = f"pages of {page_size} keys are not supported: the size must be a multiple of {PAGE_MULTIPLE}"
+    elif not all(map(_may_be_copied, (k, call.v))) or not all(map(_may_be_read, (call.k_scale, call.v_scale))):
+        reason = "strides of pages must be multiples of 16 bytes, and of their scales those of a token"
+    # Keep last: torch.compile guards on this length.
+    elif rows > MAX_PAGED_ROWS:
+        reason = f"{rows} queries of heads that share a key are too many: the limit is {MAX_PAGED_ROWS}"
+    if reason is None:
+        return None
+    return Refusal("block_table", f"paged keys (block_table) that are read in place: {reason}")
+
+
+def _may_be_copied(pages: Tensor) -> bool:
+    """Say whether rows of pages are copied 16 bytes at a time."""
+    offsets = (pages.storage_offset(), *pages.stride()[:3])
+    return pages.stride(3) == 1 and all(offset * pages.element_size() % 16 == 0 for offset in offsets)
+
+
+def _may_be_read(scale: Tensor | None) -> bool:
+    """Say whether the scales of a token's head lie together, if there are several."""
+    if scale is None or scale.ndim < 4:
+        return True
+    offsets = (scale.storage_offset(), *scale.stride()[:3])
+    return scale.stride(3) == 1 and all(offset % scale.shape[3] == 0 for offset in offsets)
 
 
 def _why_no_lists(call: AttentionCall) -> Refusal | None:
