@@ -132,6 +132,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             n_shares=n_shares,
             **shared,
             num_warps=4,
+            launch_pdl=True,  # what comes before its wait runs beside the end of the first kernel
         )
     return out, lse
 
