@@ -9,6 +9,7 @@ from helpers.compile import Recorder
 from helpers.paged_calls import empty_pages
 from helpers.targets import SHARED_MEMORY
 
+from ropewalk import Rope
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.hopper import support
@@ -30,11 +31,19 @@ CALLS = {
     "chunk": {"queries": 3},
     "one-row": {"batch": 1},
     "hnd": {"layout": "bhtd"},
+    "rope": {"position": Rope(), "keys_rotated": True},
+    "rope-part": {
+        "position": Rope(rotary_dim=32, interleaved=True),
+        "keys_rotated": True,
+        "key_starts": LENGTHS - 90,
+        "queries": 2,
+    },
 }
 CASES = [
     *((kind, 128, name) for kind in ("own", "fp8", "int8", "int4") for name in ("one", "chunk")),
     *((kind, 64, "window-sinks") for kind in ("own", "fp8", "int8", "int4")),
-    *(("fp8", 128, name) for name in ("not-causal", "one-row", "hnd")),
+    *(("fp8", 128, name) for name in ("not-causal", "one-row", "hnd", "rope-part")),
+    *((kind, 128, "rope") for kind in ("own", "fp8", "int4")),
     ("int4", 64, "not-causal"),
 ]
 

@@ -27,6 +27,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     mma_v2,
     wait_copies,
 )
+from ropewalk.ops.attention.triton.tiles import partner_of
 
 WARP_KEYS = gl.constexpr(16)  # keys of a tile that each warp attends
 RESCALE_THRESHOLD = gl.constexpr(8.0)  # a maximum stays until a score is so much larger, in base 2
@@ -81,10 +82,22 @@ class PagedConfig(NamedTuple):
     FORMAT: int  # of pages, a `cache.formats.Format`: 0 has no scales
     PAGE_SIZE: int
     HEADS_PER_KEY: int
+    ROTARY_DIM: int  # of queries; 0: they are not rotated here
+    ROTARY_OFFSET: int  # the first feature that is rotated
+    INTERLEAVED: bool
+    PAIR_BLOCK: int  # features of a block that is half-split by itself
     CAUSAL: bool
     WINDOWED: bool
     ONE_ROW: bool  # the batch has one row
     MIN_SHARE: int  # tiles
+
+
+class Rotation(NamedTuple):
+    """The table that queries are rotated by, and its row of each."""
+
+    table: Any  # `RopeTable`, or None
+    start: Any  # the table has a row for each position from this one on; None: one for each query
+    n_rows: Any
 
 
 class Extent(NamedTuple):
@@ -95,6 +108,7 @@ class Extent(NamedTuple):
     stop: Any
     n_tiles: Any  # one at least, so that each row has a result
     kv_start: Any
+    key_start: Any  # as given, which may be below 0
     causal_offset: Any
 
 
@@ -201,9 +215,10 @@ def _extent_of(batch, exists, bounds, n_queries, n_keys, window, window_right, C
     stop = n_keys
     if bounds.key_lengths is not None:
         stop = gl.minimum(gl.load(bounds.key_lengths + batch, exists, other=0).to(gl.int32), n_keys)
-    kv_start = 0
+    key_start = 0
     if bounds.key_starts is not None:
-        kv_start = gl.maximum(gl.load(bounds.key_starts + batch, exists, other=0).to(gl.int32), 0)
+        key_start = gl.load(bounds.key_starts + batch, exists, other=0).to(gl.int32)
+    kv_start = gl.maximum(key_start, 0)
     start = kv_start
     if CONFIG.CAUSAL:
         stop = gl.minimum(stop, causal_offset + n_queries)
@@ -214,7 +229,7 @@ def _extent_of(batch, exists, bounds, n_queries, n_keys, window, window_right, C
     first = start
     start = first // BLOCK_N * BLOCK_N
     n_tiles = gl.maximum((stop - start + BLOCK_N - 1) // BLOCK_N, 1)
-    return Extent(start, first, stop, n_tiles, kv_start, causal_offset)
+    return Extent(start, first, stop, n_tiles, kv_start, key_start, causal_offset)
 
 
 @gluon.jit
@@ -405,12 +420,32 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
+def _rotate(numbers, row_ptrs, feature, exists, batch, token, rotation, extent, CONFIG: gl.constexpr):
+    """Rotate features of queries, rounded once."""
+    table_row = token
+    if rotation.start is not None:
+        table_row = token + extent.causal_offset - extent.key_start - rotation.start
+        table_row = gl.minimum(gl.maximum(table_row, 0), rotation.n_rows - 1)  # whatever the device holds
+    rotary_feature = feature - CONFIG.ROTARY_OFFSET
+    is_rotated = exists & (rotary_feature >= 0) & (rotary_feature < CONFIG.ROTARY_DIM)
+    pair, partner, is_second = partner_of(feature, CONFIG)
+    table = rotation.table
+    offsets = batch.to(gl.int64) * table.stride_batch + table_row * table.stride_token + pair
+    cos = gl.load(table.cos + offsets, is_rotated, other=1.0)
+    sin = gl.load(table.sin + offsets, is_rotated, other=0.0)
+    partners = gl.load(row_ptrs + partner, is_rotated, other=0.0).to(gl.float32)
+    rotated = numbers.to(gl.float32) * cos + partners * gl.where(is_second, sin, -sin)
+    return gl.where(is_rotated, rotated.to(numbers.dtype), numbers)
+
+
+@gluon.jit
 def _load_queries(
     tensors,
     strides,
     scale_stride,
     batch,
     kv_head,
+    rotation,
     n_queries,
     exp2_scale,
     extent,
@@ -436,7 +471,10 @@ def _load_queries(
     loaded = ()
     for part in gl.static_range(N_PARTS):
         feature = _feature_of(index, part, False, CONFIG)
-        loaded += (gl.load(row_ptrs + feature, exists, other=0.0),)
+        numbers = gl.load(row_ptrs + feature, exists, other=0.0)
+        if CONFIG.ROTARY_DIM > 0:
+            numbers = _rotate(numbers, row_ptrs, feature, exists, batch, row // G, rotation, extent, CONFIG)
+        loaded += (numbers,)
     scale = gl.full([W, N], exp2_scale, gl.float32, by_column)
     bias = ()
     if CONFIG.FORMAT == 0:
@@ -864,7 +902,10 @@ def _store_results(
 
 
 # Numbers that change as a cache grows, or its table.
-OF_TABLE = ("n_keys", "n_pages", "table_stride_row", "n_rows", "window", "window_right", "n_queries")
+OF_TABLE = (
+    *("n_keys", "n_pages", "table_stride_row", "n_rows", "window", "window_right", "n_queries"),
+    *("table_start", "table_rows"),
+)
 
 
 @gluon.jit(do_not_specialize=OF_TABLE)
@@ -885,6 +926,9 @@ def decode_pages_kernel(
     window,
     window_right,
     exp2_scale,
+    rotary_table,  # fields of `Rotation`
+    table_start,
+    table_rows,
     n_rows,
     n_kv_heads,
     n_queries,
@@ -916,6 +960,7 @@ def decode_pages_kernel(
     at_head = PagedTensors(
         tensors.q, k_ptr, v_ptr, k_scale_ptr, tensors.v_scale, tensors.out, tensors.lse, tensors.sinks
     )
+    rotation = Rotation(rotary_table, table_start, table_rows)
     tile = share.start
     row = gl.to_tensor(share.row)
     row_start = gl.to_tensor(share.row_start)
@@ -954,6 +999,7 @@ def decode_pages_kernel(
             k_scale_stride,
             row,
             kv_head,
+            rotation,
             n_queries,
             exp2_scale,
             extent,

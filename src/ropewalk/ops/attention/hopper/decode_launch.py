@@ -24,7 +24,13 @@ from ropewalk.ops.attention.hopper.decode import (
     combine_shares_kernel,
     decode_pages_kernel,
 )
-from ropewalk.ops.attention.triton.launch_common import LOG2_E, bounds_args, on_its_device, window_args
+from ropewalk.ops.attention.triton.launch_common import (
+    LOG2_E,
+    bounds_args,
+    on_its_device,
+    rope_table_args,
+    window_args,
+)
 from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 
@@ -65,6 +71,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         k, v = k.view(torch.int16), v.view(torch.int16)
     tiles = TILES[k.shape[3] * k.element_size()]
     rows = n_queries * (n_heads // n_kv_heads)
+    rotary_table, rotary_dim = rope_table_args(call.tables.q)
     heads = math.gcd(tiles.heads, n_kv_heads)
     config = PagedConfig(
         D=dim,
@@ -75,6 +82,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         FORMAT=int(kind),
         PAGE_SIZE=page_size,
         HEADS_PER_KEY=n_heads // n_kv_heads,
+        ROTARY_DIM=rotary_dim,
+        ROTARY_OFFSET=call.tables.rotary_offset if rotary_dim else 0,
+        INTERLEAVED=call.tables.interleaved and rotary_dim > 0,
+        PAIR_BLOCK=call.tables.pair_block or rotary_dim,
         CAUSAL=call.causal,
         WINDOWED=call.has_window,
         ONE_ROW=batch == 1,
@@ -118,6 +129,9 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         table_stride_page=table.stride(1),
         n_pages=k.shape[0],
         exp2_scale=call.scale * LOG2_E,
+        rotary_table=rotary_table,
+        table_start=call.tables.q_start,
+        table_rows=None if rotary_table is None or call.tables.q_start is None else rotary_table.cos.shape[1],
         **shared,
         num_warps=tiles.warps,
         maxnreg=tiles.max_registers,

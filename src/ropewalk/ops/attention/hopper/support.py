@@ -113,7 +113,7 @@ def _why_not_in_place(call: AttentionCall) -> Refusal | None:
         "gates": call.gate is not None,
         "score mods and softcap": call.score_mod is not None or call.softcap is not None,
         "two-range encodings": call.far is not None,
-        "rotations, for which apply_rope or append_kv may be called before,": call.tables.q or call.tables.k,
+        "keys that are not rotated yet": call.tables.k is not None,
         "packed queries": call.cu_seqlens_q is not None,
         "empty caches": k.shape[0] == 0 or table is None or table.shape[1] == 0,
     }

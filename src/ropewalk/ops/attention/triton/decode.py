@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ropewalk.ops.attention.triton.arguments import Scores
 from ropewalk.ops.attention.triton.softmax import tanh
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head, wide
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head, partner_of, wide
 
 
 class DecodeTensors(NamedTuple):
@@ -229,30 +229,6 @@ def row_offsets(strides, batch, head, token, STRIDE_UNIT: tl.constexpr):
     """Return how many elements rows are from the first one."""
     offset = wide(batch) * wide(strides.batch) + wide(head) * wide(strides.head) + wide(token) * wide(strides.token)
     return offset * STRIDE_UNIT
-
-
-@triton.jit
-def partner_of(feature, CONFIG: tl.constexpr):
-    """Return the pair of each rotated feature, the pair's other feature, and whether the feature is its second one."""
-    R: tl.constexpr = CONFIG.ROTARY_DIM
-    rotary_feature = feature - CONFIG.ROTARY_OFFSET
-    if CONFIG.INTERLEAVED:
-        pair = rotary_feature // 2
-        is_second = rotary_feature % 2 == 1
-        partner = tl.where(is_second, feature - 1, feature + 1)
-    else:
-        # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
-        P: tl.constexpr = CONFIG.PAIR_BLOCK
-        if P == R:
-            is_second = rotary_feature >= R // 2
-            pair = rotary_feature % (R // 2)
-            partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
-        else:
-            block = rotary_feature // P
-            is_second = rotary_feature % P >= P // 2
-            pair = block * (P // 2) + rotary_feature % (P // 2)
-            partner = block * P + (rotary_feature + P // 2) % P + CONFIG.ROTARY_OFFSET
-    return pair, partner, is_second
 
 
 @triton.jit

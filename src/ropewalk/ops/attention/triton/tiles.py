@@ -344,3 +344,27 @@ def differentiate_gate(out, do, gate, grad_gate, batch, head, row, exists, featu
         pointers = gate_pointers(grad_gate, batch, head, row, feature)
         tl.store(pointers, dg.to(grad_gate.ptr.dtype.element_ty), gate_mask(grad_gate, exists, feature))
     return (do.to(tl.float32) * sigma).to(do.dtype)
+
+
+@triton.jit
+def partner_of(feature, CONFIG: tl.constexpr):
+    """Return the pair of each rotated feature, the pair's other feature, and whether the feature is its second one."""
+    R: tl.constexpr = CONFIG.ROTARY_DIM
+    rotary_feature = feature - CONFIG.ROTARY_OFFSET
+    if CONFIG.INTERLEAVED:
+        pair = rotary_feature // 2
+        is_second = rotary_feature % 2 == 1
+        partner = tl.where(is_second, feature - 1, feature + 1)
+    else:
+        # Remainders, because the compiler keeps neighbours neighbours through them: loads of 16 bytes.
+        P: tl.constexpr = CONFIG.PAIR_BLOCK
+        if P == R:
+            is_second = rotary_feature >= R // 2
+            pair = rotary_feature % (R // 2)
+            partner = (rotary_feature + R // 2) % R + CONFIG.ROTARY_OFFSET
+        else:
+            block = rotary_feature // P
+            is_second = rotary_feature % P >= P // 2
+            pair = block * (P // 2) + rotary_feature % (P // 2)
+            partner = block * P + (rotary_feature + P // 2) % P + CONFIG.ROTARY_OFFSET
+    return pair, partner, is_second
