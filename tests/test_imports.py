@@ -41,10 +41,10 @@ LAYERS = {
     "ops.attention.plans": "schemes ops.attention ops.attention.backends ops.attention.triton.plan "
     "ops.attention.triton.table_rows",
     "ops.attention.triton": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
-    "ops.attention.gate.kernel",
+    "ops.attention.gate.kernel ops.attention.gate.kernel",
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
-    "ops.attention.blocks.mask_kernel "
+    "ops.attention.gate.kernel ops.attention.blocks.mask_kernel "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",

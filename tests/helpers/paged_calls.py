@@ -12,7 +12,7 @@ STORED = {"own": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": t
 
 def empty_pages(kind, dtype, shape, device):
     """Return pages (pages, page_size, K, D) of NaN, or of numbers that none should read, and their scales."""
-    pages, page_size, n_kv_heads, dim = shape
+    *_, n_kv_heads, dim = shape
     if kind == "own":
         return *(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in "kv"), {}
     width = dim // 2 if kind == "int4" else dim

@@ -32,6 +32,7 @@ CASES = {
     "scale": {"scale": -0.3, "sinks": True},
     "rope": {"position": Rope(), "keys_rotated": True, "dim": 128},
     "rope, part": {"position": Rope(rotary_dim=32, interleaved=True), "keys_rotated": True, "key_starts": True},
+    "gate": {"gate": True, "dim": 128},
     "heads first": {"layout": "bhtd", "dim": 128, "heads": 4},
 }
 
@@ -52,6 +53,8 @@ def make(kind, rows, device, dtype=torch.bfloat16, *, heads=2, group=4, dim=64, 
     words = {"causal": True, "key_lengths": lengths, "query_starts": lengths - queries, "layout": layout, **keywords}
     if words.pop("sinks", False):
         words["sinks"] = torch.randn(heads * group, device=device)
+    if words.pop("gate", False):
+        words["gate"] = torch.randn_like(q)
     if words.pop("key_starts", False):
         words["key_starts"] = lengths // 3 - 5
     return q, k, v, words, {"block_table": table, **scales}, exact
@@ -73,9 +76,8 @@ def check(kind, rows, device, dtype=torch.bfloat16, **options):
 
 def _attend(q, k, v, position, words):
     """Attend by the definition, with queries alone rotated."""
-    sinks = words.get("sinks")
-    if sinks is not None:
-        words = {**words, "sinks": sinks.to(q.dtype)}
+    given = {name: words[name].to(q.dtype) for name in ("sinks", "gate") if name in words}
+    words = {**words, **given}
     if position is not None:
         words = {**words, "position": position, "keys_rotated": True}
         batch, keys = k.shape[0], k.shape[1]
@@ -167,7 +169,6 @@ REFUSED = {
     "score mod": ({}, {"position": Alibi()}, "score mods"),
     "two ranges": ({}, {"position": ReRope(50)}, "two-range"),
     "raw keys": ({}, {"position": Rope()}, "not rotated"),
-    "gate": ({}, {"gate": torch.zeros(6, 1, 8, 64).bfloat16()}, "gates"),
     "dim": ({"dim": 32}, {}, "head dims of q and v are 32 and 32"),
     "page size": ({"page_size": 24}, {}, "pages of 24 keys"),
     "rows": ({"queries": 5}, {}, "20 queries"),

@@ -11,7 +11,8 @@ All rows' tiles of keys, one row's after another's, are cut into shares of equal
 head. A share holds whole rows, whose results are final, and at most two parts of rows, which `combine_shares_kernel`
 combines.
 
-Shape letters: B batch, T tokens (Tq of queries), H query heads, K key heads, D head dim. W warps, N columns of products.
+Shape letters: B batch, T tokens (Tq of queries), H query heads, K key heads, D head dim; W warps, N columns of a
+product.
 """
 
 # No `from __future__ import annotations`: Gluon reads the annotations of constants.
@@ -301,7 +302,8 @@ def _split_last(x):
     if x.shape[len(x.shape) - 1] == 2:
         parts = gl.split(x)
     else:
-        even, odd = gl.split(gl.reshape(x, x.shape[: len(x.shape) - 1] + [2, 2]))
+        shape: gl.constexpr = x.shape[: len(x.shape) - 1] + [2, 2]  # noqa: RUF005 (which Triton does not parse)
+        even, odd = gl.split(gl.reshape(x, shape))
         part_0, part_2 = gl.split(even)
         part_1, part_3 = gl.split(odd)
         parts = (part_0, part_1, part_2, part_3)
@@ -823,7 +825,8 @@ def _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, ful
 @gluon.jit
 def _over_keys(x, CONFIG: gl.constexpr):
     """View what each warp has, [W, ...], as [warps of different keys, heads, ...]."""
-    return gl.reshape(x, [CONFIG.WARPS // CONFIG.HEADS, CONFIG.HEADS] + x.shape[1:])
+    shape: gl.constexpr = [CONFIG.WARPS // CONFIG.HEADS, CONFIG.HEADS] + x.shape[1:]  # noqa: RUF005
+    return gl.reshape(x, shape)
 
 
 @gluon.jit

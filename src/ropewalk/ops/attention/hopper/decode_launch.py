@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
+from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.hopper.decode import (
     UNIT,
     WARP_KEYS,
@@ -148,6 +149,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             num_warps=4,
             launch_pdl=True,  # what comes before its wait runs beside the end of the first kernel
         )
+    if call.gate is not None:
+        (gated,) = gate_kernel.forward(out, call.gate, on)
+        assert gated is not None
+        out = gated
     return out, lse
 
 

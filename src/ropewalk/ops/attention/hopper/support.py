@@ -110,7 +110,6 @@ def _why_not_in_place(call: AttentionCall) -> Refusal | None:
     features = {
         "masks": call.mask is not None,
         "lists of blocks": call.blocks is not None,
-        "gates": call.gate is not None,
         "score mods and softcap": call.score_mod is not None or call.softcap is not None,
         "two-range encodings": call.far is not None,
         "keys that are not rotated yet": call.tables.k is not None,
