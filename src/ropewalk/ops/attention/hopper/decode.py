@@ -574,19 +574,30 @@ def _load_pages(pages, n_start, extent, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _rows_of_warps(page, strides, n_start, warp, CONFIG: gl.constexpr):
+    """Return where the rows of each warp begin, [W], and the first one's key.
+
+    Page numbers and their strides are not negative: of unsigned numbers the product is one instruction.
+    """
+    n_warp = n_start + warp // CONFIG.HEADS * WARP_KEYS
+    start = page.to(gl.uint32).to(gl.uint64) * strides.batch.to(gl.uint32).to(gl.uint64)
+    in_page = n_warp % CONFIG.PAGE_SIZE * strides.token
+    if CONFIG.HEADS > 1:
+        in_page += warp % CONFIG.HEADS * strides.head
+    return start.to(gl.int64) + in_page, n_warp
+
+
+@gluon.jit
 def _copy_rows(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr):
     """Copy a tile of keys or values; zeros in place of those that no query attends, which may be NaN."""
     layout: gl.constexpr = _tile_copies(CONFIG.D, CONFIG.FORMAT, CONFIG.WARPS)
     warp = gl.arange(0, CONFIG.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     key = gl.arange(0, WARP_KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     element = gl.arange(0, _width(CONFIG.D, CONFIG.FORMAT), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    n_warp = n_start + warp // CONFIG.HEADS * WARP_KEYS
-    start = page.to(gl.int64) * strides.batch + n_warp % CONFIG.PAGE_SIZE * strides.token
-    if CONFIG.HEADS > 1:
-        start += warp % CONFIG.HEADS * strides.head
-    offsets = (start * UNIT)[:, None, None] + (key * (strides.token * UNIT))[None, :, None] + element[None, None, :]
+    start, n_warp = _rows_of_warps(page, strides, n_start, warp, CONFIG)
+    within = (key * (strides.token * UNIT))[None, :, None] + element[None, None, :]  # 32 bits
     n = n_warp[:, None, None] + key[None, :, None] + element[None, None, :] * 0
-    copy_to_shared(tile, ptr + offsets, (n >= extent.first) & (n < extent.stop))
+    copy_to_shared(tile, ptr + ((start * UNIT)[:, None, None] + within), (n >= extent.first) & (n < extent.stop))
 
 
 @gluon.jit
@@ -598,16 +609,15 @@ def _copy_scales(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr
     warp = gl.arange(0, CONFIG.WARPS, layout=gl.SliceLayout(1, by_key))
     key = gl.arange(0, WARP_KEYS, layout=gl.SliceLayout(0, by_key))
     page = gl.convert_layout(page, gl.SliceLayout(1, by_key))
-    n_warp = n_start + warp // CONFIG.HEADS * WARP_KEYS
-    start = page.to(gl.int64) * strides.batch + n_warp % CONFIG.PAGE_SIZE * strides.token
-    if CONFIG.HEADS > 1:
-        start += warp % CONFIG.HEADS * strides.head
-    offsets = start[:, None] + (key * strides.token)[None, :]
+    start, n_warp = _rows_of_warps(page, strides, n_start, warp, CONFIG)
+    within = (key * strides.token)[None, :]
     n = n_warp[:, None] + key[None, :]
     if IN_GROUPS:
         group = gl.arange(0, _groups(CONFIG.D), layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        offsets = offsets[:, :, None] * _groups(CONFIG.D) + group
+        offsets = (start * _groups(CONFIG.D))[:, None, None] + (within[:, :, None] * _groups(CONFIG.D) + group)
         n = n[:, :, None] + group * 0
+    else:
+        offsets = start[:, None] + within
     copy_to_shared(tile, ptr + offsets, (n >= extent.first) & (n < extent.stop))
 
 
@@ -741,7 +751,8 @@ def _add_values(sums, s, values, v_scale, CONFIG: gl.constexpr):
     for part in gl.static_range(_n_parts(CONFIG.D, CONFIG.FORMAT)):
         p_part = p_half
         if CONFIG.FORMAT == 3:
-            p_part = p_half * gl.convert_layout(v_scale[part], gl.SliceLayout(2, operand))[:, :, None]
+            of_keys = gl.convert_layout(v_scale[part], gl.SliceLayout(2, operand))[:, :, None]
+            p_part = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [p_half, of_keys], gl.float16, True, 2)
         acc += (mma_v2(values[part], p_part, _rescale(sums.acc[part], alpha)),)
     return Sums(acc, new_max, row_sum, unit)
 
@@ -1084,7 +1095,7 @@ def combine_shares_kernel(
 ):
     """Combine the parts of one row of one query head, where there are several."""
     D: gl.constexpr = CONFIG.D
-    AT_ONCE: gl.constexpr = 16  # parts
+    AT_ONCE: gl.constexpr = 16 if CONFIG.ONE_ROW else 4  # parts: the fewer rows, the more shares has each
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     by_part: gl.constexpr = gl.SliceLayout(1, layout)
     by_feature: gl.constexpr = gl.SliceLayout(0, layout)
