@@ -37,10 +37,13 @@ class Rule(NamedTuple):
     host_bound: bool = False  # only with a rotation or without a backward, where a library's call costs the host more
     far: bool = False  # only with a two-range encoding; without, only where there is none
     masked: bool = False  # only with a bool mask
+    paged: bool = False  # only with pages that are read in place
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
         if self.far is (call.far is None) or (self.masked and call.mask is None):
+            return False
+        if self.paged and call.block_table is None:
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -61,6 +64,7 @@ CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 # that runs the call: windows leave cuDNN out; masks, lengths, score mods and the like leave both libraries out.
 ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
+        Rule(GLUON_FIRST, paged=True),
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more

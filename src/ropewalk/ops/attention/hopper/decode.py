@@ -30,7 +30,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 )
 from ropewalk.ops.attention.triton.tiles import partner_of
 
-WARP_KEYS = gl.constexpr(16)  # keys of a tile that each warp attends
+WARP_KEYS = gl.constexpr(16)  # keys of a block, which is what one warp attends with one product
 RESCALE_THRESHOLD = gl.constexpr(8.0)  # a maximum stays until a score is so much larger, in base 2
 ROWS_AT_ONCE = gl.constexpr(128)  # of a batch, whose lengths a program reads at a time
 LARGEST_P_FACTOR = gl.constexpr(128.0)  # of probabilities over 4-bit pages: times 2^RESCALE_THRESHOLD, 2¹⁵
@@ -79,6 +79,7 @@ class PagedConfig(NamedTuple):
     N: int  # columns of products: rows of queries that share a key head, or more
     WARPS: int
     HEADS: int  # key heads of a program: neighbouring warps attend the same keys of two
+    BLOCKS: int  # of WARP_KEYS keys that a warp attends in a step
     STAGES: int
     FORMAT: int  # of pages, a `cache.formats.Format`: 0 has no scales
     PAGE_SIZE: int
@@ -209,7 +210,7 @@ def _await_last_kernel():
 @gluon.jit
 def _extent_of(batch, exists, bounds, n_queries, n_keys, window, window_right, CONFIG: gl.constexpr):
     """Return the extents of batch rows: of one, or of a tensor of rows."""
-    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * CONFIG.BLOCKS * WARP_KEYS
     causal_offset = n_keys - n_queries
     if bounds.query_starts is not None:
         causal_offset = gl.load(bounds.query_starts + batch, exists, other=0).to(gl.int32)
@@ -532,9 +533,9 @@ def _load_queries(
 class Memory(NamedTuple):
     """Tiles in shared memory, by stage."""
 
-    k: Any  # [STAGES, W, 16, width], 16-bit elements
+    k: Any  # [STAGES · BLOCKS, W, 16, width], 16-bit elements
     v: Any
-    k_scale: Any  # [STAGES, W, 16], float32; of 4-bit pages [STAGES, W, 16, groups], float16; or None
+    k_scale: Any  # [STAGES · BLOCKS, W, 16], float32; of 4-bit pages [..., groups], float16; or None
     v_scale: Any
 
 
@@ -562,15 +563,21 @@ _OF_LANE = gl.constexpr("{ .reg .b32 lane; mov.u32 lane, %laneid; and.b32 $0, la
 
 @gluon.jit
 def _load_pages(pages, n_start, extent, CONFIG: gl.constexpr):
-    """Return the page of each warp's keys of a tile, [W].
+    """Return the page of each warp's block of keys, [W], for each of a tile's blocks.
 
     Where the assembler knows that all lanes load one number, it waits for it at once, to keep it in a uniform register.
     So lanes add a zero of their own to the address.
     """
+    BLOCKS: gl.constexpr = CONFIG.BLOCKS
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _tile_copies(CONFIG.D, CONFIG.FORMAT, CONFIG.WARPS)))
     n = n_start + gl.arange(0, CONFIG.WARPS, layout=layout) // CONFIG.HEADS * WARP_KEYS
     n += gl.inline_asm_elementwise(_OF_LANE, "=r,r", [n * 0 + (pages.n_pages >> 31)], gl.int32, True, 1)
-    return gl.load(pages.ptr + (n // CONFIG.PAGE_SIZE).to(gl.int64) * pages.stride_page, n < extent.stop, other=0)
+    found = ()
+    for _block in gl.static_range(BLOCKS):
+        ptrs = pages.ptr + (n // CONFIG.PAGE_SIZE).to(gl.int64) * pages.stride_page
+        found += (gl.load(ptrs, n < extent.stop, other=0),)
+        n += CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
+    return found
 
 
 @gluon.jit
@@ -622,18 +629,19 @@ def _copy_scales(tile, ptr, strides, page, n_start, extent, CONFIG: gl.constexpr
 
 
 @gluon.jit
-def _copy_tile(memory, stage, pages, page, n_start, extent, CONFIG: gl.constexpr):
+def _copy_tile(memory, stage, pages, found, n_start, extent, CONFIG: gl.constexpr):
     """Begin to copy a tile into a stage."""
-    page = gl.minimum(gl.maximum(page.to(gl.int32), 0), pages.n_pages - 1)  # others would read outside of the memory
-    _copy_rows(memory.k.index(stage), pages.k_ptr, pages.k_strides, page, n_start, extent, CONFIG)
-    _copy_rows(memory.v.index(stage), pages.v_ptr, pages.v_strides, page, n_start, extent, CONFIG)
-    if CONFIG.FORMAT > 1:
-        _copy_scales(
-            memory.k_scale.index(stage), pages.k_scale_ptr, pages.k_scale_strides, page, n_start, extent, CONFIG
-        )
-        _copy_scales(
-            memory.v_scale.index(stage), pages.v_scale_ptr, pages.v_scale_strides, page, n_start, extent, CONFIG
-        )
+    BLOCKS: gl.constexpr = CONFIG.BLOCKS
+    for block in gl.static_range(BLOCKS):
+        # Other numbers would read outside of the memory.
+        page = gl.minimum(gl.maximum(found[block].to(gl.int32), 0), pages.n_pages - 1)
+        n = n_start + block * (CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS)
+        index = stage * CONFIG.BLOCKS + block
+        _copy_rows(memory.k.index(index), pages.k_ptr, pages.k_strides, page, n, extent, CONFIG)
+        _copy_rows(memory.v.index(index), pages.v_ptr, pages.v_strides, page, n, extent, CONFIG)
+        if CONFIG.FORMAT > 1:
+            _copy_scales(memory.k_scale.index(index), pages.k_scale_ptr, pages.k_scale_strides, page, n, extent, CONFIG)
+            _copy_scales(memory.v_scale.index(index), pages.v_scale_ptr, pages.v_scale_strides, page, n, extent, CONFIG)
 
 
 # === softmax and sums
@@ -720,40 +728,69 @@ def _mask(s, queries, n_start, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(sums, s, values, v_scale, CONFIG: gl.constexpr):
-    """Add the values of a tile to the sums, by its scores."""
-    mma: gl.constexpr = _mma(CONFIG.WARPS)
-    by_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, mma))
-    warp_of_key: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, mma))
-    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    largest = gl.max(s, 1)
-    new_max = gl.where(largest > sums.row_max + RESCALE_THRESHOLD, largest, sums.row_max)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended no key yet
-    p = gl.exp2(s - shift[:, None, :])
-    alpha = gl.exp2(sums.row_max - shift)
-    row_sum = sums.row_sum * alpha[:, None, :] + p
-    unit = sums.unit
+def _unit_of(v_scales, unit, CONFIG: gl.constexpr):
+    """Return the powers of two of each warp, no larger than before, that probabilities times scales need."""
+    BLOCKS: gl.constexpr = CONFIG.BLOCKS
+    by_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, _mma(CONFIG.WARPS)))
     if CONFIG.FORMAT == 2:  # so that a unit times scales is at most 2
-        most = gl.convert_layout(gl.max(v_scale, 1), by_warp)
-        unit = gl.minimum(unit, _inverse_of_power(_power_below(gl.maximum(most, 1e-18))))
-        p = p * (v_scale * gl.convert_layout(unit, warp_of_key)[:, None])[:, :, None]
+        most = v_scales[0]
+        for block in gl.static_range(1, BLOCKS):
+            most = gl.maximum(most, v_scales[block])
+        power = _power_below(gl.maximum(gl.convert_layout(gl.max(most, 1), by_warp), 1e-18))
+        unit = gl.minimum(unit, _inverse_of_power(power))
     elif CONFIG.FORMAT == 3:  # at most LARGEST_P_FACTOR
-        most = v_scale[0]
-        for group in gl.static_range(1, _groups(CONFIG.D)):
-            most = gl.maximum(most, v_scale[group])
+        most = v_scales[0][0]
+        for block in gl.static_range(BLOCKS):
+            for group in gl.static_range(_groups(CONFIG.D)):
+                most = gl.maximum(most, v_scales[block][group])
         power = _power_below(gl.maximum(gl.convert_layout(gl.max(most, 1).to(gl.float32), by_warp), 1e-6))
         unit = gl.minimum(unit, _inverse_of_power(power) * (LARGEST_P_FACTOR / 2))
-        p = p * gl.convert_layout(unit, warp_of_key)[:, None, None]
+    return unit
+
+
+@gluon.jit
+def _add_values(sums, scores, stored, v_scales, CONFIG: gl.constexpr):
+    """Add the values of a tile to the sums, by its scores; all three are tuples of blocks."""
+    BLOCKS: gl.constexpr = CONFIG.BLOCKS
+    mma: gl.constexpr = _mma(CONFIG.WARPS)
+    warp_of_key: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, mma))
+    first: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    second: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    N_PARTS: gl.constexpr = _n_parts(CONFIG.D, CONFIG.FORMAT)
+    most = scores[0]
+    for block in gl.static_range(1, BLOCKS):
+        most = gl.maximum(most, scores[block])
+    largest = gl.max(most, 1)
+    new_max = gl.where(largest > sums.row_max + RESCALE_THRESHOLD, largest, sums.row_max)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended no key yet
+    alpha = gl.exp2(sums.row_max - shift)
+    row_sum = sums.row_sum * alpha[:, None, :]
+    unit = _unit_of(v_scales, sums.unit, CONFIG)
     if CONFIG.FORMAT > 1:
         alpha = alpha * (unit * _inverse_of_power(sums.unit))[:, None]
-    p_half = gl.convert_layout(p.to(values[0].dtype), operand)
     acc = ()
-    for part in gl.static_range(_n_parts(CONFIG.D, CONFIG.FORMAT)):
-        p_part = p_half
-        if CONFIG.FORMAT == 3:
-            of_keys = gl.convert_layout(v_scale[part], gl.SliceLayout(2, operand))[:, :, None]
-            p_part = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [p_half, of_keys], gl.float16, True, 2)
-        acc += (mma_v2(values[part], p_part, _rescale(sums.acc[part], alpha)),)
+    for part in gl.static_range(N_PARTS):
+        acc += (_rescale(sums.acc[part], alpha),)
+    for block in gl.static_range(BLOCKS):
+        p = gl.exp2(scores[block] - shift[:, None, :])
+        row_sum += p
+        if CONFIG.FORMAT == 2:
+            of_keys = v_scales[block] * gl.convert_layout(unit, warp_of_key)[:, None]
+            p = p * of_keys[:, :, None]
+        elif CONFIG.FORMAT == 3:
+            p = p * gl.convert_layout(unit, warp_of_key)[:, None, None]
+        values = _unpack(stored[block], True, first, CONFIG)
+        p_half = gl.convert_layout(p.to(values[0].dtype), second)
+        added = ()
+        for part in gl.static_range(N_PARTS):
+            p_part = p_half
+            if CONFIG.FORMAT == 3:
+                of_group = gl.convert_layout(v_scales[block][part], gl.SliceLayout(2, second))[:, :, None]
+                p_part = gl.inline_asm_elementwise(
+                    "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [p_half, of_group], gl.float16, True, 2
+                )
+            added += (mma_v2(values[part], p_part, acc[part]),)
+        acc = added
     return Sums(acc, new_max, row_sum, unit)
 
 
@@ -792,7 +829,7 @@ def _read_scales(scales, stage, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 def _begin_copies(memory, pages, start, n_steps, extent, CONFIG: gl.constexpr):
     """Begin to copy the first tiles; return the pages of the one after them."""
     STAGES: gl.constexpr = CONFIG.STAGES
-    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * CONFIG.BLOCKS * WARP_KEYS
     first_pages = ()
     for ahead in gl.static_range(STAGES + 1):
         first_pages += (_load_pages(pages, start + ahead * BLOCK_N, extent, CONFIG),)
@@ -804,28 +841,37 @@ def _begin_copies(memory, pages, start, n_steps, extent, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG: gl.constexpr):
+def _mainloop_kv(sums, queries, memory, pages, found, start, n_steps, extent, full, full_stop, CONFIG: gl.constexpr):
     """Add some tiles of a batch row to the sums. All queries attend keys [full, full_stop)."""
+    BLOCKS: gl.constexpr = CONFIG.BLOCKS
     STAGES: gl.constexpr = CONFIG.STAGES
-    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * CONFIG.BLOCKS * WARP_KEYS
     operand: gl.constexpr = gl.DotOperandLayout(0, _mma(CONFIG.WARPS), 2)
     for step in range(n_steps):
         n_start = start + step * BLOCK_N
         stage = step % STAGES
         wait_copies(STAGES - 1)
-        keys = _unpack(memory.k.index(stage).load(operand), False, operand, CONFIG)
-        k_scale = _read_scales(memory.k_scale, stage, _row_scales(CONFIG.D, CONFIG.WARPS), CONFIG)
-        s = _scores(queries, keys, k_scale, CONFIG)
-        if (n_start < full) | (n_start + BLOCK_N > full_stop):
-            s = _mask(s, queries, n_start, CONFIG)
-        stored_v = memory.v.index(stage).permute((0, 2, 1)).load(operand)
-        v_scale = _read_scales(memory.v_scale, stage, _column_scales(CONFIG.D, CONFIG.WARPS), CONFIG)
+        scores = ()
+        stored = ()
+        v_scales = ()
+        for block in gl.static_range(BLOCKS):
+            index = stage * CONFIG.BLOCKS + block
+            keys = _unpack(memory.k.index(index).load(operand), False, operand, CONFIG)
+            k_scale = _read_scales(memory.k_scale, index, _row_scales(CONFIG.D, CONFIG.WARPS), CONFIG)
+            s = _scores(queries, keys, k_scale, CONFIG)
+            if (n_start < full) | (n_start + BLOCK_N > full_stop):
+                s = _mask(s, queries, n_start + block * (CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS), CONFIG)
+            scores += (s,)
+        for block in gl.static_range(BLOCKS):
+            index = stage * CONFIG.BLOCKS + block
+            stored += (memory.v.index(index).permute((0, 2, 1)).load(operand),)
+            v_scales += (_read_scales(memory.v_scale, index, _column_scales(CONFIG.D, CONFIG.WARPS), CONFIG),)
         if step + STAGES < n_steps:
             n_ahead = n_start + STAGES * BLOCK_N
-            _copy_tile(memory, stage, pages, page, n_ahead, extent, CONFIG)
-            page = _load_pages(pages, n_ahead + BLOCK_N, extent, CONFIG)
+            _copy_tile(memory, stage, pages, found, n_ahead, extent, CONFIG)
+            found = _load_pages(pages, n_ahead + BLOCK_N, extent, CONFIG)
         commit_copies()
-        sums = _add_values(sums, s, _unpack(stored_v, True, operand, CONFIG), v_scale, CONFIG)
+        sums = _add_values(sums, scores, stored, v_scales, CONFIG)
     wait_copies(0)
     return sums
 
@@ -950,7 +996,7 @@ def decode_pages_kernel(
     CONFIG: gl.constexpr,
 ):
     """Attend with one share of all rows' tiles, for one key head."""
-    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * WARP_KEYS
+    BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * CONFIG.BLOCKS * WARP_KEYS
     _let_next_kernel_begin()
     n_programs = n_kv_heads // CONFIG.HEADS  # of a share
     kv_head = gl.program_id(0) % n_programs * CONFIG.HEADS
@@ -1006,7 +1052,7 @@ def decode_pages_kernel(
         )
         start = extent.start + first_tile * BLOCK_N
         memory = _allocate(tensors, CONFIG)  # here, so that the sums of warps take its place
-        page = _begin_copies(memory, pages, start, n_steps, extent, CONFIG)
+        found = _begin_copies(memory, pages, start, n_steps, extent, CONFIG)
         queries = _load_queries(
             at_head,
             q_strides,
@@ -1022,7 +1068,7 @@ def decode_pages_kernel(
             CONFIG,
         )
         sums = _begin_sums(CONFIG)
-        sums = _mainloop_kv(sums, queries, memory, pages, page, start, n_steps, extent, full, full_stop, CONFIG)
+        sums = _mainloop_kv(sums, queries, memory, pages, found, start, n_steps, extent, full, full_stop, CONFIG)
         is_whole = n_steps == extent.n_tiles
         side = gl.where(tile > share.start, 1, 0)
         _store_results(
@@ -1048,7 +1094,7 @@ def decode_pages_kernel(
 @gluon.jit
 def _allocate(tensors, CONFIG: gl.constexpr):
     """Allocate the stages of tiles."""
-    STAGES: gl.constexpr = CONFIG.STAGES
+    STAGES: gl.constexpr = CONFIG.STAGES * CONFIG.BLOCKS
     W: gl.constexpr = CONFIG.WARPS
     width: gl.constexpr = _width(CONFIG.D, CONFIG.FORMAT)
     ELEMENT: gl.constexpr = tensors.k.dtype.element_ty

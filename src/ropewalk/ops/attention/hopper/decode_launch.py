@@ -39,20 +39,41 @@ class PagedTiles(NamedTuple):
     """How a program attends, and how many a multiprocessor has at a time."""
 
     warps: int
-    stages: int
     heads: int  # key heads of a program, where their number is a multiple
+    blocks: int  # of 16 keys that each warp attends in a step
+    stages: int
     programs: int
     max_registers: int
 
 
-# By the bytes of a key.
+# By the bytes of a key: for as many rows and key heads as there are multiprocessors, or more. Four heads of a program read
+# enough at one place for memory to be fast.
 TILES = {
-    256: PagedTiles(4, 3, 1, 2, 255),
-    128: PagedTiles(4, 3, 1, 4, 128),
-    64: PagedTiles(4, 4, 2, 4, 128),
-    32: PagedTiles(4, 4, 2, 4, 128),
+    256: PagedTiles(4, 1, 1, 2, 2, 255),
+    128: PagedTiles(4, 4, 2, 2, 3, 168),
+    64: PagedTiles(4, 4, 2, 3, 3, 168),
+    32: PagedTiles(4, 4, 2, 3, 3, 168),
 }
-MIN_SHARE = 4  # tiles: a part of a row costs the kernel that combines them as much as a few keys
+# For fewer, whose rows are cut into many parts: programs of one head leave few results to combine.
+FEW_TILES = {
+    256: PagedTiles(4, 1, 1, 3, 2, 255),
+    128: PagedTiles(4, 1, 1, 3, 2, 168),
+    64: PagedTiles(4, 1, 1, 4, 2, 168),
+    32: PagedTiles(4, 1, 1, 4, 2, 168),
+}
+SHORT = 2048  # keys for each multiprocessor, in all: for so few one program is enough
+MIN_SHARE = 256  # keys and heads: a part of a row costs the kernel that combines them as much as a few keys
+
+
+def choose_tiles(row_bytes: int, columns: int, batch: int, n_kv_heads: int, n_keys: int, n_sms: int) -> PagedTiles:
+    """Return the tiles for a cache of so many rows of so many keys; by shapes alone, as lengths are on the device."""
+    is_few = batch * n_kv_heads < n_sms
+    tiles = (FEW_TILES if is_few else TILES)[row_bytes]
+    if columns > 8:  # accumulators take twice as many registers
+        tiles = tiles._replace(programs=2, blocks=1, stages=3, max_registers=255)
+    if is_few and batch * n_kv_heads * n_keys < SHORT * n_sms:
+        tiles = tiles._replace(programs=1)
+    return tiles._replace(heads=math.gcd(tiles.heads, n_kv_heads))
 
 
 @on_its_device
@@ -70,15 +91,18 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     kind = Format.OWN if call.k_scale is None else QUANTIZED[k.dtype]
     if kind is not Format.OWN:
         k, v = k.view(torch.int16), v.view(torch.int16)
-    tiles = TILES[k.shape[3] * k.element_size()]
-    rows = n_queries * (n_heads // n_kv_heads)
+    rows, n_keys = n_queries * (n_heads // n_kv_heads), kv_capacity(call)
+    columns = 8 if rows <= 8 else 16
+    tiles = choose_tiles(k.shape[3] * k.element_size(), columns, batch, n_kv_heads, n_keys, on.num_sms(q))
     rotary_table, rotary_dim = rope_table_args(call.tables.q)
-    heads = math.gcd(tiles.heads, n_kv_heads)
+    block_n = tiles.warps // tiles.heads * tiles.blocks * int(WARP_KEYS.value)
+    min_share = -(-MIN_SHARE // (block_n * tiles.heads))
     config = PagedConfig(
         D=dim,
-        N=8 if rows <= 8 else 16,
+        N=columns,
         WARPS=tiles.warps,
-        HEADS=heads,
+        HEADS=tiles.heads,
+        BLOCKS=tiles.blocks,
         STAGES=tiles.stages,
         FORMAT=int(kind),
         PAGE_SIZE=page_size,
@@ -90,11 +114,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         CAUSAL=call.causal,
         WINDOWED=call.has_window,
         ONE_ROW=batch == 1,
-        MIN_SHARE=MIN_SHARE,
+        MIN_SHARE=min_share,
     )
-    block_n = tiles.warps // heads * int(WARP_KEYS.value)
-    most = -(-batch * -(-kv_capacity(call) // block_n) // MIN_SHARE)
-    n_programs = n_kv_heads // heads  # of a share
+    most = -(-batch * -(-n_keys // block_n) // min_share)
+    n_programs = n_kv_heads // tiles.heads  # of a share
     n_shares = max(1, min(on.num_sms(q) * tiles.programs // n_programs, most))
     sides = n_shares * n_kv_heads * 2
     partials = Partials(
@@ -110,7 +133,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         "n_rows": batch,
         "n_kv_heads": n_kv_heads,
         "n_queries": n_queries,
-        "n_keys": kv_capacity(call),
+        "n_keys": n_keys,
         "CONFIG": config,
     }
     if shared["window_right"] is None:
@@ -146,7 +169,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             sinks_ptr=sinks,
             n_shares=n_shares,
             **shared,
-            num_warps=4,
+            num_warps=1,
             launch_pdl=True,  # what comes before its wait runs beside the end of the first kernel
         )
     if call.gate is not None:

@@ -138,7 +138,9 @@ def _why_not_in_place(call: AttentionCall) -> Refusal | None:
 def _may_be_copied(pages: Tensor) -> bool:
     """Say whether rows of pages are copied 16 bytes at a time."""
     offsets = (pages.storage_offset(), *pages.stride()[:3])
-    return pages.stride(3) == 1 and all(offset * pages.element_size() % 16 == 0 for offset in offsets)
+    are_near = all(size * stride < 2**31 for size, stride in zip(pages.shape[1:3], pages.stride()[1:3], strict=True))
+    is_aligned = all(offset * pages.element_size() % 16 == 0 for offset in offsets)
+    return pages.stride(3) == 1 and pages.stride(0) < 2**31 and are_near and is_aligned
 
 
 def _may_be_read(scale: Tensor | None) -> bool:
