@@ -288,11 +288,10 @@ def _share_of(share, n_shares, n_rows, bounds, n_queries, n_keys, window, window
 @gluon.jit
 def _split_groups(x, KEYS_LAST: gl.constexpr):
     """Split 4-bit numbers of one part, [W, 16, width] or, of values, [W, width, 16], into groups of eight elements."""
+    GROUPS: gl.constexpr = x.shape[1 if KEYS_LAST else 2] // 8
     if KEYS_LAST:
-        GROUPS: gl.constexpr = x.shape[1] // 8
         x = gl.permute(gl.reshape(x, [x.shape[0], GROUPS, 8, 16]), (0, 2, 3, 1))
     else:
-        GROUPS: gl.constexpr = x.shape[2] // 8
         x = gl.permute(gl.reshape(x, [x.shape[0], 16, GROUPS, 8]), (0, 1, 3, 2))
     return _split_last(x)
 

@@ -46,8 +46,8 @@ class PagedTiles(NamedTuple):
     max_registers: int
 
 
-# By the bytes of a key: for as many rows and key heads as there are multiprocessors, or more. Four heads of a program read
-# enough at one place for memory to be fast.
+# By the bytes of a key: for as many rows and key heads as there are multiprocessors, or more. Four heads are enough at
+# one place for memory to be fast.
 TILES = {
     256: PagedTiles(4, 1, 1, 2, 2, 255),
     128: PagedTiles(4, 4, 2, 2, 3, 168),
