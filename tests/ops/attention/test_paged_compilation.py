@@ -60,7 +60,7 @@ def launches_of(monkeypatch, kind, dim, name):
     table = torch.zeros(batch, 32, dtype=torch.int32)
     words = {"key_lengths": LENGTHS[:batch], "query_starts": LENGTHS[:batch] - queries, "block_table": table}
     call = make_call(q, k, v, layout=layout, **words, **keywords, **scales)
-    assert support._why_not_in_place(call) is None
+    assert support._why_not_paged(call) is None
     launches = []
     monkeypatch.setitem(compile_helpers.POINTERS, torch.int16, "*i16")
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)

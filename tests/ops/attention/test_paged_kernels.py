@@ -180,7 +180,7 @@ REFUSED = {
 def test_calls_that_are_refused_say_why(kind, case):
     options, keywords, reason = REFUSED[case]
     q, k, v, words, pages, _ = make(kind, "lengths", "cpu", **options)
-    found = support._why_not_in_place(make_call(q, k, v, **{**words, **keywords}, **pages))
+    found = support._why_not_paged(make_call(q, k, v, **{**words, **keywords}, **pages))
     assert found is not None
     assert found.code == "block_table"
     assert reason in found.reason
@@ -191,7 +191,7 @@ def test_pages_that_lie_anyhow(kind):
     q, k, v, words, pages, _ = make(kind, "lengths", "cpu")
 
     def refusal(k, v, **changed):
-        return support._why_not_in_place(make_call(q, k, v, **words, **{**pages, **changed}))
+        return support._why_not_paged(make_call(q, k, v, **words, **{**pages, **changed}))
 
     assert refusal(k, v) is None
     of_tokens = [torch.stack((x, x), 3).flatten(3)[..., : x.shape[3]] for x in (k, v)]  # K beside V

@@ -65,7 +65,7 @@ class TokenStrides(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """What decides which keys a batch row attends: pointers to B integers, or None; and numbers."""
+    """Extents of batch rows: pointers to B integers, or None."""
 
     key_lengths: Any
     key_starts: Any
@@ -732,16 +732,20 @@ def _unit_of(v_scales, unit, CONFIG: gl.constexpr):
     BLOCKS: gl.constexpr = CONFIG.BLOCKS
     by_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, _mma(CONFIG.WARPS)))
     if CONFIG.FORMAT == 2:  # so that a unit times scales is at most 2
-        most = v_scales[0]
-        for block in gl.static_range(1, BLOCKS):
-            most = gl.maximum(most, v_scales[block])
+        for block in gl.static_range(BLOCKS):
+            if block == 0:  # noqa: SIM108 (before, it has no value)
+                most = v_scales[block]
+            else:
+                most = gl.maximum(most, v_scales[block])
         power = _power_below(gl.maximum(gl.convert_layout(gl.max(most, 1), by_warp), 1e-18))
         unit = gl.minimum(unit, _inverse_of_power(power))
     elif CONFIG.FORMAT == 3:  # at most LARGEST_P_FACTOR
-        most = v_scales[0][0]
         for block in gl.static_range(BLOCKS):
             for group in gl.static_range(_groups(CONFIG.D)):
-                most = gl.maximum(most, v_scales[block][group])
+                if block + group == 0:  # noqa: SIM108 (before, it has no value)
+                    most = v_scales[block][group]
+                else:
+                    most = gl.maximum(most, v_scales[block][group])
         power = _power_below(gl.maximum(gl.convert_layout(gl.max(most, 1).to(gl.float32), by_warp), 1e-6))
         unit = gl.minimum(unit, _inverse_of_power(power) * (LARGEST_P_FACTOR / 2))
     return unit
@@ -756,9 +760,11 @@ def _add_values(sums, scores, stored, v_scales, CONFIG: gl.constexpr):
     first: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     second: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     N_PARTS: gl.constexpr = _n_parts(CONFIG.D, CONFIG.FORMAT)
-    most = scores[0]
-    for block in gl.static_range(1, BLOCKS):
-        most = gl.maximum(most, scores[block])
+    for block in gl.static_range(BLOCKS):
+        if block == 0:  # noqa: SIM108 (before, it has no value)
+            most = scores[block]
+        else:
+            most = gl.maximum(most, scores[block])
     largest = gl.max(most, 1)
     new_max = gl.where(largest > sums.row_max + RESCALE_THRESHOLD, largest, sums.row_max)
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended no key yet
@@ -779,9 +785,10 @@ def _add_values(sums, scores, stored, v_scales, CONFIG: gl.constexpr):
         elif CONFIG.FORMAT == 3:
             p = p * gl.convert_layout(unit, warp_of_key)[:, None, None]
         values = _unpack(stored[block], True, first, CONFIG)
-        p_half = gl.convert_layout(p.to(values[0].dtype), second)
         added = ()
         for part in gl.static_range(N_PARTS):
+            if part == 0:
+                p_half = gl.convert_layout(p.to(values[part].dtype), second)
             p_part = p_half
             if CONFIG.FORMAT == 3:
                 of_group = gl.convert_layout(v_scales[block][part], gl.SliceLayout(2, second))[:, :, None]
@@ -894,8 +901,7 @@ def _store_results(
     scale_stride,
     batch,
     kv_head,
-    share_idx,
-    side,
+    first_slot,
     is_whole,
     n_queries,
     n_kv_heads,
@@ -938,7 +944,7 @@ def _store_results(
     factor = factor / row_sum
     if CONFIG.FORMAT == 1:
         factor = factor * gl.load(tensors.v_scale + kv_head * scale_stride)
-    slot = ((share_idx * n_kv_heads + kv_head) * 2 + side).to(gl.int64) * N + row
+    slot = (first_slot + kv_head * 2).to(gl.int64) * N + row
     result = (batch.to(gl.int64) * (n_kv_heads * G) + head) * n_queries + token
     if is_whole:
         gl.store(tensors.lse + result, lse, exists)
@@ -1078,8 +1084,7 @@ def decode_pages_kernel(
             v_scale_stride,
             row,
             kv_head,
-            share_idx,
-            side,
+            share_idx * n_kv_heads * 2 + side,
             is_whole,
             n_queries,
             n_kv_heads,

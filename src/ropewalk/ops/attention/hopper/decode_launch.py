@@ -36,7 +36,7 @@ from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 
 class PagedTiles(NamedTuple):
-    """How a program attends, and how many a multiprocessor has at a time."""
+    """Sizes of tiles, stages of loads, and the programs that a multiprocessor runs at a time."""
 
     warps: int
     heads: int  # key heads of a program, where their number is a multiple

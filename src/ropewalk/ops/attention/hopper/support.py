@@ -40,7 +40,7 @@ class Gluon:
             return refusal
         if call.block_table is not None:
             if not is_copied(call):
-                return _why_not_in_place(call)
+                return _why_not_paged(call)
             call = describe(call)
         q, scheme = call.q, type(call.scheme).__name__
         if q.dtype not in DTYPES:
@@ -102,7 +102,7 @@ class Gluon:
         return launch.backward(call, out, saved, grad_out, grad_lse, wanted, on)
 
 
-def _why_not_in_place(call: AttentionCall) -> Refusal | None:
+def _why_not_paged(call: AttentionCall) -> Refusal | None:
     """Say why the decode kernels do not run a call of pages; None if they do. Reads no values."""
     q, k, table = call.q, call.k, call.block_table
     dims = call.q.shape[3], call.value_dim
