@@ -56,7 +56,7 @@ def make(kind, rows, device, dtype=torch.bfloat16, *, heads=2, group=4, dim=64, 
     if words.pop("gate", False):
         words["gate"] = torch.randn_like(q)
     if words.pop("key_starts", False):
-        words["key_starts"] = lengths // 3 - 5
+        words["key_starts"] = lengths // 3
     return q, k, v, words, {"block_table": table, **scales}, exact
 
 
