@@ -36,6 +36,7 @@ from helpers.compile import Recorder, compile_launch  # noqa: E402
 from helpers.head_launches import HEAD_KERNELS, specialise_heads  # noqa: E402
 from helpers.norm_launches import KERNELS as NORM_KERNELS  # noqa: E402
 from helpers.norm_launches import specialise_norm  # noqa: E402
+from helpers.paged_launches import launches_of as paged_launches_of  # noqa: E402
 from helpers.rope_launches import specialise  # noqa: E402
 from helpers.targets import TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory  # noqa: E402
 
@@ -198,6 +199,11 @@ ROWS: dict[str, list[Row]] = {
         Row("decode_kernel", "1 query, ReRoPE, D 128", {"head_dim": 128, "call": "rerope"}),
         Row("decode_kernel", "1 query, D 128, float32", {"head_dim": 128, "dtype": FP32}),
         Row("combine_kernel", "D 128", {"head_dim": 128}),
+        *(
+            Row("decode_pages_kernel", f"{name}, D 128", {"kind": kind}, for_hopper=True)
+            for kind, name in (("own", "bfloat16"), ("fp8", "float8"), ("int8", "int8"), ("int4", "4-bit"))
+        ),
+        Row("combine_shares_kernel", "D 128", {"kind": "own"}, for_hopper=True),
         Row("gather_kernel", "bfloat16, pages of 16, D 128", {"dtype": BF16}),
         Row("gather_kernel", "float8, pages of 16, D 128", {"dtype": torch.float8_e4m3fn, "scale": (8,)}),
         Row("gather_kernel", "int8, pages of 16, D 128", {"dtype": torch.int8, "scale": (9, 16, 8)}),
@@ -252,7 +258,19 @@ def plan(row: Row, target: str) -> Plan:
         launch = (_launch_of_gluon if row.for_hopper else _LAUNCHES[row.kernel])(patch, row, target)
     if row.for_hopper and row.kernel in ("forward_kernel", "backward_kernel", "backward_wide_kernel"):
         return partial(compile_hopper.compile_gluon, launch), _describe_roles(launch[2])
+    if row.kernel in ("decode_pages_kernel", "combine_shares_kernel"):
+        return partial(compile_hopper.compile_gluon, launch), _describe_paged(launch[2])
     return partial(compile_launch, *launch, TARGETS[target]), _describe_tile(launch[2])
+
+
+def _describe_paged(keywords: dict[str, Any]) -> str:
+    """How a tile of the kernel for pages is cut, or the warps of the one that combines shares."""
+    if "maxnreg" not in keywords:
+        return f"{keywords['num_warps']} warp"
+    config = keywords["CONFIG"]
+    keys = 16 * config.BLOCKS * config.WARPS // config.HEADS
+    heads = f" of {config.HEADS} heads" if config.HEADS > 1 else ""
+    return f"{config.N} × {keys}{heads}, {config.WARPS} w, {config.STAGES} s, ≤ {keywords['maxnreg']} r"
 
 
 def _describe_tile(keywords: dict[str, Any]) -> str:
@@ -289,6 +307,8 @@ def _stages_of(keywords: dict[str, Any]) -> str:
 
 
 def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    if "kind" in row.arguments:
+        return _find(row.kernel, paged_launches_of(patch, row.arguments["kind"], 128, "one"))
     call, head_dim = row.arguments["call"], row.arguments["head_dim"]
     if row.kernel == "forward_kernel":
         launch, _schedules = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
@@ -493,7 +513,7 @@ def render(page: str, figures: dict[str, Any]) -> str:
     for row in ROWS[page]:
         measured = figures["kernels"][row.key]
         tile = measured["sm_90"]["tile"]
-        cells = [_cell(measured[target], tile) for target in targets]
+        cells = [_cell(measured[target], tile) if target in measured else "–" for target in targets]
         lines.append(f"| `{row.kernel}`, {row.name} | {tile} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
 }
 # Bounds on spills hold from Triton 3.7 on: tiles were chosen by its reports, and 3.6 spills up to 1 KB on gfx942.

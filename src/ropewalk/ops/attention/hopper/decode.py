@@ -199,7 +199,7 @@ def _let_next_kernel_begin():
 
 
 @gluon.jit
-def _await_last_kernel():
+def _await_parts():
     """Wait until the kernel before this one has ended."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
 
@@ -1160,7 +1160,7 @@ def combine_shares_kernel(
     n_tiles = _extent_of(batch, True, bounds, n_queries, n_keys, window, window_right, CONFIG).n_tiles
     first_share = start // length
     last_share = (start + n_tiles - 1) // length
-    _await_last_kernel()
+    _await_parts()
     if first_share < last_share:
         head = kv_head * CONFIG.HEADS_PER_KEY + query_row % CONFIG.HEADS_PER_KEY
         token = query_row // CONFIG.HEADS_PER_KEY
