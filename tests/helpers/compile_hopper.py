@@ -23,7 +23,7 @@ from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.backend import AT_ONCE, Wanted
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.triton import launch_common
-from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend
+from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend, T5Bias
 
 H, T = 4, 256
 CALLS = {
@@ -45,6 +45,10 @@ CALLS = {
     "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 512])},
     "alibi": {"position": Alibi()},
     "alibi-causal": {"position": Alibi(), "causal": True},
+    "t5": {"position": T5Bias(torch.zeros(32, H))},
+    "t5-causal": {"position": T5Bias(torch.zeros(32, H), bidirectional=False), "causal": True},
+    "alibi-positions": {"position": Alibi(), "causal": True, "positions_q": torch.arange(T)[None]},
+    "t5-positions": {"position": T5Bias(torch.zeros(32, H)), "positions_q": torch.arange(T)[None]},
     "alibi-rows": {"position": Alibi(torch.ones(2, H)), "causal": True},
     "decay": {"position": ExpoSB(distance_decay=True)},
     "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
@@ -97,6 +101,8 @@ def call_of(monkeypatch, head_dim, dtype, name):
     schedules = []
     rotate_anywhere(monkeypatch)
     monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
+    for kernel in ("bias_table_kernel", "relative_positions_kernel"):
+        monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), []))
     return make_call(q, k, v, layout=layout, **keywords), schedules
 
 

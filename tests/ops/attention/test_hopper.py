@@ -136,10 +136,7 @@ REFUSED = {
     "mask beside lists": ({}, {"mask": MASK, "blocks": BlockLists.sliding_window(TQ, TK, window=150)}, "mask"),
     "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
     "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
-    "t5": ({}, {"position": T5Bias(torch.zeros(32, H))}, "score_mod"),
     "own": ({}, {"position": Own()}, "score_mod"),
-    "positions": ({}, {"position": Alibi(), "positions_q": POSITIONS}, "positions"),
-    "few": ({"queries": 63}, {}, "few_queries"),
 }
 
 
@@ -165,6 +162,8 @@ SUPPORTED = {
     "plain": {},
     "rope": {"position": Rope(), "positions_q": POSITIONS},
     "alibi": {"position": Alibi(torch.ones(H).requires_grad_())},
+    "alibi by positions": {"position": Alibi(), "positions_q": POSITIONS},
+    "t5": {"position": T5Bias(torch.zeros(32, H).requires_grad_())},
     "exposb": {"position": ExpoSB()},
     "decay": {"position": ExpoSB(distance_decay=True)},
     "bands": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_())},
@@ -268,6 +267,16 @@ def learned(device):
     return (torch.rand(H, device=device) + 0.1).requires_grad_()
 
 
+def t5(device, **keywords):
+    return T5Bias(torch.randn(32, H, device=device).requires_grad_(), **keywords)
+
+
+def positions(device):
+    """Positions of all tokens, of which float32 does not hold the differences unless they are counted from one."""
+    sizes = {"positions_q": (B, TQ), "positions_k": (1, TK)}
+    return {name: torch.randint(10**9, 10**9 + 500, size, device=device) for name, size in sizes.items()}
+
+
 CALLS = {
     "plain": lambda device: {},
     "causal": lambda device: {"causal": True},
@@ -312,9 +321,26 @@ CALLS = {
         "causal": True,
     },
     "alibi-learned": lambda device: {"position": Alibi(learned(device)), "causal": True},
+    "alibi-positions": lambda device: {"position": Alibi(learned(device)), **positions(device)},
+    "t5": lambda device: {"position": t5(device)},
+    "t5-causal": lambda device: {"position": t5(device, bidirectional=False, max_distance=40), "causal": True},
+    "t5-near": lambda device: {"position": t5(device, max_distance=20), "softcap": 2.0, "window": (150, 90)},
+    "t5-cache": lambda device: {
+        "position": t5(device, max_distance=17),
+        "causal": True,
+        "key_starts": integers(device, 3, 100),
+        "key_lengths": integers(device, 203, 333),
+        "query_starts": integers(device, 3, 133),
+    },
+    "t5-positions": lambda device: {"position": t5(device), **positions(device)},
     "exposb": lambda device: {"position": ExpoSB()},
     "decay": lambda device: {"position": ExpoSB(distance_decay=True)},
     "decay-causal": lambda device: {"position": ExpoSB(distance_decay=True), "causal": True},
+    "decay-positions": lambda device: {
+        "position": ExpoSB(distance_decay=True),
+        "causal": True,
+        **positions(device),
+    },
     "bands": lambda device: {"position": ExpoSB(band_weights=learned(device))},
     "bands-decay": lambda device: {
         "position": ExpoSB(band_weights=learned(device), distance_decay=True),
@@ -395,6 +421,7 @@ def test_head_dims(kernels, device, name, dims):
     [
         *((64, 64), (64, 1000), (65, 129), (127, 128), (128, 64), (191, 384), (192, 193), (193, 127), (256, 256)),
         *((500, 63), (1000, 1), (1000, 257), (999, 999), (64, 0)),
+        *((1, 1), (1, 300), (2, 127), (16, 1000), (48, 333), (63, 63)),
     ],
 )
 def test_lengths_around_the_edges_of_tiles(kernels, device, queries, keys, head_dim, causal):
@@ -520,11 +547,25 @@ def test_packed_sequences(kernels, device, lengths, head_dim, call):
 
 
 @on_hopper
-@pytest.mark.parametrize("scheme", [NoPosition(), Alibi(), ExpoSB(distance_decay=True)], ids=lambda x: type(x).__name__)
-def test_changed_scores_of_packed_sequences(kernels, device, scheme):
+@pytest.mark.parametrize("given", [False, True], ids=["by-index", "by-positions"])
+@pytest.mark.parametrize("scheme", ["none", "alibi", "decay", "t5"])
+def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
+    schemes = {"none": NoPosition(), "alibi": Alibi(), "decay": ExpoSB(distance_decay=True)}
     tensors, starts = pack(device, *LENGTHS["different"])
-    sinks = torch.randn(H, device=device)
-    check_supported(kernels, tensors, layout="thd", position=scheme, causal=True, softcap=4.0, sinks=sinks, **starts)
+    call = {"position": schemes.get(scheme) or t5(device, max_distance=50), "sinks": torch.randn(H, device=device)}
+    if given:
+        for name, x in (("positions_q", tensors[0]), ("positions_k", tensors[1])):
+            call[name] = torch.randint(10**9, 10**9 + 300, x.shape[:1], device=device)
+    check_supported(kernels, tensors, layout="thd", causal=True, softcap=4.0, **call, **starts)
+
+
+@on_hopper
+@pytest.mark.parametrize("call", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("name", ["rope", "decay", "t5", "rerope", "softcap-sinks", "starts"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
+def test_few_queries(kernels, device, head_dim, name, call):
+    tensors = draw(device, queries=17, head_dim=head_dim)
+    check_supported(kernels, tensors, **CALLS[name](device) | call)
 
 
 @on_hopper

@@ -48,6 +48,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring
 from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
+from ropewalk.ops.attention.hopper.scores import HeadScores, differentiate_mod, load_bias, load_positions
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
@@ -64,13 +65,12 @@ from ropewalk.ops.attention.hopper.tiles import (
     wgmma_layout,
     zero_missing_rows,
 )
-from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags, Scores
+from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
-    PAST,
     mask_flags,
     range_flags,
     slots_of_head,
@@ -185,15 +185,11 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M: gl.constexpr):
+def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags):
     """Return dS = P dP, through the backward of the score function."""
     ds = p * dp
     if score_flags.MOD_BWD is not None:
-        column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, wgmma_layout(BLOCK_M)))
-        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-        ds = score_flags.MOD_BWD(
-            ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
-        )
+        ds = differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_flags)
     return ds
 
 
@@ -234,7 +230,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -296,7 +292,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -337,6 +333,9 @@ def _mainloop_q(
     if not options.DEFER_DQ:
         n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
+    positions = None
+    if problem.scores.q_pos is not None:
+        positions = load_positions(problem.scores, tile, seqlens, keys.pos, True)
     if n_steps > 0:
         if options.DEFER_DQ:  # for what was stored before the first step
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
@@ -345,18 +344,15 @@ def _mainloop_q(
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
+            bias = None
+            if problem.scores.largest is not None:
+                head = tile.kv_head * problem.schedule.heads_per_key + member
+                bias = load_bias(problem.scores, tile.batch, head, wg_start)
             for i in range(n_skipped, steps_per_head):
                 scores = problem.scores
                 head = tile.kv_head * problem.schedule.heads_per_key + member
                 params = params_of_head(scores, tile.batch, head)
-                scores = Scores(
-                    params,
-                    scores.params_stride,
-                    scores.params_stride_batch,
-                    scores.scale,
-                    scores.softcap,
-                    scores.exp2_scale,
-                )
+                scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
                 step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
@@ -409,8 +405,12 @@ def _mainloop_listed_q(
     start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     heads_per_key = problem.schedule.heads_per_key
     seqlens, _, _, _ = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    wg_start = tile.start + CONSUMER * WG_ROWS
+    wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
+    positions = None
+    if problem.scores.q_pos is not None:
+        positions = load_positions(problem.scores, tile, seqlens, keys.pos, True)
     bits = lists.bits
     if bits is not None:
         bits += CONSUMER * WG_ROWS // 32
@@ -424,6 +424,9 @@ def _mainloop_listed_q(
         if bits is not None:
             slots += tile.start // LISTED
         tiles = smem.listed.receive(listed_use + member)
+        bias = None
+        if problem.scores.largest is not None:
+            bias = load_bias(problem.scores, tile.batch, head, wg_start)
         for _step in range(tiles.count + tiles.n_partial):
             stage = use % smem.q.stages
             mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
@@ -433,14 +436,7 @@ def _mainloop_listed_q(
                 is_partial = (mark & 1) != 0
             scores = problem.scores
             params = params_of_head(scores, tile.batch, head)
-            scores = Scores(
-                params,
-                scores.params_stride,
-                scores.params_stride_batch,
-                scores.scale,
-                scores.softcap,
-                scores.exp2_scale,
-            )
+            scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
             take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
             acc_dk, acc_dv = take_step(
                 (acc_dk, acc_dv),

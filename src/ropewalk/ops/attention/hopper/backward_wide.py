@@ -41,6 +41,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem
+from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
@@ -53,7 +54,7 @@ from ropewalk.ops.attention.hopper.tiles import (
     zero_missing_rows,
     zero_of_step,
 )
-from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, mask_flags, range_flags
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
@@ -271,12 +272,17 @@ def _mainloop_dv(
     wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
     # Steps of each head: the first ones, in which no query attends a key of this warp group.
     n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
+    positions = None
+    if problem.scores.q_pos is not None:
+        positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
         params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
-        scores = Scores(
-            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
-        )
+        bias = None
+        if scores.largest is not None:
+            head = tile.kv_head * problem.schedule.heads_per_key + member
+            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS)
+        scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
             mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
@@ -475,7 +481,7 @@ def _step_chunks(
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)
@@ -570,7 +576,7 @@ def _step_whole(
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags, BLOCK_M)
+    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -622,12 +628,17 @@ def _mainloop_dk(
     last_dq_ptr = targets.dq_accum
     if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
+    positions = None
+    if problem.scores.q_pos is not None:
+        positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
         scores = problem.scores
         params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
-        scores = Scores(
-            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
-        )
+        bias = None
+        if scores.largest is not None:
+            head = tile.kv_head * problem.schedule.heads_per_key + member
+            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS)
+        scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
         use = first_use + member * steps_per_head
         m_start = tile_range.start
         row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)

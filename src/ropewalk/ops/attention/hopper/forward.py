@@ -19,9 +19,10 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
+from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
 from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale, sum_in_threads
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
-from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Scores, Tile
+from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -278,9 +279,13 @@ def _mainloop_kv(
     wg_start = tile.start + CONSUMER * WG_ROWS
     scores = problem.scores
     params = params_of_head(scores, tile.batch, tile.head)
-    scores = Scores(
-        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
-    )
+    bias = None
+    if scores.largest is not None:
+        bias = load_bias(scores, tile.batch, tile.head, wg_start + seqlens.causal_offset)
+    positions = None
+    if scores.q_pos is not None:
+        positions = load_positions(scores, tile, seqlens, q_idx, False)
+    scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
 
     # === prologue
     is_partial = None

@@ -21,9 +21,10 @@ from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
+from ropewalk.ops.attention.hopper.scores import bias_table_kernel, relative_positions_kernel
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
-from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule
+from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule, Scores
 from ropewalk.ops.attention.triton.config import Features
 from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
@@ -41,6 +42,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     lists_args,
     load_score_mod,
     on_its_device,
+    positions_args,
     rope_table_args,
     rotates_in_registers,
     row_target,
@@ -51,6 +53,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     tiled,
     window_args,
 )
+from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, ScoreMod
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
@@ -186,7 +189,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         lists=lists_args(call, "rows"),
-        scores=scores_args(call, score_mod),
+        scores=_scores_args(call, score_mod, packed, on),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **window_args(call),
@@ -437,7 +440,7 @@ def _backward_args(
     return n_tiles * key_heads, {
         "packed": packed,
         "bounds": bounds,
-        "scores": scores_args(call, score_mod),
+        "scores": _scores_args(call, score_mod, packed, on),
         "grad_scale": call.scale,
         **window_args(call),
         "far_window": far_window_arg(call),
@@ -453,6 +456,53 @@ def _backward_args(
         "SOFTCAP": call.softcap is not None,
         "num_warps": 4,
     }
+
+
+def _scores_args(call: AttentionCall, score_mod: ScoreMod | None, packed: Packed | None, on: Steps) -> Scores:
+    """Return `scores_args`, with positions, and with a table of biases in the place of parameters that make it."""
+    scores, params = scores_args(call, score_mod), call.score_mod_params
+    if call.score_mod is not None and not call.goes_by_index:
+        scores = scores._replace(**_relative_positions(call, packed, on))
+    if score_mod is None or score_mod.bias is None or params is None:
+        return scores
+    heads, n_params = params.shape
+    largest = (n_params - call.n_learned_params - 1) // 2
+    width = 2 * (largest + BIAS_MARGIN.value) + 1
+    table = torch.empty(heads, width, dtype=torch.float32, device=params.device)
+    on.launch(
+        bias_table_kernel,
+        heads,
+        table_ptr=table,
+        params_ptr=scores.params,
+        params_stride=n_params,
+        largest=largest,
+        BIAS=score_mod.bias,
+        MARGIN=BIAS_MARGIN.value,
+        BLOCK=1024,
+    )
+    return scores._replace(params=table, params_stride=width, largest=largest)
+
+
+def _relative_positions(call: AttentionCall, packed: Packed | None, on: Steps) -> dict[str, Any]:
+    """Return the fields of `Scores` for positions that the tokens are given."""
+    (batch, _, queries, _), keys = call.q.shape, call.k.shape[2]
+    q_pos, k_pos = (torch.empty(batch, n, dtype=torch.float32, device=call.q.device) for n in (queries, keys))
+    programs = 16
+    on.launch(
+        relative_positions_kernel,
+        programs * (batch if packed is None else packed.n_sequences),
+        q_out_ptr=q_pos,
+        k_out_ptr=k_pos,
+        positions_q=positions_args(call.positions_q),
+        positions_k=positions_args(call.positions_k),
+        packed=packed,
+        bounds=bounds_args(call),
+        n_queries=queries,
+        n_keys=keys,
+        PROGRAMS=programs,
+        BLOCK=1024,
+    )
+    return {"q_pos": q_pos, "k_pos": k_pos, "q_pos_stride_batch": queries, "k_pos_stride_batch": keys}
 
 
 def cut_features(head_dim: int, v_head_dim: int) -> FeatureBlocks:

@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries
+from ropewalk.ops.attention.hopper.scores import modify_scores, modify_transposed_scores
 from ropewalk.ops.attention.triton.arguments import Seqlens
-from ropewalk.ops.attention.triton.masking import PAST, attention_mask
+from ropewalk.ops.attention.triton.masking import attention_mask
 from ropewalk.ops.attention.triton.softmax import tanh
 
 
@@ -127,9 +128,7 @@ def online_softmax(
     elif score_flags.MOD is not None:
         s *= scores.scale
     if score_flags.MOD is not None:
-        q_pos = (q_idx + (mask.seqlens.causal_offset - n_start)).to(gl.float32)
-        k_pos = column.to(gl.float32)
-        s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
+        s = modify_scores(s, q_idx, n_start, column, mask.seqlens, scores, flags, score_flags)
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if mask.masked:
             attends = _attended_keys(q_idx, n_start, column, mask, flags)
@@ -161,10 +160,7 @@ def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
     scaled = s
     if score_flags.MOD is not None:
         scaled = s * (scores.softcap if score_flags.SOFTCAP else scores.scale)
-        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-        modified = score_flags.MOD(
-            scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
-        )
+        modified = modify_transposed_scores(scaled, m_start, column, k_idx, seqlens, scores, flags, score_flags)
     else:
         modified = s
     p = gl.exp2(modified * scores.exp2_scale - lse[None, :])

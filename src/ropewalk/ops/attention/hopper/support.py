@@ -15,13 +15,12 @@ from ropewalk.ops.attention.triton.support import Triton
 
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kernels compile with
 DTYPES = (torch.float16, torch.bfloat16)
-MIN_QUERIES = 64  # a consumer's rows; fewer queries are for the decode kernels
 WIDEST = 256  # features of a row
 MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over pages that are read in place
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
-    for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY")
+    for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY", "T5_BIAS")
 }
 
 
@@ -42,11 +41,11 @@ class Gluon:
             if not is_copied(call):
                 return _why_not_paged(call)
             call = describe(call)
-        q, scheme = call.q, type(call.scheme).__name__
-        if q.dtype not in DTYPES:
-            dtype = str(q.dtype).removeprefix("torch.")
+        scheme = type(call.scheme).__name__
+        if call.q.dtype not in DTYPES:
+            dtype = str(call.q.dtype).removeprefix("torch.")
             return Refusal("dtype", f"{dtype} is not supported: its kernels need float16 or bfloat16")
-        for name, x in (("q", q), ("v", call.v)):
+        for name, x in (("q", call.q), ("v", call.v)):
             if x.shape[3] % 8 or x.shape[3] > WIDEST:
                 needed = f"must be a multiple of 8 up to {WIDEST}"
                 return Refusal("head_dim", f"{name}'s head dim is {x.shape[3]}, but {needed}")
@@ -57,14 +56,8 @@ class Gluon:
             return Refusal("dropout_p", "dropout is not supported")
         if call.far is not None and not call.goes_by_index:
             return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
-        if call.score_mod is not None:
-            if call.score_mod not in _SCORE_MODS:
-                return Refusal("score_mod", f"{scheme}'s score mod, {call.score_mod}, is not supported")
-            if not call.goes_by_index:
-                return Refusal("positions", f"positions_q and positions_k are not supported with {scheme}")
-        # Keep last: torch.compile guards on this length.
-        if q.shape[2] < MIN_QUERIES:
-            return Refusal("few_queries", f"{q.shape[2]} queries are too few: its kernels need {MIN_QUERIES} or more")
+        if call.score_mod is not None and call.score_mod not in _SCORE_MODS:
+            return Refusal("score_mod", f"{scheme}'s score mod, {call.score_mod}, is not supported")
         return None
 
     def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:

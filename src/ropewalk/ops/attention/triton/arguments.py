@@ -107,6 +107,12 @@ class Scores(NamedTuple):
     scale: Any  # multiplies products before soft-capping and the score function
     softcap: Any
     exp2_scale: Any  # multiplies scores, as the softmax reads them, into exponents of 2
+    # Of the kernels for Hopper:
+    largest: Any = None  # the distance from which a bias is the same, of which `params` has a table; None: no bias
+    q_pos: Any = None  # pointers to positions (B or 1, T), float32 from a sequence's origin; None: they are indices
+    k_pos: Any = None
+    q_pos_stride_batch: Any = None
+    k_pos_stride_batch: Any = None
 
 
 class ScoreFlags(NamedTuple):

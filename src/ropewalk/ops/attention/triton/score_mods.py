@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# Distances beyond the largest that a table of biases has room for on either side: those of a tile with a nearer pair.
+BIAS_MARGIN = tl.constexpr(256)
+
 
 class ScoreMod(NamedTuple):
     """A score mod and its backward; None where it adds a number that depends on positions alone."""
@@ -26,6 +29,9 @@ class ScoreMod(NamedTuple):
     # (sums, gradient, scores, …) -> sums [queries, parameters]: adds each row's part of the gradient of each parameter;
     # its tiles are always [queries, keys]. None: the parameters cannot be learned.
     param_grad: Any = None
+    # (distance, parameters_ptr) -> bias, where a score mod adds a bias that is the same from some distance on, and its
+    # parameters end with a number for each distance up to there, on both sides: kernels for Hopper make a table of it.
+    bias: Any = None
 
 
 @triton.jit
@@ -115,6 +121,11 @@ def _t5_bucket(ahead, largest, parameters_ptr):
 
 
 @triton.jit
+def _t5_bias(ahead, parameters_ptr):
+    return tl.load(parameters_ptr + 2 + _t5_bucket(ahead, tl.load(parameters_ptr), parameters_ptr))
+
+
+@triton.jit
 def _t5(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
     ahead, largest, is_far = _t5_ahead(query_position, key_position, parameters_ptr)
     if is_far:
@@ -149,4 +160,4 @@ ALIBI = ScoreMod(_alibi, None, _alibi_parameters)
 EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint)
 EXPOSB_BANDS = ScoreMod(_bands, _bands_adjoint, _bands_parameters)
 EXPOSB_BANDS_DECAY = ScoreMod(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters)
-T5_BIAS = ScoreMod(_t5, None, _t5_parameters)
+T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias)

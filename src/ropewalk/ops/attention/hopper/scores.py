@@ -1,0 +1,217 @@
+"""Score functions on a tile of a warp group, and biases by distance, for the kernels for Hopper.
+
+A bias by distance is read from a head's row of a table: one number for each distance, the same from `largest` on. Only
+tiles with a nearer pair read it, and others add a constant. A tile of M × N scores has M + N − 1 distances, of which a
+thread reads what it needs: neighbours, which the L1 cache holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
+from ropewalk.ops.attention.triton.masking import PAST
+from ropewalk.ops.attention.triton.scheduler import sequence_info
+from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN
+from ropewalk.ops.attention.triton.tiles import load_positions as load_float_positions
+from ropewalk.ops.attention.triton.tiles import params_of_head, position_origin
+
+
+class Bias(NamedTuple):
+    """The bias by distance of one head, for the tiles of one warp group."""
+
+    ptr: Any  # of distance 0
+    largest: Any  # from this distance on it is the same
+    behind: Any  # the bias of keys so far behind their query
+    ahead: Any  # of keys so far ahead
+    start: Any  # the warp group's first row: a key, or the key index of a query
+
+
+class TilePositions(NamedTuple):
+    """Positions that tokens are given, float32 from an origin that queries and keys share."""
+
+    rows: Any  # [WG_ROWS]: of the warp group's own tokens
+    columns: Any  # pointer: of the tokens that its loop streams, from their sequence's first one on
+    n_columns: Any
+
+
+class HeadScores(NamedTuple):
+    """`Scores` at one head, and what score functions read beside."""
+
+    params: Any
+    scale: Any
+    softcap: Any
+    exp2_scale: Any
+    bias: Any  # Bias; None: there is none
+    positions: Any  # TilePositions; None: positions are indices
+
+
+@triton.jit
+def bias_table_kernel(
+    table_ptr,  # (heads, 2 · (largest + MARGIN) + 1), float32: the bias of each distance, keys behind first
+    params_ptr,  # (heads, params_stride)
+    params_stride,
+    largest,
+    BIAS: tl.constexpr,  # ScoreMod.bias
+    MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one head's biases by distance."""
+    head = tl.program_id(0).to(tl.int64)
+    width = 2 * (largest + MARGIN) + 1
+    for start in range(0, width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        distance = tl.minimum(tl.maximum(index - (largest + MARGIN), -largest), largest)
+        bias = BIAS(distance.to(tl.float32), params_ptr + head * params_stride)
+        tl.store(table_ptr + head * width + index, bias, index < width)
+
+
+@triton.jit
+def relative_positions_kernel(
+    q_out_ptr,  # (B, Tq) and (B, Tk), float32: from the first key's position of each sequence
+    k_out_ptr,
+    positions_q,  # Positions
+    positions_k,
+    packed,  # Packed | None
+    bounds,  # Bounds
+    n_queries,
+    n_keys,
+    PROGRAMS: tl.constexpr,  # of a sequence
+    BLOCK: tl.constexpr,
+):
+    """Write a part of one sequence's positions."""
+    sequence = tl.program_id(0) // PROGRAMS
+    first = tl.program_id(0) % PROGRAMS * BLOCK
+    batch = sequence if packed is None else sequence * 0
+    q_offset, k_offset, kv_capacity, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
+    origin = position_origin(positions_k, batch, k_offset)
+    q_out_ptr += batch.to(tl.int64) * n_queries + q_offset
+    k_out_ptr += batch.to(tl.int64) * n_keys + k_offset
+    for start in range(first, seqlens.n_queries, PROGRAMS * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        position = load_float_positions(positions_q, batch, q_offset, start, start, origin, BLOCK)
+        tl.store(q_out_ptr + index, position, index < seqlens.n_queries)
+    for start in range(first, kv_capacity, PROGRAMS * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        position = load_float_positions(positions_k, batch, k_offset, start, start, origin, BLOCK)
+        tl.store(k_out_ptr + index, position, index < kv_capacity)
+
+
+@gluon.jit
+def load_bias(scores, batch, head, start):
+    """Return the `Bias` of a head, for a warp group whose first row has a key index."""
+    ptr = params_of_head(scores, batch, head)
+    reach = scores.largest + BIAS_MARGIN
+    return Bias(ptr + reach, scores.largest, gl.load(ptr), gl.load(ptr + 2 * reach), start)
+
+
+@gluon.jit
+def load_positions(scores, tile, seqlens, row, ROWS_ARE_KEYS: gl.constexpr):
+    """Return the `TilePositions` of a warp group, given the indices of its rows in their sequence."""
+    q_pos = scores.q_pos + (tile.batch.to(gl.int64) * scores.q_pos_stride_batch + tile.q_offset)
+    k_pos = scores.k_pos + (tile.batch.to(gl.int64) * scores.k_pos_stride_batch + tile.k_offset)
+    if ROWS_ARE_KEYS:
+        rows = k_pos
+        n_rows = seqlens.n_keys
+        columns = q_pos
+        n_columns = seqlens.n_queries
+    else:
+        rows = q_pos
+        n_rows = seqlens.n_queries
+        columns = k_pos
+        n_columns = seqlens.n_keys
+    return TilePositions(gl.load(rows + row, row < n_rows, other=0.0), columns, n_columns)
+
+
+@gluon.jit
+def _add_bias(s, bias, ahead, ROWS_ARE_KEYS: gl.constexpr):
+    """Add the bias by distance to a tile of scores, whose first key is `ahead` of the first query."""
+    row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
+    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    N_KEYS: gl.constexpr = s.shape[0] if ROWS_ARE_KEYS else s.shape[1]
+    N_QUERIES: gl.constexpr = s.shape[1] if ROWS_ARE_KEYS else s.shape[0]
+    if (ahead + (N_KEYS - 1) > -bias.largest) & (ahead - (N_QUERIES - 1) < bias.largest):
+        ptr = bias.ptr + ahead
+        if ROWS_ARE_KEYS:
+            s += gl.load((ptr + row) - column)
+        else:
+            s += gl.load((ptr - row) + column)
+    else:
+        s += gl.where(ahead > 0, bias.ahead, bias.behind)
+    return s
+
+
+@gluon.jit
+def _load_columns(positions, start, column):
+    """Load the positions of a tile's streamed tokens; 0 past the sequence's last one."""
+    index = start + column
+    return gl.load(positions.columns + index, index < positions.n_columns, other=0.0)
+
+
+@gluon.jit
+def _bias_of_positions(bias, q_pos, k_pos):
+    """Return the bias of each pair of positions."""
+    largest = bias.largest.to(gl.float32)
+    ahead = gl.minimum(gl.maximum(k_pos - q_pos, -largest), largest)
+    return gl.load(bias.ptr + ahead.to(gl.int32))
+
+
+@gluon.jit
+def modify_scores(s, q_idx, n_start, column, seqlens, scores, flags, score_flags):
+    """Return the score function of a tile of scaled scores, [queries, keys]."""
+    if scores.positions is None:
+        if scores.bias is None:
+            q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
+            k_pos = column.to(gl.float32)
+            s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
+        else:
+            s = _add_bias(s, scores.bias, n_start - scores.bias.start, False)
+    else:
+        q_pos = scores.positions.rows[:, None]
+        k_pos = _load_columns(scores.positions, n_start, column)[None, :]
+        if scores.bias is None:
+            s = score_flags.MOD(s, q_pos, k_pos, scores.params, False)
+        else:
+            s += _bias_of_positions(scores.bias, q_pos, k_pos)
+    return s
+
+
+@gluon.jit
+def modify_transposed_scores(s, m_start, column, k_idx, seqlens, scores, flags, score_flags):
+    """Return the score function of a tile of scaled scores, [keys, queries]."""
+    if scores.positions is None:
+        if scores.bias is None:
+            k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
+            s = score_flags.MOD(
+                s, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
+            )
+        else:
+            s = _add_bias(s, scores.bias, scores.bias.start - (m_start + seqlens.causal_offset), True)
+    else:
+        q_pos = _load_columns(scores.positions, m_start, column)[None, :]
+        k_pos = scores.positions.rows[:, None]
+        if scores.bias is None:
+            s = score_flags.MOD(s, q_pos, k_pos, scores.params, False)
+        else:
+            s += _bias_of_positions(scores.bias, q_pos, k_pos)
+    return s
+
+
+@gluon.jit
+def differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_flags):
+    """Return the gradient of a tile of scaled scores, [keys, queries], given that of their score function."""
+    column = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, ds.type.layout))
+    if scores.positions is None:
+        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
+        ds = score_flags.MOD_BWD(
+            ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
+        )
+    else:
+        q_pos = _load_columns(scores.positions, m_start, column)
+        ds = score_flags.MOD_BWD(
+            ds, scaled, q_pos[None, :], scores.positions.rows[:, None], scores.params, False
+        )
+    return ds
