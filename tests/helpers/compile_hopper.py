@@ -46,6 +46,7 @@ CALLS = {
     "alibi": {"position": Alibi()},
     "alibi-causal": {"position": Alibi(), "causal": True},
     "t5": {"position": T5Bias(torch.zeros(32, H))},
+    "t5-learned": {"position": T5Bias(torch.zeros(32, H).requires_grad_())},
     "t5-causal": {"position": T5Bias(torch.zeros(32, H), bidirectional=False), "causal": True},
     "alibi-positions": {"position": Alibi(), "causal": True, "positions_q": torch.arange(T)[None]},
     "t5-positions": {"position": T5Bias(torch.zeros(32, H)), "positions_q": torch.arange(T)[None]},
@@ -88,7 +89,10 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def call_of(monkeypatch, head_dim, dtype, name):
-    """Return a call, and a list to which launches of schedules will be added; a pair of head dims is of q and of v."""
+    """Return a call, and a list to which launches of small kernels before the others will be added.
+
+    A pair of head dims is of q and of v.
+    """
     keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | LIST_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
@@ -101,13 +105,15 @@ def call_of(monkeypatch, head_dim, dtype, name):
     schedules = []
     rotate_anywhere(monkeypatch)
     monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
+    monkeypatch.setattr(launch_common, "sum_parts_kernel", Recorder(launch_common.sum_parts_kernel, []))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     for kernel in ("bias_table_kernel", "relative_positions_kernel"):
-        monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), []))
+        monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
     return make_call(q, k, v, layout=layout, **keywords), schedules
 
 
 def forward_launch_of(monkeypatch, head_dim, dtype, name):
-    """Return what the forward of a call would launch: the kernel and its arguments; and the schedules before it."""
+    """Return what the forward of a call would launch: the kernel and its arguments; and what comes before it."""
     call, schedules = call_of(monkeypatch, head_dim, dtype, name)
     launches = []
     monkeypatch.setattr(hopper_launch, "forward_kernel", Recorder(hopper_launch.forward_kernel, launches))
@@ -120,14 +126,27 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
 
 def backward_launches_of(monkeypatch, head_dim, dtype, name):
     """Return what the backward of a call would launch: preprocess, the kernel or, if wide, both, and postprocess."""
+    return _run_backward(monkeypatch, head_dim, dtype, name)[0]
+
+
+def bias_grad_launch_of(monkeypatch, head_dim, dtype, name):
+    """Return what the backward of a call would launch for the gradient of a bias."""
+    (launch,) = _run_backward(monkeypatch, head_dim, dtype, name)[1]
+    return launch
+
+
+def _run_backward(monkeypatch, head_dim, dtype, name):
     call, _ = call_of(monkeypatch, head_dim, dtype, name)
-    launches = []
+    launches, of_bias = [], []
     for kernel in ("bwd_preprocess_kernel", "backward_kernel", "backward_wide_kernel", "bwd_postprocess_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), launches))
+    monkeypatch.setattr(hopper_launch, "bias_grad_kernel", Recorder(hopper_launch.bias_grad_kernel, of_bias))
     out, _, saved, _ = launch_common.begin_forward(call, AT_ONCE)
     read = without_inputs(call, saved)
-    hopper_launch.backward(read, out, saved, torch.randn_like(out), None, Wanted())
-    return launches
+    params = call.score_mod_params
+    wanted = Wanted(score_mod_params=params is not None and params.requires_grad)
+    hopper_launch.backward(read, out, saved, torch.randn_like(out), None, wanted)
+    return launches, of_bias
 
 
 def kernels_of(launches):

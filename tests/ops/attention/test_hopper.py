@@ -53,6 +53,7 @@ from ropewalk import (
 from ropewalk import device as gpu
 from ropewalk.ops.attention import backends, reference
 from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.backends import REFERENCE
 from ropewalk.ops.attention.call import as_bhtd, flatten
 from ropewalk.ops.attention.hopper import support as hopper_support
@@ -182,6 +183,33 @@ SUPPORTED = {
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_calls(hopper, name):
     assert refusal(call_on_gpu(**SUPPORTED[name])) is None
+
+
+LEARNED = {
+    "dense": ({}, {}, True),
+    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, True),
+    "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, True),
+    "D 256": ({"head_dim": 256}, {}, False),
+    "softcap": ({}, {"softcap": 3.0}, False),
+    "mask": ({}, {"mask": MASK}, False),
+    "lists": ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, False),
+    "positions": ({}, {"positions_q": POSITIONS}, False),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_the_backward_of_a_learned_bias(hopper, name):
+    sizes, keywords, has_backward = LEARNED[name]
+    tensors = draw("cpu", **sizes)
+    if "layout" in keywords:
+        tensors = [x.transpose(1, 2)[0, :TQ] for x in tensors]
+    call = call_on_gpu(tensors, position=T5Bias(torch.zeros(32, H).requires_grad_()), **keywords)
+    found = GLUON.why_no_backward(call, Wanted(score_mod_params=True))
+    assert (found is None) is has_backward
+    assert GLUON.why_no_backward(call, Wanted()) is None
+    assert found is None or found.code == "score_mod_params"
+    learns = call_on_gpu(position=Alibi(torch.ones(H).requires_grad_()))
+    assert GLUON.why_no_backward(learns, Wanted(score_mod_params=True)).code == "score_mod_params"
 
 
 def test_packed_batches_count_all_queries(hopper):
@@ -331,6 +359,13 @@ CALLS = {
         "key_starts": integers(device, 3, 100),
         "key_lengths": integers(device, 203, 333),
         "query_starts": integers(device, 3, 133),
+    },
+    "t5-window": lambda device: {"position": t5(device, max_distance=17), "window": (150, 90), "scale": 1.0},
+    "t5-sinks": lambda device: {
+        "position": t5(device, max_distance=90),
+        "causal": True,
+        "sinks": torch.randn(H, device=device),
+        "key_lengths": integers(device, TK, 130),
     },
     "t5-positions": lambda device: {"position": t5(device), **positions(device)},
     "exposb": lambda device: {"position": ExpoSB()},
@@ -553,10 +588,12 @@ def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
     schemes = {"none": NoPosition(), "alibi": Alibi(), "decay": ExpoSB(distance_decay=True)}
     tensors, starts = pack(device, *LENGTHS["different"])
     call = {"position": schemes.get(scheme) or t5(device, max_distance=50), "sinks": torch.randn(H, device=device)}
+    if scheme != "t5":
+        call["softcap"] = 4.0
     if given:
         for name, x in (("positions_q", tensors[0]), ("positions_k", tensors[1])):
             call[name] = torch.randint(10**9, 10**9 + 300, x.shape[:1], device=device)
-    check_supported(kernels, tensors, layout="thd", causal=True, softcap=4.0, **call, **starts)
+    check_supported(kernels, tensors, layout="thd", causal=True, **call, **starts)
 
 
 @on_hopper

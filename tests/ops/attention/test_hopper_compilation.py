@@ -26,6 +26,7 @@ from helpers.compile_hopper import (
     allowed_spills,
     arguments_of,
     backward_launches_of,
+    bias_grad_launch_of,
     compile_gluon,
     forward_launch_of,
     instructions_of,
@@ -216,6 +217,15 @@ def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, nam
         # Triton 3.7.1 spills 16 bytes where it turns back interleaved pairs of 64 features, 3.6 none.
         allowed = 16 if head_dim == 64 and launch[2].get("INTERLEAVED") else 0
         assert spilled_bytes(ptxas_report(compiled, tmp_path)) <= allowed, launch[0].__name__
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_gradient_of_a_bias_compiles(monkeypatch, tmp_path, head_dim):
+    compiled = compile_launch(
+        *bias_grad_launch_of(monkeypatch, head_dim, torch.bfloat16, "t5-learned"), TARGETS["sm_90"]
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
+    assert spilled_bytes(ptxas_report(compiled, tmp_path)) == 0
 
 
 def test_every_supported_triton_is_compiled_with_and_has_a_record():

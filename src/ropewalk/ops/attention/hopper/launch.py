@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -19,6 +20,7 @@ from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
+from ropewalk.ops.attention.hopper.bias_grad import bias_grad_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
 from ropewalk.ops.attention.hopper.scores import bias_table_kernel, relative_positions_kernel
@@ -50,6 +52,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     scores_args,
     store_target,
     strides_of_tiles,
+    sum_param_grads,
     tiled,
     window_args,
 )
@@ -131,6 +134,10 @@ class BackwardConfig(NamedTuple):
 
 # By the block of features, as measured.
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
+
+
+# Queries of a step of the backward kernel, and keys of its warp groups: what is far to one kernel is so to the other.
+BIAS_GRAD = {widest: (config.BLOCK_M, WG_ROWS.value) for widest, config in BACKWARD.items()}
 
 
 class WideConfig(NamedTuple):
@@ -280,8 +287,17 @@ def backward(
     if do_ungated is not None:
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
-    launch_kernels = _launch_wide_kernels if is_wide else _launch_kernel
-    launch_kernels(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
+    far_sums = None
+    if is_wide:
+        _launch_wide_kernels(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
+    else:
+        if wanted.score_mod_params:
+            n_slots = triton.cdiv(keys, BLOCK_N.value)
+            if call.cu_seqlens_k is not None:
+                n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
+            far_sums = torch.empty(batch * heads, n_slots, 4, dtype=torch.float32, device=lse.device)
+            on.operate(Tensor.zero_, far_sums)
+        _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, far_sums, delta, rotates, workspace_rows, on)
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -308,7 +324,10 @@ def backward(
     grad_sinks = None
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    grads = Gradients(grad_q, grad_k, grad_v, None, grad_sinks, *(far_grads if given else NO_FAR))
+    grad_params = None
+    if far_sums is not None:
+        grad_params = _bias_grad(call, saved, v, grad_out, delta, far_sums, on)
+    grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
 
 
@@ -324,6 +343,7 @@ def _launch_kernel(
     grad_out: Tensor,
     dq_accum: Tensor,
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    far_sums: Tensor | None,
     delta: Tensor,
     rotates: bool,
     workspace_rows: int,
@@ -360,6 +380,7 @@ def _launch_kernel(
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
+        far_sums_ptr=far_sums,
         cos=cos,
         sin=sin,
         table=None if saved.k_far is None else table,
@@ -419,6 +440,63 @@ def _launch_wide_kernels(
         **arguments,
         **config._asdict(),
     )
+
+
+def _bias_grad(
+    call: AttentionCall, saved: Saved, v: Tensor, grad_out: Tensor, delta: Tensor, far_sums: Tensor, on: Steps
+) -> Tensor:
+    """Return the gradient of the parameters of a bias by distance, given sums over far pairs."""
+    score_mod, params = load_score_mod(call), call.score_mod_params
+    assert score_mod is not None and params is not None
+    (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
+    blocks = cut_features(head_dim, v.shape[3])
+    block_m, block_n = BIAS_GRAD[blocks.widest]
+    packed, _ = schedule_tiles(call, "q", batch, queries, block_m, on)
+    scores = _scores_args(call, score_mod, packed, on)
+    rows = heads * (batch if packed is None else packed.n_sequences)
+    diagonals = (2 * scores.largest + block_m + block_n) // block_n + 1
+    splits = triton.next_power_of_2(triton.cdiv(on.num_sms(saved.q), rows * diagonals))
+    n_params = triton.next_power_of_2(call.n_learned_params)
+    parts = torch.empty(rows * diagonals * splits, n_params, dtype=torch.float32, device=params.device)
+    on.launch(
+        bias_grad_kernel,
+        parts.shape[0],
+        q=tiled(saved.q, block_m, blocks.block_d),
+        k=tiled(saved.k, block_n, blocks.block_d),
+        v=tiled(v, block_n, blocks.block_dv),
+        do=tiled(grad_out, block_m, blocks.block_dv),
+        lse_ptr=saved.lse,
+        delta_ptr=delta,
+        far_sums_ptr=far_sums,
+        parts_ptr=parts,
+        params_ptr=params.contiguous(),
+        params_stride=params.shape[-1],
+        table_ptr=scores.params,
+        table_stride=scores.params_stride,
+        packed=packed,
+        bounds=bounds_args(call),
+        scale=call.scale,
+        **window_args(call),
+        n_heads=heads,
+        heads_per_key=heads // key_heads,
+        n_queries=queries,
+        n_keys=keys,
+        n_slots=far_sums.shape[1],
+        largest=scores.largest,
+        n_diagonals=diagonals,
+        SPLITS=splits,
+        CAUSAL=call.causal,
+        WINDOWED=call.has_window,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=blocks.block_d,
+        BLOCK_DV=blocks.block_dv,
+        N_PARAMS=n_params,
+        PARAM_GRAD=score_mod.param_grad,
+        num_warps=8,
+        num_stages=2,
+    )
+    return sum_param_grads(params, parts, rows // heads, heads, False, on)
 
 
 def _backward_args(

@@ -126,6 +126,12 @@ def load_positions(scores, tile, seqlens, row, ROWS_ARE_KEYS: gl.constexpr):
     return TilePositions(gl.load(rows + row, row < n_rows, other=0.0), columns, n_columns)
 
 
+@triton.jit
+def has_near_pair(ahead, largest, N_QUERIES: tl.constexpr, N_KEYS: tl.constexpr):
+    """Return whether a pair of a tile, whose first key is `ahead` of its first query, is less than `largest` apart."""
+    return (ahead + (N_KEYS - 1) > -largest) & (ahead - (N_QUERIES - 1) < largest)
+
+
 @gluon.jit
 def _add_bias(s, bias, ahead, ROWS_ARE_KEYS: gl.constexpr):
     """Add the bias by distance to a tile of scores, whose first key is `ahead` of the first query."""
@@ -133,7 +139,7 @@ def _add_bias(s, bias, ahead, ROWS_ARE_KEYS: gl.constexpr):
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
     N_KEYS: gl.constexpr = s.shape[0] if ROWS_ARE_KEYS else s.shape[1]
     N_QUERIES: gl.constexpr = s.shape[1] if ROWS_ARE_KEYS else s.shape[0]
-    if (ahead + (N_KEYS - 1) > -bias.largest) & (ahead - (N_QUERIES - 1) < bias.largest):
+    if has_near_pair(ahead, bias.largest, N_QUERIES, N_KEYS):
         ptr = bias.ptr + ahead
         if ROWS_ARE_KEYS:
             s += gl.load((ptr + row) - column)

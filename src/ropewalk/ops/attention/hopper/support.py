@@ -17,11 +17,14 @@ TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kerne
 DTYPES = (torch.float16, torch.bfloat16)
 WIDEST = 256  # features of a row
 MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over pages that are read in place
+WIDEST_LEARNED = 128  # features of a row whose score mod's parameters have a gradient
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
     for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY", "T5_BIAS")
 }
+
+_LEARNED_SCORE_MODS = {"ropewalk.ops.attention.triton.score_mods:T5_BIAS"}
 
 
 class Gluon:
@@ -64,8 +67,9 @@ class Gluon:
         """Say why its backward does not run where its forward did; None if it does."""
         if call.deterministic:
             return Refusal("deterministic", "it adds the gradient of q in an order that differs from run to run")
-        if wanted.score_mod_params:
-            return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported")
+        refusal = _why_no_param_grad(call) if wanted.score_mod_params else None
+        if refusal is not None:
+            return refusal
         if call.q.numel() == 0 or call.k.shape[2] == 0:
             return Refusal("empty", "empty tensors are not supported")
         return None
@@ -159,6 +163,22 @@ def _why_no_lists(call: AttentionCall) -> Refusal | None:
     for name, x in (("q", call.q), ("v", call.v)):
         if x.shape[3] > WIDEST_LISTED:
             return Refusal(code, f"{name}'s head dim is {x.shape[3]}, but with {given} must be up to {WIDEST_LISTED}")
+    return None
+
+
+def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
+    """Say why the backward does not differentiate the score mod's parameters; None if it does."""
+    if call.score_mod not in _LEARNED_SCORE_MODS:
+        return Refusal("score_mod_params", f"gradients of the parameters of {call.score_mod} are not supported")
+    if call.mask is not None or call.blocks is not None:
+        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported beside lists")
+    if call.softcap is not None:
+        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported beside softcap")
+    if not call.goes_by_index:
+        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported with positions")
+    if max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED:
+        needed = f"head dims of more than {WIDEST_LEARNED}"
+        return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported with {needed}")
     return None
 
 

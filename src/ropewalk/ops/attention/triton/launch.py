@@ -42,11 +42,10 @@ from ropewalk.ops.attention.triton.launch_common import (
     rotates_in_registers,
     schedule_tiles,
     store_target,
+    sum_param_grads,
     tiled,
 )
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
-from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
-from ropewalk.ops.attention.triton.sums import sum_parts_kernel
 
 
 @on_its_device
@@ -244,7 +243,7 @@ def backward(
 
     grad_params = grad_sinks = None
     if param_grads is not None and call.score_mod_params is not None:
-        grad_params = _sum_param_grads(call.score_mod_params, param_grads, batch, heads, packed is not None, on)
+        grad_params = sum_param_grads(call.score_mod_params, param_grads, batch, heads, packed is not None, on)
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
@@ -268,32 +267,6 @@ def _tables_of_k(call: AttentionCall, rotates: bool, separate_far_grads: bool) -
     table, width = rope_table_args(call.tables.k if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     return {"table": table, "table_far": None if far is None else rope_table_args(far.k)[0], "R": width}
-
-
-def _sum_param_grads(params: Tensor, parts: Tensor, batch: int, heads: int, packed: bool, on: Steps) -> Tensor:
-    """Sum the programs' parts of the parameters' gradient, (programs, N_PARAMS), to the shape of the parameters."""
-    result = torch.empty(params.shape, dtype=params.dtype, device=params.device)
-    n_parts, n_params = parts.shape
-    n_rows, n_columns = result.numel() // params.shape[-1], params.shape[-1]
-    tiles = n_parts // (heads if packed else batch * heads)
-    if packed:  # programs are (tile, head)
-        strides = {"n_inner": 1, "outer_stride": heads, "row_stride": 1}
-    else:  # programs are (batch row, head, tile)
-        strides = {"n_inner": tiles, "outer_stride": heads * tiles, "row_stride": tiles}
-    block_columns = triton.next_power_of_2(max(n_columns, n_params))
-    on.launch(
-        sum_parts_kernel,
-        n_rows,
-        result_ptr=result,
-        parts_ptr=parts,
-        n_parts=n_parts // n_rows,
-        **strides,
-        n_columns=n_columns,
-        N_PARAMS=n_params,
-        BLOCK_PARTS=max(1, SUM_BLOCK // block_columns),
-        BLOCK_COLUMNS=block_columns,
-    )
-    return result
 
 
 def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Features, q: Tensor) -> dict[str, Any]:

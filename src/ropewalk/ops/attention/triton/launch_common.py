@@ -38,7 +38,7 @@ from ropewalk.ops.attention.triton.config import Features, is_of_keys
 from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
 from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
-from ropewalk.ops.attention.triton.sums import sinks_grad_kernel
+from ropewalk.ops.attention.triton.sums import sinks_grad_kernel, sum_parts_kernel
 
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
@@ -366,6 +366,32 @@ def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, on: Steps) -> T
         BLOCK=SUM_BLOCK,
     )
     return grad
+
+
+def sum_param_grads(params: Tensor, parts: Tensor, batch: int, heads: int, packed: bool, on: Steps) -> Tensor:
+    """Sum the programs' parts of the parameters' gradient, (programs, N_PARAMS), to the shape of the parameters."""
+    result = torch.empty(params.shape, dtype=params.dtype, device=params.device)
+    n_parts, n_params = parts.shape
+    n_rows, n_columns = result.numel() // params.shape[-1], params.shape[-1]
+    tiles = n_parts // (heads if packed else batch * heads)
+    if packed:  # programs are (tile, head)
+        strides = {"n_inner": 1, "outer_stride": heads, "row_stride": 1}
+    else:  # programs are (batch row, head, tile)
+        strides = {"n_inner": tiles, "outer_stride": heads * tiles, "row_stride": tiles}
+    block_columns = triton.next_power_of_2(max(n_columns, n_params))
+    on.launch(
+        sum_parts_kernel,
+        n_rows,
+        result_ptr=result,
+        parts_ptr=parts,
+        n_parts=n_parts // n_rows,
+        **strides,
+        n_columns=n_columns,
+        N_PARAMS=n_params,
+        BLOCK_PARTS=max(1, SUM_BLOCK // block_columns),
+        BLOCK_COLUMNS=block_columns,
+    )
+    return result
 
 
 def call_args(call: AttentionCall, score_mod: ScoreMod | None) -> dict[str, Any]:
