@@ -352,7 +352,7 @@ def _mainloop_q(
             bias = None
             if problem.scores.largest is not None:
                 head = tile.kv_head * problem.schedule.heads_per_key + member
-                bias = load_bias(problem.scores, tile.batch, head, wg_start)
+                bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
             if smem.far_sums is not None:
                 begin_far_sums(smem.far_sums, BLOCK_M, CONSUMER)
             for i in range(n_skipped, steps_per_head):
@@ -436,7 +436,7 @@ def _mainloop_listed_q(
         tiles = smem.listed.receive(listed_use + member)
         bias = None
         if problem.scores.largest is not None:
-            bias = load_bias(problem.scores, tile.batch, head, wg_start)
+            bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
         for _step in range(tiles.count + tiles.n_partial):
             stage = use % smem.q.stages
             mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)

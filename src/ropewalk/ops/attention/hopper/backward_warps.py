@@ -10,6 +10,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, 
 from ropewalk.ops.attention.hopper.lists import LISTED, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
+from ropewalk.ops.attention.hopper.scores import far_bias
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
 from ropewalk.ops.attention.triton.arguments import Tile, TileRange
 from ropewalk.ops.attention.triton.masking import (
@@ -155,7 +156,12 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
     lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
     delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
     # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
-    smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
+    if problem.scores.largest is not None and problem.scores.q_pos is None:
+        ahead = tile.start - (m_start + seqlens.causal_offset)
+        bias = far_bias(problem.scores, tile.batch, head, ahead, lse.shape[0], BLOCK_N)
+        lse -= bias * problem.scores.exp2_scale
+    smem.stats.index(2 * stage).store(lse)
     smem.stats.index(2 * stage + 1).store(delta)
     if smem.starts is not None:
         start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -41,7 +41,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem
-from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
+from ropewalk.ops.attention.hopper.scores import HeadScores, far_bias, load_bias, load_positions
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
@@ -140,7 +140,12 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
             smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
         stage = use % smem.q.stages
         # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
-        smem.stats.index(2 * stage).store(gl.where(lse == float("-inf"), float("inf"), lse))
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)
+        if problem.scores.largest is not None and problem.scores.q_pos is None:
+            ahead = tile.start - (m_start + seqlens.causal_offset)
+            bias = far_bias(problem.scores, tile.batch, head, ahead, BLOCK_M, BLOCK_N)
+            lse -= bias * problem.scores.exp2_scale
+        smem.stats.index(2 * stage).store(lse)
         if inputs.delta is not None:
             smem.stats.index(2 * stage + 1).store(delta)
         mbarrier.arrive(smem.stats_full.index(stage), count=1)
@@ -281,7 +286,7 @@ def _mainloop_dv(
         bias = None
         if scores.largest is not None:
             head = tile.kv_head * problem.schedule.heads_per_key + member
-            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS)
+            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
         scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
@@ -637,7 +642,7 @@ def _mainloop_dk(
         bias = None
         if scores.largest is not None:
             head = tile.kv_head * problem.schedule.heads_per_key + member
-            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS)
+            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
         scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
         use = first_use + member * steps_per_head
         m_start = tile_range.start

@@ -101,7 +101,8 @@ def bias_grad_kernel(
     table_stride,
     packed,  # Packed | None
     bounds,  # Bounds
-    scale,
+    scale,  # of products, before the bias
+    exp2_scale,
     window,
     window_right,
     n_heads,
@@ -171,7 +172,7 @@ def bias_grad_kernel(
             q_tile = load_tile(q, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
             k_tile = load_tile(k, batch, kv_head, k_offset + n_start, BLOCK_N, BLOCK_D)
             s = tl.dot(q_tile, k_tile.T) * scale + bias
-            p = tl.exp2(s * 1.4426950408889634 - lse[:, None])
+            p = tl.exp2(s * exp2_scale - lse[:, None])
             do_tile = load_tile(do, batch, head, q_offset + m_start, BLOCK_M, BLOCK_DV)
             v_tile = load_tile(v, batch, kv_head, k_offset + n_start, BLOCK_N, BLOCK_DV)
             dp = tl.dot(do_tile, v_tile.T)

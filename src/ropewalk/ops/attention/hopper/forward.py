@@ -281,7 +281,8 @@ def _mainloop_kv(
     params = params_of_head(scores, tile.batch, tile.head)
     bias = None
     if scores.largest is not None:
-        bias = load_bias(scores, tile.batch, tile.head, wg_start + seqlens.causal_offset)
+        first = wg_start + seqlens.causal_offset
+        bias = load_bias(scores, tile.batch, tile.head, first, first)
     positions = None
     if scores.q_pos is not None:
         positions = load_positions(scores, tile, seqlens, q_idx, False)

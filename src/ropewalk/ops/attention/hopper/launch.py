@@ -167,13 +167,13 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     batch, heads, queries, head_dim = saved.q.shape
     key_heads, keys = saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
-    score_mod = load_score_mod(call)
+    score_mod = _score_mod_of(call)
     config = FORWARD[blocks.widest, call.causal]
     if score_mod is not None and blocks.widest == 64:
         config = FORWARD_SCORE_MOD
     if call.blocks is not None:
         config = FORWARD_LISTS[blocks.widest]
-        if config.HALVES > 1 and (call.blocks.bits is not None or score_mod is not None):
+        if config.HALVES > 1 and (call.blocks.bits is not None or load_score_mod(call) is not None):
             config = FORWARD_LISTS_WHOLE
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
@@ -452,7 +452,8 @@ def _bias_grad(
     blocks = cut_features(head_dim, v.shape[3])
     block_m, block_n = BIAS_GRAD[blocks.widest]
     packed, _ = schedule_tiles(call, "q", batch, queries, block_m, on)
-    scores = _scores_args(call, score_mod, packed, on)
+    is_raw = _score_mod_of(call) is None
+    scores = _scores_args(call, None if is_raw else score_mod, packed, on)
     rows = heads * (batch if packed is None else packed.n_sequences)
     diagonals = (2 * scores.largest + block_m + block_n) // block_n + 1
     splits = triton.next_power_of_2(triton.cdiv(on.num_sms(saved.q), rows * diagonals))
@@ -475,7 +476,8 @@ def _bias_grad(
         table_stride=scores.params_stride,
         packed=packed,
         bounds=bounds_args(call),
-        scale=call.scale,
+        scale=1.0 if is_raw else scores.scale,
+        exp2_scale=scores.exp2_scale,
         **window_args(call),
         n_heads=heads,
         heads_per_key=heads // key_heads,
@@ -505,7 +507,7 @@ def _backward_args(
     """Return the programs of a backward kernel, and the arguments that all of them take."""
     (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
     block_n = BLOCK_N.value
-    score_mod = load_score_mod(call)
+    score_mod = _score_mod_of(call)
     packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
     schedule = Schedule(
         n_tiles=n_tiles // batch if packed is None else n_tiles,
@@ -536,12 +538,24 @@ def _backward_args(
     }
 
 
+def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
+    """Return the `ScoreMod` of a call; None for a bias by distance in the unit of products, which the scale multiplies.
+
+    That takes no more of a thread's registers than no score mod does, unless positions are read too.
+    """
+    score_mod = load_score_mod(call)
+    if score_mod is None or score_mod.bias is None or call.softcap is not None:
+        return score_mod
+    return None if call.scale > 0 and call.goes_by_index else score_mod
+
+
 def _scores_args(call: AttentionCall, score_mod: ScoreMod | None, packed: Packed | None, on: Steps) -> Scores:
     """Return `scores_args`, with positions, and with a table of biases in the place of parameters that make it."""
     scores, params = scores_args(call, score_mod), call.score_mod_params
     if call.score_mod is not None and not call.goes_by_index:
         scores = scores._replace(**_relative_positions(call, packed, on))
-    if score_mod is None or score_mod.bias is None or params is None:
+    source = load_score_mod(call)
+    if source is None or source.bias is None or params is None:
         return scores
     heads, n_params = params.shape
     largest = (n_params - call.n_learned_params - 1) // 2
@@ -554,7 +568,8 @@ def _scores_args(call: AttentionCall, score_mod: ScoreMod | None, packed: Packed
         params_ptr=scores.params,
         params_stride=n_params,
         largest=largest,
-        BIAS=score_mod.bias,
+        scale=call.scale if score_mod is None else 1.0,
+        BIAS=source.bias,
         MARGIN=BIAS_MARGIN.value,
         BLOCK=1024,
     )

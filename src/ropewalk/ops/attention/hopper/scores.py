@@ -1,8 +1,9 @@
 """Score functions on a tile of a warp group, and biases by distance, for the kernels for Hopper.
 
 A bias by distance is read from a head's row of a table: one number for each distance, the same from `largest` on. Only
-tiles with a nearer pair read it, and others add a constant. A tile of M × N scores has M + N − 1 distances, of which a
-thread reads what it needs: neighbours, which the L1 cache holds.
+tiles with a nearer pair read it. In others it is a constant, which a row's maximum and log-sum-exp take up: those tiles
+cost what they cost without a bias. A tile of M × N scores has M + N − 1 distances, of which a thread reads what it
+needs: neighbours, which the L1 cache holds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
+from ropewalk.ops.attention.hopper.tiles import BLOCK_N
 from ropewalk.ops.attention.triton.masking import PAST
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN
@@ -28,6 +30,7 @@ class Bias(NamedTuple):
     behind: Any  # the bias of keys so far behind their query
     ahead: Any  # of keys so far ahead
     start: Any  # the warp group's first row: a key, or the key index of a query
+    tile_start: Any  # that of the program's tile
 
 
 class TilePositions(NamedTuple):
@@ -55,17 +58,18 @@ def bias_table_kernel(
     params_ptr,  # (heads, params_stride)
     params_stride,
     largest,
+    scale,
     BIAS: tl.constexpr,  # ScoreMod.bias
     MARGIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one head's biases by distance."""
+    """Write one head's biases by distance, in the unit of products that the scale will multiply."""
     head = tl.program_id(0).to(tl.int64)
     width = 2 * (largest + MARGIN) + 1
     for start in range(0, width, BLOCK):
         index = start + tl.arange(0, BLOCK)
         distance = tl.minimum(tl.maximum(index - (largest + MARGIN), -largest), largest)
-        bias = BIAS(distance.to(tl.float32), params_ptr + head * params_stride)
+        bias = BIAS(distance.to(tl.float32), params_ptr + head * params_stride) / scale
         tl.store(table_ptr + head * width + index, bias, index < width)
 
 
@@ -101,11 +105,11 @@ def relative_positions_kernel(
 
 
 @gluon.jit
-def load_bias(scores, batch, head, start):
-    """Return the `Bias` of a head, for a warp group whose first row has a key index."""
+def load_bias(scores, batch, head, start, tile_start):
+    """Return the `Bias` of a head, for a warp group and a tile whose first rows have key indices."""
     ptr = params_of_head(scores, batch, head)
     reach = scores.largest + BIAS_MARGIN
-    return Bias(ptr + reach, scores.largest, gl.load(ptr), gl.load(ptr + 2 * reach), start)
+    return Bias(ptr + reach, scores.largest, gl.load(ptr), gl.load(ptr + 2 * reach), start, tile_start)
 
 
 @gluon.jit
@@ -132,22 +136,31 @@ def has_near_pair(ahead, largest, N_QUERIES: tl.constexpr, N_KEYS: tl.constexpr)
     return (ahead + (N_KEYS - 1) > -largest) & (ahead - (N_QUERIES - 1) < largest)
 
 
+# Numbers are added one by one. A tile of them would take as many registers as the scores.
+_ADD_LOADED = gl.constexpr("{ .reg .f32 bias; ld.global.f32 bias, [$2]; add.f32 $0, $1, bias; }")
+
+
 @gluon.jit
-def _add_bias(s, bias, ahead, ROWS_ARE_KEYS: gl.constexpr):
-    """Add the bias by distance to a tile of scores, whose first key is `ahead` of the first query."""
-    row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
-    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-    N_KEYS: gl.constexpr = s.shape[0] if ROWS_ARE_KEYS else s.shape[1]
-    N_QUERIES: gl.constexpr = s.shape[1] if ROWS_ARE_KEYS else s.shape[0]
-    if has_near_pair(ahead, bias.largest, N_QUERIES, N_KEYS):
+def _add_near_bias(s, bias, ahead, is_near, ROWS_ARE_KEYS: gl.constexpr):
+    """Add the biases of a tile of scores, whose first key is `ahead` of the first query, if a pair is near."""
+    if is_near:
+        row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         ptr = bias.ptr + ahead
         if ROWS_ARE_KEYS:
-            s += gl.load((ptr + row) - column)
+            address = (ptr + row) - column
         else:
-            s += gl.load((ptr - row) + column)
-    else:
-        s += gl.where(ahead > 0, bias.ahead, bias.behind)
+            address = (ptr - row) + column
+        s = gl.inline_asm_elementwise(_ADD_LOADED, "=f,f,l", [s, address.to(gl.int64)], gl.float32, True, 1)
     return s
+
+
+@gluon.jit
+def far_bias(scores, batch, head, ahead, N_QUERIES: gl.constexpr, N_KEYS: gl.constexpr):
+    """Return the bias of all pairs of a tile, whose first key is `ahead` of the first query; 0 if one is near."""
+    reach = scores.largest + BIAS_MARGIN
+    bias = gl.load(params_of_head(scores, batch, head) + gl.where(ahead > 0, 2 * reach, 0))
+    return gl.where(has_near_pair(ahead, scores.largest, N_QUERIES, N_KEYS), 0.0, bias)
 
 
 @gluon.jit
@@ -169,19 +182,12 @@ def _bias_of_positions(bias, q_pos, k_pos):
 def modify_scores(s, q_idx, n_start, column, seqlens, scores, flags, score_flags):
     """Return the score function of a tile of scaled scores, [queries, keys]."""
     if scores.positions is None:
-        if scores.bias is None:
-            q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
-            k_pos = column.to(gl.float32)
-            s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
-        else:
-            s = _add_bias(s, scores.bias, n_start - scores.bias.start, False)
+        q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
+        k_pos = column.to(gl.float32)
+        s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
     else:
-        q_pos = scores.positions.rows[:, None]
-        k_pos = _load_columns(scores.positions, n_start, column)[None, :]
-        if scores.bias is None:
-            s = score_flags.MOD(s, q_pos, k_pos, scores.params, False)
-        else:
-            s += _bias_of_positions(scores.bias, q_pos, k_pos)
+        k_pos = _load_columns(scores.positions, n_start, column)
+        s = score_flags.MOD(s, scores.positions.rows[:, None], k_pos[None, :], scores.params, False)
     return s
 
 
@@ -189,20 +195,41 @@ def modify_scores(s, q_idx, n_start, column, seqlens, scores, flags, score_flags
 def modify_transposed_scores(s, m_start, column, k_idx, seqlens, scores, flags, score_flags):
     """Return the score function of a tile of scaled scores, [keys, queries]."""
     if scores.positions is None:
-        if scores.bias is None:
-            k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-            s = score_flags.MOD(
-                s, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
-            )
-        else:
-            s = _add_bias(s, scores.bias, scores.bias.start - (m_start + seqlens.causal_offset), True)
+        k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
+        s = score_flags.MOD(s, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST)
     else:
-        q_pos = _load_columns(scores.positions, m_start, column)[None, :]
-        k_pos = scores.positions.rows[:, None]
-        if scores.bias is None:
-            s = score_flags.MOD(s, q_pos, k_pos, scores.params, False)
-        else:
-            s += _bias_of_positions(scores.bias, q_pos, k_pos)
+        q_pos = _load_columns(scores.positions, m_start, column)
+        s = score_flags.MOD(s, q_pos[None, :], scores.positions.rows[:, None], scores.params, False)
+    return s
+
+
+@gluon.jit
+def add_bias(s, n_start, column, scores):
+    """Add the bias by distance to a tile [queries, keys], but for a number that it returns, the bias if none is near."""
+    bias = scores.bias
+    if scores.positions is None:
+        ahead = n_start - bias.start
+        is_near = has_near_pair(ahead, bias.largest, s.shape[0], s.shape[1])
+        s = _add_near_bias(s, bias, ahead, is_near, False)
+        rest = gl.where(is_near, 0.0, gl.where(ahead > 0, bias.ahead, bias.behind))
+    else:
+        k_pos = _load_columns(scores.positions, n_start, column)
+        s += _bias_of_positions(bias, scores.positions.rows[:, None], k_pos[None, :])
+        rest = bias.behind * 0.0
+    return s, rest
+
+
+@gluon.jit
+def add_transposed_bias(s, m_start, column, seqlens, scores):
+    """Add the bias by distance to a tile [keys, queries], if one is near: what it is otherwise, `lse` has less."""
+    bias = scores.bias
+    if scores.positions is None:
+        start = m_start + seqlens.causal_offset
+        is_near = has_near_pair(bias.tile_start - start, bias.largest, s.shape[1], BLOCK_N)
+        s = _add_near_bias(s, bias, bias.start - start, is_near, True)
+    else:
+        q_pos = _load_columns(scores.positions, m_start, column)
+        s += _bias_of_positions(bias, q_pos[None, :], scores.positions.rows[:, None])
     return s
 
 

@@ -4,7 +4,12 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries
-from ropewalk.ops.attention.hopper.scores import modify_scores, modify_transposed_scores
+from ropewalk.ops.attention.hopper.scores import (
+    add_bias,
+    add_transposed_bias,
+    modify_scores,
+    modify_transposed_scores,
+)
 from ropewalk.ops.attention.triton.arguments import Seqlens
 from ropewalk.ops.attention.triton.masking import attention_mask
 from ropewalk.ops.attention.triton.softmax import tanh
@@ -108,9 +113,11 @@ def online_softmax(
     largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
     """
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    CHANGES: gl.constexpr = score_flags.SOFTCAP or score_flags.MOD is not None
+    CHANGES: gl.constexpr = score_flags.SOFTCAP or score_flags.MOD is not None or scores.bias is not None
     if score_flags.MAX_LOGITS and CHANGES:
-        logit = s * scores.scale  # which may be below 0
+        logit = s
+        if score_flags.SOFTCAP or score_flags.MOD is not None:
+            logit = s * scores.scale  # which may be below 0
         largest = row_logit
         if flags.PARTIAL_TILES:
             if mask.masked:  # a maximum in each branch: a masked tile that both end with would take more registers
@@ -127,7 +134,9 @@ def online_softmax(
             s *= scores.softcap
     elif score_flags.MOD is not None:
         s *= scores.scale
-    if score_flags.MOD is not None:
+    if scores.bias is not None:
+        s, rest = add_bias(s, n_start, column, scores)
+    elif score_flags.MOD is not None:
         s = modify_scores(s, q_idx, n_start, column, mask.seqlens, scores, flags, score_flags)
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if mask.masked:
@@ -135,13 +144,18 @@ def online_softmax(
             s = gl.where(attends, s, float("-inf"))
     if score_flags.MAX_LOGITS and not CHANGES:
         row_logit = gl.maximum(row_logit, gl.max(s, 1))
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    largest = gl.max(s, 1)
+    if scores.bias is not None:
+        largest += rest
+    new_max = gl.maximum(row_max, largest)
     grows = (new_max - row_max) * scores.exp2_scale > RESCALE_THRESHOLD
     new_max = gl.where(grows, new_max, row_max)
     shift = new_max * scores.exp2_scale
     if flags.PARTIAL_TILES:
         shift = gl.where(new_max == float("-inf"), 0.0, shift)  # a row that has attended nothing yet
     alpha = gl.where(grows, gl.exp2(row_max * scores.exp2_scale - shift), 1.0)
+    if scores.bias is not None:
+        shift -= rest * scores.exp2_scale
     p = gl.exp2(s * scores.exp2_scale - shift[:, None])
     sums = sum_in_threads(p)
     if PIN_EXP2:
@@ -160,9 +174,11 @@ def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
     scaled = s
     if score_flags.MOD is not None:
         scaled = s * (scores.softcap if score_flags.SOFTCAP else scores.scale)
+    modified = scaled
+    if scores.bias is not None:
+        modified = add_transposed_bias(scaled, m_start, column, seqlens, scores)
+    elif score_flags.MOD is not None:
         modified = modify_transposed_scores(scaled, m_start, column, k_idx, seqlens, scores, flags, score_flags)
-    else:
-        modified = s
     p = gl.exp2(modified * scores.exp2_scale - lse[None, :])
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if mask.masked:
