@@ -283,6 +283,34 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"
 
 
+def test_few_queries_go_by_heads_and_keys(hopper):
+    def choose(queries, batch=2, heads=64, key_heads=64, keys=8192, **call):
+        row = torch.zeros(1, dtype=torch.bfloat16)
+        sizes = ((heads, queries), (key_heads, keys), (key_heads, keys))
+        return chosen(call_on_gpu([row.expand(batch, *size, 64) for size in sizes], causal=True, **call))
+
+    assert [choose(queries) for queries in (3, 4, 63, 64)] == ["triton", "gluon", "gluon", "triton"]
+    others = (
+        {"key_heads": 32},
+        {"batch": 1},
+        {"keys": 8191},
+        {"position": Alibi()},
+        {"key_lengths": integers("cpu", 9, 9)},
+    )
+    assert [choose(16, **other) for other in others] == ["triton"] * 4 + ["gluon"]
+
+
+def test_score_mods_by_positions_are_slower_without_a_backward(hopper):
+    def choose(position, learns):
+        q, k, v = (x.requires_grad_(learns) for x in draw("cpu", queries=1024, keys=1024))
+        positions = {"positions_q": torch.arange(1024)[None], "positions_k": torch.arange(1024)[None]}
+        return chosen(call_on_gpu((q, k, v), position=position, **positions))
+
+    schemes = (Alibi(), ExpoSB(distance_decay=True), T5Bias(torch.zeros(32, H)), Rope())
+    assert [choose(scheme, False) for scheme in schemes] == ["triton", "triton", "gluon", "gluon"]
+    assert [choose(scheme, True) for scheme in schemes] == ["gluon"] * 4
+
+
 # What they compute
 
 

@@ -38,12 +38,16 @@ class Rule(NamedTuple):
     far: bool = False  # only with a two-range encoding; without, only where there is none
     masked: bool = False  # only with a bool mask
     paged: bool = False  # only with pages that are read in place
+    few: bool = False  # only with few queries of so many heads that they fill the GPU
+    by_positions: bool = False  # only with a score mod that reads positions per token, other than T5's bias
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
         if self.far is (call.far is None) or (self.masked and call.mask is None):
             return False
         if self.paged and call.block_table is None:
+            return False
+        if (self.few and not _is_few(call)) or (self.by_positions and not _goes_by_positions(call)):
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -56,6 +60,7 @@ class Rule(NamedTuple):
 FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
 FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
+CUDNN_THEN_GLUON = ("sdpa", "flash", "gluon", "triton", "reference")
 GLUON_FIRST = ("gluon", "flash", "sdpa", "triton", "reference")
 TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
@@ -68,14 +73,36 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more
+        Rule(FLASH_THEN_GLUON, tokens=1024, backward=True),
+        Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(FLASH_THEN_GLUON, tokens=1024),
         Rule(FLASH_THEN_GLUON, tokens=512, below=1024, backward=True, host_bound=True),
         Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
         Rule(TRITON_FIRST, below=1024, host_bound=True),
         Rule(FLASH_FIRST, tokens=512, backward=True),
+        Rule(CUDNN_THEN_GLUON, few=True),  # the decode kernels split keys, which gains nothing then
         Rule(CUDNN_FIRST),
     ),
 }
+
+
+FEW_QUERIES = range(4, 64)
+FEW_HEADS, FEW_KEYS = 128, 8192  # heads of all batch rows, and their keys, from which on that was measured
+
+
+def _is_few(call: AttentionCall) -> bool:
+    """Say whether a plain call has few queries, and so many heads with keys of their own that they fill a GPU."""
+    (batch, heads, queries, _), (kv_heads, keys) = call.q.shape, call.k.shape[1:3]
+    if call.needs_backward or call.score_mod is not None or call.cu_seqlens_q is not None:
+        return False
+    if call.block_table is not None or call.mask is not None or call.blocks is not None:
+        return False
+    return queries in FEW_QUERIES and kv_heads == heads and batch * heads >= FEW_HEADS and keys >= FEW_KEYS
+
+
+def _goes_by_positions(call: AttentionCall) -> bool:
+    """Say whether kernels compute a score mod from positions per token; T5's bias is looked up."""
+    return call.score_mod is not None and not call.goes_by_index and not call.score_mod.endswith(":T5_BIAS")
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,7 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
     if torch.compiler.is_compiling():
         return CUDNN_FIRST  # the rules go by lengths, and a graph would be for the lengths that it was traced with
     if is_copied(call):
-        if call.far is None:
+        if call.far is None and call.q.shape[2] >= FEW_QUERIES.stop:
             return GLUON_FIRST
         call = describe(call)
     return next((rule.order for rule in _rules(device) if rule.fits(call)), FLASH_FIRST)

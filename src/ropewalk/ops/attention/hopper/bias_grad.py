@@ -1,7 +1,7 @@
 """The gradient of biases by distance, for the kernels for Hopper.
 
 Far pairs, at least `largest` apart, have one bias on each side. The backward kernel sums their dS as it goes, a tile at
-a time. Tiles with a nearer pair are left to a kernel of their own: it recomputes S and dP of them, two products of five.
+a time. Tiles with a nearer pair are left to a kernel of their own, which recomputes S and dP: two products of five.
 A program of it has one offset of keys from queries, and goes along that diagonal of tiles: each pair of a tile then has
 the same distance throughout, and the sum of all tiles is sorted into buckets once. All sums have one order.
 
@@ -59,10 +59,7 @@ def add_far_sums(far_sums, ds, m_start, seqlens, bias, CONSUMER: gl.constexpr):
 @gluon.jit
 def store_far_sums(far_sums, tile, head, problem, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
     """Store a warp group's sums for one query head."""
-    if problem.packed is None:
-        slot = tile.start // BLOCK_N
-    else:
-        slot = gl.program_id(0) // problem.schedule.n_heads
+    slot = tile.start // BLOCK_N if problem.packed is None else gl.program_id(0) // problem.schedule.n_heads
     n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
     row = (tile.batch * n_heads + head).to(gl.int64)
     ptr = far_sums.ptr + (row * far_sums.n_slots + slot) * 4 + 2 * CONSUMER
@@ -129,9 +126,7 @@ def bias_grad_kernel(
     sequence = row // n_heads
     head = row % n_heads
     batch = sequence if packed is None else sequence * 0
-    q_offset, k_offset, _, seqlens = sequence_info(
-        sequence, packed, bounds, n_queries, n_keys, window, window_right
-    )
+    q_offset, k_offset, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, window, window_right)
     FLAGS: tl.constexpr = mask_flags(
         packed is not None,
         bounds.key_lengths,

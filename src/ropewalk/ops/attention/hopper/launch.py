@@ -447,7 +447,8 @@ def _bias_grad(
 ) -> Tensor:
     """Return the gradient of the parameters of a bias by distance, given sums over far pairs."""
     score_mod, params = load_score_mod(call), call.score_mod_params
-    assert score_mod is not None and params is not None
+    assert score_mod is not None
+    assert params is not None
     (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
     block_m, block_n = BIAS_GRAD[blocks.widest]

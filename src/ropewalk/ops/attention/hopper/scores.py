@@ -147,10 +147,7 @@ def _add_near_bias(s, bias, ahead, is_near, ROWS_ARE_KEYS: gl.constexpr):
         row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
         column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
         ptr = bias.ptr + ahead
-        if ROWS_ARE_KEYS:
-            address = (ptr + row) - column
-        else:
-            address = (ptr - row) + column
+        address = (ptr + row) - column if ROWS_ARE_KEYS else (ptr - row) + column
         s = gl.inline_asm_elementwise(_ADD_LOADED, "=f,f,l", [s, address.to(gl.int64)], gl.float32, True, 1)
     return s
 
@@ -205,7 +202,7 @@ def modify_transposed_scores(s, m_start, column, k_idx, seqlens, scores, flags, 
 
 @gluon.jit
 def add_bias(s, n_start, column, scores):
-    """Add the bias by distance to a tile [queries, keys], but for a number that it returns, the bias if none is near."""
+    """Add the bias by distance to a tile [queries, keys]; return that of all its pairs apart, or 0 if one is near."""
     bias = scores.bias
     if scores.positions is None:
         ahead = n_start - bias.start
@@ -221,7 +218,7 @@ def add_bias(s, n_start, column, scores):
 
 @gluon.jit
 def add_transposed_bias(s, m_start, column, seqlens, scores):
-    """Add the bias by distance to a tile [keys, queries], if one is near: what it is otherwise, `lse` has less."""
+    """Add the bias by distance to a tile [keys, queries] if a pair is near; otherwise the load warp took it off lse."""
     bias = scores.bias
     if scores.positions is None:
         start = m_start + seqlens.causal_offset
@@ -244,7 +241,5 @@ def differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_
         )
     else:
         q_pos = _load_columns(scores.positions, m_start, column)
-        ds = score_flags.MOD_BWD(
-            ds, scaled, q_pos[None, :], scores.positions.rows[:, None], scores.params, False
-        )
+        ds = score_flags.MOD_BWD(ds, scaled, q_pos[None, :], scores.positions.rows[:, None], scores.params, False)
     return ds
