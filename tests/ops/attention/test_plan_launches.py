@@ -292,6 +292,15 @@ def test_kinds_with_steps_before_launch_the_same(kind: str) -> None:
         assert count <= limit, (kind, recorded["counts"])
 
 
+@pytest.mark.slow
+def test_a_learned_bias_on_hopper_launches_the_same() -> None:
+    recorded = stub_gpu.run(train, "learned-t5", "gluon")
+    assert recorded["plans"] == [2, 2]
+    names = [launch[0] for launches in recorded["launches"]["with"] for launch in launches]
+    assert [names.count(name) for name in ("bias_grad_kernel", "backward_dq_kernel")] == [1, 0]
+    assert_same_launches(recorded)
+
+
 @pytest.mark.parametrize("kind", ["cache", "pages"])
 def test_decoding_launches_the_same(kind: str) -> None:
     recorded = stub_gpu.run(decode, kind)

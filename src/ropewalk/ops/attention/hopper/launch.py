@@ -196,7 +196,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         lists=lists_args(call, "rows"),
-        scores=_scores_args(call, score_mod, packed, on),
+        scores=_scores_args(call, packed, on),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
         **window_args(call),
@@ -287,9 +287,10 @@ def backward(
     if do_ungated is not None:
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
+    scores = _scores_args(call, packed, on)
     far_sums = None
     if is_wide:
-        _launch_wide_kernels(call, saved, v, grad_out, dq_accum, kv_grads, delta, rotates, workspace_rows, on)
+        _launch_wide_kernels(call, saved, v, grad_out, dq_accum, kv_grads, scores, delta, rotates, workspace_rows, on)
     else:
         if wanted.score_mod_params:
             n_slots = triton.cdiv(keys, BLOCK_N.value)
@@ -297,7 +298,9 @@ def backward(
                 n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
             far_sums = torch.empty(batch * heads, n_slots, 4, dtype=torch.float32, device=lse.device)
             on.operate(Tensor.zero_, far_sums)
-        _launch_kernel(call, saved, v, grad_out, dq_accum, kv_grads, far_sums, delta, rotates, workspace_rows, on)
+        _launch_kernel(
+            call, saved, v, grad_out, dq_accum, kv_grads, far_sums, scores, delta, rotates, workspace_rows, on
+        )
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -326,7 +329,7 @@ def backward(
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     grad_params = None
     if far_sums is not None:
-        grad_params = _bias_grad(call, saved, v, grad_out, delta, far_sums, on)
+        grad_params = _bias_grad(call, saved, v, grad_out, delta, far_sums, scores, packed, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
 
@@ -344,6 +347,7 @@ def _launch_kernel(
     dq_accum: Tensor,
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     far_sums: Tensor | None,
+    scores: Scores,
     delta: Tensor,
     rotates: bool,
     workspace_rows: int,
@@ -364,7 +368,7 @@ def _launch_kernel(
     far = None if call.far is None or not rotates else call.far.tables
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
-    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
+    n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
     on.launch(
         backward_kernel,
         n_programs,
@@ -399,6 +403,7 @@ def _launch_wide_kernels(
     grad_out: Tensor,
     dq_accum: Tensor,
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scores: Scores,
     delta: Tensor,
     rotates: bool,
     workspace_rows: int,
@@ -409,7 +414,7 @@ def _launch_wide_kernels(
     config = BACKWARD_DK[blocks.widest]
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
-    n_programs, arguments = _backward_args(call, saved, blocks, workspace_rows, on)
+    n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
     tiles = _describe_inputs(saved, v, config.BLOCK_M, BLOCK_N.value, blocks)
     arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
     on.launch(
@@ -443,7 +448,15 @@ def _launch_wide_kernels(
 
 
 def _bias_grad(
-    call: AttentionCall, saved: Saved, v: Tensor, grad_out: Tensor, delta: Tensor, far_sums: Tensor, on: Steps
+    call: AttentionCall,
+    saved: Saved,
+    v: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    far_sums: Tensor,
+    scores: Scores,
+    packed: Packed | None,
+    on: Steps,
 ) -> Tensor:
     """Return the gradient of the parameters of a bias by distance, given sums over far pairs."""
     score_mod, params = load_score_mod(call), call.score_mod_params
@@ -452,9 +465,6 @@ def _bias_grad(
     (batch, heads, queries, head_dim), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
     block_m, block_n = BIAS_GRAD[blocks.widest]
-    packed, _ = schedule_tiles(call, "q", batch, queries, block_m, on)
-    is_raw = _score_mod_of(call) is None
-    scores = _scores_args(call, None if is_raw else score_mod, packed, on)
     rows = heads * (batch if packed is None else packed.n_sequences)
     diagonals = (2 * scores.largest + block_m + block_n) // block_n + 1
     splits = triton.next_power_of_2(triton.cdiv(on.num_sms(saved.q), rows * diagonals))
@@ -477,7 +487,7 @@ def _bias_grad(
         table_stride=scores.params_stride,
         packed=packed,
         bounds=bounds_args(call),
-        scale=1.0 if is_raw else scores.scale,
+        scale=1.0 if _score_mod_of(call) is None else scores.scale,
         exp2_scale=scores.exp2_scale,
         **window_args(call),
         n_heads=heads,
@@ -503,7 +513,7 @@ def _bias_grad(
 
 
 def _backward_args(
-    call: AttentionCall, saved: Saved, blocks: FeatureBlocks, workspace_rows: int, on: Steps
+    call: AttentionCall, saved: Saved, blocks: FeatureBlocks, scores: Scores, workspace_rows: int, on: Steps
 ) -> tuple[int, dict[str, Any]]:
     """Return the programs of a backward kernel, and the arguments that all of them take."""
     (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
@@ -521,7 +531,7 @@ def _backward_args(
     return n_tiles * key_heads, {
         "packed": packed,
         "bounds": bounds,
-        "scores": _scores_args(call, score_mod, packed, on),
+        "scores": scores,
         "grad_scale": call.scale,
         **window_args(call),
         "far_window": far_window_arg(call),
@@ -550,9 +560,10 @@ def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
     return None if call.scale > 0 and call.goes_by_index else score_mod
 
 
-def _scores_args(call: AttentionCall, score_mod: ScoreMod | None, packed: Packed | None, on: Steps) -> Scores:
+def _scores_args(call: AttentionCall, packed: Packed | None, on: Steps) -> Scores:
     """Return `scores_args`, with positions, and with a table of biases in the place of parameters that make it."""
-    scores, params = scores_args(call, score_mod), call.score_mod_params
+    score_mod, params = _score_mod_of(call), call.score_mod_params
+    scores = scores_args(call, score_mod)
     if call.score_mod is not None and not call.goes_by_index:
         scores = scores._replace(**_relative_positions(call, packed, on))
     source = load_score_mod(call)
