@@ -116,6 +116,7 @@ HOPPER_CALLS = {
     "softcap": "softcap",
     "ReRoPE, causal": "rerope-causal",
 }
+HOPPER_BIASES = {"T5's bias, learned": "t5-learned"}
 WIDE = ((192, 128), 256)  # head dims of q and k, and of v if it differs
 ACROSS_HEADS = {"weight": "across", "norm": {"across_heads": True}}
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
@@ -176,7 +177,12 @@ ROWS: dict[str, list[Row]] = {
         Row("mask_kernel", "1024 × 1024 tokens"),
         Row("pack_kernel", "1024 × 1024 tokens"),
     ],
-    "attention-forward-hopper": list(_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256))),
+    "attention-forward-hopper": [
+        *_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256)),
+        *_hopper_rows("forward_kernel", HOPPER_BIASES),
+        *_hopper_rows("bias_table_kernel", HOPPER_BIASES, (128,)),
+        *_hopper_rows("relative_positions_kernel", {"ALiBi, causal": "alibi-positions"}, (128,)),
+    ],
     "attention-backward": [
         *_attention_rows("backward_dq_kernel", "backward_dkdv_kernel"),
         Row("sinks_grad_kernel", "D 128", {"call": "sinks", "dims": (128, 128)}),
@@ -184,10 +190,12 @@ ROWS: dict[str, list[Row]] = {
     ],
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),
+        *_hopper_rows("backward_kernel", HOPPER_BIASES),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dK"),
         *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),
         *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal"}),
+        *_hopper_rows("bias_grad_kernel", HOPPER_BIASES),
     ],
     "attention-few-queries": [
         Row("decode_kernel", "1 query, D 64", {"head_dim": 64}),
@@ -311,8 +319,12 @@ def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
         return _find(row.kernel, paged_launches_of(patch, row.arguments["kind"], 128, "one"))
     call, head_dim = row.arguments["call"], row.arguments["head_dim"]
     if row.kernel == "forward_kernel":
-        launch, _schedules = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
+        launch, _before = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
         return _find(row.kernel, [launch])
+    if row.kernel in ("bias_table_kernel", "relative_positions_kernel"):
+        return _find(row.kernel, compile_hopper.forward_launch_of(patch, head_dim, BF16, call)[1])
+    if row.kernel == "bias_grad_kernel":
+        return compile_hopper.bias_grad_launch_of(patch, head_dim, BF16, call)
     launches = compile_hopper.backward_launches_of(patch, head_dim, BF16, call)
     if row.kernel == "backward_wide_kernel":
         return dict(compile_hopper.kernels_of(launches))[f"backward of {row.arguments['of']}"]
