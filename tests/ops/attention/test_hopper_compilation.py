@@ -158,7 +158,7 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     # The probabilities are taken behind the scores, before the next product: a thread's, of 64 keys' scores.
     steps = [match.start() for match in re.finditer(order, marks)]
     assert len(steps) == ranges * 2
-    # Where far pairs are summed, some compilers take them beside the product with values, whose start is one mark later.
+    # Where far pairs are summed, some compilers take them beside the product with values: one mark later.
     n_marks = 3 if name == "t5-learned" else 2
     for place in steps:
         assert sum(count for _, count in work[place + 2 : place + 2 + n_marks]) >= 64 * queries // 128
