@@ -56,6 +56,8 @@ CALLS = {
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
     "negative": {"causal": True, "scale": -0.1},
     "softcap": {"softcap": 50.0},
+    "dropout": {"dropout_p": 0.1},
+    "dropout-causal": {"position": Rope(), "causal": True, "dropout_p": 0.1},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
 LISTS = BlockLists(torch.ones(1, H, 2, dtype=torch.int32), torch.zeros(1, H, 2, 1, dtype=torch.int32))
@@ -83,8 +85,21 @@ FAR_CALLS = {
     "rerope-causal": {"position": ReRope(48), "causal": True},
     "self-extend": {"position": SelfExtend(48, 4)},
 }
+# With each of what takes registers or shared memory of its own.
+_DROPPED = (
+    *("window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay", "softcap-sinks", "rerope-causal"),
+    *("self-extend", "lists-bits", "lists-alibi", "lists-rerope"),
+)
+DROPOUT_CALLS = {
+    f"dropout-{name}": {**(CALLS | FAR_CALLS | LIST_CALLS)[name], "dropout_p": 0.1} for name in _DROPPED
+} | {"dropout-lists-self-extend": {"position": SelfExtend(48, 4), "blocks": LISTS, "dropout_p": 0.1}}
 WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
 SIDED_WALKS = {"rerope-causal": 2, "self-extend": 2}  # those in which later keys are not attended by the first queries
+# Deterministic backwards, whose programs add dQ in one order.
+ORDERED_CALLS = {
+    f"ordered-{name}": {**(CALLS | FAR_CALLS)[name], "deterministic": True}
+    for name in ("rope-causal", "starts", "packed-causal", "bands-decay", "dropout", "self-extend")
+}
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -93,7 +108,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | LIST_CALLS)[name])
+    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
@@ -109,7 +124,10 @@ def call_of(monkeypatch, head_dim, dtype, name):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     for kernel in ("bias_table_kernel", "relative_positions_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
-    return make_call(q, k, v, layout=layout, **keywords), schedules
+    call = make_call(q, k, v, layout=layout, **keywords)
+    if call.dropout_p > 0:
+        call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
+    return call, schedules
 
 
 def forward_launch_of(monkeypatch, head_dim, dtype, name):
@@ -203,7 +221,7 @@ def instructions_of(compiled, tmp_path):
 CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
     *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
-    (96, torch.bfloat16, "rope-causal"),
+    *((96, torch.bfloat16, name) for name in ("rope-causal", "dropout-causal")),
 ]
 WIDE = [(192, 128), 256]  # head dims above 128
 WIDE_CALLS = ("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay")
@@ -211,6 +229,8 @@ WIDE_CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),
     ((136, 8), torch.float16, "rope-causal"),
 ]
+DROPOUT_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in DROPOUT_CALLS]
+ORDERED_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ORDERED_CALLS]
 LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose

@@ -12,7 +12,6 @@ from ropewalk import (
 )
 from ropewalk.ops.attention import backends
 from ropewalk.ops.attention.api import make_call
-from ropewalk.ops.attention.backend import Refusal
 from ropewalk.ops.attention.hopper.support import Gluon
 
 WHY_MISSING = backends.why_missing("gluon", torch.device("cuda")) if ON_GPU else "needs a GPU"
@@ -38,10 +37,13 @@ def draw(device, dtype=torch.bfloat16, queries=TQ, keys=TK, head_dim=64, v_head_
 
 
 class Deterministic(Gluon):
-    """The forward, with Triton's backward."""
+    """As if every call were deterministic: with a backward whose programs add dQ in one order, or Triton's."""
 
     def why_no_backward(self, call, wanted):
-        return Refusal("deterministic", "another backward is asked for")
+        return super().why_no_backward(call._replace(deterministic=True), wanted)
+
+    def backward(self, call, *arguments):
+        return super().backward(call._replace(deterministic=True), *arguments)
 
 
 VARIANTS = {"gluon": GLUON, "deterministic": Deterministic()}

@@ -135,7 +135,7 @@ REFUSED = {
     "wide beside a mask": ({"head_dim": 136}, {"mask": MASK}, "mask"),
     "wide values beside a mask": ({"v_head_dim": 136}, {"mask": MASK}, "mask"),
     "mask beside lists": ({}, {"mask": MASK, "blocks": BlockLists.sliding_window(TQ, TK, window=150)}, "mask"),
-    "dropout": ({}, {"dropout_p": 0.1}, "dropout_p"),
+    "wide dropout": ({"head_dim": 136}, {"dropout_p": 0.1}, "dropout_p"),
     "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
     "own": ({}, {"position": Own()}, "score_mod"),
 }
@@ -176,6 +176,7 @@ SUPPORTED = {
     "window of two sides": {"window": (30, 7)},
     "mask": {"mask": MASK, "causal": True, "position": Rope()},
     "bounds": {"key_lengths": torch.tensor([9, 300]), "key_starts": torch.tensor([0, 3])},
+    "dropout": {"dropout_p": 0.1},
     "changes": {"softcap": 3.0, "sinks": torch.ones(H), "scale": -1.0, "return_lse": True, "deterministic": True},
 }
 
@@ -191,6 +192,7 @@ LEARNED = {
     "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, True),
     "D 256": ({"head_dim": 256}, {}, False),
     "softcap": ({}, {"softcap": 3.0}, False),
+    "dropout": ({}, {"dropout_p": 0.1}, False),
     "mask": ({}, {"mask": MASK}, False),
     "lists": ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, False),
     "positions": ({}, {"positions_q": POSITIONS}, False),
@@ -210,6 +212,25 @@ def test_the_backward_of_a_learned_bias(hopper, name):
     assert found is None or found.code == "score_mod_params"
     learns = call_on_gpu(position=Alibi(torch.ones(H).requires_grad_()))
     assert GLUON.why_no_backward(learns, Wanted(score_mod_params=True)).code == "score_mod_params"
+
+
+@pytest.mark.parametrize(
+    ("shape", "keywords", "refused"),
+    [
+        ({}, {"causal": True, "position": ReRope(50)}, False),
+        ({"head_dim": 128}, {"dropout_p": 0.1, "window": (30, 7)}, False),
+        ({"head_dim": 136}, {}, True),
+        ({"head_dim": 64, "v_head_dim": 136}, {}, True),
+        ({}, {"mask": MASK}, True),
+        ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, True),
+    ],
+)
+def test_the_backward_of_deterministic_calls(hopper, shape, keywords, refused):
+    call = call_on_gpu(draw("cpu", **shape), deterministic=True, **keywords)
+    assert refusal(call) is None
+    found = GLUON.why_no_backward(call, Wanted())
+    assert (found is not None and found.code == "deterministic") is refused
+    assert GLUON.why_no_backward(call._replace(deterministic=False), Wanted()) is None
 
 
 def test_packed_batches_count_all_queries(hopper):
@@ -278,6 +299,8 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     packed = [x.transpose(1, 2)[0] for x in long]
     starts = [torch.tensor([0, x.shape[0]]) for x in packed[:2]]
     assert chosen(call_on_gpu(packed, layout="thd", cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])) == "gluon"
+    assert chosen(call_on_gpu(long, dropout_p=0.1)) == "gluon"
+    assert chosen(call_on_gpu(draw("cpu", queries=512, keys=512), dropout_p=0.1)) == "triton"
     call = call_on_gpu(**calls[1])
     assert backends.explain(call, None).others["gluon"] == "it is slower here, by measurement"
     assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"
@@ -453,6 +476,62 @@ CALLS = {
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_every_call(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
+
+
+DROPPED = (
+    *("plain", "causal", "causal-window", "lengths", "starts", "no-keys", "cache", "softcap-sinks"),
+    *("alibi", "alibi-learned", "decay-causal", "rope-interleaved", "rerope", "leaky"),
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 96])
+def test_dropout(kernels, device, head_dim, dtype, p, name):
+    check_supported(kernels, draw(device, dtype, head_dim=head_dim), dropout_p=p, **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("p", [0.1, 0.7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_dropout_of_packed_sequences(kernels, device, lengths, head_dim, p):
+    tensors, starts = pack(device, *LENGTHS[lengths], head_dim)
+    check_supported(kernels, tensors, layout="thd", causal=True, dropout_p=p, **starts)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["plain", "rope"])
+def test_dropout_beside_a_mask(kernels, device, name, head_dim):
+    mask = torch.rand(B, H, TQ, TK, device=device) < 0.5
+    check_supported(kernels, draw(device, head_dim=head_dim), dropout_p=0.3, mask=mask, **CALLS[name](device))
+
+
+@on_hopper
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.999])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropped_pairs_are_those_of_the_reference(device, head_dim, p, backend):
+    """With equal scores, and one key a feature, the output says which stay; with one query a feature, dV does."""
+    kernels = backends.KERNELS[backend]
+    seed = torch.tensor([2**62 + 5], device=device)
+    q, k = (torch.zeros(B, H, tokens, head_dim, device=device).bfloat16() for tokens in (TQ, TK))
+    for first in (0, 64, 192, 256):
+        v, grad_out = torch.zeros_like(k), torch.zeros_like(q)
+        for x in (v, grad_out):
+            part = x[:, :, first : first + head_dim]
+            part.copy_(torch.eye(head_dim, device=device)[: part.shape[2]])
+        call = make_call(q, k, v, layout="bhtd", dropout_p=p)._replace(seed=seed)
+        stays = reference.kept(slice(0, TQ), call)
+        out, saved = kernels.forward(call, True)
+        keys = stays[..., first : first + head_dim]
+        assert torch.equal(out[..., : keys.shape[3]] != 0, keys)
+        grad_v = launch_backward(kernels, call, out, saved, grad_out).v
+        queries = stays[:, :, first : first + head_dim].mT
+        assert torch.equal(grad_v[..., : queries.shape[3]] != 0, queries)
 
 
 @on_hopper

@@ -204,6 +204,15 @@ def test_everything_is_the_references(device, name, lists, head_dim):
 
 
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("lists", LISTS)
+@pytest.mark.parametrize("name", ["plain", "causal", "lengths", "alibi", "rerope causal", "self-extend", "sinks"])
+def test_dropout(device, name, lists, head_dim):
+    tensors = draw(device, queries=TOKENS[0], keys=TOKENS[1], head_dim=head_dim)
+    check_supported(GLUON, tensors, blocks=LISTS[lists](device), dropout_p=0.2, **CALLS[name](device))
+
+
+@on_hopper
 @pytest.mark.parametrize("lists", LISTS)
 def test_padded_features_and_the_deterministic_backward(device, lists):
     tensors = draw(device, queries=TOKENS[0], keys=TOKENS[1], head_dim=96, v_head_dim=80)

@@ -42,6 +42,7 @@ def make(kind: str, impl: str) -> tuple[list[Tensor], dict[str, Any]]:
         "mask": {"mask": torch.ones(T, T, dtype=torch.bool), "causal": True},
         "return-lse": {"return_lse": True},
         "dropout": {"dropout_p": 0.1, "causal": True},
+        "deterministic": {"deterministic": True, "causal": True},
         **make_kinds_with_steps(heads, dim),
     }[kind]
     if "cu_seqlens_q" in keywords:
@@ -226,10 +227,9 @@ TRAINING = [
     (kind, impl)
     for kind in (
         *("rope-lengths", "gqa-rope-causal", "plain", "window", "softcap", "alibi", "sinks"),
-        *("packed", "mask", "return-lse", "dropout"),
+        *("packed", "mask", "return-lse", "dropout", "deterministic"),
     )
     for impl in ("triton", "gluon")
-    if (kind, impl) != ("dropout", "gluon")  # which does not support it
 ]
 
 

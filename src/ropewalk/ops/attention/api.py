@@ -251,8 +251,9 @@ def attention(
             Muon takes it. Our kernels and the reference run it. A score that is NaN may be left out.
         layout: "bthd", "bhtd" or, for packed sequences, "thd". (B, H, T, D) tensors, as PyTorch and transformers have
             them, need "bhtd": in "bthd" they run too, and attend across heads. No check can tell.
-        deterministic: True takes no kernels whose gradients differ from run to run, and with "gluon" Triton's backward;
-            None does as `torch.are_deterministic_algorithms_enabled()` says.
+        deterministic: True takes no kernels whose gradients differ from run to run; "gluon" adds the
+            gradient of q in one order, or takes Triton's backward; None does as
+            `torch.are_deterministic_algorithms_enabled()` says.
         impl: None for the fastest that fits, as `explain_choice` tells; "triton"; "gluon", for Hopper;
             "flash" (flash-attn 4, 3 or 2) or "sdpa" (PyTorch's, on NVIDIA GPUs cuDNN's), each
             after our rotation; or "reference". A named one that cannot run the call raises.

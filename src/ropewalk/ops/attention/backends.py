@@ -40,12 +40,13 @@ class Rule(NamedTuple):
     paged: bool = False  # only with pages that are read in place
     few: bool = False  # only with few queries of so many heads that they fill the GPU
     by_positions: bool = False  # only with a score mod that reads positions per token, other than T5's bias
+    dropout: bool = False  # only with dropout
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
         if self.far is (call.far is None) or (self.masked and call.mask is None):
             return False
-        if self.paged and call.block_table is None:
+        if (self.paged and call.block_table is None) or (self.dropout and call.dropout_p == 0):
             return False
         if (self.few and not _is_few(call)) or (self.by_positions and not _goes_by_positions(call)):
             return False
@@ -70,6 +71,9 @@ CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
         Rule(GLUON_FIRST, paged=True),
+        Rule(TRITON_FIRST, far=True, dropout=True),  # not measured
+        Rule(GLUON_FIRST, tokens=1024, dropout=True),
+        Rule(TRITON_FIRST, dropout=True),
         Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
         Rule(TRITON_FIRST, far=True),
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more

@@ -1,10 +1,11 @@
 """The backward kernel of attention for Hopper: dQ, dK and dV in one pass, five matrix products a step.
 
 A program has a tile of keys and values, and loops over the queries that attend them. dK and dV stay in registers. Each
-step's dQ is added to a workspace in memory, where programs add in any order: that sum differs from run to run. Scores
-are transposed, [keys, queries], so that P and dS go from registers into the products that sum over queries. A two-range
-encoding has loops over far pairs first, with other queries and keys, and a workspace for each range of pairs; dK of far
-pairs is rotated in registers to join that of near pairs.
+step's dQ is added to a workspace in memory, where programs add in any order: that sum differs from run to run, unless
+they add in one order (`backward_warps._reduce_in_order`). Scores are transposed, [keys, queries], so that P and dS go
+from registers into the products that sum over queries. A two-range encoding has loops over far pairs first, with other
+queries and keys, and a workspace for each range of pairs; dK of far pairs is rotated in registers to join that of near
+pairs.
 
 Four roles share a program: two compute warp groups, each with half of the keys; a load warp; a dQ-reduce warp, which
 adds dQ to the workspace. One program has one tile. Persistent programs, as in the forward, were slower: each step of
@@ -38,6 +39,14 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_sync,
 )
 from ropewalk.ops.attention.hopper.bias_grad import FarSums, add_far_sums, begin_far_sums, store_far_sums
+from ropewalk.ops.attention.hopper.dropout import (
+    allocate_words,
+    differentiate_dropped,
+    dropped_queries,
+    load_words,
+    negate_dropped,
+    to_half_or_zero,
+)
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -76,6 +85,7 @@ from ropewalk.ops.attention.triton.masking import (
     range_flags,
     slots_of_head,
 )
+from ropewalk.ops.attention.triton.softmax import begin_dropout
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -123,6 +133,8 @@ class Step(NamedTuple):
     m_start: Any  # the first query
     full: Any  # queries of [full, full_stop) attend all keys of the warp group
     full_stop: Any
+    n_start: Any  # the warp group's first key
+    dropout: Any  # RowDropout | None
     is_partial: Any = None  # fields of `TileMask`
     slots: Any = None
     slots_stride_query: Any = None
@@ -186,12 +198,36 @@ def _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def differentiate_scores(m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags):
-    """Return dS = P dP, through the backward of the score function."""
-    ds = p * dp
+def differentiate_scores(m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags):
+    """Return dS = P dP, through the backward of the score function; with dropout delta is apart from dP."""
+    if delta is None:  # noqa: SIM108
+        ds = p * dp
+    else:
+        ds = differentiate_dropped(p, dp, delta)
     if score_flags.MOD_BWD is not None:
         ds = differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_flags)
     return ds
+
+
+@gluon.jit
+def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Convert P to 16 bits; with dropout it is negative where it does not stay, and there becomes zero."""
+    if dropped is None:  # noqa: SIM108
+        p_half = p.to(DTYPE)
+    else:
+        p_half = to_half_or_zero(p, DTYPE)
+    return gl.convert_layout(p_half, layout)
+
+
+@gluon.jit
+def _init_dp(delta, step, layout: gl.constexpr):
+    """Initialise dP to -delta; with dropout to 0."""
+    BLOCK_M: gl.constexpr = delta.shape[0]
+    if step.dropout is None:  # noqa: SIM108
+        dp = init_neg_delta(delta, layout)
+    else:
+        dp = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
+    return dp
 
 
 @gluon.jit
@@ -211,7 +247,10 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dropped = None
+    if smem.words is not None:
+        dropped = load_words(smem.words, step.use, CONSUMER)
+    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     smem.do.wait_full(step.use)
@@ -221,17 +260,22 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
+    if step.dropout is not None and smem.words is None:
+        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
+    p_half = _p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
     if smem.far_sums is not None:
         add_far_sums(smem.far_sums, ds, step.m_start, seqlens, scores.bias, CONSUMER)
     ds_half = ds.to(DTYPE)
@@ -269,17 +313,24 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    dropped = None
+    if smem.words is not None:
+        dropped = load_words(smem.words, step.use, CONSUMER)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
+    if step.dropout is not None and smem.words is None:
+        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
     mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
-    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
+    p_half = _p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
@@ -291,11 +342,12 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = differentiate_scores(step.m_start, p, dp, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
     if smem.far_sums is not None:
         add_far_sums(smem.far_sums, ds, step.m_start, seqlens, scores.bias, CONSUMER)
     ds_half = ds.to(DTYPE)
@@ -308,6 +360,17 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     acc_dk, acc_dv, p_half, ds_operand = warpgroup_mma_wait(0, deps=(acc_dk, acc_dv, p_half, ds_operand))
     smem.q.release(step.use)
     return acc_dk, acc_dv
+
+
+@gluon.jit
+def _begin_dropout(problem, tile, member):
+    """Return the `RowDropout` of a query head of a tile's keys; None without dropout."""
+    dropout = None
+    if problem.dropout is not None:
+        head = tile.kv_head * problem.schedule.heads_per_key + member
+        n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
+        dropout = begin_dropout(problem.dropout, tile.batch * n_heads + head, tile.sequence)
+    return dropout
 
 
 @gluon.jit
@@ -346,6 +409,7 @@ def _mainloop_q(
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
         for member in range(problem.schedule.heads_per_key):
             head_use = first_use + member * steps_per_head
+            dropout = _begin_dropout(problem, tile, member)
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
@@ -360,7 +424,7 @@ def _mainloop_q(
                 head = tile.kv_head * problem.schedule.heads_per_key + member
                 params = params_of_head(scores, tile.batch, head)
                 scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
-                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop)
+                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
                     (acc_dk, acc_dv),
@@ -430,6 +494,7 @@ def _mainloop_listed_q(
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(heads_per_key):
         head = tile.kv_head * heads_per_key + member
+        dropout = _begin_dropout(problem, tile, member)
         slots = slots_of_head(lists, tile.batch, head)
         if bits is not None:
             slots += tile.start // LISTED
@@ -456,6 +521,8 @@ def _mainloop_listed_q(
                     mark & -2,
                     wg_range.full,
                     wg_range.full_stop,
+                    wg_start,
+                    dropout,
                     is_partial,
                     slots,
                     lists.slots_stride_query,
@@ -571,6 +638,8 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     acc_dk, acc_dv, use = state
     exists = key_mask(k_idx, seqlens, dk_layout)
     acc_dk = acc_dk * problem.grad_scale
+    if problem.dropout is not None:
+        acc_dv = acc_dv * problem.dropout.rescale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
         acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
@@ -603,6 +672,7 @@ def backward_kernel(
     k_far,
     do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
     dq_accum,  # the workspaces, as lines of 32 elements, for tiles of a chunk: near pairs, far ones behind, then ahead
+    dq_order_ptr,  # a number of each tile of the workspaces, 0 before; or None: programs add in any order
     dk,  # RowTarget
     dk_far,  # RowTarget, of far keys; None: added to dk
     dv,  # RowTarget
@@ -617,8 +687,9 @@ def backward_kernel(
     packed,  # Packed | None
     bounds,  # Bounds
     lists,  # Lists, of columns
+    dropout,  # Dropout | None
     scores,  # Scores
-    grad_scale,  # of dK
+    grad_scale,  # of dK; with dropout the host rescales it
     window,
     window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
@@ -635,6 +706,7 @@ def backward_kernel(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
+    LOAD_WARPS: gl.constexpr,  # 2: they count what is dropped, a step ahead
     R: gl.constexpr,  # features that are rotated
     INTERLEAVED: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -675,6 +747,9 @@ def backward_kernel(
     if far_sums_ptr is not None:
         far_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         far_sums = FarSums(gl.allocate_shared_memory(gl.float32, [4, WG_ROWS, 4], far_layout), far_sums_ptr, n_tiles)
+    words = None
+    if LOAD_WARPS > 1:
+        words = allocate_words(STAGES, BLOCK_M)
     FLAGS: gl.constexpr = mask_flags(
         packed is not None,
         bounds.key_lengths,
@@ -692,7 +767,7 @@ def backward_kernel(
                 (
                     KvGrads(dk, dk_far, dv, feature_weights_ptr),
                     KeyRotation(table, far_table, cos, R, INTERLEAVED),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, far_sums),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, far_sums, words),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
                     Problem(
@@ -708,6 +783,8 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
+                        dropout,
+                        dq_order_ptr,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -720,7 +797,7 @@ def backward_kernel(
                 load_warp,
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, words),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     Problem(
                         packed,
@@ -735,6 +812,8 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
+                        dropout,
+                        dq_order_ptr,
                     ),
                     FLAGS,
                 ),
@@ -759,6 +838,8 @@ def backward_kernel(
                         n_keys,
                         None,
                         lists,
+                        None,
+                        dq_order_ptr,
                     ),
                     FLAGS,
                     BLOCK_M,
@@ -768,6 +849,6 @@ def backward_kernel(
             )
             for role in (0, 1, 2, 3)
         ],
-        [4, 1, 1],
+        [4, LOAD_WARPS, 1],
         [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )

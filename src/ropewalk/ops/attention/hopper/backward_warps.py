@@ -6,13 +6,14 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
+from ropewalk.ops.attention.hopper.dropout import store_words
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
 from ropewalk.ops.attention.hopper.lists import LISTED, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
 from ropewalk.ops.attention.hopper.scores import far_bias
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
-from ropewalk.ops.attention.triton.arguments import Tile, TileRange
+from ropewalk.ops.attention.triton.arguments import RowDropout, Tile, TileRange
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -50,6 +51,7 @@ class QuerySmem(NamedTuple):
     listed: Any = None  # ListedRing; None without lists
     starts: Any = None  # [stages, 1]: the first query of a stage, and 1 more if its block is partial; likewise
     far_sums: Any = None  # FarSums; None: no gradient of a bias is wanted
+    words: Any = None  # of `dropout.store_words`; None: nothing is dropped, or compute warp groups count it
 
 
 class KvSmem(NamedTuple):
@@ -87,9 +89,12 @@ class Workspace(NamedTuple):
 def tile_of_program(problem, BLOCK_M: gl.constexpr):
     """Return this program's tile, its sequence's `kv_capacity`, first row in a workspace, and extents.
 
-    In causal attention the first keys have the longest loops, and come first.
+    In causal attention the first keys have the longest loops, and come first; last where dQ has an order.
     """
-    tile, batch, kv_head, sequence = work_to_tile(gl.program_id(0), problem.packed, problem.schedule, False)
+    work_idx = gl.program_id(0)
+    if problem.dq_order is not None:
+        work_idx = gl.num_programs(0) - 1 - work_idx
+    tile, batch, kv_head, sequence = work_to_tile(work_idx, problem.packed, problem.schedule, False)
     q_offset, k_offset, kv_capacity, seqlens = sequence_info(
         sequence,
         problem.packed,
@@ -100,7 +105,10 @@ def tile_of_program(problem, BLOCK_M: gl.constexpr):
         problem.window_right,
     )
     workspace_row = workspace_start(q_offset, sequence, problem.packed, BLOCK_M)
-    tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N)
+    in_batch = sequence
+    if problem.packed is None:
+        in_batch *= 0
+    tile = Tile(batch, kv_head, kv_head, q_offset, k_offset, tile * BLOCK_N, in_batch)
     return tile, kv_capacity, workspace_row, seqlens
 
 
@@ -146,15 +154,18 @@ def loops_before(RANGE, HAS_FUTURE):
 
 
 @gluon.jit
-def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, n_heads, problem):
+def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, seed):
     """Load a step's Q, dO, and, by column, lse and delta; with lists, tell where it is."""
     smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
     smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
     stage = use % smem.q.stages
+    n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
     offset = (tile.batch * n_heads + head).to(gl.int64) * problem.n_queries + tile.q_offset + m_start
     exists = column < seqlens.n_queries - m_start
     lse = gl.load(inputs.lse + offset + column, exists, other=float("-inf"))
     delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
+    if problem.dropout is not None:  # gradients are rescaled at the end
+        delta /= problem.dropout.rescale
     # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
     if problem.scores.largest is not None and problem.scores.q_pos is None:
@@ -164,17 +175,22 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
     smem.stats.index(2 * stage).store(lse)
     smem.stats.index(2 * stage + 1).store(delta)
     if smem.starts is not None:
-        start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         smem.starts.index(stage).store(gl.full([1], m_start + is_partial, gl.int32, start_layout))
+    if smem.words is not None:
+        steps = problem.dropout.steps
+        row = tile.batch * n_heads + head
+        dropout = RowDropout(seed, steps, problem.dropout.rescale, row, tile.sequence, 0.0)
+        store_words(smem.words, dropout, use, m_start, tile.start, q.block_shape[2])
     mbarrier.arrive(smem.stats_full.index(stage), count=1)
 
 
 @gluon.jit
-def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RANGE: gl.constexpr):
+def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, seed, RANGE: gl.constexpr):
     """Load each step's Q, dO, lse and delta; return the next use of the rings."""
     BLOCK_M: gl.constexpr = q.block_shape[2]
     _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
     lists = problem.lists
@@ -183,7 +199,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         member = 0
         for _step in range(n_steps):
             head = tile.kv_head * heads_per_key + member
-            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, n_heads, problem)
+            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem, seed)
             m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
             use += 1
     else:
@@ -198,7 +214,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
                 m_start = upcoming  # read a step before it is needed
                 upcoming = start_of_tile(gl.minimum(i + 1, n_tiles - 1), tiles, line, BLOCK_M, lists.slots is not None)
                 is_partial = (i >= tiles.count).to(gl.int32)
-                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, n_heads, problem)
+                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, seed)
                 use += 1
     return use
 
@@ -219,7 +235,6 @@ def load_warp(inputs, smem, kv, problem, flags):
     """Load keys and values, the steps of each range of pairs, and the keys' rotation tables."""
     q, k, v, far = inputs.q, inputs.k, inputs.v, inputs.far
     tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
-    n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
     if has_keys(tile.start, seqlens):
         N_TILES: gl.constexpr = 2 if far.k is None else 3
         mbarrier.expect(kv.full, N_TILES * k.block_type.nbytes)
@@ -229,12 +244,15 @@ def load_warp(inputs, smem, kv, problem, flags):
         if far.k is not None:
             load_tile(far.k, coordinates, kv.full, kv.k_far)
     use = 0
+    seed = 0
+    if smem.words is not None:
+        seed = gl.load(problem.dropout.seed)
     if problem.far_window is not None:
-        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_PAST)
+        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, problem, flags, seed, FAR_PAST)
         if far.q_future is not None:
-            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, n_heads, problem, flags, FAR_FUTURE)
+            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, problem, flags, seed, FAR_FUTURE)
     use = _load_loop(
-        use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, ALL if problem.far_window is None else NEAR
+        use, q, inputs, smem, tile, seqlens, problem, flags, seed, ALL if problem.far_window is None else NEAR
     )
     if inputs.cos is not None:
         _load_rotation(use, inputs.cos, inputs.sin, smem, tile.batch, tile.k_offset + tile.start)
@@ -249,6 +267,63 @@ def _reduce_step(dq_accum, dq_chunks, line):
     for consumer in gl.static_range(2):
         named_barrier_sync(DQ_FULL, consumer)
         tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_chunks.index(consumer))
+
+
+# Operands: where the last step's tile has its number, what to write there, and whether there is a last step; where this
+# step's tile has its, what it must be, and whether it must. It is read before the last step's addition is complete: one
+# fence is for both.
+_PASS_ON = gl.constexpr(
+    "{ .reg .pred last, waits; .reg .b32 number; ld.relaxed.gpu.global.b32 number, [$4]; "
+    "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; "  # one thread, which has added, waited
+    "setp.ne.b32 last, $3, 0; @last st.relaxed.gpu.global.b32 [$1], $2; "
+    "setp.ne.b32 waits, $6, 0; setp.ne.and.b32 waits, number, $5, waits; "
+    "again: @!waits bra done; ld.acquire.gpu.global.b32 number, [$4]; setp.ne.b32 waits, number, $5; bra again; "
+    "done: fence.proxy.async.global; mov.b32 $0, 0; }"
+)
+_SAY_ADDED = gl.constexpr(
+    "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; "
+    "st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;"
+)
+
+
+@gluon.jit
+def _pass_on(last_ptr, key_tile, has_last, ptr, waits):
+    """Say that the last step's tile has been added, and wait until this step's may be."""
+    last_address, address = last_ptr.to(gl.int64), ptr.to(gl.int64)
+    operands = [last_address, key_tile, has_last.to(gl.int32), address, key_tile + 1, waits.to(gl.int32)]
+    gl.inline_asm_elementwise(_PASS_ON, "=r,l,r,r,l,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _reduce_in_order(
+    dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M: gl.constexpr, RANGE: gl.constexpr
+):
+    """Add chunks of dQ as `_reduce_loop` does, to each tile of queries from the last tile of keys to the first.
+
+    The number of a tile of queries is that of the tile of keys that was added last, counted from 1. Loops begin with
+    the first queries of their keys, so that the tile of keys behind is ahead of this one. Its program began sooner:
+    nobody waits for a program that has yet to begin. Tiles of keys that attend queries are neighbours.
+    """
+    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    _, behind, _, _ = loop_over_queries(tile.start + BLOCK_N, seqlens, problem, flags, BLOCK_M, RANGE)
+    key_tile = tile.start // BLOCK_N + 1
+    m_start = tile_range.start
+    member = 0
+    ptr = problem.dq_order
+    for step in range(n_steps):
+        for consumer in gl.static_range(2):
+            await_stores(1 - consumer)
+            named_barrier_arrive(DQ_FREE, consumer)
+        line = workspace.line + (member * workspace.rows + m_start) * workspace.LINES_PER_ROW
+        last_ptr = ptr
+        ptr = problem.dq_order + line // (BLOCK_M * workspace.LINES_PER_ROW)
+        _pass_on(last_ptr, key_tile, step > 0, ptr, (m_start >= behind.start) & (m_start < behind.stop))
+        for consumer in gl.static_range(2):
+            named_barrier_sync(DQ_FULL, consumer)
+            tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], smem.dq.index(consumer))
+        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+    if n_steps > 0:
+        gl.inline_asm_elementwise(_SAY_ADDED, "=r,l,r", [ptr.to(gl.int64), key_tile], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -267,7 +342,9 @@ def _reduce_loop(
     """Add each compute warp group's chunks of dQ to the workspace of a range of pairs."""
     _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     lists = problem.lists
-    if lists.ptr is None:
+    if problem.dq_order is not None:
+        _reduce_in_order(dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M, RANGE)
+    elif lists.ptr is None:
         m_start = tile_range.start
         member = 0
         for _step in range(n_steps):

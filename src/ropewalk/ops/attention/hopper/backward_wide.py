@@ -486,7 +486,7 @@ def _step_chunks(
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags)
+    ds = differentiate_scores(step.m_start, p, dp, None, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)
@@ -581,7 +581,7 @@ def _step_whole(
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, scaled, k_idx, seqlens, scores, flags, score_flags)
+    ds = differentiate_scores(step.m_start, p, dp, None, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)

@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.barriers import pingpong_arrive, pingpong_sync
+from ropewalk.ops.attention.hopper.dropout import drop_keys, kept_keys
 from ropewalk.ops.attention.hopper.gluon_compat import (
     await_stores,
     fence_async_shared,
@@ -37,7 +38,7 @@ from ropewalk.ops.attention.triton.masking import (
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
-from ropewalk.ops.attention.triton.softmax import logit_factor
+from ropewalk.ops.attention.triton.softmax import begin_dropout, logit_factor
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
 
@@ -92,7 +93,9 @@ def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
         problem.window_right,
     )
     start = tile * BLOCK_M
-    return Tile(batch, head, head // problem.schedule.heads_per_key, q_offset, k_offset, start), seqlens
+    if not flags.PACKED:
+        sequence *= 0
+    return Tile(batch, head, head // problem.schedule.heads_per_key, q_offset, k_offset, start, sequence), seqlens
 
 
 @gluon.jit
@@ -239,6 +242,15 @@ def _start_s(q_tiles, rings, use, options):
 
 
 @gluon.jit
+def _p_operand(p, kept, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Convert P to 16 bits, with zeros where `kept_keys` says that it does not stay."""
+    p_half = p.to(DTYPE)
+    if kept is not None:
+        p_half = drop_keys(p_half, kept)
+    return gl.convert_layout(p_half, layout)
+
+
+@gluon.jit
 def _mainloop_kv(
     state,
     uses,
@@ -262,6 +274,7 @@ def _mainloop_kv(
         threads                  | mask S, row maxima, P(j+1), row sums | rescale O, release V
     """
     acc_o, row_max, row_sum, row_logit = state
+    sums_layout: gl.constexpr = row_sum.type.layout
     q_use, use, listed_use = uses
     lists = problem.lists
     BLOCK_N: gl.constexpr = options.BLOCK_N
@@ -287,6 +300,10 @@ def _mainloop_kv(
     if scores.q_pos is not None:
         positions = load_positions(scores, tile, seqlens, q_idx, False)
     scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+    dropout = None
+    if problem.dropout is not None:
+        row = tile.batch * problem.schedule.n_heads + tile.head
+        dropout = begin_dropout(problem.dropout, row, tile.sequence)
 
     # === prologue
     is_partial = None
@@ -319,6 +336,9 @@ def _mainloop_kv(
             n_start = start_of_tile(n_steps - 1, tiles, line, BLOCK_N, HAS_PARTIAL)
         else:
             n_start = start + (n_steps - 1 - n_before) * BLOCK_N
+        kept = None
+        if dropout is not None:
+            kept = kept_keys(dropout, q_idx, n_start, sums_layout, BLOCK_N)
         masked = (n_start < full) | (n_start >= full_stop)
         if HAS_PARTIAL:
             is_partial = n_steps - 1 >= tiles.count
@@ -338,7 +358,7 @@ def _mainloop_kv(
         )
         if score_flags.MAX_LOGITS:
             row_logit = new_logit
-        p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+        p_half = _p_operand(p, kept, DTYPE, p_layout)
         if problem.far_window is not None and RANGE != FAR_PAST:  # there was a loop before
             acc_o = rescale(acc_o, alpha)
 
@@ -358,6 +378,10 @@ def _mainloop_kv(
             acc_o = warpgroup_mma(p_half, rings.v.tile(use), acc_o, is_async=True)
             if options.PINGPONG:
                 pingpong_arrive(CONSUMER, options.CONSUMERS)
+            next_kept = None
+            if dropout is not None:  # while products run
+                next_start = upcoming if HAS_LISTS else n_start - BLOCK_N
+                next_kept = kept_keys(dropout, q_idx, next_start, sums_layout, BLOCK_N)
             s = warpgroup_mma_wait(1, deps=(s,))
             rings.k.release(use + 1)
             if HAS_LISTS:
@@ -384,11 +408,11 @@ def _mainloop_kv(
             if score_flags.MAX_LOGITS:
                 row_logit = new_logit
             if options.CONVERT_P_EARLY:  # P takes half the registers before the wait, and not after it
-                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                next_p_half = _p_operand(p, next_kept, DTYPE, p_layout)
                 acc_o, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half, next_p_half))
             else:
                 acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
-                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                next_p_half = _p_operand(p, next_kept, DTYPE, p_layout)
             rings.v.release(use)
             acc_o = rescale(acc_o, alpha)
             p_half = next_p_half
@@ -484,7 +508,10 @@ def _compute_warps(
         row_total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         attends = row_total != 0  # NaN is to be seen
         row_total = gl.where(attends, row_total, 1.0)
-        acc_o = acc_o * gl.convert_layout(1.0 / row_total, gl.SliceLayout(1, o_layout))[:, None]
+        rescale_kept = 1.0
+        if problem.dropout is not None:
+            rescale_kept = problem.dropout.rescale
+        acc_o = acc_o * gl.convert_layout(rescale_kept / row_total, gl.SliceLayout(1, o_layout))[:, None]
         lse = gl.where(attends, row_max * exp2_scale + gl.log2(row_total), float("-inf"))
         lse_row = (tile.batch * problem.schedule.n_heads + tile.head).to(gl.int64) * problem.n_queries + tile.q_offset
         gl.store(row_results.lse + lse_row + q_idx, lse, q_idx < seqlens.n_queries)
@@ -540,6 +567,7 @@ def forward_kernel(
     packed,  # Packed | None
     bounds,  # Bounds
     lists,  # Lists, of rows
+    dropout,  # Dropout | None
     gate,  # Gate
     sinks_ptr,  # (H,); or None
     scores,  # Scores
@@ -640,6 +668,7 @@ def forward_kernel(
                         n_keys,
                         n_work,
                         lists,
+                        dropout,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.dropout import rescale
 from ropewalk.ops.attention.hopper.backward import backward_kernel
 from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.bias_grad import bias_grad_kernel
@@ -35,6 +36,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     begin_forward,
     bounds_args,
     counter_of,
+    dropout_args,
     far_window_arg,
     gate_args,
     gate_grads,
@@ -120,6 +122,8 @@ FORWARD_LISTS = {
 }
 # Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+# With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
+FORWARD_DROPOUT = {64: FORWARD_SCORE_MOD, 128: FORWARD[128, False]}
 
 
 class BackwardConfig(NamedTuple):
@@ -130,14 +134,18 @@ class BackwardConfig(NamedTuple):
     STAGES: int
     CONSUMER_REGISTERS: int
     OTHER_REGISTERS: int
+    LOAD_WARPS: int = 1
 
 
 # By the block of features, as measured.
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
-
-
 # Queries of a step of the backward kernel, and keys of its warp groups: what is far to one kernel is so to the other.
 BIAS_GRAD = {widest: (config.BLOCK_M, WG_ROWS.value) for widest, config in BACKWARD.items()}
+# With dropout two load warps count what is dropped, a step ahead. Far keys leave no memory for that.
+BACKWARD_DROPOUT = {
+    features: config._replace(CONSUMER_REGISTERS=232, OTHER_REGISTERS=48, LOAD_WARPS=2)
+    for features, config in BACKWARD.items()
+}
 
 
 class WideConfig(NamedTuple):
@@ -175,6 +183,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         config = FORWARD_LISTS[blocks.widest]
         if config.HALVES > 1 and (call.blocks.bits is not None or load_score_mod(call) is not None):
             config = FORWARD_LISTS_WHOLE
+    if call.dropout_p > 0:
+        config = FORWARD_DROPOUT[blocks.widest]
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -196,6 +206,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         packed=packed,
         bounds=bounds,
         lists=lists_args(call, "rows"),
+        dropout=dropout_args(call),
         scores=_scores_args(call, packed, on),
         gate=gate_args(call.gate, v.shape[3]),
         sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
@@ -229,8 +240,8 @@ def backward(
 ) -> Gradients:
     """Compute the gradients, as the Triton kernels' launcher does.
 
-    dQ is a float32 sum in an order that differs from run to run. The registry sends elsewhere what this backward does
-    not support.
+    dQ is a float32 sum in an order that differs from run to run, unless the call is deterministic. The registry sends
+    elsewhere what this backward does not support.
     """
     call = _with_lists_of_mask(with_rows(call), "columns", on)
     lse, given, tables = saved.lse, gives_far_features(call), call.tables
@@ -253,6 +264,10 @@ def backward(
     workspaces = sum(x is not None for x in (saved.q, saved.q_past, saved.q_future))
     n_elements = batch * heads * workspace_rows * blocks.widest
     dq_accum = torch.empty(workspaces * n_elements // _LINE, _LINE, dtype=torch.float32, device=lse.device)
+    dq_order = None
+    if call.deterministic:
+        n_tiles_of_dq = workspaces * batch * heads * (workspace_rows // block_m)
+        dq_order = torch.empty(n_tiles_of_dq, dtype=torch.int32, device=lse.device)
     delta = torch.empty_like(lse)
     of_rows: dict[str, Any] = {
         "dq_accum_ptr": dq_accum,
@@ -277,6 +292,7 @@ def backward(
         lse_ptr=lse,
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
+        dq_order_ptr=dq_order,
         gate=gate_args(call.gate, v.shape[3]),
         grad_gate=gate_args(grad_gate, v.shape[3]),
         do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, blocks.block_dv, packed),
@@ -290,7 +306,9 @@ def backward(
     scores = _scores_args(call, packed, on)
     far_sums = None
     if is_wide:
-        _launch_wide_kernels(call, saved, v, grad_out, dq_accum, kv_grads, scores, delta, rotates, workspace_rows, on)
+        _launch_wide_kernels(
+            call, saved, v, grad_out, (dq_accum, dq_order), kv_grads, scores, delta, rotates, workspace_rows, on
+        )
     else:
         if wanted.score_mod_params:
             n_slots = triton.cdiv(keys, BLOCK_N.value)
@@ -299,7 +317,18 @@ def backward(
             far_sums = torch.empty(batch * heads, n_slots, 4, dtype=torch.float32, device=lse.device)
             on.operate(Tensor.zero_, far_sums)
         _launch_kernel(
-            call, saved, v, grad_out, dq_accum, kv_grads, far_sums, scores, delta, rotates, workspace_rows, on
+            call,
+            saved,
+            v,
+            grad_out,
+            (dq_accum, dq_order),
+            kv_grads,
+            far_sums,
+            scores,
+            delta,
+            rotates,
+            workspace_rows,
+            on,
         )
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
@@ -315,7 +344,7 @@ def backward(
                 table=table if workspace == 0 else None,
                 past_table=past_table,
                 future_table=future_table,
-                grad_scale=call.scale,
+                grad_scale=call.scale * rescale(call.dropout_p),
                 workspace=workspace,
                 R=width,
                 INTERLEAVED=call.tables.interleaved,
@@ -344,7 +373,7 @@ def _launch_kernel(
     saved: Saved,
     v: Tensor,
     grad_out: Tensor,
-    dq_accum: Tensor,
+    dq_sums: tuple[Tensor, Tensor | None],
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     far_sums: Tensor | None,
     scores: Scores,
@@ -356,7 +385,8 @@ def _launch_kernel(
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
     blocks, block_n = cut_features(saved.q.shape[3], v.shape[3]), BLOCK_N.value
     block_d = blocks.block_d
-    config = BACKWARD[block_d]
+    config = (BACKWARD if call.dropout_p == 0 or saved.k_far is not None else BACKWARD_DROPOUT)[block_d]
+    dq_accum, dq_order = dq_sums
     chunk_lines = DQ_CHUNK.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
     rotation = call.tables.k if rotates else None
@@ -377,10 +407,12 @@ def _launch_kernel(
         dq_accum=TensorDescriptor(
             dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [chunk_lines, _LINE], layout
         ),
+        dq_order_ptr=dq_order,
         dk=dk,
         dk_far=dk_far,
         dv=dv,
         lists=lists_args(call, "columns"),
+        dropout=dropout_args(call),
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
@@ -401,7 +433,7 @@ def _launch_wide_kernels(
     saved: Saved,
     v: Tensor,
     grad_out: Tensor,
-    dq_accum: Tensor,
+    dq_sums: tuple[Tensor, Tensor | None],
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     scores: Scores,
     delta: Tensor,
@@ -435,7 +467,7 @@ def _launch_wide_kernels(
         backward_wide_kernel,
         n_programs,
         **tiles,
-        dq_accum_ptr=dq_accum,
+        dq_accum_ptr=dq_sums[0],
         dk=dk,
         dk_far=dk_far,
         dv=None,
@@ -532,7 +564,7 @@ def _backward_args(
         "packed": packed,
         "bounds": bounds,
         "scores": scores,
-        "grad_scale": call.scale,
+        "grad_scale": call.scale * rescale(call.dropout_p),
         **window_args(call),
         "far_window": far_window_arg(call),
         **schedule._asdict(),

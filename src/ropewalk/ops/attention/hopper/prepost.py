@@ -77,6 +77,7 @@ def bwd_preprocess_kernel(
     grad_lse_ptr,  # likewise; or None
     delta_ptr,  # likewise; written here
     dq_accum_ptr,  # the workspaces; zeroed here
+    dq_order_ptr,  # a number of each of their tiles; zeroed here; or None
     gate,  # Gate
     grad_gate,  # likewise, of the gradient; written here
     do_ungated,  # descriptor, RowTarget or None: the gradient of the output before the gate; written here
@@ -131,6 +132,10 @@ def bwd_preprocess_kernel(
         offsets = _workspace_offsets(row, start, workspace_rows, chunk, BLOCK_M, BLOCK_D, D_CHUNKS)
         for workspace in tl.static_range(WORKSPACES):
             tl.store(dq_accum_ptr + workspace * wide(n_elements) + offsets, tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+    if dq_order_ptr is not None:
+        index = (row * workspace_rows + start) // BLOCK_M
+        for workspace in tl.static_range(WORKSPACES):
+            tl.store(dq_order_ptr + workspace * (n_elements // (BLOCK_M * BLOCK_D * D_CHUNKS)) + index, 0)
 
 
 @triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements", "workspace"))

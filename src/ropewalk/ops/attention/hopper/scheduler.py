@@ -30,6 +30,8 @@ class Problem(NamedTuple):
     n_keys: Any
     n_work: Any  # work items; None in the backward, whose programs have one each
     lists: Any = None  # Lists; None in the kernels that have none
+    dropout: Any = None  # Dropout; None: nothing is dropped
+    dq_order: Any = None  # pointer to a number of each tile of dQ; None: programs add in any order
 
 
 @aggregate

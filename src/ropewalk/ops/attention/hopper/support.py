@@ -18,6 +18,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 WIDEST = 256  # features of a row
 MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over pages that are read in place
 WIDEST_LEARNED = 128  # features of a row whose score mod's parameters have a gradient
+WIDEST_DROPPED = 128  # features of a row with dropout
+WIDEST_ORDERED = 128  # features of a row of a deterministic backward
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
     f"ropewalk.ops.attention.triton.score_mods:{name}"
@@ -55,8 +57,10 @@ class Gluon:
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
-        if call.dropout_p > 0:
-            return Refusal("dropout_p", "dropout is not supported")
+        for name, x in (("q", call.q), ("v", call.v)):
+            if call.dropout_p > 0 and x.shape[3] > WIDEST_DROPPED:
+                needed = f"with dropout must be up to {WIDEST_DROPPED}"
+                return Refusal("dropout_p", f"{name}'s head dim is {x.shape[3]}, but {needed}")
         if call.far is not None and not call.goes_by_index:
             return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
         if call.score_mod is not None and call.score_mod not in _SCORE_MODS:
@@ -65,9 +69,9 @@ class Gluon:
 
     def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:
         """Say why its backward does not run where its forward did; None if it does."""
-        if call.deterministic:
-            return Refusal("deterministic", "it adds the gradient of q in an order that differs from run to run")
-        refusal = _why_no_param_grad(call) if wanted.score_mod_params else None
+        refusal = _why_not_ordered(call)
+        if refusal is None and wanted.score_mod_params:
+            refusal = _why_no_param_grad(call)
         if refusal is not None:
             return refusal
         if call.q.numel() == 0 or call.k.shape[2] == 0:
@@ -172,13 +176,29 @@ def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
         return Refusal("score_mod_params", f"gradients of the parameters of {call.score_mod} are not supported")
     if call.mask is not None or call.blocks is not None:
         return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported beside lists")
-    if call.softcap is not None:
-        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported beside softcap")
+    for name, is_given in (("softcap", call.softcap is not None), ("dropout", call.dropout_p > 0)):
+        if is_given:
+            return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported beside {name}")
     if not call.goes_by_index:
         return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported with positions")
     if max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED:
         needed = f"head dims of more than {WIDEST_LEARNED}"
         return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported with {needed}")
+    return None
+
+
+def _why_not_ordered(call: AttentionCall) -> Refusal | None:
+    """Say why programs do not add a deterministic call's gradient of q in one order; None if they do, or need not."""
+    if not call.deterministic:
+        return None
+    order = "it adds the gradient of q in an order that differs from run to run"
+    for name, x in (("q", call.q), ("v", call.v)):
+        if x.shape[3] > WIDEST_ORDERED:
+            needed = f"with deterministic must be up to {WIDEST_ORDERED}"
+            return Refusal("deterministic", f"{name}'s head dim is {x.shape[3]}, but {needed}: {order}")
+    for name in ("mask", "blocks"):
+        if getattr(call, name) is not None:
+            return Refusal("deterministic", f"{name} is not supported with deterministic: {order}")
     return None
 
 

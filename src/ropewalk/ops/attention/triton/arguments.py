@@ -135,6 +135,7 @@ class Tile(NamedTuple):
     q_offset: Any  # the sequence's first query, in a packed batch
     k_offset: Any
     start: Any  # the tile's first token in its sequence
+    sequence: Any = None  # for dropout, in the kernels for Hopper: of a packed batch; otherwise 0
 
 
 class TileRange(NamedTuple):

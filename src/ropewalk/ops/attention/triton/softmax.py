@@ -46,6 +46,37 @@ def begin_dropout(dropout, row, sequence):
 
 
 @triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Return the words of `tl.philox` with 7 rounds, by wide products: it has one for each half of theirs."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = c0.to(tl.uint32)
+    c1 = c1.to(tl.uint32)
+    c2 = c2.to(tl.uint32)
+    c3 = c3.to(tl.uint32)
+    for _ in tl.static_range(7):
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = odd.to(tl.uint32)
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = even.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def dropped_numbers(dropout, block):
+    """Return how many of 256 numbers are dropped in a block of 64 keys, or in each of some."""
+    # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
+    phase = dropout.seed.to(tl.uint32) + dropout.row.to(tl.uint32) * 0x2545F491
+    phase += dropout.sequence.to(tl.uint32) * 0x1B873593
+    phase += block.to(tl.uint32) * 0x61C88647
+    return (dropout.steps >> 8).to(tl.uint32) + ((phase >> 24) < (dropout.steps & 0xFF)).to(tl.uint32)
+
+
+@triton.jit
 def dropout_mask(dropout, m, n_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Return whether probabilities of queries m [BLOCK_M] and BLOCK_N keys stay: [BLOCK_M, BLOCK_N], or TRANSPOSED.
 
@@ -56,15 +87,11 @@ def dropout_mask(dropout, m, n_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.cons
     seed = dropout.seed
     row = dropout.row
     sequence = dropout.sequence
-    steps = dropout.steps
     BLOCK_M: tl.constexpr = m.shape[0]
     BLOCKS: tl.constexpr = max(BLOCK_N // 64, 1)
     call = n_start // 64 * 4 + tl.arange(0, BLOCKS * 4)
     block = (n_start + tl.arange(0, BLOCK_N)) // 64 if TRANSPOSED else call // 4
-    # The top byte of this sum grows evenly from block to block, from a start that the seed decides.
-    phase = seed.to(tl.uint32) + row.to(tl.uint32) * 0x2545F491 + sequence.to(tl.uint32) * 0x1B873593
-    phase += block.to(tl.uint32) * 0x61C88647
-    dropped = (steps >> 8).to(tl.uint32) + ((phase >> 24) < (steps & 0xFF)).to(tl.uint32)
+    dropped = dropped_numbers(dropout, block)
     if TRANSPOSED:
         w0, w1, w2, w3 = tl.philox(seed, call[:, None], m[None, :], row, sequence, 7)
     else:
