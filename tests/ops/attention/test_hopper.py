@@ -324,13 +324,16 @@ def test_few_queries_go_by_heads_and_keys(hopper):
 
 
 def test_score_mods_by_positions_are_slower_without_a_backward(hopper):
-    def choose(position, learns):
-        q, k, v = (x.requires_grad_(learns) for x in draw("cpu", queries=1024, keys=1024))
+    """At 64 features."""
+
+    def choose(position, learns, head_dim=64):
+        q, k, v = (x.requires_grad_(learns) for x in draw("cpu", queries=1024, keys=1024, head_dim=head_dim))
         positions = {"positions_q": torch.arange(1024)[None], "positions_k": torch.arange(1024)[None]}
         return chosen(call_on_gpu((q, k, v), position=position, **positions))
 
     schemes = (Alibi(), ExpoSB(distance_decay=True), T5Bias(torch.zeros(32, H)), Rope())
     assert [choose(scheme, False) for scheme in schemes] == ["triton", "triton", "gluon", "gluon"]
+    assert [choose(scheme, False, 128) for scheme in schemes] == ["gluon"] * 4
     assert [choose(scheme, True) for scheme in schemes] == ["gluon"] * 4
 
 

@@ -8,7 +8,7 @@ from helpers.hopper_calls import on_hopper
 from helpers.modes import on_gpu
 from helpers.paged_calls import STORED, exact_rows, fill_pages
 
-from ropewalk import Alibi, ReRope, Rope, attention, explain_choice
+from ropewalk import Alibi, ReRope, Rope, apply_rope, attention, explain_choice, inverse_frequencies, rope_table
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.hopper import support
@@ -65,8 +65,8 @@ def check(kind, rows, device, dtype=torch.bfloat16, **options):
     out, lse = attention(q, k, v, impl="gluon", return_lse=True, **words, **pages)
     plain = {name: value for name, value in words.items() if name != "keys_rotated"}
     position = plain.pop("position", None)
-    truth, lse_truth = _attend(q.double(), *exact, position, plain)
-    baseline, lse_baseline = _attend(q, *(x.to(dtype) for x in exact), position, plain)
+    truth, lse_truth = _attend(_rotate(q.double(), position, plain), *exact, plain)
+    baseline, lse_baseline = _attend(_rotate(q, position, plain), *(x.to(dtype) for x in exact), plain)
     assert_close_to_truth(out, truth, baseline)
     attends = lse_truth.isfinite()
     assert torch.equal(lse.isfinite(), attends)
@@ -74,16 +74,22 @@ def check(kind, rows, device, dtype=torch.bfloat16, **options):
     assert not out[~out.isfinite()].numel()
 
 
-def _attend(q, k, v, position, words):
-    """Attend by the definition, with queries alone rotated."""
+def _rotate(q, position, words):
+    """Return queries (B, Tq, H, D) as a scheme rotates them, rounded once; None rotates nothing."""
+    if position is None:
+        return q
+    frequencies, _ = inverse_frequencies("default", rotary_dim=position.rotary_dim or q.shape[3], base=position.base)
+    cos, sin = (x.to(q.device) for x in rope_table(4096, frequencies))
+    first = words["query_starts"] - words.get("key_starts", 0)
+    positions = (first[:, None] + torch.arange(q.shape[1], device=q.device)).clamp(min=0)
+    keywords = {"interleaved": position.interleaved, "positions": positions, "impl": "reference"}
+    return apply_rope(q, None, cos, sin, **keywords)
+
+
+def _attend(q, k, v, words):
+    """Attend by the definition."""
     given = {name: words[name].to(q.dtype) for name in ("sinks", "gate") if name in words}
-    words = {**words, **given}
-    if position is not None:
-        words = {**words, "position": position, "keys_rotated": True}
-        batch, keys = k.shape[0], k.shape[1]
-        words["block_table"] = torch.arange(batch * keys // 16, device=k.device).view(batch, -1)
-        k, v = (x.reshape(-1, 16, *x.shape[2:]) for x in (k, v))
-    return attention(q, k, v, impl="reference", return_lse=True, **words)
+    return attention(q, k, v, impl="reference", return_lse=True, **{**words, **given})
 
 
 @on_gpu

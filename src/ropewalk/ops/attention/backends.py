@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     masked: bool = False  # only with a bool mask
     paged: bool = False  # only with pages that are read in place
     few: bool = False  # only with few queries of so many heads that they fill the GPU
-    by_positions: bool = False  # only with a score mod that reads positions per token, other than T5's bias
+    by_positions: bool = False  # only up to 64 features, with a score mod but T5's bias that reads positions per token
     dropout: bool = False  # only with dropout
 
     def fits(self, call: AttentionCall) -> bool:
@@ -105,8 +105,10 @@ def _is_few(call: AttentionCall) -> bool:
 
 
 def _goes_by_positions(call: AttentionCall) -> bool:
-    """Say whether kernels compute a score mod from positions per token; T5's bias is looked up."""
-    return call.score_mod is not None and not call.goes_by_index and not call.score_mod.endswith(":T5_BIAS")
+    """Say whether kernels compute a score mod of few features from positions per token; T5's bias is looked up."""
+    if call.score_mod is None or call.goes_by_index or call.score_mod.endswith(":T5_BIAS"):
+        return False
+    return max(call.q.shape[3], call.value_dim) <= 64
 
 
 @dataclass(frozen=True)

@@ -50,29 +50,35 @@ class PagedTiles(NamedTuple):
 # one place for memory to be fast.
 TILES = {
     256: PagedTiles(4, 1, 1, 2, 2, 255),
-    128: PagedTiles(4, 4, 2, 2, 3, 168),
-    64: PagedTiles(4, 4, 2, 3, 3, 168),
-    32: PagedTiles(4, 4, 2, 3, 3, 168),
+    128: PagedTiles(4, 4, 1, 4, 3, 168),
+    64: PagedTiles(4, 4, 2, 2, 3, 168),
+    32: PagedTiles(4, 4, 2, 2, 3, 168),
 }
-# For fewer, whose rows are cut into many parts: programs of one head leave few results to combine.
+# For fewer, whose rows are cut into many parts.
 FEW_TILES = {
     256: PagedTiles(4, 1, 1, 3, 2, 255),
-    128: PagedTiles(4, 1, 1, 3, 2, 168),
+    128: PagedTiles(4, 4, 2, 2, 2, 168),
     64: PagedTiles(4, 1, 1, 4, 2, 168),
     32: PagedTiles(4, 1, 1, 4, 2, 168),
 }
-SHORT = 2048  # keys for each multiprocessor, in all: for so few one program is enough
+# For few keys in all: one program is enough for a multiprocessor, and of one head leaves few results to combine.
+SHORT_TILES = {
+    256: PagedTiles(4, 1, 1, 3, 1, 255),
+    128: PagedTiles(4, 1, 1, 3, 1, 168),
+    64: PagedTiles(4, 1, 1, 4, 1, 168),
+    32: PagedTiles(4, 1, 1, 4, 1, 168),
+}
+SHORT = 2048  # keys for each multiprocessor
 MIN_SHARE = 256  # keys and heads: a part of a row costs the kernel that combines them as much as a few keys
 
 
 def choose_tiles(row_bytes: int, columns: int, batch: int, n_kv_heads: int, n_keys: int, n_sms: int) -> PagedTiles:
     """Return the tiles for a cache of so many rows of so many keys; by shapes alone, as lengths are on the device."""
-    is_few = batch * n_kv_heads < n_sms
-    tiles = (FEW_TILES if is_few else TILES)[row_bytes]
+    tiles = TILES[row_bytes]
+    if batch * n_kv_heads < n_sms:
+        tiles = (SHORT_TILES if batch * n_kv_heads * n_keys < SHORT * n_sms else FEW_TILES)[row_bytes]
     if columns > 8:  # accumulators take twice as many registers
-        tiles = tiles._replace(programs=2, blocks=1, stages=3, max_registers=255)
-    if is_few and batch * n_kv_heads * n_keys < SHORT * n_sms:
-        tiles = tiles._replace(programs=1)
+        tiles = tiles._replace(heads=1, blocks=1, stages=3, programs=min(tiles.programs, 2), max_registers=255)
     return tiles._replace(heads=math.gcd(tiles.heads, n_kv_heads))
 
 
