@@ -123,6 +123,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
     with unchanged(given), poisoned_memory():
         delta = torch.empty_like(lse)
         sums = torch.empty(workspaces * size * H, n_rows * FEATURES, device=device)
+        order = torch.full((workspaces * size * H, n_rows // TILE), 7, dtype=torch.int32, device=device)
         do_ungated, grad_gate = (None, None) if gate is None else (torch.empty_like(grad_out), torch.empty_like(gate))
         bwd_preprocess_kernel[(n_tiles * H,)](
             out=tiled(out, TILE, D),
@@ -131,6 +132,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
             grad_lse_ptr=grad_lse if with_lse else None,
             delta_ptr=delta,
             dq_accum_ptr=sums,
+            dq_order_ptr=order if with_lse else None,
             gate=gate_args(gate, D),
             grad_gate=gate_args(grad_gate, D),
             do_ungated=None if do_ungated is None else store_target(do_ungated, TILE, D, packed),
@@ -144,6 +146,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
         truth, plain = truth - taken.double(), plain - taken
     assert_close_to_truth(delta, truth, plain)
     assert (sums[:, place(rows[:, None], torch.arange(FEATURES, device=device), FEATURES)] == 0).all()
+    assert (order[:, (rows // TILE).unique()] == (0 if with_lse else 7)).all()
     if gate is not None:
         for mine, exact, plain in zip(
             (do_ungated, grad_gate),
