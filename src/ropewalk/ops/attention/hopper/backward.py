@@ -40,10 +40,8 @@ from ropewalk.ops.attention.hopper.barriers import (
 )
 from ropewalk.ops.attention.hopper.bias_grad import FarSums, add_far_sums, begin_far_sums, store_far_sums
 from ropewalk.ops.attention.hopper.dropout import (
-    allocate_words,
     differentiate_dropped,
     dropped_queries,
-    load_words,
     negate_dropped,
     to_half_or_zero,
 )
@@ -248,8 +246,6 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dropped = None
-    if smem.words is not None:
-        dropped = load_words(smem.words, step.use, CONSUMER)
     dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
@@ -260,7 +256,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if step.use > step.first_use:  # the chunk of the step before, by now in memory
         fence_async_shared()
         named_barrier_arrive(DQ_FULL, CONSUMER)
-    if step.dropout is not None and smem.words is None:
+    if step.dropout is not None:
         dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
@@ -314,13 +310,11 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dropped = None
-    if smem.words is not None:
-        dropped = load_words(smem.words, step.use, CONSUMER)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
     dq = _start_dq(dq_smem.ds.index((step.use + 1) % 2), wg_kv, CONSUMER)
-    if step.dropout is not None and smem.words is None:
+    if step.dropout is not None:
         dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
@@ -706,7 +700,6 @@ def backward_kernel(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
-    LOAD_WARPS: gl.constexpr,  # 2: they count what is dropped, a step ahead
     R: gl.constexpr,  # features that are rotated
     INTERLEAVED: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -747,9 +740,6 @@ def backward_kernel(
     if far_sums_ptr is not None:
         far_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         far_sums = FarSums(gl.allocate_shared_memory(gl.float32, [4, WG_ROWS, 4], far_layout), far_sums_ptr, n_tiles)
-    words = None
-    if LOAD_WARPS > 1:
-        words = allocate_words(STAGES, BLOCK_M)
     FLAGS: gl.constexpr = mask_flags(
         packed is not None,
         bounds.key_lengths,
@@ -767,7 +757,7 @@ def backward_kernel(
                 (
                     KvGrads(dk, dk_far, dv, feature_weights_ptr),
                     KeyRotation(table, far_table, cos, R, INTERLEAVED),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, far_sums, words),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, far_sums),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
                     Problem(
@@ -797,7 +787,7 @@ def backward_kernel(
                 load_warp,
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, words),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     Problem(
                         packed,
@@ -849,6 +839,6 @@ def backward_kernel(
             )
             for role in (0, 1, 2, 3)
         ],
-        [4, LOAD_WARPS, 1],
+        [4, 1, 1],
         [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )

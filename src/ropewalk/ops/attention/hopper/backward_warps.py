@@ -6,14 +6,13 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
-from ropewalk.ops.attention.hopper.dropout import store_words
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
 from ropewalk.ops.attention.hopper.lists import LISTED, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
 from ropewalk.ops.attention.hopper.scores import far_bias
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
-from ropewalk.ops.attention.triton.arguments import RowDropout, Tile, TileRange
+from ropewalk.ops.attention.triton.arguments import Tile, TileRange
 from ropewalk.ops.attention.triton.masking import (
     ALL,
     FAR_FUTURE,
@@ -51,7 +50,6 @@ class QuerySmem(NamedTuple):
     listed: Any = None  # ListedRing; None without lists
     starts: Any = None  # [stages, 1]: the first query of a stage, and 1 more if its block is partial; likewise
     far_sums: Any = None  # FarSums; None: no gradient of a bias is wanted
-    words: Any = None  # of `dropout.store_words`; None: nothing is dropped, or compute warp groups count it
 
 
 class KvSmem(NamedTuple):
@@ -154,7 +152,7 @@ def loops_before(RANGE, HAS_FUTURE):
 
 
 @gluon.jit
-def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, seed):
+def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem):
     """Load a step's Q, dO, and, by column, lse and delta; with lists, tell where it is."""
     smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
     smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
@@ -175,22 +173,17 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
     smem.stats.index(2 * stage).store(lse)
     smem.stats.index(2 * stage + 1).store(delta)
     if smem.starts is not None:
-        start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        start_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         smem.starts.index(stage).store(gl.full([1], m_start + is_partial, gl.int32, start_layout))
-    if smem.words is not None:
-        steps = problem.dropout.steps
-        row = tile.batch * n_heads + head
-        dropout = RowDropout(seed, steps, problem.dropout.rescale, row, tile.sequence, 0.0)
-        store_words(smem.words, dropout, use, m_start, tile.start, q.block_shape[2])
     mbarrier.arrive(smem.stats_full.index(stage), count=1)
 
 
 @gluon.jit
-def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, seed, RANGE: gl.constexpr):
+def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.constexpr):
     """Load each step's Q, dO, lse and delta; return the next use of the rings."""
     BLOCK_M: gl.constexpr = q.block_shape[2]
     _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
     lists = problem.lists
@@ -199,7 +192,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, seed, RANGE:
         member = 0
         for _step in range(n_steps):
             head = tile.kv_head * heads_per_key + member
-            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem, seed)
+            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem)
             m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
             use += 1
     else:
@@ -214,7 +207,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, seed, RANGE:
                 m_start = upcoming  # read a step before it is needed
                 upcoming = start_of_tile(gl.minimum(i + 1, n_tiles - 1), tiles, line, BLOCK_M, lists.slots is not None)
                 is_partial = (i >= tiles.count).to(gl.int32)
-                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, seed)
+                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem)
                 use += 1
     return use
 
@@ -244,16 +237,11 @@ def load_warp(inputs, smem, kv, problem, flags):
         if far.k is not None:
             load_tile(far.k, coordinates, kv.full, kv.k_far)
     use = 0
-    seed = 0
-    if smem.words is not None:
-        seed = gl.load(problem.dropout.seed)
     if problem.far_window is not None:
-        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, problem, flags, seed, FAR_PAST)
+        use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, problem, flags, FAR_PAST)
         if far.q_future is not None:
-            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, problem, flags, seed, FAR_FUTURE)
-    use = _load_loop(
-        use, q, inputs, smem, tile, seqlens, problem, flags, seed, ALL if problem.far_window is None else NEAR
-    )
+            use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, problem, flags, FAR_FUTURE)
+    use = _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, ALL if problem.far_window is None else NEAR)
     if inputs.cos is not None:
         _load_rotation(use, inputs.cos, inputs.sin, smem, tile.batch, tile.k_offset + tile.start)
 

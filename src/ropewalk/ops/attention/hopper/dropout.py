@@ -97,32 +97,6 @@ def _count_dropped(dropout, use, m_start, n_start, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def allocate_words(STAGES: gl.constexpr, QUERIES: gl.constexpr):
-    """Allocate words of both warp groups' keys, for each stage of a ring of queries."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    return gl.allocate_shared_memory(gl.uint16, [2 * STAGES, 4, QUERIES], layout)
-
-
-@gluon.jit
-def store_words(words, dropout, use, m_start, n_start, QUERIES: gl.constexpr):
-    """Write a step's words, for `load_words`; for the load warps."""
-    stage = use % (words.shape[0] // 2)
-    for consumer in gl.static_range(2):
-        dropped = _count_dropped(dropout, use, m_start, n_start + consumer * WG_ROWS, QUERIES)
-        words.index(2 * stage + consumer).store(dropped)
-
-
-@gluon.jit
-def load_words(words, use, CONSUMER: gl.constexpr):
-    """Return a step's words of a warp group's keys, as `dropped_queries` does."""
-    QUERIES: gl.constexpr = words.shape[2]
-    tile = gl.zeros([WG_ROWS, QUERIES], gl.float32, wgmma_layout(QUERIES))
-    layout: gl.constexpr = gl.reshape(tile, [4, 2, 4, 2, QUERIES]).type.layout
-    stage = use % (words.shape[0] // 2)
-    return words.index(2 * stage + CONSUMER).load(_split_keys(layout, (0, 1, 3)))[None, None, :, None, :]
-
-
-@gluon.jit
 def dropped_queries(dropout, use, m_start, n_start, QUERIES: gl.constexpr):
     """Return which of a warp group's keys do not stay for a tile of QUERIES, as words [1, 1, 4, 1, queries] of 16 bits.
 

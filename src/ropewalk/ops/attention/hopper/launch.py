@@ -134,18 +134,12 @@ class BackwardConfig(NamedTuple):
     STAGES: int
     CONSUMER_REGISTERS: int
     OTHER_REGISTERS: int
-    LOAD_WARPS: int = 1
 
 
 # By the block of features, as measured.
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
 # Queries of a step of the backward kernel, and keys of its warp groups: what is far to one kernel is so to the other.
 BIAS_GRAD = {widest: (config.BLOCK_M, WG_ROWS.value) for widest, config in BACKWARD.items()}
-# With dropout two load warps count what is dropped, a step ahead. Far keys leave no memory for that.
-BACKWARD_DROPOUT = {
-    features: config._replace(CONSUMER_REGISTERS=232, OTHER_REGISTERS=48, LOAD_WARPS=2)
-    for features, config in BACKWARD.items()
-}
 
 
 class WideConfig(NamedTuple):
@@ -385,7 +379,7 @@ def _launch_kernel(
     """Launch the backward kernel, for the gradients of k, of far keys if separate, and of v."""
     blocks, block_n = cut_features(saved.q.shape[3], v.shape[3]), BLOCK_N.value
     block_d = blocks.block_d
-    config = (BACKWARD if call.dropout_p == 0 or saved.k_far is not None else BACKWARD_DROPOUT)[block_d]
+    config = BACKWARD[block_d]
     dq_accum, dq_order = dq_sums
     chunk_lines = DQ_CHUNK.value**2 // _LINE
     layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
