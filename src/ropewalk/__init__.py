@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ropewalk.modules.bert import ReRoPEBERTAttention as ReRoPEBERTAttention
     from ropewalk.modules.bert import RoPEBERTAttention as RoPEBERTAttention
     from ropewalk.modules.bert import StandardBERTAttention as StandardBERTAttention
+    from ropewalk.modules.bert import T5BERTAttention as T5BERTAttention
     from ropewalk.modules.bert import get_attention_class as get_attention_class
     from ropewalk.modules.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.modules.rotary import TritonRotary as TritonRotary
@@ -72,6 +73,7 @@ _MODULE_OF = {
     "RotaryEmbedding": "ropewalk.modules.rotary",
     "SelfExtend": "ropewalk.schemes",
     "StandardBERTAttention": "ropewalk.modules.bert",
+    "T5BERTAttention": "ropewalk.modules.bert",
     "T5Bias": "ropewalk.schemes",
     "TritonRotary": "ropewalk.modules.rotary",
     "absolute_attention": "ropewalk.compat.attention",

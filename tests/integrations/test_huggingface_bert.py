@@ -21,8 +21,12 @@ from ropewalk.testing import assert_close_to_truth
 
 LONGEST, WINDOW = 16, 4
 OPTIONS = {"rerope": {"window": WINDOW}}
-NAMES = ("standard", "absolute", "rope", "exposb", "alibi", "rerope")
-OWN = {"standard": "position_embeddings.weight", "exposb": "band_weights"}  # what a scheme has to learn
+NAMES = ("none", "standard", "absolute", "rope", "exposb", "alibi", "t5", "rerope")
+OWN = {  # what a scheme has to learn
+    "standard": "position_embeddings.weight",
+    "exposb": "band_weights",
+    "t5": "relative_attention_bias.weight",
+}
 
 
 def make(device, **changes):
@@ -38,6 +42,8 @@ def convert(model, name, **options):
         for attention in attentions(model):
             if name == "standard":
                 attention.position_embeddings.weight.mul_(50)
+            if name == "t5":
+                attention.relative_attention_bias.weight.mul_(50)
             if name == "exposb":
                 attention.band_weights.copy_(torch.linspace(0.4, 0.9, attention.num_heads))
     return model
@@ -71,6 +77,11 @@ def scores_of(name, attention, q, k, p):
         heads = torch.arange(1, q.shape[1] + 1, device=q.device)
         slopes = (2.0 ** (-8 * heads / q.shape[1]))[:, None, None].to(q.dtype)
         return q @ k.mT - head_dim**0.5 * slopes * relative.abs()[:, None].to(q.dtype)
+    if name == "t5":  # 32 buckets: 8 distances alone each way, then by logarithms up to 128
+        past = relative.abs()
+        far = 8 + (past.clamp(min=8) / 8).log() / math.log(16) * 8
+        bucket = torch.where(past < 8, past, far.clamp(max=15)).long() + 16 * (relative < 0)
+        return q @ k.mT + head_dim**0.5 * attention.relative_attention_bias.weight[bucket].permute(0, 3, 1, 2)
     if name == "exposb":
         feature = torch.arange(head_dim, dtype=torch.float64, device=q.device)
         gain = 0.8 + 0.4 * torch.exp(-((feature - head_dim // 4) ** 2) / (2 * (head_dim // 8) ** 2))

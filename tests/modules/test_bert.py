@@ -90,6 +90,21 @@ def alibi(layer, q, k, p):
     return q @ k.mT - D**0.5 * slopes[:, None, None] * relative(p).abs()[:, None].to(q.dtype)  # the bias is not scaled
 
 
+def t5_bucket(distance, way, max_distance):
+    """T5's bucket of m − n: half of a way hold one distance each, the others grow with its logarithm."""
+    past, exact = abs(distance), way // 2
+    if past >= exact:
+        past = min(exact + int(math.log(past / exact) / math.log(max_distance / exact) * (way - exact)), way - 1)
+    return past + way * (distance < 0)
+
+
+def t5(layer, q, k, p):
+    table = layer.relative_attention_bias.weight
+    buckets = relative(p).long().cpu().apply_(lambda d: t5_bucket(d, table.shape[0] // 2, layer.max_distance))
+    bias = table[buckets.to(table.device)].permute(0, 3, 1, 2).to(q.dtype)
+    return q @ k.mT + D**0.5 * bias  # the bias is not scaled
+
+
 def rerope(layer, q, k, p):
     return turned(q, k, relative(p).clamp(-WINDOW, WINDOW))
 
@@ -107,7 +122,7 @@ def plain(layer, q, k, p):
 
 # By case: the class, its arguments, the scores before they are divided by √D, and the inputs of q and k, and of v.
 CASES = {
-    "none": (BERTAttention, {}, plain),
+    "none": ("none", {}, plain),
     "standard": ("standard", {}, plain),
     "absolute": ("absolute", {}, plain),
     "absolute-classic": ("absolute", {"base": 100.0, "add_to_values": True}, plain),
@@ -116,10 +131,11 @@ CASES = {
     "exposb": ("exposb", {}, exposb),
     "exposb-decay": ("exposb", {"distance_decay": True}, exposb_with_decay),
     "alibi": ("alibi", {}, alibi),
+    "t5": ("t5", {"num_buckets": 8, "max_distance": 9}, t5),
     "rerope": ("rerope", {"window": WINDOW}, rerope),
     "rerope-leaky": ("rerope", {"window": WINDOW, "leak": 4, "log_n": 6}, leaky_rerope),
 }
-NAMES = ("standard", "absolute", "rope", "exposb", "alibi", "rerope")
+NAMES = ("none", "standard", "absolute", "rope", "exposb", "alibi", "t5", "rerope")
 
 
 def make(case, device="cpu", dropout=0.0, seed=0, **keywords):
@@ -131,7 +147,7 @@ def make(case, device="cpu", dropout=0.0, seed=0, **keywords):
         for name, parameter in layer.named_parameters():
             if name == "band_weights":  # that each head has its own can be seen
                 parameter.copy_(torch.linspace(0.5, 1.5, H))
-            if name == "position_embeddings.weight":
+            if name in ("position_embeddings.weight", "relative_attention_bias.weight"):
                 parameter.mul_(50)
     return layer.to(device)
 
@@ -235,13 +251,19 @@ def test_gradients_reach_everything(device, case):
     y, _ = layer(x, torch.arange(T, device=device) < torch.tensor([[T], [9], [5]], device=device))
     y.backward(random(*y.shape, device=device, seed=5))
     assert x.grad.abs().min() > 0
-    own = {"standard": {"position_embeddings.weight"}, "exposb": {"band_weights"}}.get(case.partition("-")[0], set())
+    own = {
+        "standard": {"position_embeddings.weight"},
+        "exposb": {"band_weights"},
+        "t5": {"relative_attention_bias.weight"},
+    }.get(case.partition("-")[0], set())
     names = {f"{part}.{kind}" for part in ("query", "key", "value", "out") for kind in ("weight", "bias")}
     assert {name for name, _ in layer.named_parameters()} == names | own
     for name, parameter in layer.named_parameters():
         grad = parameter.grad[:T] if name == "position_embeddings.weight" else parameter.grad
+        if name == "relative_attention_bias.weight":  # no key ahead is at distance 0
+            grad = torch.cat((grad[:4], grad[5:]))
         # What a key's bias adds to all scores of a query changes nothing, unless it is turned or stretched.
-        if name != "key.bias" or CASES[case][2] not in (plain, alibi):
+        if name != "key.bias" or CASES[case][2] not in (plain, alibi, t5):
             assert grad.abs().max() > 1e-4, name
         if name in own or name == "query.weight":
             assert grad.abs().min() > 0, name
@@ -504,22 +526,24 @@ def test_compiles_without_a_graph_break(device, name, lengths):
             torch.testing.assert_close(result, expected)
 
 
-def test_a_copy_learns_weights_of_its_own(device):
-    layer = make("exposb", device)
+@pytest.mark.parametrize("name", ["exposb", "t5"])
+def test_a_copy_learns_weights_of_its_own(device, name):
+    layer = make(name, device)
     other = copy.deepcopy(layer)
+    own = other.band_weights if name == "exposb" else other.relative_attention_bias.weight
     with torch.no_grad():
-        other.band_weights.fill_(0)
+        own.fill_(0)
     x = random(B, T, C, device=device)
     assert not torch.allclose(layer(x)[0], other(x)[0])
-    assert other.position.band_weights is other.band_weights
+    assert (other.position.band_weights if name == "exposb" else other.position.table) is own
 
 
 def test_classes_by_name():
     classes = [get_attention_class(name) for name in NAMES]
-    spelled = ("Standard", "Absolute", "RoPE", "ExpoSB", "ALiBi", "ReRoPE")
+    spelled = ("", "Standard", "Absolute", "RoPE", "ExpoSB", "ALiBi", "T5", "ReRoPE")
     assert [kind.__name__ for kind in classes] == [f"{name}BERTAttention" for name in spelled]
-    assert classes == [getattr(ropewalk, kind.__name__) for kind in classes]
-    with pytest.raises(ValueError, match="Unknown attention type: 'sinusoidal', but must be one of 'standard', 'absol"):
+    assert classes[1:] == [getattr(ropewalk, kind.__name__) for kind in classes[1:]]
+    with pytest.raises(ValueError, match="Unknown attention type: 'sinusoidal', but must be one of 'none', 'standard', 'absol"):
         get_attention_class("sinusoidal")
 
 
@@ -540,6 +564,12 @@ def test_defaults_and_initialisation(name):
     if name == "exposb":
         assert torch.equal(layer.band_weights, torch.ones(12))
         assert not layer.position.distance_decay
+    if name == "t5":
+        table = layer.relative_attention_bias.weight
+        assert table.shape == (32, 12)
+        assert abs(table.std() / 0.02 - 1) < 5 / (2 * table.numel()) ** 0.5
+        assert layer.position.max_distance == 128
+        assert layer.position.bidirectional
     if name == "rerope":
         assert layer.position.window == 256
         layer.load_state_dict(get_attention_class("rope")(768, 12).state_dict())
@@ -657,6 +687,10 @@ def test_widths_that_a_scheme_cannot_have():
         get_attention_class("exposb")(12, 2)
     with pytest.raises(ValueError, match="hidden_size is 9, but must be even"):
         get_attention_class("absolute")(9, 1)
+    with pytest.raises(ValueError, match="table has shape"):
+        get_attention_class("t5")(16, 2, num_buckets=2)
+    with pytest.raises(ValueError, match="max_distance is 8, but must be an int above 8"):
+        get_attention_class("t5")(16, 2, max_distance=8)
     with pytest.raises(ValueError, match="window is 0"):
         get_attention_class("rerope")(16, 2, window=0)
     for name in ("rope", "rerope", "absolute"):
@@ -702,9 +736,9 @@ def test_drops_into_transformers_bert(device, implementation):
         ours(tokens, output_attentions=True)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("standard", "exposb")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("standard", "exposb", "t5")])
 def test_schemes_in_transformers_bert(device, name):
-    """Each takes BERT's weights, and its padding, and tells positions apart."""
+    """Each takes BERT's weights, and its padding, and tells positions apart; "none" tells none."""
     model = bert(device, "sdpa", get_attention_class(name))
     model.embeddings.position_embeddings.weight.data.zero_()
     tokens = torch.randint(50, (B, T), generator=torch.Generator().manual_seed(0)).to(device)
@@ -714,4 +748,7 @@ def test_schemes_in_transformers_bert(device, name):
         alone = model(tokens[row : row + 1, :length]).last_hidden_state
         torch.testing.assert_close(y[row : row + 1, :length], alone)
     rolled = model(tokens[:1].roll(1, dims=1)).last_hidden_state.roll(-1, dims=1)
-    assert (rolled - y[:1]).abs().max() > 1e-3
+    if name == "none":
+        torch.testing.assert_close(rolled, y[:1])
+    else:
+        assert (rolled - y[:1]).abs().max() > 1e-3

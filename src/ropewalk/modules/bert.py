@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ropewalk.modules.masks import is_readable, read_mask
 from ropewalk.modules.rotary import RotaryEmbedding
 from ropewalk.ops.attention.api import attention, takes_shards
-from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope
+from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
 
 # Keywords that transformers passes to every layer, and that do not change attention.
 _WITHOUT_EFFECT = {
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = {
 
 # Schemes for which key_starts cost nothing: others would gather their tables for each batch row, and ExpoSB's amplitude
 # depends on the distance to the start.
-_WITHOUT_ORIGIN = (NoPosition, Alibi)
+_WITHOUT_ORIGIN = (NoPosition, Alibi, T5Bias)
 
 
 class BERTAttention(nn.Module):
@@ -350,6 +350,42 @@ class ALiBiBERTAttention(BERTAttention):
     _position = Alibi()
 
 
+class T5BERTAttention(BERTAttention):
+    """`BERTAttention` by T5's relative position biases: a learned table of a bias per bucket of distances and head.
+
+    The same in PyTorch: `BERTAttention` with the scores of
+    ``T5Bias(relative_attention_bias.weight, max_distance=max_distance)``, bidirectional. T5 shares one table among its
+    layers and does not scale its scores; here each layer has a table, and the scores are BERT's. Arguments, results
+    and errors are the same; in addition:
+
+    Args:
+        num_buckets: buckets of distances, half of them for keys ahead of the query.
+        max_distance: all distances from it on share a bucket.
+
+    Attributes:
+        relative_attention_bias: `nn.Embedding(num_buckets, num_heads)`, from N(0, 0.02).
+
+    Source: T5 (https://arxiv.org/abs/1910.10683), §2.1.
+
+    Example:
+        >>> import torch
+        >>> from ropewalk import T5BERTAttention
+        >>> T5BERTAttention(64, 4)(torch.randn(2, 10, 64))[0].shape
+        torch.Size([2, 10, 64])
+    """
+
+    def _make_positions(self, *, num_buckets: int = 32, max_distance: int = 128) -> None:
+        self.relative_attention_bias = nn.Embedding(num_buckets, self.num_heads)
+        nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
+        self.max_distance = max_distance
+        self._set_position(self.position)
+
+    @property
+    def position(self) -> T5Bias:
+        """Return the scheme with the module's current table: a copy of the module, or a sharded one, has another."""
+        return T5Bias(self.relative_attention_bias.weight, max_distance=self.max_distance)
+
+
 class ReRoPEBERTAttention(BERTAttention):
     """`BERTAttention` by ReRoPE: past a window, relative positions stay constant or grow slowly, in both directions.
 
@@ -385,19 +421,21 @@ class ReRoPEBERTAttention(BERTAttention):
 
 
 _CLASSES: dict[str, type[BERTAttention]] = {
+    "none": BERTAttention,
     "standard": StandardBERTAttention,
     "absolute": AbsoluteBERTAttention,
     "rope": RoPEBERTAttention,
     "exposb": ExpoSBBERTAttention,
     "alibi": ALiBiBERTAttention,
+    "t5": T5BERTAttention,
     "rerope": ReRoPEBERTAttention,
 }
 
 
 def get_attention_class(name: str) -> type[BERTAttention]:
-    """Return the self-attention class of "standard", "absolute", "rope", "exposb", "alibi" or "rerope" positions.
+    """Return the self-attention class of "standard", "absolute", "rope", "exposb", "alibi", "t5" or "rerope" positions.
 
-    Any other name raises ValueError, “Unknown attention type: …”.
+    "none" is `BERTAttention` itself, which has no positions: the floor of a comparison. Any other name raises ValueError, “Unknown attention type: …”.
 
     Example:
         >>> from ropewalk import get_attention_class

@@ -41,7 +41,8 @@ def convert_bert(model: Model, position: str = "rope", **options: Any) -> Model:
 
     Args:
         model: a model of transformers, or a module that has one inside, on any device, of any dtype, in any mode.
-        position: "standard", "absolute", "rope", "exposb", "alibi" or "rerope", as for `get_attention_class`.
+        position: "none", "standard", "absolute", "rope", "exposb", "alibi", "t5" or "rerope", as for
+            `get_attention_class`.
         options: more arguments of that class, such as `base` or `window`.
 
     Returns:
