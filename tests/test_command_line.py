@@ -20,7 +20,8 @@ OPTIONS = {
     "doctor": "",
     "build": "--arch --force",
     "demo": "--device --figure --seed --steps --text",
-    "experiment length-extrapolation": "--device --figure --lengths --output --seed --steps --text --train-length -o",
+    "experiment length-extrapolation": "--device --figure --lengths --output --preset --seed --steps --text "
+    "--train-length -o",
     "experiment bert-positions": "--config --corpus --dataset --device --jobs --output --preset --record --resume "
     "--schemes --seeds --steps -o",
 }

@@ -39,6 +39,7 @@ _DEMO: dict[str, Option] = {
     "seed": (int, 0, "Of weights, batches and the generated line."),
 }
 _EXTRAPOLATION: dict[str, Option] = {
+    "preset": (str | None, None, "cpu, cuda or long (ten times the bytes, to 16k; a GPU); by default by the device."),
     "text": _TEXT,
     "steps": _STEPS,
     "train_length": (int | None, None, "The length it learns at; by default 512 on a GPU, 128 on a CPU."),
@@ -49,7 +50,7 @@ _EXTRAPOLATION: dict[str, Option] = {
     "seed": (int, 0, "Of weights and batches."),
 }
 _POSITIONS: dict[str, Option] = {
-    "preset": (str | None, None, "smoke (a CPU), small (one GPU) or base; by default smoke."),
+    "preset": (str | None, None, "smoke (a CPU), small or medium (one GPU) or base; by default smoke."),
     "config": (Path | None, None, "Settings, in YAML or TOML, that change the preset's."),
     "corpus": (list[str] | None, None, _CORPUS),
     "dataset": (str | None, None, "A Hugging Face dataset, NAME or NAME:CONFIGURATION."),
@@ -60,7 +61,7 @@ _POSITIONS: dict[str, Option] = {
     "output": (Path, Path("bert-positions"), "The folder of all results, new or empty.", "--output -o"),
     "resume": (bool, False, "Go on with what is in the output folder.", "--resume"),
     "jobs": (int, 1, "Models trained at a time, on one device.", "", {"min": 1}),
-    "record": (Path | None, None, "Where the record goes too, a new file."),
+    "record": (Path | None, None, "Where the record goes too: new, or of this comparison, to get further schemes."),
 }
 _BUILD: dict[str, Option] = {
     "arch": (
@@ -119,9 +120,9 @@ command(app, "report", bench.report, bench.REPORT)
 command(app, "build", build, _BUILD)
 command(
     *(experiment, "length-extrapolation", "experiments.length_extrapolation.run_length_extrapolation", _EXTRAPOLATION),
-    "Train a small transformer with RoPE, then read longer texts by RoPE, NTK, ReRoPE, leaky ReRoPE and SelfExtend.\n\n"
+    "Train a small transformer with RoPE, then read longer texts by RoPE, its scalings, ReRoPE and SelfExtend.\n\n"
     "It learns PyTorch's Python sources, or --text. The loss at a length is that of the last bytes of held-out "
-    "windows, the same bytes at each length.",
+    "windows, the same bytes at each length. A passkey, stated far before, is asked for at the end.",
 )
 command(
     *(experiment, "bert-positions", "experiments.bert_positions.run.run_bert_positions", _POSITIONS),

@@ -37,7 +37,9 @@ class ModelSize:
     learning_rate: float = 0.0
     multiples: tuple[int, ...] = ()  # of the training length: at which lengths, unless the caller says
     windows: int = 64  # of held-out text, at most
+    keys: int = 16  # of the passkey test, at most
     tokens_at_once: int = 1 << 12  # in a forward of the evaluation
+    compiled: bool = False  # in training, its blocks, by torch.compile
 
 
 class Block(nn.Module):
@@ -81,14 +83,19 @@ class ByteTransformer(nn.Module):
 
 
 def choose_size(
-    sizes: Mapping[str, ModelSize], name: str | None, **changes: int | None
+    sizes: Mapping[str, ModelSize], name: str | None, preset: str | None = None, **changes: int | None
 ) -> tuple[torch.device, ModelSize]:
-    """Choose the device by name, or the GPU if there is one, and the size for it, but for changes that are not None."""
+    """Choose the device by name, or the GPU if there is one, and a size, but for changes that are not None.
+
+    The size is the preset's, or the one for the device.
+    """
+    if preset is not None and preset not in sizes:
+        raise ValueError(f"preset is {preset!r}, but must be one of {', '.join(sizes)}")
     device = choose_device(name)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels that are told no device are there
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    return device, dataclasses.replace(sizes[device.type], **given)
+    return device, dataclasses.replace(sizes[preset or device.type], **given)
 
 
 def as_tokens(text: bytes) -> Tensor:
@@ -125,6 +132,9 @@ def train(
     """
     steps, losses, reported, start = size.steps, list[float](), 0, time.monotonic()
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+    if size.compiled and isinstance(model, ByteTransformer):
+        for block in model.blocks:
+            block.compile()  # in place
     if max_seconds < math.inf:
         console.print(f"It ends after {steps} steps or {max_seconds:.0f} s, whichever comes first.", highlight=False)
     model.train()

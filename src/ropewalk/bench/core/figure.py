@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ropewalk.bench.core.load import Row, groups, label, variant_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # By implementation, so that the same colour means the same in every figure.
 _IMPLS = """
@@ -56,3 +60,9 @@ def draw_bars(
     figure.suptitle(title, fontsize=13)
     figure.savefig(path, dpi=120, facecolor="white")
     return True
+
+
+def mark_smoke(figure: Figure) -> None:
+    """Write across a figure that it shows nothing."""
+    look: dict[str, Any] = {"fontsize": 40, "color": "#888888", "alpha": 0.35, "rotation": 25}
+    figure.text(0.5, 0.5, "smoke: this shows nothing", ha="center", va="center", zorder=9, **look)
