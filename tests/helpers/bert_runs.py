@@ -33,8 +33,9 @@ def make_corpus(n_documents=20, seed=0):
     from transformers import PreTrainedTokenizerFast
 
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(20, (n_documents, 1), generator=generator)
-    tokens = (5 + (starts + 3 * torch.arange(60)) % 20).int()
+    starts = torch.randint(10, (n_documents, 1), generator=generator)
+    half = 10 * (torch.arange(n_documents)[:, None] % 2)  # of the words: a document lacks the other
+    tokens = (5 + half + (starts + 3 * torch.arange(60)) % 10).int()
     lengths = torch.tensor([16, 16, 16, 12])
     windows = torch.tensor([[d * 60 + 16 * w, int(lengths[w])] for d in range(n_documents) for w in range(4)])
     words = {word: number for number, word in enumerate((*SPECIAL_TOKENS, *map(str, range(25))))}
@@ -42,4 +43,5 @@ def make_corpus(n_documents=20, seed=0):
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
     )
     facts = {"name": "a rule", "n_documents": n_documents, "n_bytes": 0, "sha256": "0" * 64}
-    return Corpus(facts, tokenizer, tokens.flatten(), windows, tokens[:4, :32])
+    tags = torch.full((2, 4, 32), -100, dtype=torch.int8)
+    return Corpus(facts, tokenizer, tokens.flatten(), windows, tokens[:4, :32], torch.arange(4), tags)

@@ -435,7 +435,8 @@ _CLASSES: dict[str, type[BERTAttention]] = {
 def get_attention_class(name: str) -> type[BERTAttention]:
     """Return the self-attention class of "standard", "absolute", "rope", "exposb", "alibi", "t5" or "rerope" positions.
 
-    "none" is `BERTAttention` itself, which has no positions: the floor of a comparison. Any other name raises ValueError, “Unknown attention type: …”.
+    "none" is `BERTAttention` itself, which has no positions: the floor of a comparison.
+    Any other name raises ValueError, “Unknown attention type: …”.
 
     Example:
         >>> from ropewalk import get_attention_class

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from helpers.bert_runs import TINY
@@ -14,6 +15,7 @@ from ropewalk.experiments.bert_positions.figures import (
     HUGGING_FACE,
     draw_learning,
     draw_speed,
+    fall_at_end,
     markdown_tables,
     read_bert_record,
 )
@@ -41,6 +43,71 @@ def test_figures_and_tables_of_a_record(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(ValueError, match=r"a\.jsonl is not a record of format 1 of the benchmark 'bert-positions'"):
         read_bert_record(tmp_path / "a.jsonl")
+
+
+def with_more(record, unigram=6.0):
+    """The record, of two seeds, with what newer ones have: recall, the probe, and the loss of guessing by frequency."""
+    of = [{"scheme": scheme, "seed": seed} for scheme in ("none", "rope") for seed in (0, 1)]
+    recall = [
+        {**x, "length": length, "distance": distance, "accuracy": 0.5 + 0.1 * x["seed"], "control_accuracy": 0.015}
+        | {"n_words": 100, "loss": 2.0 + x["seed"], "control_loss": 9.0}
+        for x in of
+        for length, distances in ((128, (8, 64)), (1024, (8, 64, 512)))
+        for distance in distances
+    ]
+    probe = [
+        {**x, "tag": tag, "length": length, "accuracy": 0.75 + 0.01 * x["seed"], "majority": 0.5}
+        for x in of
+        for length in (128, 1024)
+        for tag in ("kind", "depth")
+    ]
+    record.run["corpus"]["unigram_loss"] = unigram
+    return record._replace(recall=pd.DataFrame(recall, dtype=object), probe=pd.DataFrame(probe, dtype=object))
+
+
+def draw(record, path, monkeypatch):
+    """Draw the figure of what was learnt; its axes by title, and its texts."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *path, **look: figures.append(figure))
+    draw_learning(record, path)
+    (figure,) = figures
+    return {axes.get_title(): axes for axes in figure.axes}, [text.get_text() for text in figure.texts]
+
+
+def test_losses_have_one_axis_from_zero_and_shares_another(tmp_path, monkeypatch):
+    record = read_bert_record(RESULTS / "bert-positions-h200.jsonl")
+    panels, texts = draw(with_more(record), tmp_path, monkeypatch)
+    assert len(panels) == 5
+    losses = [axes for axes in panels["training (band: all seeds)"].figure.axes if "nats" in axes.get_ylabel()]
+    shares = [axes for axes in losses[0].figure.axes if axes not in losses]
+    assert (len(losses), len(shares)) == (2, 3)
+    for axes in losses:
+        assert axes.get_ylim() == (0, pytest.approx(1.05 * 6.077, abs=0.01))
+    assert {axes.get_ylim() for axes in shares} == {(0, 100)}
+    for axes in losses:  # the loss that needs no context
+        assert any(set(line.get_ydata()) == {6.0} for line in axes.lines)
+    assert not any("smoke" in text for text in texts)
+    record.run["config"]["steps"] = 1
+    assert "smoke: this shows nothing" in draw(record, tmp_path, monkeypatch)[1]
+
+
+def test_tables_of_recall_the_probe_and_convergence():
+    record = with_more(read_bert_record(RESULTS / "bert-positions-h200.jsonl"))
+    lines = markdown_tables(record).splitlines()
+    assert "| read 1024 at once | 8 | 64 | 512 | control |" in lines
+    assert "| RoPE | 6.50 ± 0.71 | 6.50 ± 0.71 |" in lines  # read at 128 at once
+    assert "| RoPE | 55.0 ± 7.1 | 55.0 ± 7.1 | 55.0 ± 7.1 | 1.5 |" in lines
+    assert "| scheme | kind at 128 | depth at 128 | kind at 1024 | depth at 1024 |" in lines
+    assert "| the most frequent class | 50.0 | 50.0 | 50.0 | 50.0 |" in lines
+    assert f"| None (the floor){' | 75.5 ± 0.7' * 4} |" in lines
+    assert "| Standard (learned) | 1.11 ± 0.14 |" in lines
+
+
+def test_the_fall_at_the_end_is_of_the_last_fifth():
+    losses = [5.0] * 40 + [4.0] * 40 + [3.0] * 20  # of 100 lines, smoothed over 5 of them
+    rows = pd.DataFrame([{"seed": 0, "steps": [*range(10, 1001, 10)], "losses": losses}])
+    before = (3 * 4.0 + 2 * 3.0) / 5  # at step 800, the 80th line
+    assert fall_at_end(rows).tolist() == pytest.approx([(before - 3) / before * 100])
 
 
 def test_speed_of_all_candidates_at_both_lengths(device, monkeypatch):

@@ -8,6 +8,10 @@ from ropewalk.experiments.bert_positions.config import SCHEMES, Config, load_con
 def test_presets():
     assert load_config("smoke") == Config()
     assert load_config("small").options_of("rerope") == {"window": 64}
+    small, medium = load_config("small"), load_config("medium")
+    n_tokens = [config.steps * config.batch_size * config.train_length for config in (small, medium)]
+    assert n_tokens[1] >= 10 * n_tokens[0]
+    assert medium.seeds == small.seeds
     assert load_config("base").longest == 4096
     assert load_config("base").schemes == list(SCHEMES)
     assert load_config("base", corpus=["a"]).dataset is None  # the later says alone where the text is from
@@ -64,5 +68,5 @@ def test_files_that_cannot_be(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config("smoke", tmp_path / name)
-    with pytest.raises(ValueError, match="preset 'large' does not exist; there are: smoke, small, base"):
+    with pytest.raises(ValueError, match="preset 'large' does not exist; there are: smoke, small, medium, base"):
         load_config("large")

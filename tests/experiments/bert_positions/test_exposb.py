@@ -178,7 +178,7 @@ def test_verdicts_go_by_what_is_measured(monkeypatch, name, scheme, check):
 
 
 def test_band_weights_are_one_for_each_head():
-    trained = {0: torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 5: torch.tensor([[2.0, 2.0], [2.0, 2.0]])}
+    trained = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0, 2.0], [2.0, 2.0]])]
     row = exposb.check_band_weights(64, 4, trained)
     assert row["verdict"] == "false"
     expected = {
@@ -195,7 +195,7 @@ def test_band_weights_are_one_for_each_head():
     assert expected == pytest.approx({key: row["measured"][key] for key in expected})
     assert row["measured"]["largest difference from a head's scores times the square of its weight"] < 1e-12
     assert "From 1 they went to 2.250 ± 0.829 (1.000 to 4.000)" in row["finding"]
-    assert "trained" not in exposb.check_band_weights(64, 4, {})["finding"]
+    assert "trained" not in exposb.check_band_weights(64, 4, [])["finding"]
 
 
 def test_the_weights_of_a_trained_model():
@@ -224,7 +224,7 @@ def test_gradients():
 def rows_of(losses, lengths=(32, 256)):
     """Losses as {scheme: a list over seeds of losses at the lengths}."""
     return [
-        {"scheme": scheme, "seed": seed, "length": length, "loss": loss}
+        {"kind": "evaluation", "scheme": scheme, "seed": seed, "length": length, "loss": loss}
         for scheme, seeds in losses.items()
         for seed, at in enumerate(seeds)
         for length, loss in zip(lengths, at, strict=True)
@@ -275,7 +275,9 @@ def test_a_difference_is_shown_only_beyond_the_spread_of_seeds(differences, verd
 
 def test_all_claims_are_checked_in_words_and_numbers():
     losses = {"exposb": [[2.0, 3.0]], "rope": [[1.9, 3.9]]}
-    rows = check_exposb(CONFIG, rows_of(losses), {0: torch.ones(2, 4)})
+    trained = {"kind": "training", "scheme": "exposb", "seed": 0, "band_weights": torch.ones(2, 4).tolist()}
+    record = [trained, {"kind": "training", "scheme": "rope", "seed": 0}, *rows_of(losses)]
+    rows = check_exposb(CONFIG, record)
     assert len({row["claim"] for row in rows}) == len(rows) == 11
     for row in rows:
         assert row["verdict"] in ("true", "false", "in part", "not shown")
@@ -283,4 +285,4 @@ def test_all_claims_are_checked_in_words_and_numbers():
         assert "nan" not in row["finding"]
         assert all(isinstance(value, float) and math.isfinite(value) for value in row["measured"].values())
     assert len(check_exposb(CONFIG)) == 9
-    assert check_exposb(CONFIG, rows_of(losses), {0: torch.ones(2, 4)}) == rows
+    assert check_exposb(CONFIG, record) == rows

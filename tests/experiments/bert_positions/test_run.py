@@ -1,6 +1,7 @@
 """The whole comparison, as the command runs it: its files, its end by a kill and what comes after, its errors."""
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -71,6 +72,9 @@ def test_all_of_it(uninterrupted, device):
     assert len(record.speed) == 2 * 5
     assert len(record.exposb) == 11
     assert record.exposb.measured[7]["trained models"] == 1
+    assert len(record.recall) == 2 * (2 + 4)  # schemes; distances 8 and 13 at length 16, 8, 16, 32 and 56 at 64
+    assert record.probe.empty  # of a text that is no Python
+    assert 2 < record.run["corpus"]["unigram_loss"] < math.log(512)
 
 
 def test_what_is_finished_is_not_done_again(uninterrupted, device, monkeypatch):
@@ -79,6 +83,50 @@ def test_what_is_finished_is_not_done_again(uninterrupted, device, monkeypatch):
     result = invoke("--device", device, "-o", uninterrupted[0], "--resume")
     assert result.exit_code == 0, result.output
     assert losses_of(uninterrupted[0]) == before
+
+
+def test_a_record_grows_over_calls(tmp_path, settings, uninterrupted, device):
+    record = tmp_path / "record.jsonl"
+    for scheme in ("exposb", "rope"):
+        options = ["--schemes", scheme, "--config", settings, "--device", device, "--record", record]
+        result = invoke(*options, "-o", tmp_path / scheme)
+        assert result.exit_code == 0, result.output
+    grown, whole = read_bert_record(record), read_bert_record(uninterrupted[0] / "record.jsonl")
+    assert (tmp_path / "rope/record.jsonl").read_text() == record.read_text()
+    assert grown.run["config"] == whole.run["config"]
+    assert [part["schemes"] for part in grown.run["parts"]] == [["exposb"], ["rope"]]
+    for kind in ("evaluation", "recall"):
+        rows, expected = (getattr(x, kind).sort_values("scheme", kind="stable") for x in (grown, whole))
+        assert rows.to_dict("records") == expected.to_dict("records")
+    assert grown.exposb.to_dict("records") == whole.exposb.to_dict("records")
+    assert set(grown.speed.model) == {"exposb", "Hugging Face BERT"}  # of the first call
+    before = record.read_text()
+    for options, message in (
+        (["--schemes", "rope"], "has scheme 'rope' already: leave it out of schemes"),
+        (["--schemes", "alibi", "--steps", "7"], "steps is 12 there, but 7 here"),
+    ):
+        result = invoke(*options, "--config", settings, "--device", device, "--record", record, "-o", tmp_path / "new")
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert record.read_text() == before
+        assert not list((tmp_path / "new").iterdir())
+    result = invoke("--device", device, "--record", record, "-o", tmp_path / "rope", "--resume")
+    assert result.exit_code == 0, result.output
+    assert losses_of(tmp_path / "rope")[1] == read_bert_record(record).evaluation.to_dict("records")
+
+
+def test_a_folder_may_get_further_schemes(tmp_path, settings, uninterrupted, device):
+    file = tmp_path / "untimed.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"time_steps": False}))
+    first = ["--config", file, "--device", device, "-o", tmp_path / "out"]
+    result = invoke(*first, "--schemes", "rope")
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "out/speed.png").exists()
+    result = invoke(*first, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "exposb, seed 0: step 12" in result.output
+    assert "rope, seed 0: step" not in result.output
+    assert losses_of(tmp_path / "out") == losses_of(uninterrupted[0])
 
 
 @pytest.mark.slow
@@ -129,7 +177,6 @@ def test_only_the_same_run_can_be_resumed(tmp_path, settings, uninterrupted):
         (["-o", output, "--resume", "--steps", "7"], "steps is 12 there, but 7 here: it must be the same run"),
         (["-o", tmp_path / "new", "--resume"], "cannot be read"),
         (["-o", tmp_path / "new", "--jobs", "2", "--schemes", "rotary"], "'rotary'"),
-        (["-o", tmp_path / "new", "--record", settings], "exists already, and is not overwritten"),
         (["-o", tmp_path / "new", "--device", "gpu"], "the device is 'gpu'"),
     ):
         result = invoke("--device", "cpu", *([] if "--resume" in options else ["--config", settings]), *options)

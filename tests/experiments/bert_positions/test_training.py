@@ -103,6 +103,17 @@ def test_it_trains_as_a_plain_loop_does_whatever_its_parts(tmp_path, device):
     assert parts["losses"] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(tmp_path, device):
+    config = dataclasses.replace(QUIET, log_every=1)
+    (_, plain), (model, compiled) = (
+        train(tmp_path / str(x), device, config=dataclasses.replace(config, compile_layers=x)) for x in (False, True)
+    )
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    with torch.compiler.set_stance("force_eager"):
+        assert evaluate(model, CORPUS, config, "exposb", 0, device)
+
+
 @pytest.mark.parametrize("stop", [3, 10])
 def test_what_was_stopped_goes_on_exactly(trained, tmp_path, device, monkeypatch, stop):
     def stop_there(trainer, *arguments, step=Trainer.training_step):

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ropewalk.modules.bert import get_attention_class
 
-SCHEMES = ("standard", "absolute", "rope", "exposb", "alibi", "rerope")
+SCHEMES = ("none", "standard", "absolute", "rope", "exposb", "alibi", "t5", "rerope")
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 _RANGES = {
     pd.Interval(1, inf, "left"): "hidden_size num_layers num_heads intermediate_size batch_size accumulation_steps "
@@ -58,10 +58,12 @@ class Config:
     max_grad_norm: float | int = 1.0
     mask_probability: float = 0.15
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # bf16 on a GPU, else no
+    compile_layers: bool = False  # in training, by torch.compile: fewer passes over memory, for a GPU that is filled
     length_multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # of train_length: where it is evaluated
     evaluation_windows: int = 32  # of the greatest length, at most
     checkpoint_every: int = 100  # steps
     log_every: int = 10  # steps
+    time_steps: bool = True  # whether the speed of training steps is measured, beside transformers' BERT
 
     def validate_values(self) -> None:
         """Raise ValueError unless each value is in its range, and what belongs together fits."""

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from ropewalk.experiments.bert_positions.config import Config
+from ropewalk.experiments.bert_positions.tags import TAGS, tag_source
 
 MEGABYTE = 10**6
 # PyTorch requires the other two, so that these are on every machine that this runs on. transformers, though larger,
@@ -49,6 +50,8 @@ class Corpus:
     tokens: Tensor  # int32: all documents to learn from, end to end, mapped from a file
     windows: Tensor  # (W, 2) int64: where in tokens a window begins, and how many it has; each lies in one document
     held_out: Tensor  # (N, longest) int32: windows that each lie in one held-out document
+    documents: Tensor  # (N,) int64: the number of that document
+    tags: Tensor  # (kinds of tags, N, longest) int8: what each token is; −100 where the document is no Python source
 
 
 def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
@@ -66,6 +69,10 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
         wordpiece = train_wordpiece(documents[n_held_out:], config.vocab_size)
         made["tokens"], made["lengths"] = encode(wordpiece, documents[n_held_out:])
         made["held_out"], made["held_out_lengths"] = encode(wordpiece, documents[:n_held_out])
+        lengths = made["held_out_lengths"]
+        begins, numbers = cut_held_out(lengths, config.longest, config.evaluation_windows)
+        places = begins - (lengths.cumsum(0) - lengths)[numbers]
+        made["tags"] = tag_windows(wordpiece, documents[:n_held_out], places, numbers, config.longest)
         folder.mkdir(parents=True, exist_ok=True)
         wordpiece.save(vocabulary)
         torch.save(made, unfinished := file.with_suffix(".unfinished"))
@@ -75,7 +82,7 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
     content, longest = torch.load(file, mmap=True), config.longest
     facts, tokens = content["facts"], content["tokens"]
     windows = cut_windows(content["lengths"], config.train_length)
-    begins = cut_held_out(content["held_out_lengths"], longest, config.evaluation_windows)
+    begins, numbers = cut_held_out(content["held_out_lengths"], longest, config.evaluation_windows)
     for of, found, least in (("to learn from", windows, SHORTEST_WINDOW), ("held out", begins, longest)):
         if not len(found):
             raise ValueError(
@@ -85,7 +92,15 @@ def prepare_corpus(config: Config, folder: Path, console: Console) -> Corpus:
     line = f"text: {facts['name']}; {facts['n_documents']:,} documents, {facts['n_bytes'] / MEGABYTE:,.1f} MB; "
     line += f"{len(tokens):,} tokens to learn from, {len(begins)} held-out windows of {longest}"
     console.print(line, markup=False, highlight=False)
-    return Corpus(facts, tokenizer, tokens, windows, content["held_out"][begins[:, None] + torch.arange(longest)])
+    held_out = content["held_out"][begins[:, None] + torch.arange(longest)]
+    return Corpus(facts, tokenizer, tokens, windows, held_out, numbers, content["tags"])
+
+
+def unigram_loss(corpus: Corpus) -> float:
+    """Return the loss on held-out tokens, in nats, of guessing each by its frequency in the text to learn from."""
+    counts = corpus.tokens.long().bincount(minlength=len(corpus.tokenizer)) + 1
+    log_p = (counts.double() / counts.sum()).log()
+    return round(-log_p[corpus.held_out.long()].mean().item(), 6)  # the same on all machines
 
 
 def encode(tokenizer: Tokenizer, documents: list[str], at_once: int = 64) -> tuple[Tensor, Tensor]:
@@ -103,12 +118,13 @@ def cut_windows(lengths: Tensor, size: int) -> Tensor:
     return torch.stack((begin, (lengths[document] - offset).clamp(max=size)), 1)
 
 
-def cut_held_out(lengths: Tensor, size: int, most: int) -> Tensor:
-    """Return the begins, (N,), of at most so many windows of `size` tokens, evenly from all; centred in documents."""
+def cut_held_out(lengths: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
+    """Return begins and documents, (N,), of at most so many windows of `size` tokens, evenly from all, centred."""
     begin, document, _ = _spread(lengths, lengths // size, size)
     starts = begin + (lengths[document] % size) // 2
     count = min(most, len(starts))
-    return starts[torch.arange(count) * len(starts) // max(1, count)]
+    chosen = torch.arange(count) * len(starts) // max(1, count)
+    return starts[chosen], document[chosen]
 
 
 def _spread(lengths: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,6 +132,18 @@ def _spread(lengths: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor,
     document = torch.repeat_interleave(counts)
     offset = (torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]) * size
     return (lengths.cumsum(0) - lengths)[document] + offset, document, offset
+
+
+def tag_windows(tokenizer: Tokenizer, documents: list[str], places: Tensor, numbers: Tensor, size: int) -> Tensor:
+    """Tag the tokens of N windows of `size`, each of a document by number, from a token on: (kinds, N, size) int8."""
+    tags = torch.full((len(TAGS), len(places), size), -100, dtype=torch.int8)
+    for number in numbers.unique().tolist():
+        found, here = tag_source(documents[number]), (numbers == number).nonzero()[:, 0]
+        if found is not None:
+            encoding = tokenizer.encode(documents[number], add_special_tokens=False)
+            characters = torch.tensor([first for first, _ in encoding.offsets])
+            tags[:, here] = found[:, characters[places[here, None] + torch.arange(size)]]
+    return tags
 
 
 def train_wordpiece(documents: list[str], vocab_size: int) -> Tokenizer:

@@ -7,7 +7,7 @@ Shape letters: P pairs of positions, N pairs of vectors, T tokens, H heads, D he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Row = dict[str, Any]  # of a record: kind, claim, measured, verdict ("true", "false", "in part", "not shown"), finding
 
 
-def check_exposb(
-    config: Config, evaluation: Sequence[Row] = (), trained: Mapping[int, Tensor] | None = None
-) -> list[Row]:
-    """Measure a row for each claim, at the run's sizes; `trained` has the band weights of its models, by seed."""
+def check_exposb(config: Config, record: Sequence[Row] = ()) -> list[Row]:
+    """Measure a row for each claim, at the run's sizes; its record has losses, and band weights of trained models."""
+    evaluation = [row for row in record if row["kind"] == "evaluation"]
+    trained = [torch.tensor(row["band_weights"]) for row in record if row.get("band_weights") is not None]
     sizes = config.hidden_size // config.num_heads, config.train_length, config.longest
     checks = (check_stick_breaking, check_norms, check_relative, check_amplitude, check_fall_with_distance)
     rows = [check(*sizes) for check in (*checks, check_distance_decay, check_band_gains)]
-    rows.append(check_band_weights(config.hidden_size, config.num_heads, trained or {}))
+    rows.append(check_band_weights(config.hidden_size, config.num_heads, trained))
     return [*rows, check_gradients(sizes[0]), *compare_losses(evaluation, config.train_length)]
 
 
@@ -188,8 +188,8 @@ def trained_band_weights(model: nn.Module) -> Tensor:
     return torch.stack([weights.detach().cpu().double() for weights in layers])
 
 
-def check_band_weights(hidden_size: int, heads: int, trained: Mapping[int, Tensor]) -> Row:
-    """Describe the module's learned weights and their trained values, by seed (layers, heads)."""
+def check_band_weights(hidden_size: int, heads: int, trained: Sequence[Tensor]) -> Row:
+    """Describe the module's learned weights and their trained values, (layers, heads) of each model."""
     count = ExpoSBBERTAttention(hidden_size, heads).band_weights.numel()
     q, k, drawn = *draw(2, heads, hidden_size // heads), draw(heads)
     m, n = torch.arange(POSITIONS), torch.arange(POSITIONS).flip(0)
@@ -198,7 +198,7 @@ def check_band_weights(hidden_size: int, heads: int, trained: Mapping[int, Tenso
     is_true, exact = count != heads or difference >= ROUNDING, f"to {difference:.0e}" if difference else "exactly"
     row = _row("band_weights", is_true, count=count, heads=heads, difference=difference, exact=exact)
     if trained:
-        weights = torch.stack(list(trained.values())).double()
+        weights = torch.stack(list(trained)).double()
         means = weights.flatten(1).mean(1)
         found = {"mean": weights.mean(), "spread": weights.std(correction=0), "least": weights.min()}
         found |= {"greatest": weights.max(), "least_mean": means.min(), "greatest_mean": means.max()}

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
+from ropewalk.bench.core.figure import mark_smoke
 from ropewalk.bench.core.records import cpu_note, read_lines
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BENCHMARK, HUGGING_FACE = "bert-positions", "Hugging Face BERT"  # as it is
 # Name, colour, marker and line of a scheme; colours are Okabe and Ito's, which the colour-blind can distinguish.
 _STYLES: dict[str, tuple[str, str, str, Any]] = {
+    "none": ("None (the floor)", "#777777", "x", (0, (1, 2))),
     "standard": ("Standard (learned)", "#000000", "o", (0, (1, 1))),
     "absolute": ("Absolute (sinusoids)", "#E69F00", "s", (0, (5, 1))),
     "rope": ("RoPE", "#0072B2", "^", "solid"),
     "exposb": ("ExpoSB", "#D55E00", "D", (0, (3, 1, 1, 1))),
     "alibi": ("ALiBi", "#009E73", "v", (0, (4, 2))),
+    "t5": ("T5's bias", "#56B4E9", "<", (0, (6, 1, 1, 1))),
     "rerope": ("ReRoPE", "#CC79A7", "P", "solid"),
 }
 _GREYS = {"sdpa": "#555555", "eager": "#999999", "ropewalk": "#7FB2D9"}
@@ -41,6 +45,8 @@ class BertRecord(NamedTuple):
     evaluation: pd.DataFrame
     speed: pd.DataFrame
     exposb: pd.DataFrame
+    recall: pd.DataFrame
+    probe: pd.DataFrame
 
 
 def read_bert_record(path: Path) -> BertRecord:
@@ -50,41 +56,86 @@ def read_bert_record(path: Path) -> BertRecord:
 
 
 def draw_learning(record: BertRecord, path: Path) -> None:
-    """Draw loss against steps, all of them and the last ones large, and loss and accuracy against length, as PNG."""
+    """Draw what was learnt as PNG: losses above on one axis from 0, shares in percent below on one from 0 to 100.
+
+    Above are the loss against steps, and on held-out text against length; below what was guessed right there, and what
+    was recalled by distance and told by the probe, where they were measured. Bands and bars are the spread of seeds.
+    """
+    shares = ["accuracy", *(kind for kind in ("recall", "probe") if len(getattr(record, kind)))]
+    above = ["training"] * max(1, len(shares) - 1) + ["loss"]
+    below = shares if len(shares) > 1 else [*shares, "."]
+    lengths = sorted(record.evaluation.length.unique())
+    trained, unigram = record.run["config"]["train_length"], record.run["corpus"].get("unigram_loss")
     with _figure(record, 9.5, path) as figure:
-        (training, end), (loss, accuracy) = figure.subplots(2, 2)
-        # Before that part of the steps the loss falls from where nothing else is.
-        for axes, since, title in ((training, 0.03, "training"), (end, 0.6, "the end of the training")):
-            shown = []
-            for (_, colour, marker, line), rows in _by_scheme(record.training):
-                curves = _smooth(rows)
-                steps, least, greatest = curves.index, curves.min(axis=1), curves.max(axis=1)
-                inside = [index for index, step in enumerate(steps) if step >= since * steps[-1]]
-                marked = inside[len(inside) // 12 :: max(1, len(inside) // 6)]
-                axes.plot(steps, curves.mean(axis=1), color=colour, marker=marker, markevery=marked, linestyle=line)
-                axes.fill_between(steps, least, greatest, color=colour, alpha=0.18, linewidth=0)
-                shown += [least.iloc[inside].min(), greatest.iloc[inside].max()]
-            room = (max(shown) - min(shown)) * 0.04 or 0.1
-            axes.set_ylim(min(shown) - room, max(shown) + room)
-            axes.set(title=title, xlabel="steps", ylabel="loss, nats per masked token")
-        end.set_xlim(0.6 * end.dataLim.x1, 1.012 * end.dataLim.x1)
-        rows, lengths = record.evaluation, sorted(record.evaluation.length.unique())
-        accuracies = rows.accuracy * 100
-        for axes, values in ((loss, rows.loss), (accuracy, accuracies)):
-            for (name, colour, marker, line), of_scheme in _by_scheme(rows):
-                over_seeds = values[of_scheme.index].astype(float).groupby(of_scheme.length)
-                look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line, "label": name}
-                axes.errorbar(lengths, over_seeds.mean(), over_seeds.std().fillna(0), **look)
-            trained = record.run["config"]["train_length"]
-            axes.axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(lengths, lengths)
-            axes.minorticks_off()
-            axes.set(title="held-out text", xlabel="length read at once, tokens (dotted: the training length)")
-        loss.set_ylabel("loss, nats per masked token")
-        accuracy.set_ylabel("masked tokens guessed right, %")
-        handles, labels = loss.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
+        panels: dict[str, Axes] = figure.subplot_mosaic([above, below])
+        for style, rows in _by_scheme(record.training):
+            curves, (_, colour, marker, line) = _smooth(rows), style
+            look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
+            panels["training"].plot(curves.mean(axis=1), markevery=max(1, len(curves) // 8), **look)
+            steps, least, greatest = curves.index, curves.min(axis=1), curves.max(axis=1)
+            panels["training"].fill_between(steps, least, greatest, color=colour, alpha=0.18, linewidth=0)
+        panels["training"].set(title="training (band: all seeds)", xlabel="steps")
+        for name, column, factor in (("loss", "loss", 1), ("accuracy", "accuracy", 100)):
+            for style, rows in _by_scheme(record.evaluation):
+                _plot_spread(panels[name], style, rows, "length", column, factor)
+            _mark_lengths(panels[name], lengths, "tokens read at once (dotted: trained)")
+            panels[name].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
+            panels[name].set_title("held-out text" if name == "loss" else "held-out text: masked tokens")
+        if "recall" in panels:
+            longest = record.recall[record.recall.length == record.recall.length.max()]
+            for style, rows in _by_scheme(longest):
+                _plot_spread(panels["recall"], style, rows, "distance", "accuracy", 100)
+            control = longest.control_accuracy.astype(float).max() * 100
+            panels["recall"].axhline(control, color="#888888", linewidth=1)
+            panels["recall"].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
+            _mark_lengths(panels["recall"], sorted(longest.distance.unique()), "distance of the fact, tokens")
+            title = f"fact recalled in {longest.length.max()} tokens\n(grey: without the fact, at most)"
+            panels["recall"].set_title(title)
+        if "probe" in panels:
+            _draw_probe(record.probe, panels["probe"])
+        top = max(unigram or 0.0, record.evaluation.groupby(["scheme", "length"]).loss.mean().max())
+        for name in ("training", "loss"):  # from 0, and as far for both
+            panels[name].set(ylim=(0, 1.05 * top), ylabel="loss, nats per masked token")
+            if unigram:
+                look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+                panels[name].axhline(unigram, color="#888888", linewidth=1, linestyle="--", zorder=0)
+                panels[name].annotate("guess by frequency of tokens", (1, unigram), (-4, 3), **look)
+        for name in shares:
+            panels[name].set(ylim=(0, 100), ylabel="right, %")
+        handles, labels = panels["loss"].get_legend_handles_labels()
+        look = {"loc": "outside lower center", "frameon": False, "fontsize": 11}
+        figure.legend(handles, labels, ncols=min(len(labels), 6), **look)
+
+
+def _plot_spread(axes: Axes, style: tuple[str, str, str, Any], rows: pd.DataFrame, x: str, y: str, factor: int) -> None:
+    """Plot the mean over seeds, with bars of a standard deviation up and down."""
+    name, colour, marker, line = style
+    over_seeds = (rows[y].astype(float) * factor).groupby(rows[x].astype(int))
+    mean, deviation = over_seeds.mean(), over_seeds.std().fillna(0)
+    axes.errorbar(mean.index, mean, deviation, color=colour, marker=marker, linestyle=line, label=name)
+
+
+def _mark_lengths(axes: Axes, lengths: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, map(str, lengths))
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def _draw_probe(rows: pd.DataFrame, axes: Axes) -> None:
+    """Draw the accuracies of the probe, a group of points for each tag and length, and the most frequent class's."""
+    groups = list(rows.groupby(["tag", "length"], sort=False).groups)
+    for number, group in enumerate(groups):
+        of_group = rows[(rows.tag == group[0]) & (rows.length == group[1])]
+        of_schemes = list(_by_scheme(of_group))
+        for index, ((_, colour, marker, _), of_scheme) in enumerate(of_schemes):
+            at, values = number + 0.8 * (index + 0.5) / len(of_schemes) - 0.4, of_scheme.accuracy.astype(float) * 100
+            deviation = values.std() if len(values) > 1 else 0.0
+            axes.errorbar(at, values.mean(), deviation, color=colour, marker=marker, linestyle="none")
+        majority = float(of_group.majority.iloc[0]) * 100
+        axes.hlines(majority, number - 0.4, number + 0.4, color="#888888", linewidth=1)
+    axes.set_xticks(range(len(groups)), [f"{tag}\nat {length}" for tag, length in groups])
+    axes.set(title="linear probe\n(grey: the most frequent class)", xlabel="tag, tokens read at once")
 
 
 def draw_speed(record: BertRecord, path: Path) -> None:
@@ -122,14 +173,21 @@ def _figure(record: BertRecord, height: float, path: Path) -> Iterator[Figure]:
     with rc_context(_LOOK):
         figure = Figure(figsize=(11, height), layout="constrained")
         figure.suptitle(textwrap.fill(_title(record), 100), fontsize=12)
+        if _is_smoke(record):
+            mark_smoke(figure)
         yield figure
         figure.savefig(path, dpi=120, facecolor="white", format="png")
+
+
+def _is_smoke(record: BertRecord) -> bool:
+    config = record.run["config"]
+    return bool(config["steps"] * config["batch_size"] * config["train_length"] < _SMOKE_TOKENS)
 
 
 def _title(record: BertRecord) -> str:
     config, device = record.run["config"], record.run["device"]
     steps, batch, length, seeds = (config[x] for x in ("steps", "batch_size", "train_length", "seeds"))
-    smoke = "Smoke: no comparison. " if steps * batch * length < _SMOKE_TOKENS else ""
+    smoke = "Smoke: no comparison. " if _is_smoke(record) else ""
     return (
         f"{smoke}BERT of {config['num_layers']} layers × {config['hidden_size']}, trained at length {length} on "
         f"{record.run['corpus']['name']}, {steps} steps of {batch} windows, {len(seeds)} seed{'s' * (len(seeds) > 1)}, "
@@ -143,13 +201,21 @@ def _smooth(rows: pd.DataFrame) -> pd.DataFrame:
     return curves.rolling(2 * round(len(curves) * _SMOOTH / 2) + 1, center=True, min_periods=1).mean()
 
 
+def fall_at_end(rows: pd.DataFrame) -> pd.Series[float]:
+    """Return by how many percent each seed's smoothed loss falls from four fifths of the steps to the end."""
+    curves = _smooth(rows)
+    before = curves[curves.index <= 0.8 * curves.index[-1]]
+    start = before.iloc[-1] if len(before) else curves.iloc[0]
+    return (start - curves.iloc[-1]) / start * 100
+
+
 def markdown_tables(record: BertRecord) -> str:
     """Make the tables as Markdown, below a line about the run and its machine."""
     from jinja2 import Environment
 
     template = Path(__file__).with_name("tables.md.jinja").read_text(encoding="utf-8")
     made = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(template)
-    functions = {"by_scheme": _by_scheme, "spread": spread, "smooth": _smooth, "short": _short}
+    functions = {"by_scheme": _by_scheme, "spread": spread, "smooth": _smooth, "short": _short, "fall": fall_at_end}
     names = {"title": _title(record), "styles": _STYLES, "hugging_face": HUGGING_FACE}
     text: str = made.render(record=record, run=record.run, **functions, **names)
     return text

@@ -32,7 +32,7 @@ from ropewalk.integrations.huggingface import convert_bert, register
 
 ATTENTIONS = ("sdpa", "eager", "ropewalk")
 MULTIPLES = (1, 4)  # of the training length: where speed is measured
-_TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}
+TOKENS_AT_ONCE = {"cpu": 1 << 12, "cuda": 1 << 16}  # in a forward of an evaluation
 _PAD_ID = _SEED = 0  # of what speed is measured by
 Row = dict[str, Any]  # of a record
 
@@ -97,6 +97,9 @@ def train_run(
     batches = TrainingBatches(corpus, config, seed)
     arguments = training_arguments(config, folder, device, derive_seed("dropout", seed) % 2**32)
     model.to(arguments.device)
+    if config.compile_layers:
+        for layer in model.bert.encoder.layer:
+            layer.compile()  # in place, once for all: the names of the weights stay
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     optimizer, progress = make_optimizer(model, config), _Progress(f"{scheme}, seed {seed}", console)
@@ -198,7 +201,7 @@ def evaluate(
     rows = []
     for length in (config.train_length * multiple for multiple in config.length_multiples):
         totals, n_labels = torch.zeros(2, dtype=torch.float64, device=device), 0
-        for batch in data.evaluation_batches(corpus, config, length, _TOKENS_AT_ONCE[device.type]):
+        for batch in data.evaluation_batches(corpus, config, length, TOKENS_AT_ONCE[device.type]):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             with autocast(config, device):
                 found = model(**batch, num_items_in_batch=1)
