@@ -995,6 +995,9 @@ def imagined(
         "tables": NO_TABLES,
         "mask": mask,
         "block_table": None,
+        "blocks": None,
+        "cu_seqlens_q": None,
+        "score_mod": None,
         "dropout_p": 0.0,
     }
     return SimpleNamespace(q=q, k=k, **made)
