@@ -41,7 +41,8 @@ def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
 
 
 if __name__ == "__main__":
-    DROPPED = [case for case in hopper.CASES if case[2].startswith("dropout")]
+    ORDERED = [case for case in hopper.ORDERED_CASES if case[2] == "ordered-dropout"]
+    DROPPED = [case for case in hopper.CASES if case[2].startswith("dropout")] + ORDERED
     SOME = {"wide": hopper.WIDE_CASES, "lists": hopper.LIST_CASES, "dropout": DROPPED}
-    EVERY = hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES + hopper.LIST_CASES
+    EVERY = hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES + hopper.LIST_CASES + ORDERED
     main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

@@ -221,8 +221,9 @@ def test_the_backward_in_order_compiles(monkeypatch, tmp_path, head_dim, dtype, 
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     report = ptxas_report(compiled, tmp_path)
     assert not re.findall(r"C75\d\d", report)  # matrix products that wait for each other
-    # As without an order, which is for the dQ-reduce warp alone.
-    assert spilled_bytes(report) <= allowed_spills("backward", launch, name.removeprefix("ordered-"))
+    # As without an order, which is for the dQ-reduce warp alone, but for dropout.
+    of = name if name == "ordered-dropout" else name.removeprefix("ordered-")
+    assert spilled_bytes(report) <= allowed_spills("backward", launch, of)
     instructions = instructions_of(compiled, tmp_path)
     assert not barriers_among_tiles(instructions, compiled.metadata.shared)
     waits = sum(line.startswith("LDG.E.STRONG.GPU") for line in instructions)
