@@ -168,6 +168,18 @@ def test_no_binary_is_compiled_as_a_cache_grows(kind, device):
     assert compiled[0] == compiled[-1]
 
 
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("batch", [1, 4, 8, 64])
+@pytest.mark.parametrize("row_bytes", [32, 64, 128, 256])
+def test_keys_change_the_number_of_programs_alone(row_bytes, batch, columns):
+    pytest.importorskip("triton")
+    from ropewalk.ops.attention.hopper.decode_launch import choose_tiles
+
+    tiles = {choose_tiles(row_bytes, columns, batch, 8, n_keys, 132) for n_keys in (16, 8192, 1 << 17)}
+    assert len({x._replace(programs=0) for x in tiles}) == 1
+    assert {x.programs for x in tiles} != {1}
+
+
 MASK = torch.ones(1, 1, 1, 1504, dtype=torch.bool)
 REFUSED = {
     "mask": ({}, {"mask": MASK}, "masks"),

@@ -61,22 +61,21 @@ FEW_TILES = {
     64: PagedTiles(4, 1, 1, 4, 2, 168),
     32: PagedTiles(4, 1, 1, 4, 2, 168),
 }
-# For few keys in all: one program is enough for a multiprocessor, and of one head leaves few results to combine.
-SHORT_TILES = {
-    256: PagedTiles(4, 1, 1, 3, 1, 255),
-    128: PagedTiles(4, 1, 1, 3, 1, 168),
-    64: PagedTiles(4, 1, 1, 4, 1, 168),
-    32: PagedTiles(4, 1, 1, 4, 1, 168),
-}
-SHORT = 2048  # keys for each multiprocessor
+# For fewer than a quarter as many: programs of one head leave few results to combine.
+LONE_TILES = {**FEW_TILES, 128: PagedTiles(4, 1, 1, 3, 2, 168)}
+SHORT = 2048  # keys for each multiprocessor, in all: for so few one program is enough
 MIN_SHARE = 256  # keys and heads: a part of a row costs the kernel that combines them as much as a few keys
 
 
 def choose_tiles(row_bytes: int, columns: int, batch: int, n_kv_heads: int, n_keys: int, n_sms: int) -> PagedTiles:
-    """Return the tiles for a cache of so many rows of so many keys; by shapes alone, as lengths are on the device."""
-    tiles = TILES[row_bytes]
-    if batch * n_kv_heads < n_sms:
-        tiles = (SHORT_TILES if batch * n_kv_heads * n_keys < SHORT * n_sms else FEW_TILES)[row_bytes]
+    """Return the tiles for a cache of so many rows of so many keys; by shapes alone, as lengths are on the device.
+
+    Keys change the number of programs alone, so that a cache that grows needs no other binary.
+    """
+    n_lines = batch * n_kv_heads
+    tiles = (TILES if n_lines >= n_sms else FEW_TILES if n_lines >= n_sms // 4 else LONE_TILES)[row_bytes]
+    if n_lines < n_sms and n_lines * n_keys < SHORT * n_sms:
+        tiles = tiles._replace(programs=1)
     if columns > 8:  # accumulators take twice as many registers
         tiles = tiles._replace(heads=1, blocks=1, stages=3, programs=min(tiles.programs, 2), max_registers=255)
     return tiles._replace(heads=math.gcd(tiles.heads, n_kv_heads))
