@@ -60,7 +60,7 @@ _POSITIONS: dict[str, Option] = {
     "device": _DEVICE,
     "output": (Path, Path("bert-positions"), "The folder of all results, new or empty.", "--output -o"),
     "resume": (bool, False, "Go on with what is in the output folder.", "--resume"),
-    "jobs": (int, 1, "Models trained at a time, on one device.", "", {"min": 1}),
+    "jobs": (int, 1, "Models trained at a time; the GPUs take turns.", "", {"min": 1}),
     "record": (Path | None, None, "Where the record goes too: new, or of this comparison, to get further schemes."),
 }
 _BUILD: dict[str, Option] = {

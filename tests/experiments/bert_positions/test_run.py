@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 import yaml
 from helpers.bert_runs import TEXT, TINY
 from transformers import Trainer
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from ropewalk.cli import app
 from ropewalk.experiments.bert_positions import training
 from ropewalk.experiments.bert_positions.figures import read_bert_record
+from ropewalk.experiments.bert_positions.run import _visible_gpus
 
 FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.png", "tables.md"}
 
@@ -153,6 +155,15 @@ def test_side_by_side_each_learns_the_same(tmp_path, settings, uninterrupted, de
     result = invoke("--config", settings, "--device", device, "-o", output, "--jobs", 2)
     assert result.exit_code == 0, result.output
     assert losses_of(output) == losses_of(uninterrupted[0])
+
+
+def test_processes_are_shared_among_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _visible_gpus(torch.device("cuda")) == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    assert _visible_gpus(torch.device("cuda")) == ["2", "GPU-5f"]
+    assert _visible_gpus(torch.device("cuda:0")) == _visible_gpus(torch.device("cpu")) == []
 
 
 @pytest.mark.slow

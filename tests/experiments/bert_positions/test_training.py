@@ -162,11 +162,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, device):
         train(tmp_path, device, "rope", config)
 
 
-def test_the_learning_rate_rises_and_falls_along_lines():
+def test_the_learning_rate_rises_and_falls():
     config = dataclasses.replace(TINY, steps=20, warmup=0.25)
     rates = [learning_rate(config, step) for step in range(20)]
     assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert rates[-1] == pytest.approx(1 / 15)
+    cosine = dataclasses.replace(config, decay="cosine")
+    rates = [learning_rate(cosine, step) for step in (4, 5, 10, 15, 20)]
+    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
 
 
 def test_what_has_one_dimension_does_not_decay():

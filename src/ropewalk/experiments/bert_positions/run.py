@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path, PurePath
@@ -43,9 +44,9 @@ def run_bert_positions(
 ) -> None:
     """Train, evaluate and compare a BERT for each position scheme and seed, in the folder `output`, new or empty.
 
-    `jobs` models are trained at a time, each in a process of its own on the same device: a small model alone does not
-    fill a GPU. A `record` that exists already gets the rows of the schemes that it lacks: `extend_record`. Bad input is
-    a ValueError; a package that is missing, ModuleNotFoundError.
+    `jobs` models are trained at a time, each in a process of its own: a small model alone does not fill a GPU. The GPUs
+    take turns, unless `device` names one. A `record` that exists already gets the rows of the schemes that it lacks:
+    `extend_record`. Bad input is a ValueError; a package that is missing, ModuleNotFoundError.
     """
     file = output / CONFIG if resume and preset is None and config is None else config
     settings = load_config(preset or "smoke", file, **{key: value for key, value in overrides.items() if value != []})
@@ -70,7 +71,7 @@ def run_bert_positions(
         # If each process had as many threads as there are cores, they would wait for each other.
         threads = 1 if target.type == "cuda" else max(1, torch.get_num_threads() // jobs)
         try:
-            spawn(_train_share, (jobs, threads, settings, output, target), nprocs=jobs)
+            spawn(_train_share, (jobs, threads, settings, output, target, _visible_gpus(target)), nprocs=jobs)
         except ProcessRaisedException as error:
             raise ValueError(f"a model could not be trained: {str(error).strip().splitlines()[-1]}") from error
     rows = list[dict[str, Any]]()
@@ -146,8 +147,20 @@ def _run_one(
     return rows
 
 
-def _train_share(number: int, jobs: int, threads: int, config: Config, output: Path, device: torch.device) -> None:
-    """Train and evaluate each jobs-th model, from one on, in a process of its own."""
+def _visible_gpus(device: torch.device) -> list[str]:
+    """Return the GPUs among which processes are shared, as CUDA_VISIBLE_DEVICES names them; none for one device."""
+    if device.type != "cuda" or device.index is not None:
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(torch.cuda.device_count())] if named is None else named.split(",")
+
+
+def _train_share(
+    number: int, jobs: int, threads: int, config: Config, output: Path, device: torch.device, gpus: Sequence[str]
+) -> None:
+    """Train and evaluate each jobs-th model, from one on, in a process of its own, which sees one GPU."""
+    if gpus:  # before CUDA is initialised
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     torch.set_num_threads(threads)
     corpus = prepare_corpus(config, output / DATA, Console(quiet=True))
     for seed, scheme in list(product(config.seeds, config.schemes))[number::jobs]:

@@ -79,9 +79,12 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the share of the rate at a step, from 0 on: along a line up to 1, then along one to 0."""
+    """Return the share of the rate at a step, from 0 on: along a line up to 1, then along one or a cosine to 0."""
     warmup = round(config.warmup * config.steps)
-    return (step + 1) / warmup if step < warmup else (config.steps - step) / max(1, config.steps - warmup)
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (config.steps - step) / max(1, config.steps - warmup)
+    return left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
