@@ -82,15 +82,13 @@ def draw_learning(record: BertRecord, path: Path) -> None:
             panels[name].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
             panels[name].set_title("held-out text" if name == "loss" else "held-out text: masked tokens")
         if "recall" in panels:
-            longest = record.recall[record.recall.length == record.recall.length.max()]
-            for style, rows in _by_scheme(longest):
+            read = record.recall[record.recall.length == trained]
+            for style, rows in _by_scheme(read):
                 _plot_spread(panels["recall"], style, rows, "distance", "accuracy", 100)
-            control = longest.control_accuracy.astype(float).max() * 100
+            control = read.control_accuracy.astype(float).max() * 100
             panels["recall"].axhline(control, color="#888888", linewidth=1)
-            panels["recall"].axvline(trained, color="#888888", linestyle=":", linewidth=1, zorder=0)
-            _mark_lengths(panels["recall"], sorted(longest.distance.unique()), "distance of the fact, tokens")
-            title = f"fact recalled in {longest.length.max()} tokens\n(grey: without the fact, at most)"
-            panels["recall"].set_title(title)
+            _mark_lengths(panels["recall"], sorted(read.distance.unique()), "distance of the fact, tokens")
+            panels["recall"].set_title(f"fact recalled in {trained} tokens\n(grey: without the fact, at most)")
         if "probe" in panels:
             _draw_probe(record.probe, panels["probe"])
         top = max(unigram or 0.0, record.evaluation.groupby(["scheme", "length"]).loss.mean().max())
