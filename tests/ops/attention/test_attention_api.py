@@ -280,6 +280,9 @@ def test_bad_arguments_are_refused_by_name(device):
         attention(q, k, v, impl="cudnn")
     with pytest.raises(ValueError, match="layout is 'hbtd'"):
         attention(q, k, v, layout="hbtd")
+    for causal in (2, "yes", None, torch.ones(1)):
+        with pytest.raises(TypeError, match=r"causal is .*, but must be True or False"):
+            attention(q, k, v, causal=causal)
     with pytest.raises(TypeError, match="deterministic is 1, but must be None, True or False"):
         attention(q, k, v, deterministic=1)
     with pytest.raises(TypeError, match="q is list"):

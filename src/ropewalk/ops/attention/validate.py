@@ -72,6 +72,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         q, k, v, layout, block_table, (given.k_scale, given.v_scale)
     )
     window_left, window_right = _as_window(given.window)
+    if not isinstance(given.causal, int) or given.causal not in (False, True):
+        raise TypeError(f"causal is {given.causal!r}, but must be True or False")
     causal = bool(given.causal) or window_right == 0
     scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
     if not abs(scale) < math.inf:
