@@ -105,8 +105,13 @@ def test_host_times_are_multiples_of_the_simplest_call(tmp_path: Path, nothing_c
 
 def test_training_steps_are_timed_with_right_gradients(tmp_path: Path) -> None:
     rows, _ = measure(SmallTraining, path=tmp_path / "training.jsonl", modes=["bf16"])
-    assert {row["impl"] for row in rows} == {"ropewalk", "sdpa", "eager"}
-    assert all(row["tokens_per_second"] > 0 and row["error"] <= 2 for row in rows)
+    assert {row["impl"]: row["status"] for row in rows} == {
+        "ropewalk": "ok",
+        "sdpa": "ok",
+        "eager": "ok",
+        "flash_attention_4": "unsupported",
+    }
+    assert all(row["tokens_per_second"] > 0 and row["error"] <= 2 for row in rows if row["status"] == "ok")
 
 
 @pytest.mark.slow

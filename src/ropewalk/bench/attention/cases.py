@@ -19,8 +19,8 @@ MODES = {
     "train": "RoPE, attention and both their backwards",
     "schemes-fwd": "position schemes in the kernel, forward",
     "schemes-bwd": "position schemes in the kernel, backward",
-    "variants-fwd": "dropout, softcap and sinks in the kernel, forward",
-    "variants-bwd": "dropout, softcap and sinks in the kernel, backward",
+    "variants-fwd": "dropout, softcap, sinks and a deterministic backward in the kernel, forward",
+    "variants-bwd": "the same, backward",
     "learned-bwd": "position schemes with and without learned parameters, backward",
     "rerope-fwd": "ReRoPE, forward",
     "rerope-train": "ReRoPE, attention and both their backwards",
@@ -138,13 +138,13 @@ class AttentionCase:
         return self.batch * self.q_heads * queries * self.tokens * (2 * 4 + self.torch_dtype.itemsize) / 2**30
 
 
-_SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd")
-_ALL = (*_SCHEMES, "variants-fwd", "variants-bwd", "learned-bwd")
+_SCHEMES = (*_KERNELS, "schemes-fwd", "schemes-bwd", "variants-fwd", "variants-bwd")
+_ALL = (*_SCHEMES, "learned-bwd")
 _TRAIN = ("train",)
 _DECODE = AttentionCase("decode-8k-d128", 64, 8192, 32, 8, 128, True, modes=("decode",), form="cache", shortest=1024)
 _REROPE = AttentionCase("rerope-8k-d64", 1, 8192, 32, 32, 64, True, modes=REROPE, far_window=2048)  # of its source
 _PACKED = AttentionCase("packed-4k-d128", 64, 4096, 32, 8, 128, True, modes=_TRAIN, form="packed", shortest=128)
-_MLA = AttentionCase("mla-8k-d192", 1, 8192, 16, 16, 192, True, modes=("fwd", "bwd"), v_head_dim=128)
+_MLA = AttentionCase("mla-8k-d192", 1, 8192, 16, 16, 192, True, v_head_dim=128)
 CASES: tuple[AttentionCase, ...] = (
     AttentionCase("causal-16k-d128", 1, 16384, 32, 32, 128, True),
     AttentionCase("full-4k-d128", 4, 4096, 32, 32, 128),
@@ -153,6 +153,8 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase("causal-2k-d128", 8, 2048, 32, 32, 128, True),
     AttentionCase("causal-8k-d64", 1, 8192, 32, 32, 64, True, modes=_SCHEMES),
     AttentionCase("full-4k-d64", 4, 4096, 32, 32, 64),
+    AttentionCase("gqa-16k-d256", 1, 16384, 16, 4, 256, True),
+    AttentionCase("gqa-8k-d256", 2, 8192, 24, 4, 256, True),
     AttentionCase("bert-512", 32, 512, 12, 12, 64),
     AttentionCase("bert-512-lengths", 32, 512, 12, 12, 64, padded=True, modes=_TRAIN),
     replace(_PACKED, yardstick="gqa-4k-d128"),
@@ -176,6 +178,7 @@ ALIASES = {
     "bert-base": "bert-512",
     "llama3-8b": "gqa-8k-d128",
     "qwen3-8b": "gqa-8k-d128",
+    "qwen3-next": "gqa-8k-d256",
     "deepseek-mla": "mla-8k-d192",
     "rerope-8k": "rerope-8k-d64",
     "decode-64": "decode-8k-d128",

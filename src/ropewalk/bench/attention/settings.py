@@ -72,6 +72,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "t5-learned": _T5._replace(learned=True),
     "dropout": Setting(lambda case: {"dropout_p": 0.1}, by_index=True),
+    "deterministic": Setting(lambda case: {"deterministic": True}),
     # Scores of a scale of 1/√D would hardly be capped.
     "softcap": Setting(lambda case: {"softcap": 50.0, "scale": 1.0}),
     "sinks": Setting(lambda case, sinks: {"sinks": sinks}, lambda case: (_normal(case.q_heads),), learned=True),
@@ -81,6 +82,6 @@ SETTINGS: dict[str, Setting] = {
     "norm-gate": Setting(_layer, lambda case: _gate(case) + _weights(case), learned=True, of_layer=True),
 }
 LAYERS = ("half-rope", "norm", "gate", "norm-gate")
-SCHEMES = ("alibi", "exposb", "exposb-decay")
+SCHEMES = ("alibi", "exposb", "exposb-decay", "t5")
 LEARNED = ("alibi", "alibi-learned", "exposb", "exposb-bands-learned", "t5", "t5-learned")
-VARIANTS = ("dropout", "softcap", "sinks")
+VARIANTS = ("dropout", "softcap", "sinks", "deterministic")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ropewalk.bench.core.gate import Verdict
 from ropewalk.bench.core.load import Row
-from ropewalk.bench.core.options import Options
+from ropewalk.bench.core.options import MISSING, Options
 from ropewalk.bench.core.peers import Library
 from ropewalk.bench.core.runner import Bench, Candidate, Rates, Right
 from ropewalk.bench.core.summary import number
@@ -29,7 +29,7 @@ from ropewalk.bench.core.timing import interleave, peak_memory, quantiles, ratio
 from ropewalk.integrations import huggingface
 from ropewalk.ops.attention import backends
 
-OURS = "ropewalk"
+OURS, FLASH = "ropewalk", "flash_attention_4"  # the latter is transformers' name of flash-attn 4
 CPU_TOKENS = 512  # of a batch that a CPU trains on unless a case is named
 ROUNDS = 8
 _STEPS = 3  # between two waits for the device
@@ -60,17 +60,19 @@ class TrainingCase:
 MODES = {"autocast": "float32 weights under bfloat16 autocast", "bf16": "everything in bfloat16"}
 
 
-def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: int) -> dict[str, Any]:
+def _decoder(hidden_size: int, layers: int, heads: int, kv_heads: int, tokens: int, **more: Any) -> dict[str, Any]:
     """Return the config of a stack of layers, whose table and head cost next to nothing."""
     config = {"vocab_size": 1024, "hidden_size": hidden_size, "intermediate_size": 7 * hidden_size // 2}
     config |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     config |= {"head_dim": hidden_size // heads, "max_position_embeddings": tokens, "use_cache": False}
-    return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, **more}
 
 
 _SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 _QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LLAMA, _LLAMA_4 = (_decoder(4096, layers, 32, 8, 8192) for layers in (8, 4))
+_QWEN = _decoder(4096, 8, 32, 8, 8192, intermediate_size=12288)
+_GEMMA = _decoder(3072, 4, 16, 16, 8192, intermediate_size=24576, head_dim=256)
 _ALONE, _PLAIN = "12 layers, attention alone", "12 layers, and the rotation"
 _BOTH, _BF16 = ("autocast", "bf16"), ("bf16",)
 _ROW = (1, 4096, None, _BF16)
@@ -79,6 +81,8 @@ _CASES: tuple[tuple[Any, ...], ...] = (
     ("bert-base-rope", "BERT-base with RoPE, masked tokens", "bert-rope", {}, 64, 512, 256, _BOTH),
     ("bert-base", "unmodified BERT-base, masked tokens", "bert", {}, 64, 512, 256, _BOTH),
     ("llama-8-layers", "8 layers of Llama 3 8B", "llama", _LLAMA, *_ROW),
+    ("qwen3-8-layers", "8 layers of Qwen3 8B", "qwen3", _QWEN, *_ROW),
+    ("gemma-4-layers", "4 layers of Gemma 7B, head dim 256", "gemma", _GEMMA, *_ROW),
     # Models whose steps wait for the host.
     ("bert-4x256", "BERT of 4 layers, padded rows", "bert", {**_SMALL, **_QUIET}, 64, 128, 64, _BF16),
     ("bert-4x256-dropout", "the same with dropout", "bert", _SMALL, 64, 128, 64, _BF16),
@@ -175,7 +179,7 @@ def _bert(attention: str, case: TrainingCase, inputs: Inputs, convert: Any = lam
 
 
 def _stack(kind: str, attention: str, case: TrainingCase, inputs: Inputs, rotates: bool = False) -> Model:
-    """Return the stack of layers of a kind of model, "Llama" or "Qwen3", with our rotation or the model's own."""
+    """Return the stack of layers of a kind of model, as "Llama", with our rotation or the model's own."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**case.config, attn_implementation=attention)
@@ -192,19 +196,20 @@ def _stack(kind: str, attention: str, case: TrainingCase, inputs: Inputs, rotate
 
 Build = Callable[[TrainingCase, Inputs], Model]
 _OUR_ROPE = partial(huggingface.convert_bert, position="rope", interleaved=False)
-# By family: ours, then what it is measured against. The last one says in float32 what is right.
+# By family: ours, then what it is measured against. The last one says in float32 what is right, and runs everywhere.
 CANDIDATES: dict[str, dict[str, Build]] = {
     "bert-rope": {
         OURS: partial(_bert, "eager", convert=_OUR_ROPE),
         "compiled RoPE + sdpa": partial(_bert, "sdpa", convert=partial(_rope_in_pytorch, by_sdpa=True)),
         "RoPE + eager": partial(_bert, "eager", convert=partial(_rope_in_pytorch, by_sdpa=False)),
     },
-    "bert": {name: partial(_bert, name) for name in (OURS, "sdpa", "eager")},
+    "bert": {name: partial(_bert, name) for name in (OURS, FLASH, "sdpa", "eager")},
 }
-for _kind in ("Llama", "Qwen3"):
+for _kind in ("Llama", "Qwen3", "Gemma"):
     for _end, _rotates in (("", True), ("-attention", False)):
         _ours = partial(_stack, _kind, OURS, rotates=_rotates)
-        CANDIDATES[_kind.lower() + _end] = {OURS: _ours, "sdpa": partial(_stack, _kind, "sdpa")}
+        _theirs = {name: partial(_stack, _kind, name) for name in (FLASH, "sdpa")}
+        CANDIDATES[_kind.lower() + _end] = {OURS: _ours, **_theirs}
 
 
 Opened = tuple[Inputs, tuple[Tensor, Tensor]]  # and the right results
@@ -215,7 +220,10 @@ class TrainingBench(Bench):
     cases = CASES
     modes = MODES
     impls = ()
-    peers = {"transformers": Library("transformers", "transformers", "transformers", False)}  # noqa: RUF012
+    peers = {  # noqa: RUF012
+        "transformers": Library("transformers", "transformers", "transformers", False),
+        FLASH: Library(FLASH, "flash_attn.cute", "flash-attn-4", True),
+    }
     columns = (
         ("tokens/s", number("tokens_per_second", ",.0f")),
         ("peak, GiB", number("peak_bytes", ".1f", 2**30)),
@@ -256,7 +264,15 @@ class TrainingBench(Bench):
             return Verdict(share, _TOLERANCE, complaint), trainee
 
         for name in names:
-            yield Candidate(name, "ours" if name == OURS else "peer", partial(check, name))
+            reason = self._why_not_flash(case) if name == FLASH else None
+            yield Candidate(name, "ours" if name == OURS else "peer", partial(check, name), reason=reason)
+
+    def _why_not_flash(self, case: TrainingCase) -> str | None:
+        """Say why flash-attn 4 does not run a case: BERT's dropout is there unless the config says otherwise."""
+        if case.family == "bert" and case.config.get("attention_probs_dropout_prob", 0.1):
+            return "dropout is not supported"
+        version = self.versions[FLASH]
+        return version.removeprefix(f"{MISSING}: ") if version.startswith(MISSING) else None
 
     def time(self, case: TrainingCase, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         def one_round(order: Sequence[str]) -> dict[str, float]:
