@@ -1,0 +1,134 @@
+"""tools/record_all.py runs each case once, goes on where it stopped, and joins what belongs together."""
+
+import json
+import sys
+
+import pytest
+import record_all
+import typer
+from record_all import TASKS, Folder, Task
+
+from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.rope.bench import NormBench, RopeBench, SweepBench
+from ropewalk.bench.training.bench import TrainingBench
+from ropewalk.cli.bench import app
+
+RUN = {"format": 1, "benchmark": "rope", "device": "NVIDIA H200", "commit": "1234567"}
+# Writes a record like a benchmark; without --resume anew.
+PROGRAM = """
+import json, pathlib, sys, time
+path, resumed = pathlib.Path(sys.argv[1]), "--resume" in sys.argv
+with path.open("a" if resumed else "x") as file:
+    if not resumed:
+        file.write(json.dumps({run}) + "\\n" + json.dumps({{"case": {{}}, "impl": "first"}}) + "\\n")
+        file.flush()
+        time.sleep({seconds})
+    file.write(json.dumps({{"case": {{}}, "impl": "second"}}) + "\\n" + json.dumps({{"end": "now"}}) + "\\n")
+"""
+
+
+def options_of(task):
+    """Parse a task's options as the command does."""
+    command = typer.main.get_command(app).commands[task.benchmark]
+    return command.make_context(task.name, task.arguments.split()).params
+
+
+def units_of(benchmark, bench):
+    """The pairs of case and mode that the tasks of a benchmark measure, of a class of cases."""
+    modes = {case.name: set() for case in bench.cases}
+    for case in bench.cases:
+        modes[case.name] |= set(case.modes)
+    found = []
+    for task in (task for task in TASKS if task.benchmark == benchmark):
+        options = options_of(task)
+        other = NormBench if options.get("norm") else SweepBench if options.get("sweep") else RopeBench
+        if benchmark != "rope" or other is bench:
+            chosen = (options.get("mode") or ",".join(bench.modes)).split(",")
+            assert set(options["case"] or ()) <= set(modes)
+            for name in options["case"] or modes:
+                found += [(name, mode) for mode in modes[name] if mode in chosen]
+    return sorted(found), sorted((name, mode) for name, of in modes.items() for mode in of)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "bench"),
+    [
+        ("rope", RopeBench),
+        ("rope", NormBench),
+        ("rope", SweepBench),
+        ("attention", AttentionBench),
+        ("training", TrainingBench),
+    ],
+)
+def test_the_tasks_have_every_case_and_mode_once(benchmark, bench):
+    measured, known = units_of(benchmark, bench)
+    assert measured == known
+
+
+def test_names_are_different_and_what_the_host_decides_is_alone():
+    assert len({task.name for task in TASKS}) == len(TASKS)
+    assert all(task.alone for task in TASKS if task.benchmark == "host" or "host" in task.name)
+    assert all(options_of(task) for task in TASKS if task.benchmark == "host")
+    starts = record_all.plan(TASKS, 4)
+    assert len(starts) == len(TASKS)
+    ends = max(start + task.seconds for start, _, task in starts if not task.alone)
+    assert all(start >= ends for start, _, task in starts if task.alone)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder whose tasks are the program; their arguments say how many seconds it takes."""
+    command_of_bench = Folder.command
+
+    def command(self, task):
+        source = PROGRAM.format(run={**RUN, "benchmark": task.benchmark}, seconds=task.arguments)
+        resume = ["--resume"] if "--resume" in command_of_bench(self, task) else []
+        return [sys.executable, "-c", source.replace("'", '"'), str(self.part(task)), *resume]
+
+    monkeypatch.setattr(Folder, "command", command)
+    return Folder(tmp_path)
+
+
+def test_tasks_run_side_by_side_and_join(folder, capsys):
+    tasks = (Task("a", "rope", "1", 9), Task("b", "rope", "1", 9), Task("c", "serving", "0", 9, alone=True))
+    record_all.run(tasks, folder, ["0", "1"], 100.0)
+    said = capsys.readouterr().out.splitlines()
+    assert ["started" in line for line in said] == [True, True, False, False, True, False]
+    assert [path.name for path in folder.join(tasks)] == ["rope-h200.jsonl", "serving-h200.jsonl"]
+    lines = [json.loads(line) for line in (folder.path / "rope-h200.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines if "format" in line] == ["a", "b"]
+    assert sum("impl" in line for line in lines) == 4
+
+
+def test_a_task_that_is_late_is_stopped_and_goes_on(folder, capsys):
+    task = Task("a", "rope", "60", 1)
+    record_all.run((task,), folder, ["0"], 100.0)
+    assert "a: stopped" in capsys.readouterr().out
+    assert not folder.is_done(task)
+    assert [line.get("impl") for line in folder.lines(task)] == [None, "first"]
+    with folder.part(task).open("a") as file:
+        file.write('{"case": {}, "im')  # cut off
+    assert len(folder.lines(task)) == 2
+    assert folder.join((task,))
+    with folder.part(task).open("r+") as file:
+        file.truncate(file.seek(0, 2) - len('{"case": {}, "im'))
+    record_all.run((task,), folder, ["0"], 100.0)
+    assert [line.get("impl") for line in folder.lines(task)] == [None, "first", "second", None]
+
+
+def test_what_does_not_fit_into_the_limit_does_not_start(folder, capsys):
+    record_all.run((Task("a", "serving", "0", 9), Task("b", "blocks", "0", 200)), folder, ["0"], 100.0)
+    assert "b: not started" in capsys.readouterr().out
+
+
+def test_parts_of_two_commits_are_not_joined(folder):
+    for name, commit in (("a", "1"), ("b", "2")):
+        lines = ({**RUN, "commit": commit}, {"case": {}, "impl": name}, {"end": "now"})
+        folder.part(Task(name, "rope", "", 1)).write_text("\n".join(map(json.dumps, lines)) + "\n")
+    with pytest.raises(SystemExit, match="commit was '1', and is '2'"):
+        folder.join([Task("a", "rope", "", 1), Task("b", "rope", "", 1)])
+
+
+def test_gpus_have_short_names():
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "CPU x86_64")
+    assert [record_all.short_name(name) for name in names] == ["h200", "h100", "cpu"]
