@@ -120,11 +120,12 @@ class AttentionBench(Bench):
                     measured.append(row)
         yield from measured
 
-    def draw(self, record: Record, path: Path) -> bool:
+    @classmethod
+    def draw(cls, record: Record, path: Path) -> bool:
         """Draw bars of TFLOP/s, hot, a panel for each of fwd, bwd and train."""
         from ropewalk.bench.core.figure import draw_bars
 
-        rows = [row for row in record.of(self.name) if row.get("protocol") == "hot"]
+        rows = [row for row in record.of(cls.name) if row.get("protocol") == "hot"]
         dtypes, device = ", ".join(dict.fromkeys(row["case"]["dtype"] for row in rows)), record.run["device"]
         text = {"title": f"Attention on {device}, {dtypes}, hot{cpu_note(device)}", "across": "TFLOP/s"}
         return draw_bars(rows, _TITLES, lambda group: [row.get("tflops") for row in group], path=path, **text)

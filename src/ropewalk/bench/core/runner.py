@@ -124,7 +124,8 @@ class Bench(ABC):
     def time(self, case: Any, mode: str, right: Right, rates: Rates) -> Iterator[Row]:
         """Time all that is right against each other."""
 
-    def draw(self, record: Record, path: Path) -> bool:
+    @classmethod
+    def draw(cls, record: Record, path: Path) -> bool:
         """Draw a figure of a record, with matplotlib; False: there is nothing to draw."""
         return False
 

@@ -105,7 +105,8 @@ class RopeBench(Bench):
                     row["peak_bytes"] = peak_memory(call, device)
         yield from rows.values()
 
-    def draw(self, record: Record, path: Path) -> bool:
+    @classmethod
+    def draw(cls, record: Record, path: Path) -> bool:
         """Draw bars of the time of a copy over each implementation's time."""
         from ropewalk.bench.core.figure import draw_bars
 
@@ -118,7 +119,7 @@ class RopeBench(Bench):
 
         device, across = record.run["device"], "fraction of the copy's speed"
         title = f"RoPE on {device}: speed of a copy of the same bytes reached{cpu_note(device)}"
-        return draw_bars(record.of(self.name), MODES, fractions, title=title, across=across, path=path)
+        return draw_bars(record.of(cls.name), MODES, fractions, title=title, across=across, path=path)
 
 
 class SweepBench(RopeBench):
