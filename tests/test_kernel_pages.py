@@ -1,4 +1,4 @@
-"""The pages of kernels and of their maths say what is so: names, figures of the compilers, and times of the records."""
+"""The pages of kernels and of their maths say what is so: names, and figures of the compilers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from ropewalk.bench.core.load import read_record  # noqa: E402
 from ropewalk.ops.attention.hopper import support as gluon_support  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -122,70 +121,6 @@ def test_a_kernel_that_wants_more_tensor_memory_than_there_is_is_told_apart():
     )
     cell = kernel_figures._cell({**measured["sm_90"], "tensor_memory": 600}, measured["sm_90"]["tile"])
     assert "600 of 512" in cell
-
-
-# Times of the records.
-
-
-def measured_rows():
-    """(page, record, case, mode, label, µs, rate) of every row of the tables of times."""
-    for name in KERNEL_PAGES:
-        for table in re.findall(r"^\| record \|.*\n\|[ -|]+\n((?:\|.*\n)+)", text_of(name), re.MULTILINE):
-            for line in table.splitlines():
-                yield (name, *(cell.strip() for cell in line.strip("|").split("|")))
-
-
-def attention_time(rows, case, mode, label):
-    impl, _, position = label.partition(", ")
-    [row] = [
-        row
-        for row in rows
-        if (row["case"]["name"], row["mode"], row["impl"], row["position"]) == (case, mode, impl, position)
-        and row.get("protocol") == "hot"
-        and (row["kind"] != "anchor" or impl == "copy_")  # otherwise it is of another case, to compare with
-    ]
-    if row["mode"] == "decode":
-        return row["time"]["p50"], f"{row['gb_per_s']:.0f} GB/s"
-    return row["time"]["p50"], f"{row['tflops']:.0f} TFLOP/s"
-
-
-def rotation_time(rows, case, mode, label):
-    impl, pairing, place = label.split(", ")
-    direction, _, in_graph = mode.partition(", ")
-    [row] = [
-        row
-        for row in rows
-        if (row["case"]["name"], row["mode"], row["impl"]) == (case, direction, impl)
-        and (row["case"]["interleaved"], row["case"]["inplace"]) == (pairing == "interleaved", place == "in place")
-    ]
-    if in_graph:
-        return row["graph"]["p50"], "–"
-    return row["time"]["p50"], f"{row['gb_per_s']:.0f} GB/s"
-
-
-def test_times_are_the_records():
-    records = {name: read_record(ROOT / f"results/{name}-h200.jsonl") for name in ("rope", "attention")}
-    count = 0
-    for page, name, case, mode, label, time, rate in measured_rows():
-        benchmark = "rope" if page.startswith("kernels/rotation") else "attention"
-        rows = [row for row in records[benchmark].rows if records[benchmark].name_of(row) == name]
-        find = rotation_time if benchmark == "rope" else attention_time
-        p50, its_rate = find(rows, case, mode, label)
-        decimals = len(time.partition(".")[2])
-        assert (f"{p50:.{decimals}f}", its_rate) == (time, rate), (page, name, case, mode, label)
-        count += 1
-    assert count > 40
-
-
-def test_what_pages_count_with_is_in_their_tables():
-    times = [(row[0], row[5]) for row in measured_rows()]
-    count = 0
-    for name in KERNEL_PAGES:
-        for counted in re.findall(r"^us = ([\d.]+)", text_of(name), re.MULTILINE):
-            shown = {time for page, time in times if page == name}
-            assert any(f"{float(counted):.{len(time.partition('.')[2])}f}" == time for time in shown), (name, counted)
-            count += 1
-    assert count >= 4
 
 
 # Names.

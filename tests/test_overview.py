@@ -1,32 +1,100 @@
-"""README, docs/results.md and the report have the numbers of the records."""
+"""README, the pages and the report have the numbers of the records."""
 
-import sys
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("bokeh")
 
+import overview
+import tables
+
+from ropewalk.bench.report.page import render
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import overview  # noqa: E402
-
-from ropewalk.bench.report.page import render  # noqa: E402
-
 RUN = "run python tools/overview.py"
+MARKED = [path for path in overview.PAGES if "<!-- end of " in path.read_text(encoding="utf-8")]
+KERNELS = [path for path in overview.PAGES if "kernels" in path.parts]
 
 
-@pytest.fixture(scope="module")
-def comparisons():
-    return [overview.compare(line) for line in overview.LINES]
+@pytest.mark.parametrize("path", [*MARKED, *KERNELS], ids=lambda path: path.name)
+def test_a_page_is_of_the_records(path):
+    text = path.read_text(encoding="utf-8")
+    assert overview.page_of(path) == text, RUN
 
 
-@pytest.mark.parametrize("page", overview.MARKS, ids=lambda page: page.name)
-def test_a_page_has_the_table_of_the_records(page):
-    text, table = page.read_text(encoding="utf-8"), overview.tables()[page]
-    assert overview.place_table(text, table, overview.MARKS[page]) == text, RUN
-    assert overview.place_table(text, table.replace("1", "2", 1), overview.MARKS[page]) != text
+def test_every_table_is_in_a_page_and_is_written_anew():
+    names = [name for path in MARKED for name in re.findall(r"<!-- end of (\S+) -->", path.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted([*tables.TABLES, overview.OVERVIEW])
+    empty = "<!-- memory -->\n| an | old | table |\n<!-- end of memory -->\n"
+    assert overview.fill(empty) == f"<!-- memory -->\n{tables.make('memory')}<!-- end of memory -->\n"
+    with pytest.raises(SystemExit, match="a page has a mark 'nothing'"):
+        overview.fill("<!-- nothing -->\n<!-- end of nothing -->\n")
+
+
+def test_times_of_kernel_pages_are_written_anew():
+    rows = [cells for path in KERNELS for _, cells in overview.measured_rows(path.read_text(encoding="utf-8"))]
+    assert len(rows) > 40
+    text = next(path for path in KERNELS if path.name == "rotation-cuda.md").read_text(encoding="utf-8")
+    line, (name, *what, time, rate) = next(overview.measured_rows(text))
+    other = line.replace(f"| {name} |", "| older |").replace(f"| {time} |", f"| 9{time} |").replace(rate, "7 GB/s")
+    assert other != line
+    assert overview.refresh(text.replace(line, other)) == text
+    with pytest.raises(SystemExit, match="was not measured"):
+        overview.refresh(text.replace(line, line.replace(what[0], "no-such-case")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of records with attention's of the card, of which the memory was not measured."""
+    lines = (tables.RESULTS / f"attention-{tables.CARD}.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if json.loads(line).get("mode") != "memory"]
+    (tmp_path / f"attention-{tables.CARD}.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_what_was_not_measured_is_an_empty_cell_and_a_missing_table_an_error(folder):
+    assert tables.make("forward", folder) == tables.make("forward")
+    assert f"| {tables.NOTHING} |" in tables.make("forward", folder)
+    for name in ("memory", "rotation", "serving", "blocks", "host", "training"):
+        with pytest.raises(SystemExit, match=f"the records of {tables.CARD} have no row of table '{name}'"):
+            tables.make(name, folder)
+
+
+def test_a_folder_without_a_record_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="has no attention-h200"):
+        tables.make("forward", tmp_path)
+
+
+def test_a_second_card_has_columns_of_its_own(folder):
+    path = folder / f"attention-{tables.CARD}.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if row.get("impl") == "gluon" and "tflops" in row:
+            row["tflops"] *= 2
+    (folder / "attention-h100.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    head, _, *lines = (line.split(" | ") for line in tables.make("forward", folder).splitlines())
+    at, again = (head.index(name) for name in ("gluon", "gluon, H100"))
+    known = [(float(cells[again]), float(cells[at])) for cells in lines if cells[at] != tables.NOTHING]
+    assert known
+    assert all(twice == pytest.approx(2 * once, abs=1) for twice, once in known)
+    assert tables.make("losses", folder).count("H100") == 0
+
+
+def test_the_newest_run_of_a_case_counts(tmp_path):
+    run = {"format": 1, "benchmark": "attention", "device": "NVIDIA H200"}
+    row = {"case": {"name": "full-4k-d128", "batch": 4, "tokens": 4096, "q_heads": 32, "k_heads": 32, "head_dim": 128}}
+    row |= {"mode": "fwd", "impl": "gluon", "position": "none", "kind": "ours", "status": "ok", "protocol": "hot"}
+    lines = []
+    for date, tflops in (("2026-01-02", 600.0), ("2026-01-01", 500.0)):
+        lines += [{**run, "date": date, "name": date}, {**row, "time": {"p50": 1.0}, "tflops": tflops}]
+    path = tmp_path / f"attention-{tables.CARD}.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    assert "| 600 |" in tables.make("forward", tmp_path)
+    name, time, rate = overview.measured(tables.books(tmp_path)[0], "full-4k-d128", "fwd", "gluon, none")
+    assert (name, time, rate) == ("2026-01-02", 1.0, "600 TFLOP/s")
 
 
 def test_the_report_is_of_all_records():
@@ -36,24 +104,31 @@ def test_the_report_is_of_all_records():
         return page.partition("<body>")[2].partition('<script type="application/gzip"')[0]
 
     report = overview.REPORT.read_text(encoding="utf-8")
-    assert said(report) == said(render(overview.records())), RUN
+    records = [record for book in tables.books() for record in book.compared]
+    assert said(report) == said(render(records)), RUN
     assert len(report) < 2_000_000
-    for record in overview.records():
+    for record in records:
         for run in record.runs:
             assert f"<b>{run['name']}</b>" in report
 
 
-def test_the_table_names_what_is_slower(comparisons):
-    table = overview.make_table(comparisons)
-    shown = [found for found in comparisons if found.line.in_table]
-    slower = [found for found in shown if min(found.peers.values()) < 0.98 * found.ours]
-    assert len(shown) == 5
-    assert table.count("**slower**") == len(slower) == 2
-    for found in comparisons:
-        assert min(found.peers.values()) > 0
-        assert set(found.peers) <= set(overview.PEERS)
+def test_the_overview_names_what_is_slower():
+    found = overview.comparisons()
+    table = overview.make_overview(found)
+    shown = [one for one in found if one.line.in_table]
+    slower = [one for one in shown if min(one.peers.values()) < 0.98 * one.ours]
+    assert table.count("\n") == len(shown) + 2 > 6
+    assert table.count("**slower**") == len(slower) > 0
+    for one in found:
+        assert min(one.peers.values()) > 0
+        assert set(one.peers) <= set(overview.PEERS)
 
 
-def test_results_have_one_record_of_a_subject():
+def test_numbers_have_three_digits_and_losses_are_bold():
+    assert [tables.us(x) for x in (0.79812, 7.7, 85.94, 149.4, 17231.0)] == ["0.798", "7.70", "85.9", "149", "17231"]
+    assert [tables.ratio(x, 1.0) for x in (1.04, 0.985, 0.97)] == ["1.04 ×", "0.98 ×", "**0.97 ×**"]
+
+
+def test_results_have_one_record_of_a_subject_and_card():
     names = sorted(path.stem for path in overview.RESULTS.glob("*.jsonl"))
-    assert len({name.split("-")[0] for name in names}) == len(names)
+    assert len({(name.split("-")[0], name.rpartition("-")[2]) for name in names}) == len(names)

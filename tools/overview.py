@@ -1,51 +1,33 @@
-"""Write README.md's figure and table, the table of choices in docs/results.md, and results/report-h200.html.
+"""Write all that shows numbers of the records: the tables between marks in README.md and docs/, the times of kernel
+pages, the figures, and results/report-h200.html.
 
-`python tools/overview.py` writes them all from the records in results/; tests compare them with the records.
+`python tools/overview.py` writes them from results/; with --check it fails and says what is not of the records.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.bench.core.load import Record, variant_of
-from ropewalk.bench.report.gains import READ, Choice, describe_case, newest_choices, read_records
-from ropewalk.bench.report.page import CHOICE_PEERS, NOT_MEASURED, NOTHING, duration, write_report
+from tables import CARD, PEERS, RESULTS, Book, books, hot_choices, make, show_pick, time_of
+
+from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.report.gains import Choice
+from ropewalk.bench.report.page import duration, write_report
+from ropewalk.bench.rope.bench import RopeBench
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results"
-FIGURE = RESULTS / "overview-h200.png"
-REPORT = RESULTS / "report-h200.html"
+FIGURE, REPORT = RESULTS / f"overview-{CARD}.png", RESULTS / f"report-{CARD}.html"
 README = ROOT / "README.md"
-_MODES = {
-    "train": "training",
-    "decode": "decoding",
-    "rerope-fwd": "ReRoPE, forward",
-    "rerope-train": "ReRoPE, training",
-}
-PAGE = ROOT / "docs" / "results.md"
-MARKS = {README: "overview", PAGE: "choices"}  # of the tables
-
-# By the name that records have: the name that people know, and its colour.
-PEERS = {
-    "compiled": ("compiled PyTorch", "#e07b39"),
-    "huggingface": ("transformers, eager", "#c9a400"),
-    "liger_kernel": ("Liger", "#3a9d5d"),
-    "quack": ("QuACK", "#8e5ab5"),
-    "flash_attn": ("flash-attn's Triton", "#d8a0a8"),
-    "flash_attn_4": ("FlashAttention-4", "#c23b4b"),
-    "flashinfer": ("FlashInfer", "#2aa5a5"),
-    "vllm": ("vLLM", "#4d4d4d"),
-    "cudnn": ("cuDNN", "#6b8e23"),
-    "flex": ("FlexAttention", "#b5651d"),
-    "sdpa_flash": ("SDPA's FlashAttention-2", "#8a8a8a"),
-    "sdpa_default": ("SDPA", "#b0b0b0"),
-    "eager": ("eager PyTorch", "#d4b483"),
-}
+PAGES = (README, *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "notes" not in path.parts))
+OVERVIEW = "overview"  # README's table, which is made of the lines below
+_MARKS = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<table>.*?)<!-- end of (?P=name) -->\n", re.DOTALL)
+# A row of a kernel page: the record's run, case, mode, what, µs and rate. The middle three are written by hand.
+_TIMES = re.compile(r"^\| record \| case \| mode \| what \| µs \| rate \|\n\|[ -|]+\n((?:\|.*\n)+)", re.MULTILINE)
 
 _MARKERS = "osD^vPX"
 _PICKED: dict[str, Any] = {"marker": "o", "facecolors": "none", "edgecolors": "#1c5fc4", "linewidths": 1.2}
@@ -53,7 +35,7 @@ _PICKED: dict[str, Any] = {"marker": "o", "facecolors": "none", "edgecolors": "#
 
 @dataclass(frozen=True)
 class Line:
-    """One comparison: of our rotation in a record, or of attention in the newest record of a case."""
+    """One comparison, of our rotation or of attention."""
 
     label: str
     case: str
@@ -64,18 +46,16 @@ class Line:
 
 
 _HALF, _INPLACE = "half/out of place", "half/in place"
-# The rotation's lines are of the one run that has flash-attn's, FlashInfer's and vLLM's rotations too: in three of
-# the five the best other is one of theirs.
-ROTATION, OURS = "rope-h200", "native"
 LINES = (
     Line("RoPE forward, Llama 3 8B, 2 × 8192", "llama3-8b", "fwd", _HALF, in_table=True),
     Line("RoPE forward, in place", "llama3-8b", "fwd", _INPLACE),
     Line("RoPE backward", "llama3-8b", "bwd", _HALF),
-    Line("RoPE of 64 decoding tokens, in a CUDA graph", "decode-64", "decode", _INPLACE, "graph"),
+    Line("RoPE of 64 decoding tokens, in a CUDA graph", "decode-64", "decode", _INPLACE, "graph", in_table=True),
     Line("host time of rotating 64 decoding tokens, eager", "decode-64", "decode", _INPLACE, "host", in_table=True),
     Line("training, causal, 4 × 4096, H32 D128", "causal-4k-d128", "train", in_table=True),
     Line("training, causal, 2 × 8192, H32/8 D128", "gqa-8k-d128", "train"),
     Line("training, causal, 1 × 8192, H32 D64", "causal-8k-d64", "train"),
+    Line("training, causal, 2 × 8192, H24/4 D256", "gqa-8k-d256", "train", in_table=True),
     Line("training, BERT-base, 32 × 512 with padding", "bert-512-lengths", "train"),
     Line("training, 64 packed sequences", "packed-4k-d128", "train", in_table=True),
     Line("decoding, 64 caches of up to 8192 keys", "decode-8k-d128", "decode"),
@@ -88,112 +68,123 @@ class Comparison:
     """Times in µs: our kernels', each peer's, and of attention what `impl=None` picks."""
 
     line: Line
-    record: str
     ours: float
     choice: Choice | None
     peers: dict[str, float]
 
-
-def paths() -> list[Path]:
-    """All records that the report reads."""
-    found = []
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        with path.open(encoding="utf-8") as lines:
-            if json.loads(next(lines)).get("benchmark") in READ:
-                found.append(path)
-    return found
+    @property
+    def record(self) -> str:
+        return f"{'attention' if self.choice else 'rope'}-{CARD}"
 
 
-@functools.cache
-def records() -> list[Record]:
-    """The records, read once."""
-    return read_records(paths())
-
-
-@functools.cache
-def hot_choices() -> list[Choice]:
-    """What `impl=None` picks, by the newest run of each case."""
-    return [choice for choice in newest_choices(records()) if choice.lead["protocol"] == "hot"]
-
-
-def compare(line: Line) -> Comparison:
-    """Look up a line's times."""
+def compare(line: Line) -> Comparison | None:
+    """Look up a line's times; None: ours or no peer was measured."""
+    book = books()[0]
     if line.variant:
-        times = _rotations(line)
-        peers = {name: time for (name, kind), time in times.items() if kind == "peer"}
-        return Comparison(line, "rope-h200", times[OURS, "ours"], None, peers)
-    (choice,) = (one for one in hot_choices() if (one.lead["case"]["name"], one.lead["mode"]) == (line.case, line.mode))
-    assert choice.picks[0] is not None
-    return Comparison(line, "attention-h200", choice.picks[0][0], choice, choice.peers)
+        rows = book.find("rope", line.case, line.mode, line.variant).values()
+        times = {(row["kind"], row["impl"]): time for row in rows if (time := time_of(row, line.time))}
+        ours = times.get(("ours", "native"), times.get(("ours", "triton")))
+        peers, choice = {name: time for (kind, name), time in times.items() if kind == "peer"}, None
+    else:
+        leads = {(one.lead["case"]["name"], one.lead["mode"]): one for one in hot_choices(book)}
+        choice = leads.get((line.case, line.mode))
+        kernels = None if choice is None else choice.picks[0]
+        ours, peers = None if kernels is None else kernels[0], {} if choice is None else choice.peers
+    return None if ours is None or not peers else Comparison(line, ours, choice, peers)
 
 
-def _rotations(line: Line) -> dict[tuple[str, str], float]:
-    quantile = "median" if line.time == "host" else "p50"
-    return {
-        (row["impl"], row["kind"]): row[line.time][quantile]
-        for record in records()
-        for row in record.of("rope")
-        if row["record"] == ROTATION and line.time in row
-        if (row["case"]["name"], variant_of(row["case"]), row["mode"]) == (line.case, line.variant, line.mode)
-    }
+def comparisons() -> list[Comparison]:
+    return [found for line in LINES if (found := compare(line)) is not None]
 
 
-def make_table(comparisons: Sequence[Comparison]) -> str:
+def make_overview(found: Sequence[Comparison]) -> str:
     """Return README's table: our kernels, what `impl=None` picks, and the best peer."""
     lines = [
         "| one H200, bf16 | our kernels | `impl=None` without flash-attn 4 | with it | best other | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for found in comparisons:
-        if not found.line.in_table:
-            continue
-        name = min(found.peers, key=found.peers.__getitem__)
-        ratio = found.peers[name] / found.ours
-        verdict = f"[{ratio:.2f} ×](results/{found.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
-        picks = (
-            [duration(found.ours), "the same", "the same"]
-            if found.choice is None
-            else map(show_pick, found.choice.picks)
-        )
-        cells = (found.line.label, *picks, f"{duration(found.peers[name])}, {PEERS[name][0]}", verdict)
+    for one in (one for one in found if one.line.in_table):
+        name = min(one.peers, key=one.peers.__getitem__)
+        ratio = one.peers[name] / one.ours
+        verdict = f"[{ratio:.2f} ×](results/{one.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
+        same = [duration(one.ours), "the same", "the same"]
+        picks = same if one.choice is None else map(show_pick, one.choice.picks)
+        cells = (one.line.label, *picks, f"{duration(one.peers[name])}, {PEERS[name][0]}", verdict)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def make_choices(found: Sequence[Choice]) -> str:
-    """Return the page's table: our kernels, what `impl=None` picks, and other libraries, of every case."""
-    lines = [
-        "| case | record | our kernels | `impl=None` without flash-attn 4 | with flash-attn 4 "
-        f"| {' | '.join(CHOICE_PEERS.values())} |",
-        f"| --- | --- {'| --- ' * (3 + len(CHOICE_PEERS))}|",
-    ]
-    for one in found:
-        peers = (duration(one.peers[name]) if name in one.peers else NOTHING for name in CHOICE_PEERS)
-        record = f"[{_MODES[one.lead['mode']]}](results/attention-h200.jsonl)"
-        case = describe_case(one.lead).replace(", bfloat16", "")
-        lines.append(f"| {' | '.join((case, record, *map(show_pick, one.picks), *peers))} |")
-    return "\n".join(lines) + "\n"
+def measured_rows(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row of a kernel page's tables of times, and its cells."""
+    for table in _TIMES.findall(text):
+        for line in table.splitlines(keepends=True):
+            yield line, [cell.strip() for cell in line.strip("|\n ").split("|")]
 
 
-def show_pick(pick: tuple[float, str] | None) -> str:
-    return NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}"
+def measured(book: Book, case: str, mode: str, what: str) -> tuple[str, float, str] | None:
+    """Return the run, the time in µs and the rate of a row of a kernel page; None: it was not measured.
+
+    The mode of a rotation ends with ", in a graph" where it is in a CUDA graph; `what` is the implementation with its
+    position, or of a rotation with its order of pairs and its place.
+    """
+    direction, _, in_graph = mode.partition(", ")
+    impl, _, position = what.partition(", ")
+    if position.endswith("place"):
+        variant = position.replace("half-split", "half").replace(", ", "/")
+        row, key, unit = book.newest(case, direction, variant, impl), "gb_per_s", "GB/s"
+    else:
+        row = book.newest(case, mode, "", impl if position == "none" else f"{impl} + {position}")
+        key, unit = ("gb_per_s", "GB/s") if mode == "decode" else ("tflops", "TFLOP/s")
+    time = time_of(row, "graph" if in_graph else "time")
+    if row is None or time is None:
+        return None
+    return book.name_of(row), time, "–" if in_graph else f"{row[key]:.0f} {unit}"
 
 
-def draw(comparisons: list[Comparison], path: Path) -> None:
+def refresh(text: str) -> str:
+    """Return a page with the times of the records in the rows of its tables of times."""
+    for line, (_, case, mode, what, old, _) in list(measured_rows(text)):
+        found = measured(books()[0], case, mode, what)
+        if found is None:
+            raise SystemExit(f"{case} {mode} {what} is in a kernel page, but was not measured")
+        name, time, rate = found
+        decimals = len(old.partition(".")[2])
+        text = text.replace(line, f"| {name} | {case} | {mode} | {what} | {time:.{decimals}f} | {rate} |\n", 1)
+    return text
+
+
+def fill(text: str) -> str:
+    """Return a page with the tables of the records between its marks."""
+
+    def put(found: re.Match[str]) -> str:
+        name = found["name"]
+        table = make_overview(comparisons()) if name == OVERVIEW else make(name)
+        return f"<!-- {name} -->\n{table}<!-- end of {name} -->\n"
+
+    return _MARKS.sub(put, text)
+
+
+def page_of(path: Path) -> str:
+    """Return a page as the records have it."""
+    text = path.read_text(encoding="utf-8")
+    return refresh(fill(text)) if "kernels" in path.parts else fill(text)
+
+
+def draw(found: list[Comparison], path: Path) -> None:
     """Draw the speed over each peer: a dot per peer, a line per comparison."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 0.33 * len(comparisons) + 1.6), layout="constrained")
+    figure = Figure(figsize=(10, 0.33 * len(found) + 1.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     used: dict[str, None] = {}
-    for y, found in enumerate(comparisons):
-        ratios = {name: time / found.ours for name, time in found.peers.items()}
+    for y, one in enumerate(found):
+        ratios = {name: time / one.ours for name, time in one.peers.items()}
         axes.plot([min(ratios.values()), max(ratios.values())], [y, y], color="#dddddd", linewidth=1, zorder=1)
-        picked = found.choice and found.choice.picks[2]
+        picked = one.choice and one.choice.picks[2]
         if picked:
-            axes.scatter(picked[0] / found.ours, y, s=90, zorder=1, **_PICKED)
+            axes.scatter(picked[0] / one.ours, y, s=90, zorder=1, **_PICKED)
         for name, ratio in ratios.items():
             used.setdefault(name)
             colour, marker = PEERS[name][1], _MARKERS[list(PEERS).index(name) % len(_MARKERS)]
@@ -203,7 +194,7 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     ticks = (0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 40)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_yticks(range(len(comparisons)), [found.line.label for found in comparisons], fontsize=8.5)
+    axes.set_yticks(range(len(found)), [one.line.label for one in found], fontsize=8.5)
     axes.invert_yaxis()
     axes.grid(axis="x", color="#eeeeee", zorder=0)
     axes.set_axisbelow(True)
@@ -221,21 +212,33 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     figure.savefig(path, dpi=130, facecolor="white")
 
 
-def place_table(text: str, table: str, name: str) -> str:
-    """Return a page with the table between its marks."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}{table}{end}{after}"
+def draw_records() -> None:
+    """Draw what the benchmarks draw of their records: of each case the newest run, without the sweep over lengths."""
+    for bench in (RopeBench, AttentionBench):
+        book = books()[0]
+        rows = [row for group in book.rows(bench.name) for row in group]
+        rows = [row for row in rows if not row["case"]["name"].startswith("tokens-")]
+        bench.draw(replace(book.record(bench.name), rows=rows), RESULTS / f"{bench.name}-{CARD}.png")
 
 
-def tables() -> dict[Path, str]:
-    """The table of each page."""
-    return {README: make_table([compare(line) for line in LINES]), PAGE: make_choices(hot_choices())}
+def report_paths() -> list[Path]:
+    """The records that the report reads, of every card."""
+    return [record.path for book in books() for record in book.compared]
+
+
+def main() -> None:
+    """Write the pages, or with --check only say which ones are not of the records."""
+    pages = {path: page_of(path) for path in PAGES}
+    changed = [path for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in changed)
+        sys.exit(f"not of the records, so run python tools/overview.py: {names}" if changed else None)
+    for path in changed:
+        path.write_text(pages[path], encoding="utf-8")
+    draw(comparisons(), FIGURE)
+    draw_records()
+    write_report(report_paths(), REPORT, force=True)
 
 
 if __name__ == "__main__":
-    draw([compare(line) for line in LINES], FIGURE)
-    for page, table in tables().items():
-        page.write_text(place_table(page.read_text(encoding="utf-8"), table, MARKS[page]), encoding="utf-8")
-    write_report(paths(), REPORT, force=True)
+    main()

@@ -1,0 +1,700 @@
+"""The tables of numbers in the pages, each a function from the records of a card to headings and cells.
+
+`tools/overview.py` puts them between the marks of their names. A cell whose row was not measured is “–”; a table
+without any row is an error. Where results/ has records of a second card, its numbers follow in columns of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.core.load import Record, Row, groups, label, read_record, variant_of
+from ropewalk.bench.core.records import parse_lines
+from ropewalk.bench.core.timing import COPY
+from ropewalk.bench.host.bench import HostBench
+from ropewalk.bench.report import gains as g
+from ropewalk.bench.report.page import CHOICE_PEERS, NOT_MEASURED, NOTHING, duration
+from ropewalk.bench.rope.bench import MULTIPLY, NormBench, RopeBench, SweepBench
+from ropewalk.bench.training.bench import TrainingBench
+
+RESULTS = Path(__file__).parents[1] / "results"
+CARD = "h200"  # that the pages are of
+BENCHMARKS = ("rope", "attention", "host", "training", "serving")  # with rows of one schema; blocks has its own
+
+CASES: dict[str, Sequence[Any]] = {  # of each benchmark, in the order of tables
+    "rope": (*RopeBench.cases, *SweepBench.cases, *NormBench.cases),
+    **{bench.name: bench.cases for bench in (AttentionBench, HostBench, TrainingBench)},
+}
+
+# By the name that records have: the name that people know, and its colour in figures.
+PEERS = {
+    "compiled": ("compiled PyTorch", "#e07b39"),
+    "huggingface": ("transformers, eager", "#c9a400"),
+    "liger_kernel": ("Liger", "#3a9d5d"),
+    "quack": ("QuACK", "#8e5ab5"),
+    "flash_attn": ("flash-attn's Triton", "#d8a0a8"),
+    "flash_attn_4": ("FlashAttention-4", "#c23b4b"),
+    "flash_attn_3": ("FlashAttention-3", "#8f2c5b"),
+    "flash_attn_2": ("FlashAttention-2", "#d07f8c"),
+    "flashinfer": ("FlashInfer", "#2aa5a5"),
+    "vllm": ("vLLM", "#4d4d4d"),
+    "cudnn": ("cuDNN", "#6b8e23"),
+    "transformer_engine": ("Transformer Engine", "#5f7d1f"),
+    "xformers": ("xFormers", "#8a6d54"),
+    "flex": ("FlexAttention", "#b5651d"),
+    "sdpa_flash": ("SDPA's FlashAttention-2", "#8a8a8a"),
+    "sdpa_default": ("SDPA", "#b0b0b0"),
+    "sdpa": ("SDPA", "#b0b0b0"),
+    "flash_attention_4": ("FlashAttention-4", "#c23b4b"),
+    "compiled RoPE + sdpa": ("compiled RoPE and SDPA", "#b0b0b0"),
+    "RoPE + eager": ("eager PyTorch", "#d4b483"),
+    "eager": ("eager PyTorch", "#d4b483"),
+}
+MODES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "train": "training",
+    "decode": "decoding",
+    "rerope-fwd": "ReRoPE, forward",
+    "rerope-train": "ReRoPE, training",
+    "layer-fwd": "forward",
+    "layer-train": "training",
+    "autocast": "bf16 autocast",
+    "bf16": "bf16",
+}
+SETTINGS = {
+    "alibi": "ALiBi",
+    "alibi-learned": "ALiBi, learned",
+    "t5": "T5's bias",
+    "t5-learned": "T5's bias, learned",
+    "exposb": "ExpoSB",
+    "exposb-decay": "ExpoSB with decay",
+    "exposb-bands-learned": "ExpoSB, learned weights",
+    "dropout": "dropout 0.1",
+    "softcap": "softcap",
+    "sinks": "sinks",
+    "deterministic": "`deterministic=True`",
+}
+MASKS = {
+    "topk": "12.5 % by top-k, lists per head",
+    "frames": "frames of video",
+    "sinks": "window and sinks",
+    "documents": "documents",
+    "dense": "all blocks",
+}
+
+
+class Book:
+    """The records of one card: of each case, mode and protocol the rows of the newest run, as in `gains`."""
+
+    def __init__(self, card: str, folder: Path = RESULTS) -> None:
+        self.card, self.folder = card, folder
+        self.paths = {path.stem.split("-")[0]: path for path in sorted(folder.glob(f"*-{card}.jsonl"))}
+
+    @functools.cached_property
+    def compared(self) -> list[Record]:
+        """The records that the report reads."""
+        return g.read_records([self.paths[name] for name in ("rope", "attention", "training") if name in self.paths])
+
+    @functools.cached_property
+    def runs(self) -> dict[str, list[Row]]:
+        """The lines about the runs of each record."""
+        found = {name: self.record(name).runs for name in BENCHMARKS if name in self.paths}
+        if "blocks" in self.paths:
+            found["blocks"] = [line for line in parse_lines(self.paths["blocks"]) if "format" in line]
+        return found
+
+    @functools.cache  # noqa: B019  books live as long as the process
+    def record(self, benchmark: str) -> Record:
+        return read_record(self.paths[benchmark], benchmark)
+
+    @functools.cache  # noqa: B019
+    def runs_of_cases(self, benchmark: str) -> list[list[Row]]:
+        """The rows that are right, by what was timed together, hot where there are protocols; the oldest first."""
+        if benchmark not in self.paths:
+            return []
+        record = self.record(benchmark)
+        right = (row for row in record.rows if row["status"] == "ok" and row.get("protocol", "hot") == "hot")
+        return sorted(groups(right), key=lambda group: str(record.runs[group[0]["run"]]["date"]))
+
+    @functools.cache  # noqa: B019
+    def rows(self, benchmark: str) -> list[list[Row]]:
+        """Of each case and mode the rows of the newest run, in the order of the benchmark's cases."""
+        newest = dict[Any, list[Row]]()
+        for group in self.runs_of_cases(benchmark):
+            case = {k: str(v) for k, v in group[0]["case"].items() if k not in ("modes", "yardstick") and v is not None}
+            newest[tuple(sorted(case.items())), group[0]["mode"]] = group
+        names = [case.name for case in CASES.get(benchmark, ())]
+        order = {name: number for number, name in reversed([*enumerate(names)])}
+        return sorted(newest.values(), key=lambda group: order.get(group[0]["case"]["name"], len(order)))
+
+    def each(self, benchmark: str, mode: str) -> Iterator[tuple[Row, dict[str, Row]]]:
+        """Yield each case in a mode: any of its rows, and all of them by label; a yardstick is another case."""
+        for group in self.rows(benchmark):
+            if group[0]["mode"] == mode:
+                yield group[0], {label(row): row for row in group if "yardstick" not in row}
+
+    def find(self, benchmark: str, case: str, mode: str, variant: str = "") -> dict[str, Row]:
+        """Return the rows of one case and mode by label; none if it was not measured."""
+        found = (rows for lead, rows in self.each(benchmark, mode) if _is_of(lead, case, variant))
+        return next(found, {})
+
+    def newest(self, case: str, mode: str, variant: str, name: str) -> Row | None:
+        """Return the newest row of an implementation, of a rotation where there is a variant, else of attention."""
+        groups = reversed(self.runs_of_cases("rope" if variant else "attention"))
+        found = (
+            row for group in groups if group[0]["mode"] == mode and _is_of(group[0], case, variant) for row in group
+        )
+        return next((row for row in found if label(row) == name), None)
+
+    def name_of(self, row: Row) -> str:
+        """Return the name of a row's run."""
+        return self.record(row["benchmark"]).name_of(row)
+
+    def blocks(self) -> dict[tuple[Any, ...], Row]:
+        """Return the rows of lists of blocks by mask, head dim and implementation."""
+        lines = parse_lines(self.paths["blocks"]) if "blocks" in self.paths else []
+        return {(line["row"], line.get("dim"), line.get("impl")): line for line in lines if "row" in line}
+
+
+def _is_of(row: Row, case: str, variant: str) -> bool:
+    return row["case"]["name"] == case and (not variant or variant_of(row["case"]) == variant)
+
+
+class Table(NamedTuple):
+    """Headings, rows of cells whose first one names the row, and the columns that a second card has too."""
+
+    headings: Sequence[str]
+    rows: list[Sequence[str]]
+    again: tuple[int, ...] = ()
+
+    def render(self, others: Mapping[str, Table]) -> str:
+        """Return Markdown; `others` are the same tables of other cards, by their names."""
+        headings, rows = list(self.headings), [list(row) for row in self.rows]
+        for card, table in others.items():
+            known = {row[0]: row for row in table.rows}
+            headings += [f"{self.headings[i]}, {card.upper()}" for i in self.again]
+            for row in rows:
+                row += [known[row[0]][i] if row[0] in known else NOTHING for i in self.again]
+        lines = [headings, ["---"] * len(headings), *rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# Cells.
+
+
+def us(microseconds: float | None) -> str:
+    """Format microseconds to three digits, or all before the point."""
+    if microseconds is None:
+        return NOTHING
+    return f"{microseconds:.3g}" if microseconds < 1 else f"{microseconds:.{max(3 - len(str(int(microseconds))), 0)}f}"
+
+
+def time_of(row: Row | None, quantity: str = "time") -> float | None:
+    """Return the median of a row: "time", in a CUDA graph "graph", or of the host "host"."""
+    found = (row or {}).get(quantity)
+    return None if found is None else float(found["median" if "median" in found else "p50"])
+
+
+def ratio(theirs: float | None, ours: float | None) -> str:
+    """Return how many times as fast ours is, bold where it is slower by more than what counts as equal."""
+    if theirs is None or ours is None:
+        return NOTHING
+    text = f"{theirs / ours:.2f} ×"
+    return text if theirs / ours >= 1 / (1 + g.SAME) else f"**{text}**"
+
+
+def number(row: Row | None, key: str, form: str = ".0f", scale: float = 1.0) -> str:
+    return NOTHING if row is None or key not in row else f"{row[key] / scale:{form}}"
+
+
+def best(rows: Iterable[Row], kind: str, quantity: str = "time") -> tuple[float | None, str]:
+    """Return the least time of a kind of implementation, and its name."""
+    known = [(time, row["impl"]) for row in rows if row["kind"] == kind and (time := time_of(row, quantity))]
+    return min(known, default=(None, ""))
+
+
+def versus(rows: Iterable[Row], ours: float | None, quantity: str = "time") -> str:
+    """Name the fastest peer, with its time and how many times as fast ours is."""
+    theirs, name = best(rows, "peer", quantity)
+    return NOTHING if theirs is None else f"{us(theirs)}, {PEERS[name][0]}, {ratio(theirs, ours)}"
+
+
+def in_words(row: Row) -> str:
+    """Describe a case without what all cases of a table have in common."""
+    text = g.describe_case({"benchmark": "attention", **row}).replace(", bfloat16", "")
+    text = text.replace(f" R{row['case'].get('head_dim')}", "")
+    return text.replace("half/", "half-split, ").replace("interleaved/", "interleaved, ").replace(", out of place", "")
+
+
+# The rotation.
+
+
+def rotation(book: Book) -> Table:
+    """Rotations of many tokens: both kernels, a copy of the same bytes, and the fastest other library."""
+    headings = ["case"]
+    for way in ("forward", "backward"):
+        headings += [f"{way}: CUDA", "Triton", "of a copy", "best other, µs, and × of it"]
+    found, firsts = list[Sequence[str]](), dict[str, bool]()
+    for lead, rows in book.each("rope", "fwd"):
+        case = lead["case"]
+        # One order of pairs is enough but for one shape.
+        first = firsts.setdefault(case["name"], case["interleaved"])
+        is_other = first != case["interleaved"] and case["name"] != "llama3-8b"
+        if case["name"].startswith("tokens-") or _is_norm(case) or is_other:
+            continue
+        cells = [in_words(lead)]
+        for of in (rows, book.find("rope", case["name"], "bwd", variant_of(case))):
+            ours, _ = best(of.values(), "ours")
+            kernels = (of.get(name) for name in ("native", "triton"))
+            copied = max((row["copy_ratio"] for row in of.values() if row["kind"] == "ours"), default=None)
+            cells += [*(us(time_of(row)) for row in kernels), NOTHING if copied is None else f"{copied:.2f}"]
+            cells.append(versus(of.values(), ours))
+        found.append(cells)
+    return Table(headings, found, again=(1, 5))
+
+
+def _is_norm(case: Mapping[str, Any]) -> bool:
+    """Say whether a case is one of `--only norm`: with a norm, or beside one on three axes of positions."""
+    return case.get("norm_offset") is not None or case.get("positions") in ("axes", "ordered")
+
+
+def _peers_of(table: Iterable[Mapping[str, Row]], quantity: str) -> list[str]:
+    """Return the peers with a time in any row of a table, in the order of `PEERS`."""
+    timed = {name for rows in table for name, row in rows.items() if row["kind"] == "peer" and quantity in row}
+    return [name for name in PEERS if name in timed]
+
+
+def decode_rotation(book: Book) -> Table:
+    """Rotations of one token a sequence, in a CUDA graph."""
+    found = list(book.each("rope", "decode"))
+    ours = {"native": "CUDA", "rotary_embedding": "`rotary_embedding`", "triton": "Triton"}
+    peers = _peers_of((rows for _, rows in found), "graph")
+    names = [*ours, *peers]
+    cells = [[in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in names)] for lead, rows in found]
+    return Table(["case", *ours.values(), *(PEERS[name][0] for name in peers)], list(cells), again=(1,))
+
+
+def host_rotation(book: Book) -> Table:
+    """The host's time of eager rotations of one token and of 64."""
+    calls = [("half/in place", "decode"), ("half/out of place", "decode")]
+    known = {
+        (case, *call): book.find("rope", case, call[1], call[0]) for case in ("decode-1", "decode-64") for call in calls
+    }
+    recording = book.find("rope", "decode-1", "bwd", "half/out of place").get("native")
+    lines: dict[str, tuple[str, str]] = {
+        "PyTorch's own `x.mul_(1.0)`": (MULTIPLY, calls[0][0]),
+        "`rotary_embedding`": ("rotary_embedding", calls[0][0]),
+        "`apply_rope`, in place": ("native", calls[0][0]),
+        "`apply_rope`, out of place": ("native", calls[1][0]),
+    }
+    for name in _peers_of(known.values(), "host"):
+        place = (
+            calls[0][0] if any(name in rows for key, rows in known.items() if key[1] == calls[0][0]) else calls[1][0]
+        )
+        lines[PEERS[name][0]] = name, place
+    found = []
+    for title, (name, variant) in lines.items():
+        cells = [title]
+        for case in ("decode-1", "decode-64"):
+            rows = known[case, variant, "decode"]
+            host, unit = (time_of(rows.get(one), "host") for one in (name, MULTIPLY))
+            cells.append(NOTHING if host is None or not unit else f"{us(host)} ({host / unit:.2f})")
+        found.append(cells)
+    if recording is not None and "host_forward" in recording:
+        found.append(["`apply_rope`, recording for autograd", us(time_of(recording, "host_forward")), NOTHING])
+    return Table(
+        ["eager call, µs (× `mul_`)", "one token", "64 tokens"], [x for x in found if {*x[1:]} != {NOTHING}], (1,)
+    )
+
+
+def lengths(book: Book) -> Table:
+    """One shape at many lengths: in a CUDA graph up to 2048 tokens, with cold caches from there on."""
+    known: dict[int, dict[bool, dict[str, Row]]] = {}
+    for lead, rows in book.each("rope", "fwd"):
+        if lead["case"]["name"].startswith("tokens-"):
+            known.setdefault(lead["case"]["tokens"], {})[lead["case"]["interleaved"]] = rows
+    found = []
+    for tokens, pairs in sorted(known.items()):
+        if tokens.bit_length() % 2 == 0:  # every other power of two shows as much
+            continue
+        quantity = "graph" if tokens <= 2048 else "time"
+        times = (
+            time_of(pairs.get(pair, {}).get(name), quantity) for pair in (False, True) for name in ("native", "triton")
+        )
+        found.append([str(tokens), *map(us, times)])
+    return Table(["tokens", "half-split: CUDA", "Triton", "interleaved: CUDA", "Triton"], found, (1,))
+
+
+def norm(book: Book) -> Table:
+    """QK-norm with the rotation, and positions on three axes."""
+    found = []
+    names = ("compiled", "liger_kernel", "eager")
+    for mode in ("fwd", "bwd", "decode"):
+        for lead, rows in book.each("rope", mode):
+            case = lead["case"]
+            if not _is_norm(case):
+                continue
+            quantity = "graph" if any("graph" in row for row in rows.values() if row["kind"] == "ours") else "time"
+            ours, name = best(rows.values(), "ours", quantity)
+            copied = rows[name].get("copy_ratio") if name and quantity == "time" else None
+            cells = [f"{case['name']}: {in_words(lead)}, {MODES[mode]}", us(ours)]
+            cells.append(NOTHING if copied is None else f"{copied:.2f}")
+            found.append([*cells, *(us(time_of(rows.get(peer), quantity)) for peer in names)])
+    return Table(["case", "Ropewalk, µs", "of a copy", *(PEERS[name][0] for name in names)], found, (1,))
+
+
+# Attention.
+
+
+def kernels(mode: str) -> Callable[[Book], Table]:
+    """Make the table of the kernels alone in a mode: TFLOP/s of ours and of other libraries."""
+    peers = ("flash_attn_4", "cudnn", "flex", "sdpa_flash")
+
+    def make(book: Book) -> Table:
+        found = []
+        for lead, rows in book.each("attention", mode):
+            (ours, _), (theirs, name) = (best(rows.values(), kind) for kind in ("ours", "peer"))
+            cells = (number(rows.get(one), "tflops") for one in ("gluon", "triton", *peers))
+            verdict = NOTHING if theirs is None else f"{ratio(theirs, ours)} {PEERS[name][0]}"
+            found.append([in_words(lead), *cells, verdict])
+        headings = ["case", "gluon", "triton", *(PEERS[one][0] for one in peers), "our faster one, × the best other"]
+        return Table(headings, found, (1, 7))
+
+    return make
+
+
+def choices(book: Book) -> Table:
+    """RoPE and attention: our kernels, the picks of `impl=None`, and other libraries."""
+    found = []
+    for one in hot_choices(book):
+        peers = (duration(one.peers.get(name)) for name in CHOICE_PEERS)
+        case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
+        picked = next((pick[0] for pick in reversed(one.picks) if pick is not None), None)
+        verdict = ratio(min(one.peers.values(), default=None), picked)
+        found.append([case, *map(show_pick, one.picks), *peers, verdict])
+    headings = ["case", "our kernels", "`impl=None` without flash-attn 4", "with flash-attn 4"]
+    return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7))
+
+
+@functools.cache
+def hot_choices(book: Book) -> list[g.Choice]:
+    order = {case.name: number for number, case in enumerate(CASES["attention"])}
+    found = (choice for choice in g.newest_choices(book.compared) if choice.lead["protocol"] == "hot")
+    return sorted(found, key=lambda choice: order.get(choice.lead["case"]["name"], len(order)))
+
+
+def show_pick(pick: tuple[float, str] | None) -> str:
+    return NOT_MEASURED if pick is None else f"{duration(pick[0])}, {pick[1]}"
+
+
+def settings(book: Book) -> Table:
+    """Schemes, dropout, softcap, sinks and the deterministic backward, as multiples of the time without."""
+    shapes, times = dict[str, str](), dict[tuple[str, str, str, str], float]()
+    for kind in ("schemes-fwd", "schemes-bwd", "variants-fwd", "variants-bwd", "learned-bwd"):
+        for lead, rows in book.each("attention", kind):
+            name, way = lead["case"]["name"], kind.rpartition("-")[2]
+            shapes[name] = in_words(lead)
+            for impl in ("gluon", "triton"):
+                plain = time_of(rows.get(impl))
+                for setting in SETTINGS:
+                    time = time_of(rows.get(f"{impl} + {setting}"))
+                    if time and plain:
+                        times[setting, name, way, impl] = time / plain
+    columns = [(name, way) for name in shapes for way in ("fwd", "bwd")]
+    found = []
+    for setting, title in SETTINGS.items():
+        cells = [
+            " / ".join(f"{times[key]:.2f}" if (key := (setting, *column, impl)) in times else NOTHING for impl in _OURS)
+            for column in columns
+        ]
+        found += [[title, *cells]] if any(key[0] == setting for key in times) else []
+    return Table(["gluon / triton", *(f"{shapes[name]}, {MODES[way]}" for name, way in columns)], found, (1,))
+
+
+_OURS = ("gluon", "triton")
+
+
+def rerope(book: Book) -> Table:
+    """ReRoPE beside RoPE in the same kernels, two calls of FlashAttention-4, and eager PyTorch."""
+    found = []
+    for mode in ("rerope-fwd", "rerope-train"):
+        for lead, rows in book.each("attention", mode):
+            cells = [f"{in_words(lead)}, {MODES[mode].partition(', ')[2]}"]
+            for impl in _OURS:
+                time, plain = (time_of(rows.get(f"{impl} + {position}")) for position in ("rerope", "rope"))
+                cells.append(NOTHING if not time or not plain else f"{us(time)}, {time / plain:.2f} × RoPE")
+            cells += [us(time_of(rows.get("flash + rerope"))), us(time_of(rows.get("eager + rerope")))]
+            found.append(cells)
+    return Table(["case, µs", *_OURS, "two calls of FlashAttention-4", "eager PyTorch"], found, (1,))
+
+
+def layer(book: Book) -> Table:
+    """Attention with QK-norm, RoPE of half the features and an output gate."""
+    parts = {
+        "half-rope": "bare",
+        "norm": "norm",
+        "gate": "gate",
+        "norm-gate": "norm and gate",
+        "max logits": "max logits",
+    }
+    found = []
+    for mode in ("layer-fwd", "layer-train"):
+        for lead, rows in book.each("attention", mode):
+            shape = f"{in_words(lead)}, {MODES[mode]}"
+            for impl in ("auto", *_OURS):
+                times = {part: time_of(rows.get(f"{impl} + {part}")) for part in parts}
+                bare = times["half-rope"]
+                cells = [f"{us(time)} ({time / bare:.3f})" if time and bare else us(time) for time in times.values()]
+                title = (
+                    f"`impl=None`, {rows['auto + norm-gate'].get('served_by')}"
+                    if impl == "auto" and "auto + norm-gate" in rows
+                    else impl
+                )
+                found += [[f"{shape}: {title}", *cells]] if {*cells} != {NOTHING} else []
+            for row in (row for row in rows.values() if row["kind"] == "peer"):
+                title = f"{PEERS[row['impl']][0]}, {row['position'].partition(' ')[0]} norm, RoPE and gate"
+                cells = [NOTHING] * 3 + [us(time_of(row)), NOTHING]
+                found.append([f"{shape}: {title}", *cells])
+    return Table(["µs (× bare)", *parts.values()], found, (4,))
+
+
+def decoding(book: Book) -> Table:
+    """One query a row over a cache, contiguous and in pages."""
+    found, ours = [], {"auto + rope": "`impl=None`", "triton + rope": "triton", "gluon + rope": "gluon"}
+    for lead, rows in book.each("attention", "decode"):
+        named = {
+            **ours,
+            **{f"{impl} + rope, pages of {size}": f"{impl}, pages of {size}" for impl in _OURS for size in (64, 16)},
+        }
+        for name, title in named.items():
+            if name in rows:
+                cells = [us(time_of(rows[name])), number(rows[name], "gb_per_s")]
+                copied = rows[name].get("ratios", {}).get(COPY)
+                found.append([f"{in_words(lead)}: {title}", *cells, NOTHING if copied is None else f"{copied:.2f}"])
+        for row in (row for row in rows.values() if row["kind"] == "peer"):
+            cells = [us(time_of(row)), number(row, "gb_per_s"), f"{row['ratios'][COPY]:.2f}"]
+            found.append([f"{in_words(lead)}: {PEERS[row['impl']][0]}", *cells])
+    return Table(["case", "µs", "GB/s", "of a copy"], found, (1,))
+
+
+def memory(book: Book) -> Table:
+    """Bytes at the peak of training, over those of inputs, outputs, gradients and rotated q and k."""
+    found = []
+    for lead, rows in book.each("attention", "memory"):
+        for row in rows.values():
+            name = f"`impl=None`, {row['served_by']}" if row["impl"] == "auto" else row["impl"]
+            title = f"{in_words(lead)}: {name}, {'ReRoPE' if row['position'] == 'rerope' else 'RoPE'}"
+            found.append([title, f"{row['peak_bytes'] / row['floor_bytes']:.3f}"])
+    return Table(["case", "peak, of what training must hold"], found, (1,))
+
+
+# Serving, lists of blocks, the host, training.
+
+
+def serving(book: Book) -> Table:
+    """Decoding, appending and prefill over pages of each format."""
+    kinds = {"bf16": "bfloat16", "fp8": "float8", "int8": "int8", "int4": "4-bit"}
+    found = []
+    for mode in ("decode", "append", "prefill"):
+        for lead, rows in book.each("serving", mode):
+            found.append([lead["case"]["name"], *(us(time_of(rows.get(kind))) for kind in kinds)])
+    return Table(["µs", *kinds.values()], found, (1, 2, 3, 4))
+
+
+def append_host(book: Book) -> Table:
+    """The host's time of an eager append of 64 tokens, and as multiples of `rotary_embedding`'s."""
+    rows = book.find("serving", "host, append 64 tokens", "host")
+    unit = time_of(rows.get("rotary_embedding"))
+    found = [
+        [
+            f"`append_kv`, {name}" if name in ("bf16", "fp8", "int8", "int4") else f"`{name}`",
+            us(time),
+            f"{time / unit:.2f}",
+        ]
+        for name, row in rows.items()
+        if (time := time_of(row)) and unit
+    ]
+    return Table(["eager call of 64 tokens", "host, µs", "× `rotary_embedding`"], found, (2,))
+
+
+def blocks(book: Book) -> Table:
+    """Attention over lists of blocks, beside no lists, Triton and FlexAttention."""
+    rows, found = book.blocks(), list[Sequence[str]]()
+    for dim in (128, 64):
+        for name, title, ours in (("dense", "no lists", "no lists"), *((*x, "ropewalk") for x in MASKS.items())):
+            cells = [f"D {dim}, {title}"]
+            for way in ("forward", "backward"):
+                cells.append(number(rows.get((name, dim, ours)), f"{way}_ms", ".2f"))
+                others = ("triton", "flex") if ours == "ropewalk" else ("", "")
+                cells += [number(rows.get((name, dim, impl)), f"{way}_tflops") for impl in (ours, *others)]
+            found += [cells] if {*cells[1:]} != {NOTHING} else []
+    headings = (x for way in ("forward", "backward") for x in (f"{way}, ms", "TFLOP/s", "Triton", "FlexAttention"))
+    return Table(["mask", *headings], found, (2, 6))
+
+
+def host(book: Book) -> Table:
+    """The host's part of eager calls, in µs and as multiples of `mul_`."""
+    names = {"auto": "`impl=None`", **{impl: impl for impl in ("triton", "gluon", "flash", "sdpa")}}
+    peers = ("sdpa_default", "cudnn", "flash_attn_4", "flex")
+    found = []
+    for group in book.rows("host"):
+        rows, mode = {label(row): row for row in group}, group[0]["mode"]
+        setting, _, way = mode.rpartition("-")
+        if setting == "rotate":
+            continue
+        ends = {"none": ("", ""), "rope": (" + rope", " + compiled rope")}.get(
+            setting, (f" + {setting}", f" + {setting}")
+        )
+        cells = [f"{group[0]['case']['name']}, {setting}, {MODES[way]}"]
+        for name in (*(f"{name}{ends[0]}" for name in names), *(f"{name}{ends[1]}" for name in peers)):
+            row = rows.get(name)
+            cells.append(NOTHING if row is None else f"{us(time_of(row, 'host'))} ({row['multiple']['median']:.1f})")
+        found.append(cells)
+    return Table(["case, µs (× `mul_`)", *names.values(), *(PEERS[name][0] for name in peers)], found, (1,))
+
+
+def rotate_host(book: Book) -> Table:
+    """The host's part of eager rotations in the rounds of its own benchmark."""
+    found = []
+    for lead, rows in book.each("host", "rotate-fwd"):
+        for row in (row for row in rows.values() if row["impl"] != MULTIPLY):
+            cells = [us(time_of(row, "host")), f"{row['multiple']['median']:.2f}"]
+            found.append([f"{lead['case']['name']}: `{row['impl']}`, {row['position']}", *cells])
+    return Table(["call", "µs", "× `mul_`"], found, (2,))
+
+
+def training(book: Book) -> Table:
+    """Steps of whole models: tokens per second and memory of ours, and how many times as fast as others."""
+    found = []
+    for mode in ("autocast", "bf16"):
+        for lead, rows in book.each("training", mode):
+            ours = rows.get("ropewalk")
+            sdpa = next((rows[name] for name in ("sdpa", "compiled RoPE + sdpa") if name in rows), None)
+            eager = next((rows[name] for name in ("eager", "RoPE + eager") if name in rows), None)
+            others = (sdpa, rows.get("flash_attention_4"), eager)
+            shape = g.describe_case({**lead, "benchmark": "training"})
+            case = f"{lead['case']['name']}: {shape}, {MODES[mode]}"
+            cells = [number(ours, "tokens_per_second", ",.0f"), number(ours, "peak_bytes", ".1f", 2**30)]
+            cells += [number(sdpa, "peak_bytes", ".1f", 2**30), *(_over(ours, other) for other in others)]
+            found.append([case, *cells])
+    headings = ["model", "tokens/s", "GiB", "SDPA's GiB", "× SDPA", "× FlashAttention-4", "× eager"]
+    return Table(headings, found, (1, 4))
+
+
+def _over(ours: Row | None, other: Row | None) -> str:
+    """Return how many times as fast a step of ours is, by the median over rounds."""
+    if ours is None or other is None:
+        return NOTHING
+    return ratio(ours["ratios"].get(label(other)), 1.0)
+
+
+# What is gained and lost.
+
+
+def verdicts(book: Book) -> Table:
+    """By kind of comparison, in how many cases ours are ahead of the best other library, level or behind."""
+    kinds = dict[str, list[g.Gain]]()
+    for gain in g.find_gains(row for record in book.compared for row in record.rows):
+        if gain.times is not None and gain.lead.get("protocol", "hot") == "hot":
+            kinds.setdefault(gain.title.removesuffix(", hot"), []).append(gain)
+    found = []
+    for title, group in kinds.items():
+        counts = (str(sum(gain.outcome == one for gain in group)) for one in (g.AHEAD, g.LEVEL, g.BEHIND))
+        times = [gain.times for gain in group if gain.times is not None]
+        found.append([title, *counts, *(f"{of(times):.2f} ×" for of in (statistics.median, min, max))])
+    headings = ["ours over the best other library", "faster", "within 2 %", "slower", "median", "least", "most"]
+    return Table(headings, found, (1, 2, 3))
+
+
+def losses(book: Book) -> Table:
+    """Every case where another library is faster, the worst first."""
+    gains = g.find_gains(row for record in book.compared for row in record.rows)
+    behind = [gain for gain in gains if gain.outcome == g.BEHIND and gain.lead.get("protocol", "hot") == "hot"]
+    found = []
+    for gain in sorted(behind, key=lambda one: one.times or 0.0):
+        assert gain.ours is not None
+        assert gain.peer is not None
+        ours, theirs = (duration(time_of(row, gain.quantity)) for row in (gain.ours, gain.peer))
+        name = PEERS[gain.peer["impl"]][0]
+        title = gain.title.removesuffix(", hot") + (", in a CUDA graph" if gain.quantity == "graph" else "")
+        by = gain.ours.get("served_by", gain.ours["impl"])
+        found.append(
+            [
+                f"{gain.lead['case']['name']}: {in_words(gain.lead)}",
+                title,
+                f"{ours}, {by}",
+                f"{theirs}, {name}",
+                f"{gain.times:.2f} ×",
+            ]
+        )
+    return Table(["case", "comparison", "ours", "faster", "ours over it"], found)
+
+
+def records(book: Book) -> Table:
+    """The records: commits, dates, GPUs and versions of their runs."""
+    found = []
+    for name, runs in book.runs.items():
+        texts = [
+            ", ".join(dict.fromkeys(str(run.get(key))[:length] for run in runs))
+            for key, length in (("commit", 7), ("date", 10), ("device", 40), ("torch", 6), ("triton", 6))
+        ]
+        peers = {
+            f"{PEERS[peer][0]} {version}": None
+            for run in runs
+            for peer, version in (run.get("peers") or {}).items()
+            if peer in PEERS and not version.startswith("missing") and version != run.get("torch", "")[: len(version)]
+        }
+        found.append([f"[{name}-{book.card}](results/{name}-{book.card}.jsonl)", *texts, ", ".join(peers) or NOTHING])
+    return Table(["record", "commit", "date", "GPU", "torch", "Triton", "other libraries"], found)
+
+
+TABLES: dict[str, Callable[[Book], Table]] = {
+    "rotation": rotation,
+    "decode-rotation": decode_rotation,
+    "host-rotation": host_rotation,
+    "lengths": lengths,
+    "norm": norm,
+    "forward": kernels("fwd"),
+    "backward": kernels("bwd"),
+    "choices": choices,
+    "settings": settings,
+    "rerope": rerope,
+    "layer": layer,
+    "decoding": decoding,
+    "memory": memory,
+    "serving": serving,
+    "append-host": append_host,
+    "blocks": blocks,
+    "host": host,
+    "rotate-host": rotate_host,
+    "training": training,
+    "verdicts": verdicts,
+    "losses": losses,
+    "records": records,
+}
+
+
+@functools.cache
+def books(folder: Path = RESULTS) -> list[Book]:
+    """Return a book for each card that attention was measured on, `CARD` first."""
+    cards = [path.stem.partition("-")[2] for path in sorted(folder.glob("attention-*.jsonl"))]
+    if CARD not in cards:
+        raise SystemExit(f"{folder.name}/ has no attention-{CARD}.jsonl: tools/record_all.py makes it")
+    return [Book(card, folder) for card in (CARD, *(card for card in cards if card != CARD))]
+
+
+def make(name: str, folder: Path = RESULTS) -> str:
+    """Return a table by name, with the columns of other cards; raise if nothing of it was measured."""
+    if name not in TABLES:
+        raise SystemExit(f"a page has a mark {name!r}, but there are tables {', '.join(TABLES)} and README's overview")
+    first, *others = books(folder)
+    table = TABLES[name](first)
+    if not table.rows and name != "losses":
+        raise SystemExit(f"the records of {first.card} have no row of table {name!r}: tools/record_all.py measures all")
+    return table.render({book.card: found for book in others if (found := TABLES[name](book)).rows})
