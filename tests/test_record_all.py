@@ -2,7 +2,9 @@
 
 import json
 import sys
+from pathlib import Path
 
+import overview
 import pytest
 import record_all
 import typer
@@ -63,6 +65,19 @@ def units_of(benchmark, bench):
 def test_the_tasks_have_every_case_and_mode_once(benchmark, bench):
     measured, known = units_of(benchmark, bench)
     assert measured == known
+
+
+def test_kernel_pages_show_what_is_measured():
+    known = {
+        unit
+        for benchmark, bench in (("rope", RopeBench), ("attention", AttentionBench))
+        for unit in units_of(benchmark, bench)[0]
+    }
+    pages = sorted((Path(__file__).parents[1] / "docs/kernels").glob("*.md"))
+    rows = [cells for path in pages for _, cells in overview.measured_rows(path.read_text(encoding="utf-8"))]
+    shown = {(case, mode.partition(",")[0]) for _, case, mode, *_ in rows}
+    assert len(shown) > 10
+    assert shown <= known
 
 
 def test_names_are_different_and_what_the_host_decides_is_alone():
@@ -132,3 +147,18 @@ def test_parts_of_two_commits_are_not_joined(folder):
 def test_gpus_have_short_names():
     names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "CPU x86_64")
     assert [record_all.short_name(name) for name in names] == ["h200", "h100", "cpu"]
+
+
+def test_an_interrupted_call_stops_its_tasks(folder, capsys, monkeypatch):
+    task = Task("a", "rope", "60", 99)
+
+    def interrupt(seconds):
+        while not folder.lines(task):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record_all.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        record_all.run((task,), folder, ["0"], 100.0)
+    assert "a: stopped" in capsys.readouterr().out
+    assert not folder.is_done(task)

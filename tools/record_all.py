@@ -155,8 +155,8 @@ class Folder:
             if unlike := [f"{name} was {old!r}, and is {new!r}" for name, old, new in differences(SAME, first, run)]:
                 raise SystemExit(f"{self.part(task)} is of another run, so remove it: {'; '.join(unlike)}")
             name = f"{task.benchmark}-{short_name(run['device'])}.jsonl"
-            texts = (json.dumps(line, ensure_ascii=False) for line in ({**run, "name": task.name}, *rows))
-            found.setdefault(name, []).extend(texts)
+            lines = ({**run, "name": task.name}, *rows)
+            found.setdefault(name, []).extend(json.dumps(line, ensure_ascii=False) for line in lines)
         for name, texts in found.items():
             (self.path / name).write_text("\n".join(texts) + "\n", encoding="utf-8")
         return [self.path / name for name in found]
@@ -194,38 +194,48 @@ def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float
         left = limit - (time.monotonic() - begun)
         return left > (60 if task.benchmark in RESUMABLE else task.seconds)
 
-    while True:
-        for gpu, (task, process, started) in list(running.items()):
-            now = time.monotonic()
-            is_late = now - begun > limit or now - started > LONGEST * task.seconds
-            if process.poll() is None and not is_late:
-                continue
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # rows are whole lines, and those that are written stay
-                process.wait()
-            del running[gpu]
-            said = "done" if folder.is_done(task) else "stopped" if is_late else f"failed, exit {process.returncode}"
-            if process.returncode and folder.is_done(task):
-                said = "done, but one of ours was wrong or failed"
-            say(f"{task.name}: {said}, {now - started:.0f} s (predicted {task.seconds})")
-        for gpu in (gpu for gpu in gpus if gpu not in running):
-            task = _next(waiting, bool(running), fits)
-            if task is None:
+    def start(task: Task, gpu: str) -> None:
+        waiting.remove(task)
+        with (folder.parts / f"{task.name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                folder.command(task),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+                start_new_session=True,
+            )
+        running[gpu] = task, process, time.monotonic()
+        say(f"{task.name}: started on GPU {gpu}")
+
+    def finish(gpu: str) -> None:
+        """Forget the task of a GPU; one that still runs is stopped, and the whole lines of its record stay."""
+        task, process, started = running.pop(gpu)
+        is_late = process.poll() is None
+        if is_late:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = "stopped" if is_late else f"failed with exit {process.returncode}, see {task.name}.log"
+        if folder.is_done(task):
+            said = "done, but one of ours was wrong or failed" if process.returncode else "done"
+        say(f"{task.name}: {said}, {time.monotonic() - started:.0f} s (predicted {task.seconds})")
+
+    try:
+        while True:
+            for gpu, (task, process, started) in list(running.items()):
+                now = time.monotonic()
+                if process.poll() is not None or now - begun > limit or now - started > LONGEST * task.seconds:
+                    finish(gpu)
+            for gpu in (gpu for gpu in gpus if gpu not in running):
+                following = _next(waiting, bool(running), fits)
+                if following is None:
+                    break
+                start(following, gpu)
+            if not running:
                 break
-            waiting.remove(task)
-            with (folder.parts / f"{task.name}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    folder.command(task),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                    start_new_session=True,
-                )
-            running[gpu] = task, process, time.monotonic()
-            say(f"{task.name}: started on GPU {gpu}")
-        if not running:
-            break
-        time.sleep(0.2)
+            time.sleep(0.2)
+    finally:
+        for gpu in list(running):
+            finish(gpu)
     for task in waiting:
         say(f"{task.name}: not started")
 

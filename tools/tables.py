@@ -170,7 +170,7 @@ class Table(NamedTuple):
     """Headings, rows of cells whose first one names the row, and the columns that a second card has too."""
 
     headings: Sequence[str]
-    rows: list[Sequence[str]]
+    rows: Sequence[Sequence[str]]
     again: tuple[int, ...] = ()
 
     def render(self, others: Mapping[str, Table]) -> str:
@@ -240,7 +240,7 @@ def rotation(book: Book) -> Table:
     headings = ["case"]
     for way in ("forward", "backward"):
         headings += [f"{way}: CUDA", "Triton", "of a copy", "best other, µs, and × of it"]
-    found, firsts = list[Sequence[str]](), dict[str, bool]()
+    found, firsts = list[list[str]](), dict[str, bool]()
     for lead, rows in book.each("rope", "fwd"):
         case = lead["case"]
         # One order of pairs is enough but for one shape.
@@ -272,7 +272,7 @@ def _peers_of(table: Iterable[Mapping[str, Row]], quantity: str) -> list[str]:
 
 def decode_rotation(book: Book) -> Table:
     """Rotations of one token a sequence, in a CUDA graph."""
-    found = list(book.each("rope", "decode"))
+    found = [(lead, rows) for lead, rows in book.each("rope", "decode") if not _is_norm(lead["case"])]
     ours = {"native": "CUDA", "rotary_embedding": "`rotary_embedding`", "triton": "Triton"}
     peers = _peers_of((rows for _, rows in found), "graph")
     names = [*ours, *peers]
@@ -308,9 +308,7 @@ def host_rotation(book: Book) -> Table:
         found.append(cells)
     if recording is not None and "host_forward" in recording:
         found.append(["`apply_rope`, recording for autograd", us(time_of(recording, "host_forward")), NOTHING])
-    return Table(
-        ["eager call, µs (× `mul_`)", "one token", "64 tokens"], [x for x in found if {*x[1:]} != {NOTHING}], (1,)
-    )
+    return Table(["eager call, µs (× `mul_`)", "one token", "64 tokens"], found, (1,))
 
 
 def lengths(book: Book) -> Table:
@@ -456,7 +454,7 @@ def layer(book: Book) -> Table:
                     if impl == "auto" and "auto + norm-gate" in rows
                     else impl
                 )
-                found += [[f"{shape}: {title}", *cells]] if {*cells} != {NOTHING} else []
+                found.append([f"{shape}: {title}", *cells])
             for row in (row for row in rows.values() if row["kind"] == "peer"):
                 title = f"{PEERS[row['impl']][0]}, {row['position'].partition(' ')[0]} norm, RoPE and gate"
                 cells = [NOTHING] * 3 + [us(time_of(row)), NOTHING]
@@ -525,7 +523,7 @@ def append_host(book: Book) -> Table:
 
 def blocks(book: Book) -> Table:
     """Attention over lists of blocks, beside no lists, Triton and FlexAttention."""
-    rows, found = book.blocks(), list[Sequence[str]]()
+    rows, found = book.blocks(), list[list[str]]()
     for dim in (128, 64):
         for name, title, ours in (("dense", "no lists", "no lists"), *((*x, "ropewalk") for x in MASKS.items())):
             cells = [f"D {dim}, {title}"]
@@ -533,7 +531,7 @@ def blocks(book: Book) -> Table:
                 cells.append(number(rows.get((name, dim, ours)), f"{way}_ms", ".2f"))
                 others = ("triton", "flex") if ours == "ropewalk" else ("", "")
                 cells += [number(rows.get((name, dim, impl)), f"{way}_tflops") for impl in (ours, *others)]
-            found += [cells] if {*cells[1:]} != {NOTHING} else []
+            found.append(cells)
     headings = (x for way in ("forward", "backward") for x in (f"{way}, ms", "TFLOP/s", "Triton", "FlexAttention"))
     return Table(["mask", *headings], found, (2, 6))
 
@@ -650,6 +648,8 @@ def records(book: Book) -> Table:
             for peer, version in (run.get("peers") or {}).items()
             if peer in PEERS and not version.startswith("missing") and version != run.get("torch", "")[: len(version)]
         }
+        if any(run.get("dirty") for run in runs):
+            texts[0] += ", with changes"
         found.append([f"[{name}-{book.card}](results/{name}-{book.card}.jsonl)", *texts, ", ".join(peers) or NOTHING])
     return Table(["record", "commit", "date", "GPU", "torch", "Triton", "other libraries"], found)
 
@@ -693,8 +693,13 @@ def make(name: str, folder: Path = RESULTS) -> str:
     """Return a table by name, with the columns of other cards; raise if nothing of it was measured."""
     if name not in TABLES:
         raise SystemExit(f"a page has a mark {name!r}, but there are tables {', '.join(TABLES)} and README's overview")
-    first, *others = books(folder)
-    table = TABLES[name](first)
+    card, *others = books(folder)
+    table = _without_empty_rows(TABLES[name](card))
     if not table.rows and name != "losses":
-        raise SystemExit(f"the records of {first.card} have no row of table {name!r}: tools/record_all.py measures all")
-    return table.render({book.card: found for book in others if (found := TABLES[name](book)).rows})
+        raise SystemExit(f"the records of {card.card} have no row of table {name!r}: tools/record_all.py measures all")
+    found = {book.card: _without_empty_rows(TABLES[name](book)) for book in others}
+    return table.render({name: other for name, other in found.items() if other.rows})
+
+
+def _without_empty_rows(table: Table) -> Table:
+    return table._replace(rows=[row for row in table.rows if {*row[1:]} != {NOTHING}])
