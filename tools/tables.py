@@ -89,6 +89,9 @@ MASKS = {
 }
 
 
+_OURS = ("gluon", "triton")
+
+
 class Book:
     """The records of one card: of each case, mode and protocol the rows of the newest run, as in `gains`."""
 
@@ -281,33 +284,26 @@ def decode_rotation(book: Book) -> Table:
 
 
 def host_rotation(book: Book) -> Table:
-    """The host's time of eager rotations of one token and of 64."""
-    calls = [("half/in place", "decode"), ("half/out of place", "decode")]
-    known = {
-        (case, *call): book.find("rope", case, call[1], call[0]) for case in ("decode-1", "decode-64") for call in calls
-    }
-    recording = book.find("rope", "decode-1", "bwd", "half/out of place").get("native")
-    lines: dict[str, tuple[str, str]] = {
-        "PyTorch's own `x.mul_(1.0)`": (MULTIPLY, calls[0][0]),
-        "`rotary_embedding`": ("rotary_embedding", calls[0][0]),
-        "`apply_rope`, in place": ("native", calls[0][0]),
-        "`apply_rope`, out of place": ("native", calls[1][0]),
-    }
+    """The host's time of eager rotations of one token and of 64; a peer's in place if it has that."""
+    cases, inside, outside = ("decode-1", "decode-64"), "half/in place", "half/out of place"
+    known = {(case, place): book.find("rope", case, "decode", place) for case in cases for place in (inside, outside)}
+    calls = [
+        ("PyTorch's own `x.mul_(1.0)`", MULTIPLY, inside),
+        ("`rotary_embedding`", "rotary_embedding", inside),
+        ("`apply_rope`, in place", "native", inside),
+        ("`apply_rope`, out of place", "native", outside),
+    ]
     for name in _peers_of(known.values(), "host"):
-        place = (
-            calls[0][0] if any(name in rows for key, rows in known.items() if key[1] == calls[0][0]) else calls[1][0]
-        )
-        lines[PEERS[name][0]] = name, place
+        calls.append((PEERS[name][0], name, inside if any(name in known[case, inside] for case in cases) else outside))
     found = []
-    for title, (name, variant) in lines.items():
+    for title, name, place in calls:
         cells = [title]
-        for case in ("decode-1", "decode-64"):
-            rows = known[case, variant, "decode"]
-            host, unit = (time_of(rows.get(one), "host") for one in (name, MULTIPLY))
+        for case in cases:
+            host, unit = (time_of(known[case, place].get(one), "host") for one in (name, MULTIPLY))
             cells.append(NOTHING if host is None or not unit else f"{us(host)} ({host / unit:.2f})")
         found.append(cells)
-    if recording is not None and "host_forward" in recording:
-        found.append(["`apply_rope`, recording for autograd", us(time_of(recording, "host_forward")), NOTHING])
+    recording = book.find("rope", "decode-1", "bwd", outside).get("native")
+    found.append(["`apply_rope`, recording for autograd", us(time_of(recording, "host_forward")), NOTHING])
     return Table(["eager call, µs (× `mul_`)", "one token", "64 tokens"], found, (1,))
 
 
@@ -398,12 +394,12 @@ def settings(book: Book) -> Table:
         for lead, rows in book.each("attention", kind):
             name, way = lead["case"]["name"], kind.rpartition("-")[2]
             shapes[name] = in_words(lead)
-            for impl in ("gluon", "triton"):
+            for impl in _OURS:
                 plain = time_of(rows.get(impl))
                 for setting in SETTINGS:
                     time = time_of(rows.get(f"{impl} + {setting}"))
                     if time and plain:
-                        times[setting, name, way, impl] = time / plain
+                        times.setdefault((setting, name, way, impl), time / plain)
     columns = [(name, way) for name in shapes for way in ("fwd", "bwd")]
     found = []
     for setting, title in SETTINGS.items():
@@ -413,9 +409,6 @@ def settings(book: Book) -> Table:
         ]
         found += [[title, *cells]] if any(key[0] == setting for key in times) else []
     return Table(["gluon / triton", *(f"{shapes[name]}, {MODES[way]}" for name, way in columns)], found, (1,))
-
-
-_OURS = ("gluon", "triton")
 
 
 def rerope(book: Book) -> Table:
@@ -444,17 +437,12 @@ def layer(book: Book) -> Table:
     found = []
     for mode in ("layer-fwd", "layer-train"):
         for lead, rows in book.each("attention", mode):
-            shape = f"{in_words(lead)}, {MODES[mode]}"
+            shape, picked = f"{in_words(lead)}, {MODES[mode]}", rows.get("auto + norm-gate", {}).get("served_by")
             for impl in ("auto", *_OURS):
                 times = {part: time_of(rows.get(f"{impl} + {part}")) for part in parts}
                 bare = times["half-rope"]
                 cells = [f"{us(time)} ({time / bare:.3f})" if time and bare else us(time) for time in times.values()]
-                title = (
-                    f"`impl=None`, {rows['auto + norm-gate'].get('served_by')}"
-                    if impl == "auto" and "auto + norm-gate" in rows
-                    else impl
-                )
-                found.append([f"{shape}: {title}", *cells])
+                found.append([f"{shape}: {f'`impl=None`, {picked}' if impl == 'auto' else impl}", *cells])
             for row in (row for row in rows.values() if row["kind"] == "peer"):
                 title = f"{PEERS[row['impl']][0]}, {row['position'].partition(' ')[0]} norm, RoPE and gate"
                 cells = [NOTHING] * 3 + [us(time_of(row)), NOTHING]
@@ -464,20 +452,14 @@ def layer(book: Book) -> Table:
 
 def decoding(book: Book) -> Table:
     """One query a row over a cache, contiguous and in pages."""
-    found, ours = [], {"auto + rope": "`impl=None`", "triton + rope": "triton", "gluon + rope": "gluon"}
+    found = []
     for lead, rows in book.each("attention", "decode"):
-        named = {
-            **ours,
-            **{f"{impl} + rope, pages of {size}": f"{impl}, pages of {size}" for impl in _OURS for size in (64, 16)},
-        }
-        for name, title in named.items():
-            if name in rows:
-                cells = [us(time_of(rows[name])), number(rows[name], "gb_per_s")]
-                copied = rows[name].get("ratios", {}).get(COPY)
-                found.append([f"{in_words(lead)}: {title}", *cells, NOTHING if copied is None else f"{copied:.2f}"])
-        for row in (row for row in rows.values() if row["kind"] == "peer"):
-            cells = [us(time_of(row)), number(row, "gb_per_s"), f"{row['ratios'][COPY]:.2f}"]
-            found.append([f"{in_words(lead)}: {PEERS[row['impl']][0]}", *cells])
+        for name, row in rows.items():
+            if row["kind"] != "anchor":
+                ours = name.replace(" + rope", "").replace("auto", "`impl=None`")
+                title = PEERS[row["impl"]][0] if row["kind"] == "peer" else ours
+                cells = [us(time_of(row)), number(row, "gb_per_s"), f"{row['ratios'][COPY]:.2f}"]
+                found.append([f"{in_words(lead)}: {title}", *cells])
     return Table(["case", "µs", "GB/s", "of a copy"], found, (1,))
 
 
