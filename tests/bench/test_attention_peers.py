@@ -350,9 +350,9 @@ def test_every_candidate_is_judged_by_its_setting(device: torch.device) -> None:
     assert labels["train"] == [*inside, *outside, "sdpa_flash + compiled rope"]
     assert labels["memory"] == inside
     assert labels["rerope-fwd"] == labels["rerope-train"] == []
-    schemes = ["reference + alibi", "reference + exposb", "reference + exposb-decay"]
+    schemes = ["reference + alibi", "reference + exposb", "reference + exposb-decay", "reference + t5"]
     assert labels["schemes-fwd"] == labels["schemes-bwd"] == ["reference", *schemes]
-    variants = ["reference + dropout", "reference + softcap", "reference + sinks"]
+    variants = [f"reference + {name}" for name in ("dropout", "softcap", "sinks", "deterministic")]
     assert labels["variants-fwd"] == labels["variants-bwd"] == ["reference", *variants]
     assert labels["learned-bwd"] == ["reference", *(f"reference + {name}" for name in LEARNED)]
     with nothing_compiled(device):
