@@ -72,5 +72,5 @@ def launches_of(monkeypatch, target, head_dim, v_head_dim, dtype, name):
         out, saved = triton_launch.forward(call, True)
         saved_call = call._replace(q=saved.q, k=saved.k)
         triton_launch.backward(saved_call, out, saved, torch.randn_like(out), None, wanted)
-    assert [launch[0].__name__ for launch in launches] == list(KERNELS)
+    assert list(dict.fromkeys(launch[0].__name__ for launch in launches)) == list(KERNELS)
     return launches, others

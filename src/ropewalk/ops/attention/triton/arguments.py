@@ -226,6 +226,8 @@ class Blocks(NamedTuple):
     LIST_Q: Any = None  # queries of a block in `Lists`
     LIST_K: Any = None
     PAGE_SIZE: Any = None  # None: k and v are descriptors; 0: rows of a dense cache, of any length
+    HAS_DK: Any = None  # gradients that a program of the backward computes
+    HAS_DV: Any = None
 
 
 class Schedule(NamedTuple):

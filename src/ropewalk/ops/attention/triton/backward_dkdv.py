@@ -2,6 +2,7 @@
 
 It recomputes probabilities from the forward's log-sum-exp, as the kernel for dQ does.
 No program adds to the result of another one, so the result is the same every time.
+A launch computes both, or one of them: of 512 features a multiprocessor has registers for one accumulator alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ropewalk.ops.attention.triton.masking import (
     apply_bits,
     apply_mask,
     attention_mask,
+    has_middle,
     list_range,
     listed_token,
     lists_of_line,
@@ -138,24 +140,27 @@ def _mainloop_q(
         do_tile = load_tile(stream.do, tile.batch, tile.head, tile.q_offset + q_start, blocks.M, blocks.DV)
         if MASKED and flags.PACKED:
             do_tile = tl.where((q_index < seqlens.n_queries)[:, None], do_tile, 0.0)
-        if MASKED:
-            delta = tl.load(stream.delta + q_index, q_index < seqlens.n_queries, other=0.0)
-        else:
-            delta = tl.load(stream.delta + q_index)
+        if blocks.HAS_DK:
+            if MASKED:
+                delta = tl.load(stream.delta + q_index, q_index < seqlens.n_queries, other=0.0)
+            else:
+                delta = tl.load(stream.delta + q_index)
         p_dropped = p
         if dropout is not None:
             stays = dropout_mask(dropout, q_index, tile.start, blocks.N, True)
             p_dropped = tl.where(stays, p, dropout.zero)
-        acc_dv = tl.dot(p_dropped.to(do_tile.dtype), do_tile, acc_dv, input_precision=blocks.PRECISION)
-        if score_flags.SOFTCAP:  # before p and capped are both needed
-            p *= 1 - capped * capped
-        dp = tl.dot(keys.v, do_tile.T, input_precision=blocks.PRECISION)
-        if dropout is not None:
-            dp = tl.where(stays, dp * dropout.rescale, dropout.zero)
-        ds = p * (dp - delta[None, :])
-        if score_flags.MOD_BWD is not None:
-            ds = score_flags.MOD_BWD(ds, scaled, q_pos[None, :], k_pos[:, None], scores.params, NONE_AHEAD)
-        acc_dk = accumulate_chunks(ds, q_tile, acc_dk, blocks.PRECISION, blocks.D_CHUNKS)
+        if blocks.HAS_DV:
+            acc_dv = tl.dot(p_dropped.to(do_tile.dtype), do_tile, acc_dv, input_precision=blocks.PRECISION)
+        if blocks.HAS_DK:
+            if score_flags.SOFTCAP:  # before p and capped are both needed
+                p *= 1 - capped * capped
+            dp = tl.dot(keys.v, do_tile.T, input_precision=blocks.PRECISION)
+            if dropout is not None:
+                dp = tl.where(stays, dp * dropout.rescale, dropout.zero)
+            ds = p * (dp - delta[None, :])
+            if score_flags.MOD_BWD is not None:
+                ds = score_flags.MOD_BWD(ds, scaled, q_pos[None, :], k_pos[:, None], scores.params, NONE_AHEAD)
+            acc_dk = accumulate_chunks(ds, q_tile, acc_dk, blocks.PRECISION, blocks.D_CHUNKS)
     return acc_dk, acc_dv
 
 
@@ -253,7 +258,7 @@ def _attend_range(state, q, k, keys, stream, tile, masking, scoring, flags, scor
     keys = KeyTile(k_tile, keys.v, keys.pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
-    HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
+    HAS_MIDDLE: tl.constexpr = has_middle(masking.mask, flags, blocks, RANGE)
     tile_range = query_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     return _attend_heads(
         state,
@@ -322,7 +327,9 @@ def _attend_far(state, keys, stream, far, far_grads, tile, kv_capacity, masking,
         state = _attend_range(
             state, far.q_future, far.k, keys, stream, tile, masking, scoring, flags, score_flags, blocks, FAR_FUTURE
         )
-    return _finish_far(state, far_grads, tile, kv_capacity, masking.seqlens, flags, blocks)
+    if blocks.HAS_DK:
+        state = _finish_far(state, far_grads, tile, kv_capacity, masking.seqlens, flags, blocks)
+    return state
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -334,9 +341,9 @@ def backward_dkdv_kernel(
     q_far_future,
     k_far,
     do,  # (B, H, Tq, Dv)
-    dk,  # descriptors of (B, K, Tk, D or Dv), or RowTargets
+    dk,  # descriptors of (B, K, Tk, D or Dv), or RowTargets; or None: another launch computes it
     dk_far,  # likewise, if far gradients are separate; None: they are added to dk, by the tables
-    dv,
+    dv,  # like dk
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
     table,  # RopeTable | None, of the keys
@@ -377,7 +384,7 @@ def backward_dkdv_kernel(
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dK and dV of a tile of BLOCK_N keys of one key head, from all query heads that share it."""
+    """Compute dK, dV or both of a tile of BLOCK_N keys of one key head, from all query heads that share it."""
     tile_index, batch, kv_head, sequence = tile_of_program(packed, n_keys, n_kv_heads, BLOCK_N, False)
     all_queries = n_queries
     q_offset, k_offset, kv_capacity, seqlens = sequence_info(
@@ -386,7 +393,11 @@ def backward_dkdv_kernel(
     tile = Tile(batch, None, kv_head, q_offset, k_offset, tile_index * BLOCK_N)
     PACKED: tl.constexpr = packed is not None
     k_index = tile.start + tl.arange(0, BLOCK_N)
-    v_tile = load_tile(v, batch, kv_head, k_offset + tile.start, BLOCK_N, BLOCK_DV)
+    HAS_DK: tl.constexpr = dk is not None
+    HAS_DV: tl.constexpr = dv is not None
+    v_tile = None
+    if HAS_DK:
+        v_tile = load_tile(v, batch, kv_head, k_offset + tile.start, BLOCK_N, BLOCK_DV)
     INDEX_POSITIONS: tl.constexpr = positions_q is None and positions_k is None
     FLAGS: tl.constexpr = mask_flags(
         PACKED,
@@ -414,7 +425,14 @@ def backward_dkdv_kernel(
     exists = ((k_index >= seqlens.kv_start) & (k_index < seqlens.n_keys))[:, None]
     rows = k_offset + k_index
     rows_end = k_offset + kv_capacity
-    state = (zero_chunks(BLOCK_N, BLOCK_D, D_CHUNKS), tl.zeros((BLOCK_N, BLOCK_DV), tl.float32))
+    # A scalar stands for the accumulator of another launch, as loops carry no None.
+    acc_dk = (0.0,)
+    acc_dv = 0.0
+    if HAS_DK:
+        acc_dk = zero_chunks(BLOCK_N, BLOCK_D, D_CHUNKS)
+    if HAS_DV:
+        acc_dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    state = (acc_dk, acc_dv)
     if far_window is not None:
         state = _attend_far(
             state,
@@ -428,7 +446,7 @@ def backward_dkdv_kernel(
             scoring,
             FLAGS,
             ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, HAS_DK, HAS_DV),
         )
     acc_dk, acc_dv = _attend_range(
         state,
@@ -441,17 +459,19 @@ def backward_dkdv_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, HAS_DK, HAS_DV),
         ALL if far_window is None else NEAR,
     )
 
-    dv_tile = tl.where(exists, acc_dv * rescale, 0.0)
-    store_tile(dv, dv_tile, batch, kv_head, k_offset, tile.start, kv_capacity, 0, BLOCK_N, BLOCK_DV, PACKED)
-    for chunk in tl.static_range(D_CHUNKS):
-        dk_tile = tl.where(exists, acc_dk[chunk] * grad_factor, 0.0)
-        if weights_ptr is not None:
-            feature = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-            dk_tile *= tl.load(weights_ptr + feature, feature < D, other=0.0)[None, :]
-        if table is not None:
-            dk_tile = inverse_rotate(dk_tile, table, batch, rows, rows_end, BLOCK_N, BLOCK_D, R, INTERLEAVED)
-        store_tile(dk, dk_tile, batch, kv_head, k_offset, tile.start, kv_capacity, chunk, BLOCK_N, BLOCK_D, PACKED)
+    if HAS_DV:
+        dv_tile = tl.where(exists, acc_dv * rescale, 0.0)
+        store_tile(dv, dv_tile, batch, kv_head, k_offset, tile.start, kv_capacity, 0, BLOCK_N, BLOCK_DV, PACKED)
+    if HAS_DK:
+        for chunk in tl.static_range(D_CHUNKS):
+            dk_tile = tl.where(exists, acc_dk[chunk] * grad_factor, 0.0)
+            if weights_ptr is not None:
+                feature = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+                dk_tile *= tl.load(weights_ptr + feature, feature < D, other=0.0)[None, :]
+            if table is not None:
+                dk_tile = inverse_rotate(dk_tile, table, batch, rows, rows_end, BLOCK_N, BLOCK_D, R, INTERLEAVED)
+            store_tile(dk, dk_tile, batch, kv_head, k_offset, tile.start, kv_capacity, chunk, BLOCK_N, BLOCK_D, PACKED)

@@ -32,6 +32,7 @@ from ropewalk.ops.attention.triton.masking import (
     apply_bits,
     apply_mask,
     attention_mask,
+    has_middle,
     key_ranges,
     list_range,
     listed_token,
@@ -157,7 +158,7 @@ def _attend_range(state, q, queries, k, v, tile, masking, scoring, flags, score_
     queries = QueryTile(q_tile, queries.pos, queries.do, queries.lse, queries.delta)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
-    HAS_MIDDLE: tl.constexpr = masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS)
+    HAS_MIDDLE: tl.constexpr = has_middle(masking.mask, flags, blocks, RANGE)
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     if masking.lists.slots is not None:
         state = _mainloop_kv(

@@ -35,6 +35,7 @@ class Tiles(NamedTuple):
 
 
 # Of a kind of GPU: by a call's property ("any" without one), and by kernel, block of features, bytes of an element.
+# With 512 features dK and dV are launches of their own, and there are halves alone.
 Table = dict[str, dict[tuple[str, int, int], Tiles]]
 
 _FLOAT32: dict[tuple[str, int, int], Tiles] = {
@@ -59,14 +60,19 @@ _HOPPER: Table = {
         ("forward", 128, 2): Tiles(64, 64, 4, 3),
         ("forward", 192, 2): Tiles(128, 128, 8, 2, 224),
         ("forward", 256, 2): Tiles(128, 64, 8, 2),
+        # Both warp groups compute all scores of 64 rows, and half of the accumulator's features each.
+        ("forward", 512, 2): Tiles(64, 32, 8, 2),
         ("backward_dkdv", 64, 2): Tiles(128, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(64, 64, 4, 2),
         ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 2),
         ("backward_dkdv", 256, 2): Tiles(64, 64, 8, 2),
+        ("backward_dk", 512, 2): Tiles(32, 64, 8, 1),
+        ("backward_dv", 512, 2): Tiles(32, 64, 8, 2),
         ("backward_dq", 64, 2): Tiles(64, 64, 4, 2, 128),
         ("backward_dq", 128, 2): Tiles(64, 64, 4, 2),
         ("backward_dq", 192, 2): Tiles(128, 64, 8, 3),
         ("backward_dq", 256, 2): Tiles(128, 32, 8, 2),
+        ("backward_dq", 512, 2): Tiles(64, 32, 8, 1),
     },
     "score_mod": {("forward", 64, 2): Tiles(64, 128, 4, 3), ("backward_dq", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "score_mod_bwd": {("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2)},
@@ -110,6 +116,7 @@ _BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; thr
         ("backward_dkdv", 256, 2): Tiles(64, 64, 8, 1),
         ("backward_dq", 192, 2): Tiles(128, 64, 8, 1),
         ("backward_dq", 256, 2): Tiles(64, 64, 8, 1),
+        ("backward_dq", 512, 2): Tiles(64, 16, 8, 2),
     },
     "score_mod": {
         ("forward", 256, 2): Tiles(128, 32, 8, 1),
@@ -135,14 +142,18 @@ _OTHERS: Table = {
         ("forward", 128, 2): Tiles(64, 16, 8, 2),
         ("forward", 192, 2): Tiles(64, 16, 8, 2),
         ("forward", 256, 2): Tiles(64, 16, 8, 2),
+        ("forward", 512, 2): Tiles(32, 16, 8, 1),
         ("backward_dkdv", 64, 2): Tiles(16, 64, 8, 2),
         ("backward_dkdv", 128, 2): Tiles(16, 64, 8, 2),
         ("backward_dkdv", 192, 2): Tiles(16, 32, 8, 2),
         ("backward_dkdv", 256, 2): Tiles(16, 32, 8, 2),
+        ("backward_dk", 512, 2): Tiles(16, 16, 8, 1),
+        ("backward_dv", 512, 2): Tiles(16, 16, 8, 1),
         ("backward_dq", 64, 2): Tiles(64, 32, 4, 2),
         ("backward_dq", 128, 2): Tiles(64, 32, 8, 2),
         ("backward_dq", 192, 2): Tiles(32, 32, 8, 2),
         ("backward_dq", 256, 2): Tiles(32, 32, 8, 2),
+        ("backward_dq", 512, 2): Tiles(16, 32, 8, 1),
     },
     "score_mod": {("forward", 256, 2): Tiles(32, 32, 8, 2)},
 }
@@ -150,10 +161,14 @@ _AMD: Table = {special: _in_one_stage(tiles) for special, tiles in _HOPPER.items
 _AMD["any"] |= {
     ("forward", 192, 2): Tiles(64, 64, 4, 1),
     ("forward", 256, 2): Tiles(64, 32, 4, 1),
+    ("forward", 512, 2): Tiles(16, 32, 4, 1),
     ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 1),
     ("backward_dkdv", 256, 2): Tiles(32, 32, 4, 1),
+    ("backward_dk", 512, 2): Tiles(32, 16, 4, 1),
+    ("backward_dv", 512, 2): Tiles(32, 16, 4, 1),
     ("backward_dq", 192, 2): Tiles(64, 32, 4, 1),
     ("backward_dq", 256, 2): Tiles(32, 32, 4, 1),
+    ("backward_dq", 512, 2): Tiles(16, 32, 4, 1),
 }
 _AMD["score_mod"] |= {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1), ("backward_dkdv", 256, 2): Tiles(16, 32, 4, 1)}
 _AMD["far"] = {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1)}
@@ -177,9 +192,16 @@ class Features(NamedTuple):
     block_dv: int
 
     @property
+    def is_wide(self) -> bool:
+        """Say whether an accumulator of all features takes the registers of a multiprocessor."""
+        return max(self.block_d, self.block_dv) > 256
+
+    @property
     def widest(self) -> int:
         """Return the width that tiles are chosen by."""
         wide_q = self.block_d * self.d_chunks
+        if self.is_wide:
+            return 512
         if wide_q < self.block_dv:
             return max(self.block_dv, 64)
         return max(wide_q, 64) if wide_q != 192 or self.block_dv <= 128 else 256
@@ -196,7 +218,7 @@ def cut_features(head_dim: int, v_head_dim: int) -> Features:
 def choose_tiles(
     kernel: str, features: Features, dtype: torch.dtype, score_mod: ScoreMod | None, call: AttentionCall
 ) -> Tiles:
-    """Return the tiles of "forward", "backward_dkdv" or "backward_dq"."""
+    """Return the tiles of "forward", "backward_dq" and "backward_dkdv", or "backward_dk" and "backward_dv" apart."""
     if gpu.is_interpreted():
         return _TILES_TO_INTERPRET
     key = (kernel, features.widest, dtype.itemsize)

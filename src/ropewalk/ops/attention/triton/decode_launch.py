@@ -40,6 +40,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     rope_table_args,
     window_args,
 )
+from ropewalk.ops.attention.triton.support import MAX_HEAD_DIM
 from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
@@ -100,6 +101,7 @@ _TILES: dict[tuple[int, int, int], DecodeTiles] = {
     (16, 64, 2): DecodeTiles(128, 4, 3),
     (16, 128, 2): DecodeTiles(64, 4, 3),
     (16, 256, 2): DecodeTiles(32, 4, 3),
+    (16, 512, 2): DecodeTiles(16, 8, 3),
     (32, 64, 2): DecodeTiles(64, 4, 3),
     (32, 128, 2): DecodeTiles(64, 4, 3),
     (32, 256, 2): DecodeTiles(32, 8, 3),
@@ -151,7 +153,7 @@ def supports(call: AttentionCall) -> bool:
         return False
     if call.far is not None and (not call.causal or call.positions_q is not None):
         return False
-    if q.dtype.itemsize > 4 or max(q.shape[3], call.value_dim) > 256:
+    if q.dtype.itemsize > 4 or max(q.shape[3], call.value_dim) > MAX_HEAD_DIM:
         return False
     if call.block_table is not None:
         return True
@@ -335,6 +337,8 @@ def count_most_splits(work: Work, longest: int) -> int:
 def _choose_rows(rows: int, block: int, element_size: int) -> int:
     """Return BLOCK_M: all rows that share a key head, if their accumulators fit into registers."""
     most = 32 if element_size > 2 else 64 if block > 128 or gpu.is_rocm() else 128
+    if block > 256:
+        most = 16
     return int(min(max(16, triton.next_power_of_2(rows)), most))
 
 

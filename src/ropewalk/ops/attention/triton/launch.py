@@ -47,6 +47,10 @@ from ropewalk.ops.attention.triton.launch_common import (
 )
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
+# Launches of `backward_dkdv_kernel`: their tiles' name, and whether they compute dK and dV.
+WHOLE_DKDV = (("backward_dkdv", True, True),)
+SPLIT_DKDV = (("backward_dk", True, False), ("backward_dv", False, True))  # registers hold one accumulator alone
+
 
 @on_its_device
 def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
@@ -211,33 +215,35 @@ def backward(
 
     if do_ungated is not None:
         grad_out = do_ungated
-    tiles = choose_tiles("backward_dkdv", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n, on)
-    dk, dk_far = (
-        None if x is None else store_target(x, tiles.block_n, features.block_d, packed) for x in (grad_k, far_grads[2])
-    )
     weights = call.tables.feature_weights
-    on.launch(
-        backward_dkdv_kernel,
-        n_tiles * key_heads,
-        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
-        do=tiled(grad_out, tiles.block_m, features.block_dv),
-        dk=dk,
-        dk_far=dk_far,
-        dv=store_target(grad_v, tiles.block_n, features.block_dv, packed),
-        lse_ptr=lse,
-        delta_ptr=delta,
-        **_tables_of_k(call, rotates, separate_far_grads),
-        weights_ptr=None if weights is None else weights.contiguous(),
-        packed=packed,
-        lists=lists_args(call, "columns"),
-        n_kv_heads=key_heads,
-        D=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        **shared,
-        **tiles.options,
-    )
+    for kernel, has_dk, has_dv in SPLIT_DKDV if features.is_wide else WHOLE_DKDV:
+        tiles = choose_tiles(kernel, features, q.dtype, score_mod, call)
+        packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n, on)
+        dk, dk_far = (
+            store_target(x, tiles.block_n, features.block_d, packed) if has_dk and x is not None else None
+            for x in (grad_k, far_grads[2])
+        )
+        on.launch(
+            backward_dkdv_kernel,
+            n_tiles * key_heads,
+            **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+            do=tiled(grad_out, tiles.block_m, features.block_dv),
+            dk=dk,
+            dk_far=dk_far,
+            dv=store_target(grad_v, tiles.block_n, features.block_dv, packed) if has_dv else None,
+            lse_ptr=lse,
+            delta_ptr=delta,
+            **_tables_of_k(call, rotates, separate_far_grads),
+            weights_ptr=None if weights is None else weights.contiguous(),
+            packed=packed,
+            lists=lists_args(call, "columns"),
+            n_kv_heads=key_heads,
+            D=head_dim,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            **shared,
+            **tiles.options,
+        )
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
 

@@ -48,6 +48,7 @@ NO_GATE = Gate(None, None, None, None, None, None)
 
 
 NO_FAR = (None, None, None)
+MAX_ROTATED_BLOCK = 256  # features that a gradient is rotated back by in registers: tables of more spill 1.7 KB
 
 
 def on_its_device(launch: Launch) -> Launch:
@@ -323,6 +324,8 @@ def rotates_in_registers(call: AttentionCall, head_dim: int, features: Features)
     if tables.q is None:
         return True
     if features.d_chunks > 1 or tables.rotary_offset or tables.pair_block is not None:
+        return False
+    if features.block_d > MAX_ROTATED_BLOCK:
         return False
     return tables.interleaved or 2 * tables.q.cos.shape[-1] == head_dim == features.block_d
 

@@ -12,7 +12,9 @@ from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, S
 from ropewalk.ops.attention.call import AttentionCall, rope_tables
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_OF_QUANTISED = 256  # as `ops.cache` writes them
+MAX_HEAD_DIM_OF_FLOAT32 = 256  # on GPUs: products without tensor cores hold whole rows in registers
 
 
 class Triton:
@@ -29,6 +31,9 @@ class Triton:
         for name, dim in (("q", q.shape[3]), ("v", call.value_dim)):
             if dim > MAX_HEAD_DIM:
                 return Refusal("head_dim", f"{name}'s head dim is {dim}, but must be up to {MAX_HEAD_DIM}")
+            if dim > MAX_HEAD_DIM_OF_FLOAT32 and q.dtype == torch.float32 and q.device.type != "cpu":
+                most = MAX_HEAD_DIM_OF_FLOAT32
+                return Refusal("head_dim", f"{name}'s head dim is {dim}, but must be up to {most} in float32")
         if call.score_mod is None and call.scheme is not None and call.scheme.has_score_mod():
             return Refusal("score_mod", f"{scheme} has a score_mod, but names no kernel_score_mod")
         if torch.is_grad_enabled() and any(x.requires_grad for x in rope_tables(call)):
@@ -36,6 +41,9 @@ class Triton:
         refusal = _why_no_far(call)
         if refusal is not None:
             return refusal
+        if call.k_scale is not None and max(q.shape[3], call.value_dim) > MAX_HEAD_DIM_OF_QUANTISED:
+            most = MAX_HEAD_DIM_OF_QUANTISED
+            return Refusal("pages_quantised", f"quantised pages (k_scale) are not supported above head dim {most}")
         if call.k_scale is not None and gpu.is_rocm():
             return Refusal(
                 "pages_quantised", "quantised pages (k_scale) are not supported on AMD's GPUs: none has checked them"
