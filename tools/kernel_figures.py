@@ -89,6 +89,8 @@ def _attention_rows(*kernels: str) -> Iterator[Row]:
         yield Row(kernel, "RoPE, causal, D 128", {"call": "rope-causal", "dims": (128, 128)})
         yield Row(kernel, "RoPE, causal, D 192, Dv 128", {"call": "rope-causal", "dims": (192, 128)})
         yield Row(kernel, "RoPE, causal, D 256", {"call": "rope-causal", "dims": (256, 256)})
+        if kernel != "backward_dkdv_kernel":  # which is launched twice there
+            yield Row(kernel, "RoPE, causal, D 512", {"call": "rope-causal", "dims": (512, 512)})
         yield Row(kernel, "RoPE, causal, packed, D 128", {"call": "packed", "dims": (128, 128)})
         yield Row(kernel, "learned ALiBi, causal, D 128", {"call": "learned", "dims": (128, 128)})
         yield Row(kernel, "dropout, causal, D 128", {"call": "dropout", "dims": (128, 128)})
@@ -201,6 +203,7 @@ ROWS: dict[str, list[Row]] = {
         Row("decode_kernel", "1 query, D 64", {"head_dim": 64}),
         Row("decode_kernel", "1 query, D 128", {"head_dim": 128}),
         Row("decode_kernel", "1 query, D 256", {"head_dim": 256}),
+        Row("decode_kernel", "1 query, D 512", {"head_dim": 512}),
         Row("decode_kernel", "1 query, D 128, pages of 16", {"head_dim": 128, "page_size": 16}),
         Row("decode_kernel", "1 query, D 128, pages of 64", {"head_dim": 128, "page_size": 64}),
         Row("decode_kernel", "16 queries, causal, D 128", {"head_dim": 128, "queries": 16, "call": "rope-causal"}),

@@ -258,6 +258,7 @@ SECTIONS: dict[str, list[Case]] = {
         Case("float64", lambda device: {}, dtype=torch.float64),
         Case("head dim 256", lambda device: {}, head_dim=256),
         Case("head dim 512", lambda device: {}, head_dim=512),
+        Case("head dim 512 in float32", lambda device: {}, head_dim=512, dtype=torch.float32),
         Case("a head dim that is no multiple of 8", lambda device: {}, head_dim=20),
         Case("v's head dim another, 192 and 128", lambda device: {}, head_dim=192, value_dim=128),
     ],

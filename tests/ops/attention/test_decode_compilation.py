@@ -25,6 +25,8 @@ def launches_of(monkeypatch):
 
 def configurations(target):
     """For sm_90 every entry of the table of tiles; features, bytes of an element and rows say which."""
+    for queries in (1, 8):
+        yield target, 512, torch.bfloat16, queries
     for head_dim in (64, 128, 256):
         for queries in (1, 8, 16, 40) if target == "sm_90" else (1, 40):
             yield target, head_dim, torch.bfloat16, queries

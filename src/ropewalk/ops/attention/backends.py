@@ -10,7 +10,7 @@ import torch
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Backend, KernelBackend, LibraryBackend, Refusal, Wanted
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.call import AttentionCall, is_wide
 from ropewalk.ops.attention.hopper.support import Gluon
 from ropewalk.ops.attention.libraries.flash import Flash
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
@@ -41,6 +41,7 @@ class Rule(NamedTuple):
     few: bool = False  # only with few queries of so many heads that they fill the GPU
     by_positions: bool = False  # only up to 64 features, with a score mod but T5's bias that reads positions per token
     dropout: bool = False  # only with dropout
+    wide: bool = False  # only with more than 256 features
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
@@ -49,6 +50,8 @@ class Rule(NamedTuple):
         if (self.paged and call.block_table is None) or (self.dropout and call.dropout_p == 0):
             return False
         if (self.few and not _is_few(call)) or (self.by_positions and not _goes_by_positions(call)):
+            return False
+        if self.wide and not is_wide(call):
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -70,6 +73,7 @@ CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 # that runs the call: windows leave cuDNN out; masks, lengths, score mods and the like leave both libraries out.
 ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
+        Rule(TRITON_FIRST, wide=True),  # PyTorch's kernels for so many features are far slower
         Rule(GLUON_FIRST, paged=True),
         Rule(TRITON_FIRST, far=True, dropout=True),  # not measured
         Rule(GLUON_FIRST, tokens=1024, dropout=True),
@@ -133,7 +137,8 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
     if device.type != "cuda":
         return CPU
     if torch.compiler.is_compiling():
-        return CUDNN_FIRST  # the rules go by lengths, and a graph would be for the lengths that it was traced with
+        # The other rules go by lengths, and a graph would be for the lengths that it was traced with.
+        return next((rule.order for rule in _rules(device) if rule.wide and rule.fits(call)), CUDNN_FIRST)
     if is_copied(call):
         if call.far is None and call.q.shape[2] >= FEW_QUERIES.stop:
             return GLUON_FIRST

@@ -260,6 +260,11 @@ def from_bhtd(x: Tensor, layout: str) -> Tensor:
     return x if layout == "bhtd" else x.transpose(1, 2)
 
 
+def is_wide(call: AttentionCall) -> bool:
+    """Say whether heads have more features than flash-attn's and cuDNN's kernels take."""
+    return max(call.q.shape[3], call.value_dim) > 256
+
+
 def kv_capacity(call: AttentionCall) -> int:
     """Return Tk: the rows of k, or of all pages that a row's block table names."""
     page_size = call.k.shape[2]

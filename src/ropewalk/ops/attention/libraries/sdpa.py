@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing, is_wide
 from ropewalk.ops.attention.libraries.common import (
     HALF,
     MASKS,
@@ -55,7 +55,7 @@ class Sdpa(LibraryBackend):
             return Refusal("causal_lengths", "causal attention is aligned at the top left")
         if v.shape[3] != q.shape[3]:
             return refuse_values(call)
-        if not gpu.is_nvidia(q.device) or _is_wide(call):
+        if not gpu.is_nvidia(q.device) or is_wide(call):
             return None
         if not may_use_cudnn():
             return Refusal("cudnn", "cuDNN's attention is missing or switched off")
@@ -81,7 +81,7 @@ class Sdpa(LibraryBackend):
             return _attend_packed(q, k, call), None
         if _needs_mask(call):
             return _attend_masked(q, k, call), None
-        if gpu.is_nvidia(q.device) and not _is_wide(call):
+        if gpu.is_nvidia(q.device) and not is_wide(call):
             # The operator itself: choosing a backend through torch.nn.attention.sdpa_kernel costs the host more.
             out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, call.needs_backward, 0.0, call.causal, False, scale=call.scale
@@ -93,7 +93,7 @@ class Sdpa(LibraryBackend):
 
     def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return the output as a function of q, k and v, which asks nothing again that `attend` asks in each call."""
-        if not gpu.is_nvidia(call.q.device) or _is_wide(call):
+        if not gpu.is_nvidia(call.q.device) or is_wide(call):
             return super().bind(call)
         needs_backward, causal, scale = call.needs_backward, call.causal, call.scale
 
@@ -115,11 +115,6 @@ def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
     bounds = (call.cu_seqlens_q, call.cu_seqlens_k)
     may_read = call.cu_seqlens_q is None or (is_plain_eager(call.q, *bounds) and not is_transformed())
     return (*MASKS, "cu_seqlens_q") if may_read else MASKS
-
-
-def _is_wide(call: AttentionCall) -> bool:
-    """Say whether heads are wider than the kernels of any other backend."""
-    return max(call.q.shape[3], call.v.shape[3]) > 256
 
 
 def _needs_mask(call: AttentionCall) -> bool:

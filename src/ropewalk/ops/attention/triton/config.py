@@ -114,6 +114,7 @@ _BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; thr
         ("backward_dkdv", 128, 2): Tiles(32, 64, 8, 2),
         ("backward_dkdv", 192, 2): Tiles(32, 64, 4, 1),
         ("backward_dkdv", 256, 2): Tiles(64, 64, 8, 1),
+        ("backward_dv", 512, 2): Tiles(32, 64, 8, 1),
         ("backward_dq", 192, 2): Tiles(128, 64, 8, 1),
         ("backward_dq", 256, 2): Tiles(64, 64, 8, 1),
         ("backward_dq", 512, 2): Tiles(64, 16, 8, 2),
@@ -155,7 +156,7 @@ _OTHERS: Table = {
         ("backward_dq", 256, 2): Tiles(32, 32, 8, 2),
         ("backward_dq", 512, 2): Tiles(16, 32, 8, 1),
     },
-    "score_mod": {("forward", 256, 2): Tiles(32, 32, 8, 2)},
+    "score_mod": {("forward", 256, 2): Tiles(32, 32, 8, 2), ("backward_dq", 512, 2): Tiles(16, 16, 8, 1)},
 }
 _AMD: Table = {special: _in_one_stage(tiles) for special, tiles in _HOPPER.items()}  # 64 KiB of shared memory
 _AMD["any"] |= {
