@@ -82,6 +82,7 @@ _HOPPER: Table = {
         ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 3),
     },
+    "packed": {("backward_dv", 512, 2): Tiles(32, 64, 8, 1)},  # whose addresses to store to take registers
     "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "mask": {
@@ -172,6 +173,7 @@ _AMD["any"] |= {
     ("backward_dq", 512, 2): Tiles(16, 32, 4, 1),
 }
 _AMD["score_mod"] |= {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1), ("backward_dkdv", 256, 2): Tiles(16, 32, 4, 1)}
+del _AMD["packed"]
 _AMD["far"] = {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1)}
 _BY_MAJOR_CAPABILITY = {9: _HOPPER, 10: _BLACKWELL}
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
@@ -247,6 +249,8 @@ def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
         yield "far"
     if call.dropout_p > 0:
         yield "dropout"
+    if call.cu_seqlens_q is not None:
+        yield "packed"
     if call.blocks is not None and (call.blocks.slots is not None or call.blocks.spans is not None):
         yield "bits"
     if call.mask is not None:
