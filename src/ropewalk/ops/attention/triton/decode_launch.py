@@ -40,7 +40,6 @@ from ropewalk.ops.attention.triton.launch_common import (
     rope_table_args,
     window_args,
 )
-from ropewalk.ops.attention.triton.support import MAX_HEAD_DIM
 from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
@@ -153,7 +152,7 @@ def supports(call: AttentionCall) -> bool:
         return False
     if call.far is not None and (not call.causal or call.positions_q is not None):
         return False
-    if q.dtype.itemsize > 4 or max(q.shape[3], call.value_dim) > MAX_HEAD_DIM:
+    if q.dtype.itemsize > 4:
         return False
     if call.block_table is not None:
         return True
