@@ -226,6 +226,7 @@ class Blocks(NamedTuple):
     LIST_Q: Any = None  # queries of a block in `Lists`
     LIST_K: Any = None
     PAGE_SIZE: Any = None  # None: k and v are descriptors; 0: rows of a dense cache, of any length
+    ONE_LOOP: Any = None  # tiles without a masked pair have no loop of their own
     HAS_DK: Any = None  # gradients that a program of the backward computes
     HAS_DV: Any = None
 

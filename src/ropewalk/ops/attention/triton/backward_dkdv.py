@@ -34,7 +34,6 @@ from ropewalk.ops.attention.triton.masking import (
     apply_bits,
     apply_mask,
     attention_mask,
-    has_middle,
     list_range,
     listed_token,
     lists_of_line,
@@ -258,7 +257,9 @@ def _attend_range(state, q, k, keys, stream, tile, masking, scoring, flags, scor
     keys = KeyTile(k_tile, keys.v, keys.pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
-    HAS_MIDDLE: tl.constexpr = has_middle(masking.mask, flags, blocks, RANGE)
+    HAS_MIDDLE: tl.constexpr = (
+        masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not blocks.ONE_LOOP
+    )
     tile_range = query_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     return _attend_heads(
         state,
@@ -376,6 +377,7 @@ def backward_dkdv_kernel(
     INTERLEAVED: tl.constexpr,
     LIST_Q: tl.constexpr,
     LIST_K: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -446,7 +448,9 @@ def backward_dkdv_kernel(
             scoring,
             FLAGS,
             ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, HAS_DK, HAS_DV),
+            Blocks(
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
+            ),
         )
     acc_dk, acc_dv = _attend_range(
         state,
@@ -459,7 +463,9 @@ def backward_dkdv_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, HAS_DK, HAS_DV),
+        Blocks(
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
+        ),
         ALL if far_window is None else NEAR,
     )
 

@@ -32,7 +32,6 @@ from ropewalk.ops.attention.triton.masking import (
     apply_bits,
     apply_mask,
     attention_mask,
-    has_middle,
     key_ranges,
     list_range,
     listed_token,
@@ -158,7 +157,9 @@ def _attend_range(state, q, queries, k, v, tile, masking, scoring, flags, score_
     queries = QueryTile(q_tile, queries.pos, queries.do, queries.lse, queries.delta)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
-    HAS_MIDDLE: tl.constexpr = has_middle(masking.mask, flags, blocks, RANGE)
+    HAS_MIDDLE: tl.constexpr = (
+        masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not blocks.ONE_LOOP
+    )
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     if masking.lists.slots is not None:
         state = _mainloop_kv(
@@ -315,6 +316,7 @@ def backward_dq_kernel(
     INTERLEAVED: tl.constexpr,
     LIST_Q: tl.constexpr,
     LIST_K: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
@@ -414,7 +416,7 @@ def backward_dq_kernel(
             scoring,
             FLAGS,
             ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
-            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
+            Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP),
         )
     acc_dq, grad_params = _attend_range(
         state,
@@ -427,7 +429,7 @@ def backward_dq_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP),
         ALL if far_window is None else NEAR,
     )
 

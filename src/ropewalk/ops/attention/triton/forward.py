@@ -28,7 +28,6 @@ from ropewalk.ops.attention.triton.masking import (
     apply_bits,
     apply_mask,
     attention_mask,
-    has_middle,
     key_ranges,
     list_range,
     listed_token,
@@ -175,7 +174,9 @@ def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_fl
     queries = QueryTile(q_tile, q_pos)
     seqlens = range_seqlens(masking.seqlens, masking.far_window, flags, RANGE)
     masking = Masking(seqlens, masking.mask, masking.far_window, masking.lists)
-    HAS_MIDDLE: tl.constexpr = has_middle(masking.mask, flags, blocks, RANGE)
+    HAS_MIDDLE: tl.constexpr = (
+        masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not blocks.ONE_LOOP
+    )
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
     if masking.lists.slots is not None:
         state = _mainloop_kv(
@@ -276,6 +277,7 @@ def forward_kernel(
     D_CHUNKS: tl.constexpr,
     LIST_Q: tl.constexpr,
     LIST_K: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -353,7 +355,7 @@ def forward_kernel(
         scoring,
         FLAGS,
         ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
-        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE),
+        Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE, ONE_LOOP),
     )
 
     attends = row_sum != 0  # NaN is to be seen

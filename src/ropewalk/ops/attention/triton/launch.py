@@ -283,6 +283,9 @@ def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Featur
         "BLOCK_DV": features.block_dv,
         "LIST_Q": None if call.blocks is None else call.blocks.block_q,
         "LIST_K": None if call.blocks is None else call.blocks.block_k,
+        # A second loop would keep addresses of operands in registers, and spill up to 1.5 KB; a mask costs next to
+        # nothing beside such products.
+        "ONE_LOOP": features.is_wide,
         "CAUSAL": call.causal,
         "WINDOWED": call.has_window,
         "MOD": None if score_mod is None else score_mod.forward,

@@ -81,17 +81,6 @@ def range_seqlens(seqlens, far_window, flags, RANGE: tl.constexpr):
 
 
 @triton.jit
-def has_middle(mask, flags, blocks, RANGE: tl.constexpr):
-    """Say whether tiles without a masked pair have a loop of their own.
-
-    With 512 features they do not: in a second loop the compiler keeps addresses of shared memory in registers, and
-    spills up to 1.5 KB, while a mask is next to nothing beside such products.
-    """
-    IS_WIDE: tl.constexpr = blocks.D > 256 or blocks.DV > 256
-    return mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not IS_WIDE
-
-
-@triton.jit
 def key_ranges(q_start, seqlens, flags, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NO_MIDDLE: tl.constexpr):
     """Return the `TileRange` of keys that a tile of BLOCK_M queries may attend.
 
