@@ -372,6 +372,8 @@ def backward_dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D_CHUNKS: tl.constexpr,
+    HAS_DK: tl.constexpr,  # Triton 3.6 compares no group that has a field of None
+    HAS_DV: tl.constexpr,
     SEPARATE_FAR: tl.constexpr,  # far gradients are stored in targets of their own
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -395,8 +397,6 @@ def backward_dkdv_kernel(
     tile = Tile(batch, None, kv_head, q_offset, k_offset, tile_index * BLOCK_N)
     PACKED: tl.constexpr = packed is not None
     k_index = tile.start + tl.arange(0, BLOCK_N)
-    HAS_DK: tl.constexpr = dk is not None
-    HAS_DV: tl.constexpr = dv is not None
     v_tile = None
     if HAS_DK:
         v_tile = load_tile(v, batch, kv_head, k_offset + tile.start, BLOCK_N, BLOCK_DV)

@@ -239,6 +239,8 @@ def backward(
             lists=lists_args(call, "columns"),
             n_kv_heads=key_heads,
             D=head_dim,
+            HAS_DK=has_dk,
+            HAS_DV=has_dv,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             **shared,
