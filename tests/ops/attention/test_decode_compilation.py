@@ -51,6 +51,8 @@ def test_kernels_compile_within_shared_memory_and_registers(launches_of, tmp_pat
             compiled = compile_launch(kernel, arguments, keywords, TARGETS[target])
             assert compiled.metadata.shared <= SHARED_MEMORY[target], (kernel.__name__, name)
             allowed = 0 if queries == 1 and dtype.itemsize == 2 else SPILLS[target]
+            if target == "sm_90" and head_dim == 512:
+                allowed = 8  # with 8 warps nothing spills, but on an H200 it took 1.2 to 1.4 times as long
             if name in ROTATES_KEYS:
                 allowed = SPILLS_OF_ROTATION[dtype.itemsize]
             if target == "sm_90" or not OLDER_TRITON:

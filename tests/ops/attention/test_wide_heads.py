@@ -187,8 +187,8 @@ def test_the_largest_logits(device):
     with torch.no_grad():
         _, mine = attention(*tensors, impl="triton", **call)
         _, exact = attention(*(x.double() for x in tensors), impl="reference", **call)
-        _, plain = attention(*tensors, impl="reference", **call)
-    assert_close_to_truth(mine, exact, plain, roundings=ROUNDINGS)
+    error = 4 * torch.finfo(DTYPE).eps  # rotated q and k are rounded
+    torch.testing.assert_close(mine, exact, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("name", ["q", "v"])

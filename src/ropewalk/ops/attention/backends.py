@@ -73,7 +73,7 @@ CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 # that runs the call: windows leave cuDNN out; masks, lengths, score mods and the like leave both libraries out.
 ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
-        Rule(TRITON_FIRST, wide=True),  # not measured: expected by the count of docs/notes/082-512-features.md
+        Rule(TRITON_FIRST, wide=True),
         Rule(GLUON_FIRST, paged=True),
         Rule(TRITON_FIRST, far=True, dropout=True),  # not measured
         Rule(GLUON_FIRST, tokens=1024, dropout=True),

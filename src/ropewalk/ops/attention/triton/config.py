@@ -83,6 +83,7 @@ _HOPPER: Table = {
         ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 3),
     },
     "packed": {("backward_dv", 512, 2): Tiles(32, 64, 8, 1)},  # whose addresses to store to take registers
+    "far": {("backward_dk", 512, 2): Tiles(16, 64, 8, 2), ("backward_dq", 512, 2): Tiles(64, 16, 8, 2)},
     "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "mask": {

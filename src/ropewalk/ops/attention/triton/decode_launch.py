@@ -100,7 +100,7 @@ _TILES: dict[tuple[int, int, int], DecodeTiles] = {
     (16, 64, 2): DecodeTiles(128, 4, 3),
     (16, 128, 2): DecodeTiles(64, 4, 3),
     (16, 256, 2): DecodeTiles(32, 4, 3),
-    (16, 512, 2): DecodeTiles(16, 8, 3),
+    (16, 512, 2): DecodeTiles(16, 4, 3),
     (32, 64, 2): DecodeTiles(64, 4, 3),
     (32, 128, 2): DecodeTiles(64, 4, 3),
     (32, 256, 2): DecodeTiles(32, 8, 3),
