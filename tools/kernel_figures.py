@@ -119,6 +119,11 @@ HOPPER_CALLS = {
     "ReRoPE, causal": "rerope-causal",
 }
 HOPPER_BIASES = {"T5's bias, learned": "t5-learned"}
+HOPPER_LEARNED = {
+    "ALiBi, learned": "alibi-learned",
+    "ALiBi, learned, causal": "alibi-learned-causal",
+    **HOPPER_BIASES,
+}
 WIDE = ((192, 128), 256)  # head dims of q and k, and of v if it differs
 ACROSS_HEADS = {"weight": "across", "norm": {"across_heads": True}}
 DECODE = {"kind": "offsets", "batch": 8, "tokens": 1}
@@ -192,7 +197,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),
-        *_hopper_rows("backward_kernel", HOPPER_BIASES),
+        *_hopper_rows("backward_kernel", HOPPER_LEARNED),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dK"),
         *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),

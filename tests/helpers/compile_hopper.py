@@ -51,6 +51,8 @@ CALLS = {
     "alibi-positions": {"position": Alibi(), "causal": True, "positions_q": torch.arange(T)[None]},
     "t5-positions": {"position": T5Bias(torch.zeros(32, H)), "positions_q": torch.arange(T)[None]},
     "alibi-rows": {"position": Alibi(torch.ones(2, H)), "causal": True},
+    "alibi-learned": {"position": Alibi(torch.ones(H).requires_grad_())},
+    "alibi-learned-causal": {"position": Alibi(torch.ones(2, H).requires_grad_()), "causal": True},
     "decay": {"position": ExpoSB(distance_decay=True)},
     "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
@@ -73,6 +75,7 @@ LIST_CALLS = {
         "blocks": create_block_mask(lambda b, h, m, n: m % 2 == n % 2, None, None, T, T, device="cpu"),
     },
     "lists-alibi": {"position": Alibi(), "causal": True, "blocks": LISTS},
+    "lists-alibi-learned": {"position": Alibi(torch.ones(H).requires_grad_()), "blocks": LISTS},
     "lists-rerope": {"position": ReRope(48), "causal": True, "blocks": LISTS},
 }
 # Numbers that are 1 are constants in a group.
@@ -88,7 +91,7 @@ FAR_CALLS = {
 # With each of what takes registers or shared memory of its own.
 _DROPPED = (
     *("window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay", "softcap-sinks", "rerope-causal"),
-    *("self-extend", "lists-bits", "lists-alibi", "lists-rerope"),
+    *("self-extend", "lists-bits", "lists-alibi", "lists-rerope", "alibi-learned-causal", "lists-alibi-learned"),
 )
 DROPOUT_CALLS = {
     f"dropout-{name}": {**(CALLS | FAR_CALLS | LIST_CALLS)[name], "dropout_p": 0.1} for name in _DROPPED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -186,32 +187,53 @@ def test_supported_calls(hopper, name):
     assert refusal(call_on_gpu(**SUPPORTED[name])) is None
 
 
+class FarAlibi(ReRope):
+    """Far pairs beside learned slopes."""
+
+    def kernel_score_mod(self) -> str:
+        return Alibi().kernel_score_mod()
+
+    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
+        return torch.ones(n_heads, 1, device=device)
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return Alibi(torch.ones(scores.shape[1])).score_mod(scores, distance)
+
+
+LEARNING = {"alibi": Alibi(torch.ones(H).requires_grad_()), "t5": T5Bias(torch.zeros(32, H).requires_grad_())}
+# The schemes of those whose backward is that of the Triton kernels.
 LEARNED = {
-    "dense": ({}, {}, True),
-    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, True),
-    "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, True),
-    "D 256": ({"head_dim": 256}, {}, False),
-    "softcap": ({}, {"softcap": 3.0}, False),
-    "dropout": ({}, {"dropout_p": 0.1}, False),
-    "mask": ({}, {"mask": MASK}, False),
-    "lists": ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, False),
-    "positions": ({}, {"positions_q": POSITIONS}, False),
+    "dense": ({}, {}, ()),
+    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ()),
+    "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, ()),
+    "D 256": ({"head_dim": 256}, {}, ("alibi", "t5")),
+    "softcap": ({}, {"softcap": 3.0}, ("alibi", "t5")),
+    "dropout": ({}, {"dropout_p": 0.1}, ("t5",)),
+    "mask": ({}, {"mask": MASK}, ("t5",)),
+    "lists": ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, ("t5",)),
+    "positions": ({}, {"positions_q": POSITIONS}, ("alibi", "t5")),
 }
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_the_backward_of_a_learned_bias(hopper, name):
-    sizes, keywords, has_backward = LEARNED[name]
+@pytest.mark.parametrize("scheme", LEARNING)
+def test_the_backward_of_learned_scores(hopper, scheme, name):
+    sizes, keywords, refused = LEARNED[name]
     tensors = draw("cpu", **sizes)
     if "layout" in keywords:
         tensors = [x.transpose(1, 2)[0, :TQ] for x in tensors]
-    call = call_on_gpu(tensors, position=T5Bias(torch.zeros(32, H).requires_grad_()), **keywords)
+    call = call_on_gpu(tensors, position=LEARNING[scheme], **keywords)
     found = GLUON.why_no_backward(call, Wanted(score_mod_params=True))
-    assert (found is None) is has_backward
+    assert (found is not None) is (scheme in refused)
     assert GLUON.why_no_backward(call, Wanted()) is None
     assert found is None or found.code == "score_mod_params"
-    learns = call_on_gpu(position=Alibi(torch.ones(H).requires_grad_()))
-    assert GLUON.why_no_backward(learns, Wanted(score_mod_params=True)).code == "score_mod_params"
+
+
+@pytest.mark.parametrize("position", [ExpoSB(band_weights=torch.ones(H)), FarAlibi(50)], ids=lambda x: type(x).__name__)
+def test_the_backward_of_other_learned_scores_is_tritons(hopper, position):
+    call = call_on_gpu(position=position)
+    assert GLUON.why_no_backward(call, Wanted(score_mod_params=True)).code == "score_mod_params"
+    assert GLUON.why_no_backward(call, Wanted()) is None
 
 
 @pytest.mark.parametrize(
@@ -403,7 +425,23 @@ CALLS = {
         "causal": True,
     },
     "alibi-learned": lambda device: {"position": Alibi(learned(device)), "causal": True},
+    "alibi-learned-full": lambda device: {"position": Alibi(learned(device)), "scale": -0.2},
+    "alibi-learned-cache": lambda device: {
+        "position": Alibi(learned(device)),
+        "window": (150, 90),
+        "key_starts": integers(device, 3, 100),
+        "key_lengths": integers(device, 203, 333),
+        "query_starts": integers(device, 3, 133),
+        "sinks": torch.randn(H, device=device),
+    },
+    "alibi-learned-no-keys": lambda device: {"position": Alibi(learned(device)), "key_lengths": integers(device, 0, 1)},
     "alibi-positions": lambda device: {"position": Alibi(learned(device)), **positions(device)},
+    "alibi-positions-causal": lambda device: {
+        "position": Alibi((torch.rand(B, H, device=device) + 0.1).requires_grad_()),
+        "causal": True,
+        "key_lengths": integers(device, TK, 130),
+        **positions(device),
+    },
     "t5": lambda device: {"position": t5(device)},
     "t5-causal": lambda device: {"position": t5(device, bidirectional=False, max_distance=40), "causal": True},
     "t5-near": lambda device: {"position": t5(device, max_distance=20), "softcap": 2.0, "window": (150, 90)},
@@ -483,7 +521,8 @@ def test_every_call(kernels, device, head_dim, name):
 
 DROPPED = (
     *("plain", "causal", "causal-window", "lengths", "starts", "no-keys", "cache", "softcap-sinks"),
-    *("alibi", "alibi-learned", "decay-causal", "rope-interleaved", "rerope", "leaky"),
+    *("alibi", "alibi-learned", "alibi-learned-full", "alibi-positions", "decay-causal"),
+    *("rope-interleaved", "rerope", "leaky"),
 )
 
 
@@ -624,7 +663,10 @@ def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, gr
 @on_hopper
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 1)], ids=str)
 def test_heads_share_keys(kernels, device, heads):
-    check_supported(kernels, draw(device, heads=heads[0], key_heads=heads[1]), position=Alibi(), causal=True)
+    tensors = draw(device, heads=heads[0], key_heads=heads[1])
+    for scheme in (Alibi(), Alibi(torch.ones(H, device=device).requires_grad_())):
+        position = for_heads(scheme, heads[0], device)
+        check_supported(kernels, tensors, position=position, causal=True)
 
 
 @on_hopper
@@ -693,12 +735,17 @@ def test_packed_sequences(kernels, device, lengths, head_dim, call):
 
 @on_hopper
 @pytest.mark.parametrize("given", [False, True], ids=["by-index", "by-positions"])
-@pytest.mark.parametrize("scheme", ["none", "alibi", "decay", "t5"])
+@pytest.mark.parametrize("scheme", ["none", "alibi", "alibi-learned", "decay", "t5"])
 def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
-    schemes = {"none": NoPosition(), "alibi": Alibi(), "decay": ExpoSB(distance_decay=True)}
+    schemes = {
+        "none": NoPosition(),
+        "alibi": Alibi(),
+        "alibi-learned": Alibi(learned(device)),
+        "decay": ExpoSB(distance_decay=True),
+    }
     tensors, starts = pack(device, *LENGTHS["different"])
     call = {"position": schemes.get(scheme) or t5(device, max_distance=50), "sinks": torch.randn(H, device=device)}
-    if scheme != "t5":
+    if scheme in ("none", "alibi", "decay"):
         call["softcap"] = 4.0
     if given:
         for name, x in (("positions_q", tensors[0]), ("positions_k", tensors[1])):
@@ -708,7 +755,7 @@ def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
 
 @on_hopper
 @pytest.mark.parametrize("call", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("name", ["rope", "decay", "t5", "rerope", "softcap-sinks", "starts"])
+@pytest.mark.parametrize("name", ["rope", "alibi-learned", "decay", "t5", "rerope", "softcap-sinks", "starts"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_few_queries(kernels, device, head_dim, name, call):
     tensors = draw(device, queries=17, head_dim=head_dim)
@@ -764,8 +811,26 @@ def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_
 
 
 # By name, of the calls above: what is compiled for them is compiled for these.
-RANDOM = ["plain", "causal", "causal-window", "alibi-learned", "decay", "rope-interleaved", "softcap-sinks"]
-PACKED_SHARE = 0.2
+RANDOM = (
+    *("plain", "causal", "causal-window", "alibi-learned", "bands-decay", "decay", "rope-interleaved"),
+    *("softcap-sinks", "t5", "t5-causal"),
+)
+RANDOM_CALLS = 240
+# The shares of packed batches, of calls of fewer than 64 queries, and of calls with dropout among those that have it.
+PACKED_SHARE, FEW_SHARE, DROPOUT_SHARE = 0.2, 0.15, 0.3
+
+
+def for_heads(scheme, heads, device):
+    """A scheme whose learned tensors, if any, are for so many heads."""
+    if isinstance(scheme, Alibi):
+        return Alibi((torch.rand(heads, device=device) + 0.1).requires_grad_())
+    if isinstance(scheme, T5Bias):
+        table = torch.randn(scheme.table.shape[0], heads, device=device).requires_grad_()
+        return dataclasses.replace(scheme, table=table)
+    if isinstance(scheme, ExpoSB) and scheme.band_weights is not None:
+        weights = (torch.rand(heads, device=device) + 0.1).requires_grad_()
+        return dataclasses.replace(scheme, band_weights=weights)
+    return scheme
 
 
 def random_call(number, device):
@@ -783,23 +848,42 @@ def random_call(number, device):
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         sizes = ((heads, head_dim), (key_heads, head_dim), (key_heads, v_head_dim))
         shapes = [(sum(lengths), *size) for size in sizes]
-        call = {"layout": "thd", "cu_seqlens_q": starts, "position": Rope(), "causal": source.random() < 0.5}
+        call = {"layout": "thd", "cu_seqlens_q": starts, "causal": source.random() < 0.5}
+        call["position"] = source.choice([Rope(), Alibi(), t5(device)])
     else:
         queries, keys = length(5000), length(5000)
-        if source.random() < 0.3:
+        if source.random() < FEW_SHARE:
+            queries = source.randint(1, 63)
+        elif source.random() < 0.3:
             keys = queries
         shapes = [(1, heads, queries, head_dim), *[(1, key_heads, keys, dim) for dim in (head_dim, v_head_dim)]]
         call = CALLS[source.choice(RANDOM)](device)
-        for name in ("position", "sinks"):  # made for H heads
-            if name == "sinks" and name in call:
-                call[name] = torch.randn(heads, device=device)
-            elif isinstance(call.get(name), Alibi):
-                call[name] = Alibi((torch.rand(heads, device=device) + 0.1).requires_grad_())
+        if "sinks" in call:  # made for H heads
+            call["sinks"] = torch.randn(heads, device=device)
+    if "position" in call:
+        call["position"] = for_heads(call["position"], heads, device)
+    if max(head_dim, v_head_dim) <= hopper_support.WIDEST_DROPPED and source.random() < DROPOUT_SHARE:
+        call["dropout_p"] = source.choice([0.1, 0.5])
     return [torch.randn(shape, device=device).bfloat16() for shape in shapes], call
 
 
+def test_random_shapes_have_every_feature():
+    """Each with and without a packed batch, where it may be, and each learned tensor beside dropout and without it."""
+    drawn = set()
+    for number in range(RANDOM_CALLS):
+        (q, *_), call = random_call(number, "meta")
+        is_packed, is_dropped = "layout" in call, "dropout_p" in call
+        drawn |= {("dropped", is_dropped, is_packed), ("few", not is_packed and q.shape[2] < 64, is_packed)}
+        if any(isinstance(x, Tensor) for x in vars(call.get("position", NoPosition())).values()):
+            drawn |= {(type(call["position"]).__name__, is_dropped, is_packed)}
+    every = {("dropped", True), ("dropped", False), ("few", False)}
+    every |= {(name, is_dropped) for name in ("Alibi", "T5Bias") for is_dropped in (False, True)}
+    expected = {(*feature, is_packed) for feature in every for is_packed in (False, True)}
+    assert drawn >= expected | {("few", True, False), ("ExpoSB", True, False), ("ExpoSB", False, False)}
+
+
 @on_hopper
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", range(RANDOM_CALLS))
 def test_random_shapes(kernels, device, number):
     tensors, call = random_call(number, device)
     check_supported(kernels, tensors, **call)

@@ -160,8 +160,8 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     # The probabilities are taken behind the scores, before the next product: a thread's, of 64 keys' scores.
     steps = [match.start() for match in re.finditer(order, marks)]
     assert len(steps) == ranges * 2
-    # Where far pairs are summed, some compilers take them beside the product with values: one mark later.
-    n_marks = 3 if name == "t5-learned" else 2
+    # Where dS is summed, some compilers take them beside the product with values: one mark later.
+    n_marks = 3 if name in ("t5-learned", "alibi-learned", "alibi-learned-causal") else 2
     for place in steps:
         assert sum(count for _, count in work[place + 2 : place + 2 + n_marks]) >= 64 * queries // 128
 
@@ -246,7 +246,10 @@ def test_one_head_and_one_sequence_compile(monkeypatch, head_dim, name):
 
 # What makes them differ: whether and how gradients are turned back, lengths, and packed sequences.
 @pytest.mark.parametrize("head_dim", [64, 128, *WIDE], ids=str)
-@pytest.mark.parametrize("name", ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"],
+)
 def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
     launches = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)
     for launch in (launches[0], launches[-1]):

@@ -186,6 +186,7 @@ CALLS = {
     "no keys": lambda device: {"key_lengths": integers(device, 0, 1), "causal": True},
     "starts": lambda device: {"query_starts": integers(device, 20, -50), "causal": True},
     "alibi": lambda device: {"position": Alibi(), "softcap": 5.0},
+    "alibi learned": lambda device: {"position": Alibi((torch.rand(H, device=device) + 0.1).requires_grad_())},
     "decay": lambda device: {"position": ExpoSB(distance_decay=True), "causal": True},
     "rerope": lambda device: {"position": ReRope(160)},
     "rerope causal": lambda device: {"position": ReRope(160), "causal": True},
@@ -206,7 +207,9 @@ def test_everything_is_the_references(device, name, lists, head_dim):
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("lists", LISTS)
-@pytest.mark.parametrize("name", ["plain", "causal", "lengths", "alibi", "rerope causal", "self-extend", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "lengths", "alibi", "alibi learned", "rerope causal", "self-extend", "sinks"]
+)
 def test_dropout(device, name, lists, head_dim):
     tensors = draw(device, queries=TOKENS[0], keys=TOKENS[1], head_dim=head_dim)
     check_supported(GLUON, tensors, blocks=LISTS[lists](device), dropout_p=0.2, **CALLS[name](device))

@@ -38,7 +38,7 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
-from ropewalk.ops.attention.hopper.bias_grad import FarSums, add_far_sums, begin_far_sums, store_far_sums
+from ropewalk.ops.attention.hopper.bias_grad import ParamSums, add_to_sums, begin_sums, store_sums
 from ropewalk.ops.attention.hopper.dropout import (
     differentiate_dropped,
     dropped_queries,
@@ -272,8 +272,8 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
     ds = differentiate_scores(step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
-    if smem.far_sums is not None:
-        add_far_sums(smem.far_sums, ds, step.m_start, seqlens, scores.bias, CONSUMER)
+    if smem.param_sums is not None:
+        add_to_sums(smem.param_sums, ds, step.m_start, wg_kv.idx, seqlens, scores, flags, CONSUMER)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -342,8 +342,8 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     dp = warpgroup_mma_wait(1, deps=(dp,))
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
     ds = differentiate_scores(step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
-    if smem.far_sums is not None:
-        add_far_sums(smem.far_sums, ds, step.m_start, seqlens, scores.bias, CONSUMER)
+    if smem.param_sums is not None:
+        add_to_sums(smem.param_sums, ds, step.m_start, wg_kv.idx, seqlens, scores, flags, CONSUMER)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     dq_smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -411,8 +411,8 @@ def _mainloop_q(
             if problem.scores.largest is not None:
                 head = tile.kv_head * problem.schedule.heads_per_key + member
                 bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
-            if smem.far_sums is not None:
-                begin_far_sums(smem.far_sums, BLOCK_M, CONSUMER)
+            if smem.param_sums is not None:
+                begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
             for i in range(n_skipped, steps_per_head):
                 scores = problem.scores
                 head = tile.kv_head * problem.schedule.heads_per_key + member
@@ -433,9 +433,9 @@ def _mainloop_q(
                     CONSUMER,
                 )
                 m_start += BLOCK_M
-            if smem.far_sums is not None:
+            if smem.param_sums is not None:
                 head = tile.kv_head * problem.schedule.heads_per_key + member
-                store_far_sums(smem.far_sums, tile, head, problem, BLOCK_M, CONSUMER)
+                store_sums(smem.param_sums, tile, head, problem, BLOCK_M, CONSUMER)
         if options.DEFER_DQ:
             last_ds = (first_use + n_steps + 1) % 2
             named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
@@ -496,6 +496,8 @@ def _mainloop_listed_q(
         bias = None
         if problem.scores.largest is not None:
             bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
+        if smem.param_sums is not None:
+            begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
         for _step in range(tiles.count + tiles.n_partial):
             stage = use % smem.q.stages
             mbarrier.wait(smem.stats_full.index(stage), use // smem.q.stages & 1)
@@ -532,6 +534,8 @@ def _mainloop_listed_q(
                 CONSUMER,
             )
             use += 1
+        if smem.param_sums is not None:
+            store_sums(smem.param_sums, tile, head, problem, BLOCK_M, CONSUMER)
     if options.DEFER_DQ:
         last_ds = (use + 1) % 2
         named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), last_ds)
@@ -673,7 +677,7 @@ def backward_kernel(
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
     feature_weights_ptr,  # (D,), of the keys' features; or None
-    far_sums_ptr,  # (B · H, n_tiles, 4), zeros: sums of dS over far pairs, as in `FarSums`; or None
+    param_sums_ptr,  # (B · H, n_tiles, 2 or 4), zeros: as in `ParamSums`; or None
     cos,  # of the keys, (B or 1, 1, Tk, R / 2), for tiles as large as q's; None: their gradient is not rotated
     sin,  # likewise
     table,  # RopeTable of the keys, where pairs are far; or None
@@ -736,10 +740,12 @@ def backward_kernel(
     if lists.ptr is not None:
         starts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         listed_ring = make_listed_ring(3)  # of readers: compute warp groups, and the dQ-reduce warp
-    far_sums = None
-    if far_sums_ptr is not None:
-        far_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        far_sums = FarSums(gl.allocate_shared_memory(gl.float32, [4, WG_ROWS, 4], far_layout), far_sums_ptr, n_tiles)
+    param_sums = None
+    if param_sums_ptr is not None:
+        sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        SIDES: gl.constexpr = 1 if scores.largest is None else 2
+        sums_tiles = gl.allocate_shared_memory(gl.float32, [2 * SIDES, WG_ROWS, 4], sums_layout)
+        param_sums = ParamSums(sums_tiles, param_sums_ptr, n_tiles)
     FLAGS: gl.constexpr = mask_flags(
         packed is not None,
         bounds.key_lengths,
@@ -757,7 +763,7 @@ def backward_kernel(
                 (
                     KvGrads(dk, dk_far, dv, feature_weights_ptr),
                     KeyRotation(table, far_table, cos, R, INTERLEAVED),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, far_sums),
+                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, param_sums),
                     KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
                     Problem(

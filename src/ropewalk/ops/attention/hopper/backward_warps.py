@@ -49,7 +49,7 @@ class QuerySmem(NamedTuple):
     stats_full: Any  # mbarrier of each stage
     listed: Any = None  # ListedRing; None without lists
     starts: Any = None  # [stages, 1]: the first query of a stage, and 1 more if its block is partial; likewise
-    far_sums: Any = None  # FarSums; None: no gradient of a bias is wanted
+    param_sums: Any = None  # ParamSums; None: no gradient of parameters is wanted
 
 
 class KvSmem(NamedTuple):

@@ -1,9 +1,13 @@
-"""The gradient of biases by distance, for the kernels for Hopper.
+"""Gradients of biases by distance, and of ALiBi's slopes, for the kernels for Hopper.
 
-Far pairs, at least `largest` apart, have one bias on each side. The backward kernel sums their dS as it goes, a tile at
-a time. Tiles with a nearer pair are left to a kernel of their own, which recomputes S and dP: two products of five.
-A program of it has one offset of keys from queries, and goes along that diagonal of tiles: each pair of a tile then has
-the same distance throughout, and the sum of all tiles is sorted into buckets once. All sums have one order.
+The backward kernel sums dS · −distance of a slope as it goes.
+
+Of a bias by distance far pairs, at least `largest` apart, have one number on each side. The backward kernel sums their
+dS, a tile at a time. Tiles with a nearer pair are left to a kernel of their own, which recomputes S and dP: two
+products of five. A program of it has one offset of keys from queries, and goes along that diagonal of tiles: each pair
+of a tile then has the same distance throughout, and the sum of all tiles is sorted into buckets once.
+
+All sums have one order.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, D head dim (Dv of v).
 """
@@ -16,19 +20,23 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
-from ropewalk.ops.attention.hopper.scores import has_near_pair
-from ropewalk.ops.attention.hopper.softmax import sum_in_threads
-from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS, wgmma_layout
+from ropewalk.ops.attention.hopper.scores import has_near_pair, sum_distances
+from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS, sum_in_threads, wgmma_layout
 from ropewalk.ops.attention.triton.masking import PAST, attention_mask, mask_flags
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_tile, wide
 
 
-class FarSums(NamedTuple):
-    """Sums of dS over far pairs, of a program of the backward kernel."""
+class ParamSums(NamedTuple):
+    """Sums for the gradient of a score mod's parameters, of a program of the backward kernel.
 
-    tiles: Any  # shared memory, [4, WG_ROWS, 4]: of both warp groups, behind and ahead, as threads hold them
-    ptr: Any  # (B · H, slots, 4): the same, whole; a slot is a tile of keys
+    For a bias by distance they are of dS over far pairs behind, and ahead; for a slope, of dS times −distance.
+    """
+
+    tiles: (
+        Any  # shared memory, [2 · sides, WG_ROWS, 4]: of both warp groups, as threads hold them; a slope has one side
+    )
+    ptr: Any  # (B · H, slots, 2 · sides): the same, whole; a slot is a tile of keys
     n_slots: Any
 
 
@@ -39,34 +47,44 @@ def _zero_sums(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def begin_far_sums(far_sums, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
+def begin_sums(param_sums, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
     """Set a warp group's sums to zero."""
+    SIDES: gl.constexpr = param_sums.tiles.shape[0] // 2
     zero = _zero_sums(BLOCK_M)
-    for side in gl.static_range(2):
-        far_sums.tiles.index(2 * CONSUMER + side).store(zero)
+    for side in gl.static_range(SIDES):
+        param_sums.tiles.index(SIDES * CONSUMER + side).store(zero)
 
 
 @gluon.jit
-def add_far_sums(far_sums, ds, m_start, seqlens, bias, CONSUMER: gl.constexpr):
-    """Add dS of a tile [keys, queries] if all its pairs are far."""
-    ahead = bias.start - (m_start + seqlens.causal_offset)
-    if not has_near_pair(ahead, bias.largest, ds.shape[1], ds.shape[0]):
-        tile = far_sums.tiles.index(2 * CONSUMER + (ahead > 0).to(gl.int32))
-        sums = sum_in_threads(ds)
-        tile.store(tile.load(sums.type.layout) + sums)
+def add_to_sums(param_sums, ds, m_start, k_idx, seqlens, scores, flags, CONSUMER: gl.constexpr):
+    """Add what dS of a tile [keys, queries] gives: to a bias by distance if all its pairs are far, or to a slope."""
+    if scores.bias is not None:
+        ahead = scores.bias.start - (m_start + seqlens.causal_offset)
+        if not has_near_pair(ahead, scores.bias.largest, ds.shape[1], ds.shape[0]):
+            tile = param_sums.tiles.index(2 * CONSUMER + (ahead > 0).to(gl.int32))
+            sums = sum_in_threads(ds)
+            tile.store(tile.load(sums.type.layout) + sums)
+    else:
+        tile = param_sums.tiles.index(CONSUMER)
+        sums = sum_distances(ds, m_start, k_idx, seqlens, flags)
+        tile.store(tile.load(sums.type.layout) - sums)
 
 
 @gluon.jit
-def store_far_sums(far_sums, tile, head, problem, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
+def store_sums(param_sums, tile, head, problem, BLOCK_M: gl.constexpr, CONSUMER: gl.constexpr):
     """Store a warp group's sums for one query head."""
     slot = tile.start // BLOCK_N if problem.packed is None else gl.program_id(0) // problem.schedule.n_heads
     n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
     row = (tile.batch * n_heads + head).to(gl.int64)
-    ptr = far_sums.ptr + (row * far_sums.n_slots + slot) * 4 + 2 * CONSUMER
+    SIDES: gl.constexpr = param_sums.tiles.shape[0] // 2
+    ptr = param_sums.ptr + (row * param_sums.n_slots + slot) * (2 * SIDES) + SIDES * CONSUMER
     zero = _zero_sums(BLOCK_M)
-    for side in gl.static_range(2):
-        sums = far_sums.tiles.index(2 * CONSUMER + side).load(zero.type.layout)
-        gl.store(ptr + side, gl.sum(gl.sum(sums, 1), 0))
+    for side in gl.static_range(SIDES):
+        sums = param_sums.tiles.index(SIDES * CONSUMER + side).load(zero.type.layout)
+        total = gl.sum(gl.sum(sums, 1), 0)
+        if problem.dropout is not None:
+            total *= problem.dropout.rescale
+        gl.store(ptr + side, total)
 
 
 @triton.jit
@@ -90,7 +108,7 @@ def bias_grad_kernel(
     do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
-    far_sums_ptr,  # (B · H, n_slots, 4), as in `FarSums`
+    far_sums_ptr,  # (B · H, n_slots, 4), as in `ParamSums`
     parts_ptr,  # (programs, N_PARAMS): a program's part of the parameters' gradient
     params_ptr,  # (H, params_stride)
     params_stride,

@@ -21,8 +21,8 @@ from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, start_
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
-from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale, sum_in_threads
-from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, wgmma_layout, zero_missing_rows
+from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale
+from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, sum_in_threads, wgmma_layout, zero_missing_rows
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
 from ropewalk.ops.attention.triton.masking import (
     ALL,

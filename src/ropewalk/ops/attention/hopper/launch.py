@@ -298,18 +298,19 @@ def backward(
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
     scores = _scores_args(call, packed, on)
-    far_sums = None
+    score_mod = load_score_mod(call) if wanted.score_mod_params else None
+    param_sums = None
     if is_wide:
         _launch_wide_kernels(
             call, saved, v, grad_out, (dq_accum, dq_order), kv_grads, scores, delta, rotates, workspace_rows, on
         )
     else:
-        if wanted.score_mod_params:
-            n_slots = triton.cdiv(keys, BLOCK_N.value)
+        if score_mod is not None:
+            n_slots, of_slot = triton.cdiv(keys, BLOCK_N.value), 2 if score_mod.bias is None else 4
             if call.cu_seqlens_k is not None:
                 n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
-            far_sums = torch.empty(batch * heads, n_slots, 4, dtype=torch.float32, device=lse.device)
-            on.operate(Tensor.zero_, far_sums)
+            param_sums = torch.empty(batch * heads, n_slots, of_slot, dtype=torch.float32, device=lse.device)
+            on.operate(Tensor.zero_, param_sums)
         _launch_kernel(
             call,
             saved,
@@ -317,7 +318,7 @@ def backward(
             grad_out,
             (dq_accum, dq_order),
             kv_grads,
-            far_sums,
+            param_sums,
             scores,
             delta,
             rotates,
@@ -351,8 +352,12 @@ def backward(
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     grad_params = None
-    if far_sums is not None:
-        grad_params = _bias_grad(call, saved, v, grad_out, delta, far_sums, scores, packed, on)
+    if score_mod is not None and param_sums is not None:
+        if score_mod.bias is not None:
+            grad_params = _bias_grad(call, saved, v, grad_out, delta, param_sums, scores, packed, on)
+        else:
+            assert call.score_mod_params is not None
+            grad_params = sum_param_grads(call.score_mod_params, param_sums.view(-1, 1), batch, heads, False, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
 
@@ -369,7 +374,7 @@ def _launch_kernel(
     grad_out: Tensor,
     dq_sums: tuple[Tensor, Tensor | None],
     kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    far_sums: Tensor | None,
+    param_sums: Tensor | None,
     scores: Scores,
     delta: Tensor,
     rotates: bool,
@@ -410,7 +415,7 @@ def _launch_kernel(
         lse_ptr=saved.lse,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
-        far_sums_ptr=far_sums,
+        param_sums_ptr=param_sums,
         cos=cos,
         sin=sin,
         table=None if saved.k_far is None else table,

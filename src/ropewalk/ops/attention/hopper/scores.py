@@ -243,3 +243,24 @@ def differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_
         q_pos = _load_columns(scores.positions, m_start, column)
         ds = score_flags.MOD_BWD(ds, scaled, q_pos[None, :], scores.positions.rows[:, None], scores.params, False)
     return ds
+
+
+@gluon.jit
+def sum_distances(ds, m_start, k_idx, seqlens, flags):
+    """Return Σ dS · |distance| of a tile's rows, [keys, queries], as far as each thread holds them, [rows, 4].
+
+    Of every eight columns the first one's distance is a number of its own, and the others' differ from it by constants.
+    A tile of distances would take as many registers as dS; the compiler would keep one from `modify_transposed_scores`
+    to here.
+    """
+    pieces = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
+    layout: gl.constexpr = gl.SliceLayout(1, pieces.type.layout)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) + (m_start + seqlens.causal_offset)
+    row = gl.convert_layout(k_idx, gl.SliceLayout(1, layout))
+    eighth = gl.arange(0, ds.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, pieces.type.layout)))
+    distance = (column[None, :] - row[:, None]).to(gl.float32)[:, None, :]
+    distance += (8 * eighth).to(gl.float32)[None, :, None]
+    if flags.SIDE != PAST:  # where keys ahead have no dS there is none below 0
+        distance = gl.abs(distance)
+    sums = gl.sum(pieces * distance, 1)
+    return gl.sum(gl.reshape(sums, [ds.shape[0], 4, 2]), 2)

@@ -10,6 +10,7 @@ from ropewalk.ops.attention.hopper.scores import (
     modify_scores,
     modify_transposed_scores,
 )
+from ropewalk.ops.attention.hopper.tiles import sum_in_threads
 from ropewalk.ops.attention.triton.arguments import Seqlens
 from ropewalk.ops.attention.triton.masking import attention_mask
 from ropewalk.ops.attention.triton.softmax import tanh
@@ -24,15 +25,6 @@ class TileMask(NamedTuple):
     slots: Any = None  # fields of `Lists`, at one head; with bits at the program's block, too
     slots_stride_query: Any = None
     bits: Any = None
-
-
-@gluon.jit
-def sum_in_threads(p):
-    """Sum a tile's rows as far as each thread holds them, [rows, 4].
-
-    A thread holds two of eight neighbouring columns, by its lane.
-    """
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 _PIN_EXP2 = gl.constexpr(

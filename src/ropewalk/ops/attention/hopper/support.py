@@ -26,7 +26,7 @@ _SCORE_MODS = {
     for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY", "T5_BIAS")
 }
 
-_LEARNED_SCORE_MODS = {"ropewalk.ops.attention.triton.score_mods:T5_BIAS"}
+_LEARNED_SCORE_MODS = {f"ropewalk.ops.attention.triton.score_mods:{name}" for name in ("ALIBI", "T5_BIAS")}
 
 
 class Gluon:
@@ -174,17 +174,19 @@ def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
     """Say why the backward does not differentiate the score mod's parameters; None if it does."""
     if call.score_mod not in _LEARNED_SCORE_MODS:
         return Refusal("score_mod_params", f"gradients of the parameters of {call.score_mod} are not supported")
-    if call.mask is not None or call.blocks is not None:
-        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported beside lists")
-    for name, is_given in (("softcap", call.softcap is not None), ("dropout", call.dropout_p > 0)):
-        if is_given:
-            return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported beside {name}")
-    if not call.goes_by_index:
-        return Refusal("score_mod_params", "gradients of a score mod's parameters are not supported with positions")
-    if max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED:
-        needed = f"head dims of more than {WIDEST_LEARNED}"
-        return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported with {needed}")
-    return None
+    beside = {
+        "softcap": call.softcap is not None,
+        "positions": not call.goes_by_index,
+        "a two-range encoding": call.far is not None,
+        f"head dims of more than {WIDEST_LEARNED}": max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED,
+    }
+    if call.score_mod.endswith(":T5_BIAS"):
+        beside["lists"] = call.mask is not None or call.blocks is not None
+        beside["dropout"] = call.dropout_p > 0
+    given = next((name for name, is_given in beside.items() if is_given), None)
+    if given is None:
+        return None
+    return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported beside {given}")
 
 
 def _why_not_ordered(call: AttentionCall) -> Refusal | None:

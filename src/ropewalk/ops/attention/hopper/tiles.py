@@ -14,6 +14,15 @@ def wgmma_layout(n):
 
 
 @gluon.jit
+def sum_in_threads(p):
+    """Sum a tile's rows as far as each thread holds them, [rows, 4].
+
+    A thread holds two of eight neighbouring columns, by its lane.
+    """
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def zero_missing_rows(tile, start, first, stop, BLOCK: gl.constexpr, HAS_FIRST: gl.constexpr):
     """Write zeros over the rows of a tile in shared memory that are not in [first, stop): zero times NaN is NaN.
 
