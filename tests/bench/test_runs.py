@@ -16,7 +16,9 @@ from ropewalk.bench.core.load import read_record, unit_of
 from ropewalk.bench.core.options import Options
 from ropewalk.bench.core.runner import Bench, OursError, run
 from ropewalk.bench.host import bench as host_bench
-from ropewalk.bench.parallel.bench import choose_parts, run_parallel_bench
+from ropewalk.bench.parallel import bench as parallel_bench
+from ropewalk.bench.parallel import cases
+from ropewalk.bench.parallel.bench import ParallelBench, choose_parts, run_parallel_bench
 from ropewalk.bench.rope.bench import NormBench, RopeBench
 from ropewalk.bench.rope.cases import Case
 from ropewalk.bench.rope.peers import PEERS, Peer
@@ -116,12 +118,55 @@ def test_training_steps_are_timed_with_right_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_context_parallelism_is_measured_on_two_processes(tmp_path: Path) -> None:
-    path, cases = tmp_path / "parallel.jsonl", choose_parts(["gqa-16k", "llama"])
-    run_parallel_bench(Options(cases=cases, quick=True, output=path, peers="by_hand", **CPU))  # type: ignore[arg-type]
+    path, names = tmp_path / "parallel.jsonl", choose_parts(["gqa-16k", "llama"])
+    run_parallel_bench(Options(cases=names, quick=True, output=path, peers="by_hand", **CPU))  # type: ignore[arg-type]
     record = read_record(path)
     assert record.run["options"]["parallel"]["ranks"] == 2
-    assert {row["impl"] for row in record.rows} == {"one process", "ropewalk", "by_hand"}
-    assert all(row["efficiency"] > 0 for row in record.rows if row["kind"] == "ours")
+    timed = {row["impl"]: row for row in record.rows if row["status"] == "ok"}
+    assert timed.keys() == {"one process", "ropewalk", "ropewalk_ulysses", "by_hand"}  # by default: gather
+    assert timed["ropewalk_ulysses"]["served_by"] == "ulysses"
+    assert all(row["efficiency"] > 0 for row in record.rows if row["kind"] == "ours" and row["status"] == "ok")
+    reasons = {row["impl"]: row["reason"] for row in record.rows if row["status"] == "unsupported"}
+    assert reasons["ropewalk_2d_ring"] == "on 2 processes, which are no 2 nodes of several"
+
+
+@pytest.mark.slow
+def test_context_parallelism_by_two_dimensions_is_right_on_four_processes(tmp_path: Path) -> None:
+    path, names = tmp_path / "parallel.jsonl", choose_parts(["gqa-1m"])
+    run_parallel_bench(Options(cases=names, quick=True, output=path, peers="none", processes=4, **CPU))  # type: ignore[arg-type]
+    rows = {row["impl"]: row for row in read_record(path).rows}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert {row["rounds"] for row in rows.values()} == {1}  # the run that was checked
+    assert rows["ropewalk_2d_gather"]["served_by"] == "gather, 2 × 2"
+    assert rows["ropewalk_2d_ring"]["served_by"] == "ring, 2 × 2"
+    assert rows["ropewalk_2d_gather"]["bytes_received"] != rows["ropewalk"]["bytes_received"]
+
+
+def test_a_yardstick_that_does_not_fit_is_a_quarter_times_sixteen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "fit_yardstick", lambda inputs, mesh: cases.first_tokens(inputs, mesh, 24))
+    monkeypatch.setattr(ParallelBench, "_clock", lambda self, run: [run(), 1e5][1])
+    path, names = tmp_path / "parallel.jsonl", ["gqa-16k", "gqa-1m"]
+    store = f"file://{tmp_path}/store"
+    parallel_bench._work(0, Options(cases=names, quick=True, output=path, peers="none", **CPU), store, 1)  # type: ignore[arg-type]
+    rows = [row for row in read_record(path).rows if row["status"] == "ok"]
+    assert {row["case"]["tokens"] for row in rows} == {96}
+    for row in rows:  # each takes as long: a quarter of the tokens has a sixteenth of the pairs
+        assert row["yardstick_tokens"] == 24
+        assert row["time"]["p50"] == (16e5 if row["kind"] == "anchor" else 1e5)
+        assert row["kind"] == "anchor" or row["efficiency"] == 16.0
+
+
+def test_a_run_that_compiles_is_not_timed() -> None:
+    knobs = pytest.importorskip("triton").knobs
+    before = knobs.compilation.listener
+    with parallel_bench._builds() as built:
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=True)
+        assert not built
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+    assert built
+    assert knobs.compilation.listener is before
 
 
 def test_context_parallelism_on_a_cpu_must_be_quick() -> None:

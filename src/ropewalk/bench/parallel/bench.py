@@ -12,9 +12,11 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,16 +32,40 @@ from ropewalk.bench.core.runner import Bench, Candidate, OursError, Rates, Right
 from ropewalk.bench.core.summary import number
 from ropewalk.bench.core.terminal import default_console
 from ropewalk.bench.parallel import cases
-from ropewalk.bench.parallel.cases import CASES, LLAMA, MODES, NO_ROPE, ONE, OURS, PEERS, Call, ParallelCase
+from ropewalk.bench.parallel.cases import (
+    CASES,
+    LLAMA,
+    MODES,
+    NO_ROPE,
+    NODES,
+    ONE,
+    OURS,
+    PEERS,
+    VARIANTS,
+    Call,
+    ParallelCase,
+    Variant,
+)
 
 SHORT = 2048  # tokens of the case whose gradients are compared
 ROUNDS = (2, 20)  # of a case: at least and at most
-SECONDS = 5.0  # of a case's rounds, unless the least ones take longer
+SECONDS = 3.0  # of a case's rounds, unless the least ones take longer
 _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compiled before some
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
+_LONG = 1e6  # µs of a run beside which a kernel's compilation is short
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
 _STATUSES = ("ok", "wrong", "failed")  # the worst one last
-Opened = Sequence[tuple[cases.Inputs, Callable[[bool], list[cases.Truth]]]]  # of the short case and the whole one
+
+
+class Problem(NamedTuple):
+    """The inputs of a case, what is right (with positions or bare), and this rank's shards, once they are asked for."""
+
+    inputs: cases.Inputs
+    truths: Callable[[bool], list[cases.Truth]]
+    shards: Callable[[], list[torch.Tensor]]
+
+
+Opened = Callable[[str], Sequence[Problem]]  # a candidate's short problem and its whole one
 
 
 def run_parallel_bench(options: Options) -> None:
@@ -116,6 +142,10 @@ class ParallelBench(Bench):
         super().__init__(options, device, console)
         self.size, self.rounds = dist.get_world_size(), options.rounds or ROUNDS[1]
         self.mesh, self.on_gpu = init_device_mesh(device.type, (self.size,)), device.type == "cuda"
+        self.nodes = None
+        if self.size > NODES and self.size % NODES == 0:
+            names = ("between", "within")
+            self.nodes = init_device_mesh(device.type, (NODES, self.size // NODES), mesh_dim_names=names)
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # for words and times, beside the device
         self._losses: list[float] = []  # of one process
 
@@ -143,39 +173,68 @@ class ParallelBench(Bench):
         every = self._gather(row)
         return max(every, key=lambda one: (_STATUSES.index(one["status"]), one.get("error", math.inf))), timed
 
-    def open(self, case: ParallelCase) -> Opened:
+    def open(self, case: ParallelCase) -> Opened | None:
         """Make the inputs of a short case, whose gradients are compared whole, and of the case; what is right later."""
         if case.setting == LLAMA:
-            return ()
+            return None
         short = case.shrink(SHORT // 2 if self.options.quick else SHORT)
         inputs = [cases.make_inputs(one, self.mesh, self.device, self.options.seed) for one in (short, case)]
-        return [(one, cache(partial(cases.truths_of, one, one is inputs[0]))) for one in inputs]
 
-    def candidates(self, case: ParallelCase, mode: str, opened: Opened) -> Iterator[Candidate]:
-        """Yield the call on one process, ours, and the peers; or both ways to train a model."""
-        peers = [(peer.name, "peer", peer.why_not(case)) for peer in self.found if opened]
-        for name, kind, reason in ((ONE, "anchor", None), (OURS, "ours", None), *peers):
-            check = partial(self._check, name, opened) if opened else partial(self._check_training, case, name)
-            yield Candidate(name, kind, check, reason=reason)
+        def problem(index: int, of: cases.Inputs) -> Problem:
+            return Problem(of, cache(partial(cases.truths_of, of, index == 0)), cache(partial(cases.shard, of)))
+
+        @cache
+        def on(nodes: int) -> list[Problem]:
+            mesh = self.mesh if nodes == 1 else self.nodes
+            assert mesh is not None
+            moved = inputs if nodes == 1 else [cases.on_mesh(one, mesh) for one in inputs]
+            return [problem(index, one) for index, one in enumerate(moved)]
+
+        def problems(name: str) -> list[Problem]:
+            found = on(VARIANTS[name].nodes if name in VARIANTS else 1)
+            part = cases.fit_yardstick(inputs[1], self.mesh) if name == ONE else inputs[1]
+            return found if part is inputs[1] else [found[0], problem(1, part)]
+
+        return problems
+
+    def candidates(self, case: ParallelCase, mode: str, opened: Opened | None) -> Iterator[Candidate]:
+        """Yield the call on one process, ours by each method, and the peers; or both ways to train a model."""
+        if opened is None:
+            for name, kind in ((ONE, "anchor"), (OURS, "ours")):
+                yield Candidate(name, kind, partial(self._check_training, case, name))
+            return
+        default = Variant(cases.choose_method(opened(OURS)[1].inputs))
+        variants = [(name, VARIANTS[name]) for name in case.variants if VARIANTS[name] != default]
+        why = f"on {self.size} processes, which are no {NODES} nodes of several"
+        ours = [(name, "ours", why if one.nodes > 1 and self.nodes is None else None) for name, one in variants]
+        peers = [(peer.name, "peer", peer.why_not(case)) for peer in self.found]
+        for name, kind, reason in ((ONE, "anchor", None), (OURS, "ours", None), *ours, *peers):
+            yield Candidate(name, kind, partial(self._check, name, opened), reason=reason)
 
     def _check(self, name: str, opened: Opened) -> tuple[Verdict, Call]:
         """Compare all results of the short case, then sampled rows of the whole one, whose bytes are counted."""
         verdicts = []
-        for inputs, truths in opened:
-            call = cases.make_call(name, inputs, self.mesh)
+        problems = opened(name)
+        for inputs, truths, shards in problems:
+            call = cases.make_call(name, inputs, shards, self.mesh)
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
                 free, before = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-            with call.context():
-                results = call.run()
+            results: list[torch.Tensor] = []
+            with call.context(), _builds() as built:
+                call.first = self._clock(lambda call=call, results=results: results.extend(call.run()))  # type: ignore[misc]
+                call.first *= not built
                 if self.on_gpu:
-                    torch.cuda.synchronize(self.device)
                     call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
                     call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
                 verdicts.append(cases.check_results(results, truths(name in NO_ROPE), whole=name == ONE))
             del results  # before the next one's memory is measured
+        if name == ONE:
+            whole, part = opened(OURS)[1].inputs.case.tokens, problems[1].inputs.case.tokens
+            call.scale = (whole / part) ** 2
+            call.more |= {"yardstick_tokens": part} if part < whole else {}
         return max(verdicts, key=lambda verdict: (verdict.complaint is not None, verdict.error)), call
 
     def _check_training(self, case: ParallelCase, name: str) -> tuple[Verdict, Call]:
@@ -198,15 +257,23 @@ class ParallelBench(Bench):
         calls: dict[str, Call] = {name: call for name, (_, call) in right.items()}
         if not calls:
             return
-        once = {name: self._time(call, 1) for name, call in calls.items()}  # the check's own run may have compiled
-        repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
-        of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
-        rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))
+        first = {name: self._gather(call.first) for name, call in calls.items()}
+        # The check's own run may have compiled kernels.
+        is_right = {name: min(times) > (0.0 if case.once else _LONG) for name, times in first.items()}
+        once = {name: max(first[name]) if is_right[name] else self._time(call, 1) for name, call in calls.items()}
+        if case.once:
+            rounds, samples = 1, {name: [time] for name, time in once.items()}
+        else:
+            repeats = {name: max(1, min(10, round(_BURST * 1e6 / once[name]))) for name in calls}
+            of_round = sum(repeats[name] * once[name] for name in calls) / 1e6
+            rounds = max(ROUNDS[0], min(self.rounds, int(SECONDS / of_round)))
 
-        def one_round(order: Sequence[str]) -> dict[str, float]:
-            return {name: self._time(calls[name], repeats[name]) for name in order}
+            def one_round(order: Sequence[str]) -> dict[str, float]:
+                return {name: self._time(calls[name], repeats[name]) for name in order}
 
-        samples = timing.interleave(calls, one_round, warmup=0, rounds=rounds)
+            samples = timing.interleave(calls, one_round, warmup=0, rounds=rounds)
+        samples = {name: [time * calls[name].scale for time in times] for name, times in samples.items()}
+        part = calls[ONE].more.get("yardstick_tokens") if ONE in calls else None
         for name, (row, call) in right.items():
             times = timing.quantiles(samples[name])
             more = {key: max(self._gather(x)) if isinstance(x, int) else x for key, x in call.more.items()}
@@ -214,22 +281,44 @@ class ParallelBench(Bench):
             if ONE in samples and row["kind"] != "anchor":
                 pairs = zip(samples[ONE], samples[name], strict=True)
                 row["efficiency"] = statistics.median(alone / (self.size * other) for alone, other in pairs)
+                row |= {"yardstick_tokens": part} if part is not None else {}
             if case.setting == LLAMA:  # on one process each trains on a whole sequence
                 sequences = self.size if row["kind"] == "anchor" else 1
                 row["tokens_per_second"] = sequences * case.tokens / times.p50 * 1e6
             yield row
 
     def _time(self, call: Call, repeats: int) -> float:
-        """Time a call, in µs, from when all ranks are there, on the slowest one."""
+        """Time a call, in µs, on the slowest rank."""
 
         def repeat() -> None:
             for _ in range(repeats):
                 call.run()
 
         with call.context():
-            if not self.on_gpu:
-                dist.barrier()
-                return max(self._gather(timing.time_on_cpu(repeat) / repeats))
-            torch.cuda.synchronize(self.device)
-            dist.all_reduce(torch.zeros(1, device=self.device))  # a barrier in the stream: the host does not wait
-            return max(self._gather(timing.time_on_gpu(repeat, self.device) / repeats))
+            return max(self._gather(self._clock(repeat) / repeats))
+
+    def _clock(self, run: Callable[[], object]) -> float:
+        """Time a function on this rank, in µs, from when all ranks are there."""
+        if not self.on_gpu:
+            dist.barrier()
+            return timing.time_on_cpu(run)
+        torch.cuda.synchronize(self.device)
+        dist.all_reduce(torch.zeros(1, device=self.device))  # a barrier in the stream: the host does not wait
+        return timing.time_on_gpu(run, self.device)
+
+
+@contextmanager
+def _builds() -> Iterator[list[str]]:
+    """Collect a word for each kernel that Triton compiles meanwhile; nothing where Triton is missing."""
+    built: list[str] = []
+    if find_spec("triton") is None:
+        yield built
+        return
+    from triton import knobs
+
+    def listen(*, cache_hit: bool, **more: Any) -> None:
+        built.extend([] if cache_hit else ["kernel"])
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = listen
+        yield built

@@ -38,17 +38,39 @@ from ropewalk.schemes import NoPosition, Rope
 from ropewalk.testing import error_budget
 
 ONE = "one process"  # the anchor: the whole call on each rank at once
-OURS = "ropewalk"
+OURS = "ropewalk"  # by the method that a call without a name takes
 VOCABULARY, LAYERS = 1024, 4  # of the model: neither the table nor a head should cost anything
 NO_ROPE = ("torch_cudnn_bare", "torch_flash_bare")  # what these compute is held against attention without positions
 # PyTorch 2.14 has another name.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 MODES = {"train": "forward and backward on all processes"}
 LLAMA = "llama"  # the setting of a case that trains layers of a model
+NODES = 2  # of a mesh of two dimensions: heads are exchanged within, keys between
 _ROUNDINGS = 4  # of intermediate results to the case's dtype
 _ROWS = 8  # sampled beside each other
 _NAMES = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
 _K = 1 << 10
+_PARTS, _MEMORY = (
+    4,
+    4.5,
+)  # of the tokens, if memory has less than so many times the inputs' bytes: a call's peak, measured
+
+
+class Variant(NamedTuple):
+    """A named method, on one group or on a mesh of two dimensions."""
+
+    method: str
+    nodes: int = 1
+
+
+VARIANTS = {
+    "ropewalk_gather": Variant("gather"),
+    "ropewalk_ulysses": Variant("ulysses"),
+    "ropewalk_ring": Variant("ring"),
+    "ropewalk_2d_gather": Variant("gather", NODES),
+    "ropewalk_2d_ring": Variant("ring", NODES),
+}
+_METHODS = ("ropewalk_gather", "ropewalk_ulysses", "ropewalk_2d_gather", "ropewalk_2d_ring")
 
 
 @dataclass(frozen=True)
@@ -67,8 +89,8 @@ class ParallelCase:
     shortest: int | None = None  # packed documents have seeded lengths, uniform from here …
     longest: int | None = None  # … to here
     kind: str = "zigzag"  # of the layout
-    method: str | None = None
-    peers: bool = True  # whether others are timed beside
+    variants: tuple[str, ...] = ()  # of `VARIANTS`, beside the default method
+    once: bool = False  # whether the run that is checked is timed, and no other one: it takes many seconds
     modes: ClassVar[tuple[str, ...]] = tuple(MODES)
 
     @property
@@ -80,7 +102,7 @@ class ParallelCase:
         parts = [f"T{self.tokens} H{self.q_heads}/{self.k_heads} D{self.head_dim}, {self.dtype}, {self.setting}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"documents of {self.shortest} to {self.longest}"] if self.shortest else []
-        return ", ".join([*parts, self.kind, *([self.method] if self.method else [])])
+        return ", ".join([*parts, self.kind])
 
     def shrink(self, tokens: int) -> ParallelCase:
         """Return the case with fewer tokens, and windows and documents in proportion."""
@@ -100,22 +122,24 @@ class ParallelCase:
 
 # The most important ones first: a run may be stopped.
 CASES: tuple[ParallelCase, ...] = (
-    ParallelCase("gqa-16k", 16 * _K),
-    ParallelCase("gqa-64k", 64 * _K),
-    ParallelCase("gqa-128k", 128 * _K),
-    ParallelCase("mha-16k", 16 * _K, k_heads=32),
+    ParallelCase("gqa-16k", 16 * _K, variants=_METHODS),
+    ParallelCase("mha-16k", 16 * _K, k_heads=32, variants=_METHODS),
+    ParallelCase("gqa-64k", 64 * _K, variants=_METHODS),
+    ParallelCase("mha-64k", 64 * _K, k_heads=32, variants=_METHODS),
+    ParallelCase("gqa-128k", 128 * _K, variants=(*_METHODS, "ropewalk_ring")),
+    ParallelCase("mha-128k", 128 * _K, k_heads=32, variants=_METHODS),
     ParallelCase("packed-256k", 256 * _K, shortest=_K, longest=64 * _K, kind="balanced"),
+    ParallelCase("llama-64k", 64 * _K, setting=LLAMA),
+    ParallelCase("gqa-256k", 256 * _K, variants=_METHODS),
+    ParallelCase("mha-256k", 256 * _K, k_heads=32, variants=_METHODS),
     ParallelCase("window-128k", 128 * _K, window=4096),
     ParallelCase("alibi-64k", 64 * _K, setting="alibi"),
     ParallelCase("rerope-64k", 64 * _K, setting="rerope", far_window=4096),
     ParallelCase("exposb-64k", 64 * _K, setting="exposb-bands-learned"),
-    ParallelCase("llama-64k", 64 * _K, setting=LLAMA),
-    ParallelCase("mha-64k", 64 * _K, k_heads=32),
-    ParallelCase("ulysses-64k", 64 * _K, method="ulysses", peers=False),
-    ParallelCase("ring-128k", 128 * _K, method="ring", peers=False),
     ParallelCase("d64-64k", 64 * _K, head_dim=64),
     ParallelCase("packed-short", 128 * _K, shortest=128, longest=4096, kind="balanced"),
-    ParallelCase("gqa-256k", 256 * _K, peers=False),
+    ParallelCase("gqa-1m", 1024 * _K, variants=_METHODS, once=True),
+    ParallelCase("mha-1m", 1024 * _K, k_heads=32, variants=_METHODS, once=True),
 )
 
 
@@ -166,6 +190,37 @@ def make_inputs(case: ParallelCase, mesh: Any, device: torch.device, seed: int) 
     whole = AttentionCase(case.name, 1, case.tokens, case.q_heads, case.k_heads, case.head_dim, True, dtype=case.dtype)
     parameters = tuple(x.to(device).requires_grad_(setting.learned) for x in setting.draw(whole))
     return Inputs(case, layout, q, k, v, grad, parameters, parameters if setting.learned else ())
+
+
+def on_mesh(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
+    """Return the inputs with their tokens dealt to another mesh."""
+    layout = inputs.layout
+    return inputs._replace(layout=cp.SequenceLayout(mesh, layout.n_tokens, layout.kind, layout.cu_seqlens))
+
+
+def fit_yardstick(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
+    """Return the inputs of the yardstick: the first quarter of the tokens where the whole call does not fit."""
+    case, device = inputs.case, inputs.q.device
+    if device.type != "cuda" or case.window is not None or case.shortest is not None:
+        return inputs
+    needed = _MEMORY * sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+    if needed < torch.cuda.get_device_properties(device).total_memory:
+        return inputs
+    return first_tokens(inputs, mesh, case.tokens // _PARTS)
+
+
+def first_tokens(inputs: Inputs, mesh: DeviceMesh, tokens: int) -> Inputs:
+    """Return the inputs of the first so many tokens, without copies."""
+    q, k, v, grad = (x[0, :tokens][None] for x in (inputs.q, inputs.k, inputs.v, inputs.grad))  # strides of their own
+    case = replace(inputs.case, tokens=tokens)
+    return inputs._replace(case=case, layout=cp.SequenceLayout(mesh, tokens, case.kind), q=q, k=k, v=v, grad=grad)
+
+
+def choose_method(inputs: Inputs) -> str:
+    """Return the method of a call that names none."""
+    layout, nothing = inputs.layout, inputs.q.new_empty(1)
+    shards = (nothing.expand(1, layout.n_local, *x.shape[2:]) for x in (inputs.q, inputs.k, inputs.v))
+    return cp.explain_context_parallel(*shards, layout=layout, **inputs.keywords(*inputs.parameters)).method
 
 
 class Truth(NamedTuple):
@@ -253,6 +308,8 @@ class Call:
     run: Callable[[], Any]
     context: Context = nullcontext
     more: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.0  # of its time, if it computes a part
+    first: float = 0.0  # µs of its run that was checked; 0: kernels were compiled in it
 
 
 def _both(run: Run, tensors: Sequence[Tensor], learned: Sequence[Tensor] = (), context: Context = nullcontext) -> Call:
@@ -266,11 +323,15 @@ def _both(run: Run, tensors: Sequence[Tensor], learned: Sequence[Tensor] = (), c
     return Call(both, context)
 
 
-def make_call(name: str, inputs: Inputs, mesh: DeviceMesh) -> Call:
+def shard(inputs: Inputs) -> list[Tensor]:
+    """Return this rank's tokens of q, k, v and the output's gradient."""
+    return [cp.shard_sequence(x, inputs.layout) for x in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+
+
+def make_call(name: str, inputs: Inputs, shards: Callable[[], list[Tensor]], mesh: DeviceMesh) -> Call:
     """Make the yardstick, the whole call by the implementation that `attention` chooses; ours; or a peer's call."""
-    keywords, tensors = inputs.keywords(*inputs.parameters), [inputs.q, inputs.k, inputs.v, inputs.grad]
-    if name != ONE:
-        tensors = [cp.shard_sequence(x, inputs.layout) for x in tensors]
+    keywords = inputs.keywords(*inputs.parameters)
+    tensors = [inputs.q, inputs.k, inputs.v, inputs.grad] if name == ONE else [*shards()]
     tensors[:3] = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     if name in PEERS:
         run, context = PEERS[name].build(inputs, mesh)
@@ -279,12 +340,16 @@ def make_call(name: str, inputs: Inputs, mesh: DeviceMesh) -> Call:
         call = _both(functools.partial(inputs.whole, **keywords), tensors, inputs.learned)
         call.more["served_by"] = inputs.whole(*leaves, run=explain_choice, **keywords).name
         return call
+    variant = VARIANTS.get(name)
     # Gradients of what is learned are summed over ranks.
-    keywords |= {"layout": inputs.layout, "method": inputs.case.method, "sum_gradients": bool(inputs.learned)}
+    method = None if variant is None else variant.method
+    keywords |= {"layout": inputs.layout, "method": method, "sum_gradients": bool(inputs.learned)}
     call = _both(functools.partial(cp.context_parallel_attention, **keywords), tensors, inputs.learned)
     choice = cp.explain_context_parallel(*leaves, **keywords)
     received = choice.bytes_received + choice.bytes_received_backward
-    call.more |= {"served_by": choice.method, "bytes_received": received}
+    within = inputs.layout.within
+    nodes = "" if within is None else f", {inputs.layout.size // within.size} × {within.size}"
+    call.more |= {"served_by": choice.method + nodes, "bytes_received": received, "exposed_ms": choice.exposed_ms}
     return call
 
 
@@ -294,11 +359,9 @@ class ParallelPeer(Library):
     most_tokens: float = float("inf")  # of the cases that it is timed on
 
     def why_not(self, case: ParallelCase) -> str | None:
-        if not case.peers:
-            return "measured with the default method"
         if case.setting != "rope" or case.window is not None or case.shortest is not None:
             return "plain causal attention alone"
-        return "RoPE's part is small there" if case.tokens > self.most_tokens else None
+        return f"timed up to {self.most_tokens} tokens alone" if case.tokens > self.most_tokens else None
 
 
 def _table(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -366,9 +429,9 @@ def _torch(backend: str, rope: bool, inputs: Inputs, mesh: DeviceMesh) -> tuple[
 
 _PEERS: tuple[tuple[Any, ...], ...] = (
     ("by_hand_flash_attn_4", "flash_attn.cute", "flash-attn-4", True, functools.partial(_by_hand, True)),
-    ("by_hand", "torch", "torch", False, functools.partial(_by_hand, False)),
+    ("by_hand", "torch", "torch", False, functools.partial(_by_hand, False), 1 << 18),
     ("torch_cudnn_bare", "torch", "torch", True, functools.partial(_torch, "cudnn", False)),
-    ("torch_flash_bare", "torch", "torch", True, functools.partial(_torch, "sdpa_flash", False)),
+    ("torch_flash_bare", "torch", "torch", True, functools.partial(_torch, "sdpa_flash", False), 1 << 17),
     ("torch_cudnn", "torch", "torch", True, functools.partial(_torch, "cudnn", True), 1 << 16),
     ("torch_flash", "torch", "torch", True, functools.partial(_torch, "sdpa_flash", True), 1 << 16),
 )
