@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ropewalk.bench.core.load import Record, read_record
+from ropewalk.bench.core.load import Record, Row, read_record
 
 PROCESSORS, TILE = 132, 128
 FORWARD, BACKWARD = 705e12, 690e12  # FLOP/s of causal attention: FlashAttention-4 in results/attention-h200.jsonl
@@ -116,59 +116,108 @@ def makespan(starts: tuple[int, ...], queries: int, heads: int) -> float:
     return max(busy)
 
 
+SHAPES = (LLAMA, Shape(k_heads=32))
 RANKS = (2, 4, 8)
+_MARKERS = {"gather": "o", "ulysses": "^", "ring": "s", "others": "x"}
+_MARKERS |= {"Ulysses within, gather between": "D", "Ulysses within, ring between": "P"}
 _TOKENS = [1 << power for power in range(13, 21)]
 _COLOURS = {2: "#1f5fbf", 4: "#e07b39", 8: "#3a9d5d"}
 _FAR = {1 << 20: "#5b7fd1", 1 << 22: "#c9a400", 1 << 24: "#8e5ab5"}
 
 
 def draw(record: Record, path: Path) -> bool:
-    """Draw the rows of causal attention with RoPE and grouped heads. False: there are none."""
-    rows = [row for row in record.of("parallel") if "efficiency" in row and row["case"]["name"].startswith("gqa")]
+    """Draw the rows of plain causal attention with RoPE, for each number of key heads. False: there are none."""
+    rows = [row for row in record.of("parallel") if "efficiency" in row and is_plain(row["case"])]
     if not rows:
         return False
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    figure = Figure(figsize=(17, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    measured, predicted = figure.subplots(1, 2)
+    *measured, predicted = figure.subplots(1, len(SHAPES) + 1)
     low = min(row["efficiency"] for row in rows)
-    for ranks in RANKS:
-        curve = [predict_efficiency(tokens, ranks) for tokens in _TOKENS]
-        low = min(low, *curve)
-        measured.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of H200s (predicted)")
-    for ranks in sorted({row["ranks"] for row in rows}):
-        for kind, marker, name in (("ours", "o", "ropewalk"), ("peer", "x", "others")):
-            points = [row for row in rows if (row["kind"], row["ranks"]) == (kind, ranks)]
-            at, values = [row["case"]["tokens"] for row in points], [row["efficiency"] for row in points]
-            label = f"{ranks} GPUs, {name} (measured)"
-            measured.scatter(at, values, marker=marker, color=_COLOURS.get(ranks, "#333333"), label=label, zorder=3)
-    shape = f"{LLAMA.q_heads} / {LLAMA.k_heads} heads of {LLAMA.head_dim}, bfloat16, causal, forward and backward"
-    _finish(measured, "tokens of the sequence", shape, low)
+    for axes, shape in zip(measured, SHAPES, strict=True):
+        of_shape = [row for row in rows if row["case"]["k_heads"] == shape.k_heads]
+        for ranks in RANKS:
+            curve = [predict_efficiency(tokens, ranks, shape) for tokens in _TOKENS]
+            low = min(low, *curve)
+            axes.plot(_TOKENS, curve, color=_COLOURS[ranks], label=f"{ranks} GPUs, cost model of gather (predicted)")
+        for ranks in sorted({row["ranks"] for row in of_shape}):
+            for method, marker in _MARKERS.items():
+                points = [row for row in of_shape if row["ranks"] == ranks and method_of(row) == method]
+                # An open marker: the yardstick is a part of the tokens, scaled.
+                for part, face in ((False, _COLOURS[ranks]), (True, "none")):
+                    some = [row for row in points if ("yardstick_tokens" in row) is part]
+                    at, values = [row["case"]["tokens"] for row in some], [row["efficiency"] for row in some]
+                    if some and marker == "x":
+                        axes.scatter(at, values, marker=marker, color=_COLOURS[ranks], zorder=3)
+                    elif some:
+                        axes.scatter(at, values, marker=marker, facecolor=face, edgecolor=_COLOURS[ranks], zorder=3)
+        for method in dict.fromkeys(map(method_of, of_shape)):
+            axes.scatter([], [], marker=_MARKERS[method], color="#333333", label=f"{method} (measured)")
+    for axes, shape in zip(measured, SHAPES, strict=True):
+        _finish(axes, "tokens of the sequence", f"{shape.q_heads} / {shape.k_heads} heads of {shape.head_dim}", low)
     for tokens, colour in _FAR.items():
         gpus = [8 << power for power in range(1, 10) if tokens / (8 << power) >= 512]
         curve = [predict_nodes(tokens, count) for count in gpus]
         predicted.plot(gpus, curve, "--", color=colour, label=f"{tokens >> 20}M tokens")
     _finish(predicted, "GPUs, 8 in a node", "prediction, nothing measured: Ulysses in a node, ring between", 0.0)
-    figure.suptitle(f"Context parallelism on {record.run['device']}: efficiency", fontsize=13)
+    title = f"Context parallelism on {record.run['device']}: efficiency, bfloat16, causal, forward and backward"
+    figure.suptitle(title, fontsize=13)
     figure.savefig(path, dpi=120, facecolor="white")
     return True
 
 
+def is_plain(case: Mapping[str, Any]) -> bool:
+    """Whether a case is causal attention with RoPE of a whole sequence, of one of `SHAPES`."""
+    shape = Shape(case["q_heads"], case["k_heads"], case["head_dim"])
+    return case["setting"] == "rope" and not case["window"] and not case["shortest"] and shape in SHAPES
+
+
+def method_of(row: Mapping[str, Any]) -> str:
+    """Return what a row is called in the figure: one of `_MARKERS`."""
+    if row["kind"] == "peer":
+        return "others"
+    method, *nodes = row["served_by"].split(", ")
+    return f"Ulysses within, {method} between" if nodes else method
+
+
 def table(record: Record) -> list[str]:
-    """Return the record as lines of a table: ours, and torch's context_parallel by cuDNN without any positions."""
-    rows = {(row["case"]["name"], row["ranks"], row["impl"]): row for row in record.of("parallel") if "ranks" in row}
-    names = list(dict.fromkeys(name for name, _, _ in rows))
-    counts = sorted({ranks for _, ranks, _ in rows})
+    """Return the record as lines of a table: ours by method, and torch's context_parallel by cuDNN without positions.
+
+    Of several methods of a case the one that a call without a name takes is bold. An efficiency after ≈ has a yardstick
+    of fewer tokens, scaled. torch's time is in the first line of its case.
+    """
+    known = [row for row in record.of("parallel") if "time" in row]
+    counts = sorted({row["ranks"] for row in known})
+    ours, torch = dict[tuple[str, str, int], Row](), dict[tuple[str, int], Row]()
+    for row in known:
+        case, ranks = row["case"]["name"], row["ranks"]
+        if row["kind"] == "ours":
+            ours[case, row.get("served_by", ""), ranks] = row
+        elif row["impl"] == "torch_cudnn_bare":
+            torch[case, ranks] = row
     titles = [f"{ranks} GPUs, ms | efficiency | torch's, ms" for ranks in counts]
     lines = [f"| case | method | {' | '.join(titles)} |", f"| --- | --- |{' --- | --- | --- |' * len(counts)}"]
-    for name in names:
-        cells, methods = [], []
-        for ranks in counts:
-            ours, torch = (rows.get((name, ranks, impl), {}) for impl in ("ropewalk", "torch_cudnn_bare"))
-            times = [f"{x['time']['p50'] / 1e3:.4g}" if "time" in x else "" for x in (ours, torch)]
-            cells += [times[0], f"{ours['efficiency']:.3f}" if ours else "", times[1]]
-            methods += [ours["served_by"]] if "served_by" in ours else []
-        lines.append(f"| `{name}` | {', '.join(dict.fromkeys(methods))} | {' | '.join(cells)} |")
+    of = {row["case"]["name"]: row["case"] for row in known}
+    names = list(of)  # plain ones first, by key heads and tokens
+    plain = sorted(filter(lambda name: is_plain(of[name]), names), key=lambda x: (of[x]["k_heads"], of[x]["tokens"]))
+    cases = [case for case in dict.fromkeys((*plain, *names)) if any(key[0] == case for key in ours)]
+    for case in cases:
+        several = {ranks for ranks in counts if sum(key[::2] == (case, ranks) for key in ours) > 1}
+        methods = dict.fromkeys(method for name, method, _ in ours if name == case)
+        for number, method in enumerate(methods):
+            cells = []
+            for ranks in counts:
+                mine, peer = ours.get((case, method, ranks), {}), torch.get((case, ranks), {}) if number == 0 else {}
+                bold = "**" if mine.get("impl") == "ropewalk" and ranks in several else ""
+                about = "≈ " if "yardstick_tokens" in mine else ""
+                cells += [f"{bold}{_milliseconds(mine)}{bold}" if mine else ""]
+                cells += [f"{about}{mine['efficiency']:.3f}" if mine else "", _milliseconds(peer) if peer else ""]
+            lines.append(f"| {f'`{case}`' if number == 0 else ''} | {method} | {' | '.join(cells)} |")
     return lines
+
+
+def _milliseconds(row: Row) -> str:
+    return f"{row['time']['p50'] / 1e3:.4g}"
 
 
 def _finish(axes: Any, across: str, title: str, low: float) -> None:
