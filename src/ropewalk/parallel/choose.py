@@ -17,10 +17,14 @@ from ropewalk.parallel.layout import SequenceLayout, flatten
 
 METHODS = ("gather", "halo", "ulysses", "ring")
 _MEMORY_SHARE = 4  # exchanged tensors may take one part in so many of a device's memory
-# Of an H200: attention's rate in bfloat16, FLOP/s; of copies between two by NVLink each way, of links between nodes and
-# of its memory, bytes/s; seconds of an exchange's beginning, and of a launch with what its tiles leave idle.
-_RATE, _NVLINK, _NETWORK, _MEMORY = 600e12, 350e9, 45e9, 3.8e12
+# Of an H200: attention's rate in bfloat16, FLOP/s; of copies between two by NVLink each way, of NCCL's exchanges, of
+# links between nodes and of its memory, bytes/s; seconds of an exchange's beginning, and of a launch with what its
+# tiles leave idle.
+_RATE, _NVLINK, _NCCL, _NETWORK, _MEMORY = 600e12, 350e9, 240e9, 45e9, 3.8e12
 _LATENCY, _LAUNCH = 20e-6, 10e-6
+# Attention beside copies is slower by this part of their time: 1.46 ms of them lengthen 9.63 ms to 10.41.
+_CONTENTION = 0.5
+_MERGE = 30  # passes over a float32 output that a ring's step costs beside its attention: 23 ms of 436 at 128k on two
 
 
 @dataclass(frozen=True)
@@ -255,11 +259,13 @@ def _of_gather(sizes: _Sizes, n_received: int) -> Cost:
     attention = sizes.seconds / groups
     forward = arrival + (groups - 1) * max(0.0, arrival - attention)
     backward = 2 * arrival + (groups - 1) * max(0.0, 2 * arrival - 2.5 * attention)
+    transfer = 3 * received / sizes.link
+    slowed = _CONTENTION * max(0.0, transfer - forward - backward)
     copies = (2 * 2 * shard + 2 * shard * (n + 1)) / _MEMORY if n > 1 else 0.0
     launches = 2 * (groups - 1) * _LAUNCH + (3 * _LATENCY if n > 1 else 0.0)
     held = (shard + received) * min(2, groups) // groups + (2 * shard + n * shard if n > 1 else 0)
-    transfer = 3 * received / sizes.link
-    return Cost(received, 2 * received, held, transfer, forward + backward + copies + launches, 1)
+    exposed = forward + backward + slowed + copies + launches
+    return Cost(received, 2 * received, held, transfer, exposed, 1)
 
 
 def _of_ulysses(sizes: _Sizes, n: int) -> Cost:
@@ -269,7 +275,7 @@ def _of_ulysses(sizes: _Sizes, n: int) -> Cost:
     repeats = n // sizes.key_heads if sizes.key_heads % n else 1
     whole = sizes.bytes_of_q * sizes.heads + sizes.bytes_of_k * sizes.key_heads * repeats
     moved = whole * (n - 1) // n
-    transfer = 2 * moved / _NVLINK
+    transfer = 2 * moved / _NCCL
     return Cost(moved, moved, whole, transfer, transfer + 2 * 4 * whole / _MEMORY + 8 * _LATENCY, 2)
 
 
@@ -283,7 +289,9 @@ def _of_ring(sizes: _Sizes) -> Cost:
     step = sizes.seconds / n
     hidden = (n - 1) * (max(0.0, hop - step) + max(0.0, hop_back - 2.5 * step)) + gradients / sizes.link
     merged = sizes.bytes_of_q * sizes.heads / 2 * sizes.wide
-    copies = (5 * merged * n + 3 * gradients * n) / _MEMORY
+    copies = (_MERGE * merged * n + 3 * gradients * n) / _MEMORY
     received, back = shard * (n - 1), shard * (n - 1) + gradients * n
-    exposed = hidden + copies + (3 * n - 2) * _LATENCY + 8 * n * _LAUNCH  # a merge is several small kernels
-    return Cost(received, back, 2 * shard + 2 * gradients, (received + back) / sizes.link, exposed, n)
+    transfer = (received + back) / sizes.link
+    slowed = _CONTENTION * max(0.0, transfer - hidden)
+    exposed = hidden + slowed + copies + (3 * n - 2) * _LATENCY + 8 * n * _LAUNCH  # a merge is several small kernels
+    return Cost(received, back, 2 * shard + 2 * gradients, transfer, exposed, n)
