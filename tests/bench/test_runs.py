@@ -160,12 +160,12 @@ def test_a_yardstick_that_does_not_fit_is_a_quarter_times_sixteen(
 
 def test_a_run_that_compiles_is_not_timed() -> None:
     knobs = pytest.importorskip("triton").knobs
-    before = knobs.compilation.listener
+    before, times = knobs.compilation.listener, knobs.CompileTimes(5, [("ttir", 30)], 7)
     with parallel_bench._builds() as built:
-        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=True)
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=True)
         assert not built
-        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
-    assert built
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
+    assert built == [42]
     assert knobs.compilation.listener is before
 
 

@@ -53,6 +53,7 @@ SECONDS = 3.0  # of a case's rounds, unless the least ones take longer
 _TIMEOUT = datetime.timedelta(seconds=180)  # of an exchange: kernels are compiled before some
 _BURST = 30e-3  # seconds that the repeats of a call take together, or one call
 _LONG = 1e6  # µs of a run beside which a kernel's compilation is short
+_BUILT = 0.01  # of a run's time that the compilation of kernels may take: it is beside the kernels before it
 _LOSS = 2.0**-8  # a rounding to bfloat16: how far the losses of one and of several processes may be apart
 _STATUSES = ("ok", "wrong", "failed")  # the worst one last
 
@@ -225,7 +226,7 @@ class ParallelBench(Bench):
             results: list[torch.Tensor] = []
             with call.context(), _builds() as built:
                 call.first = self._clock(lambda call=call, results=results: results.extend(call.run()))  # type: ignore[misc]
-                call.first *= not built
+                call.first *= sum(built) <= _BUILT * call.first
                 if self.on_gpu:
                     call.more["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
                     call.more["device_bytes"] = free - torch.cuda.mem_get_info(self.device)[0]
@@ -308,16 +309,16 @@ class ParallelBench(Bench):
 
 
 @contextmanager
-def _builds() -> Iterator[list[str]]:
-    """Collect a word for each kernel that Triton compiles meanwhile; nothing where Triton is missing."""
-    built: list[str] = []
+def _builds() -> Iterator[list[float]]:
+    """Collect the µs of each kernel that Triton compiles meanwhile; nothing where Triton is missing."""
+    built: list[float] = []
     if find_spec("triton") is None:
         yield built
         return
     from triton import knobs
 
-    def listen(*, cache_hit: bool, **more: Any) -> None:
-        built.extend([] if cache_hit else ["kernel"])
+    def listen(*, times: Any, cache_hit: bool, **more: Any) -> None:
+        built.extend([] if cache_hit else [times.total])
 
     with knobs.compilation.scope():
         knobs.compilation.listener = listen
