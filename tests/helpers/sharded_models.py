@@ -409,6 +409,12 @@ def check_bytes(rank: int) -> None:
     with mode:
         context_parallel_attention(q, k, k, layout=layout, causal=True, method="gather")
     assert mode.get_total_counts() <= 3  # keys, values, and the ranks' agreement
+    counts = []
+    for return_lse in (False, True):
+        with mode:
+            context_parallel_attention(q, k, k, layout=layout, causal=True, method="ulysses", return_lse=return_lse)
+        counts.append(mode.get_total_counts())
+    assert counts[1] == counts[0] + 1  # the log-sum-exp is exchanged if it is asked for
     choice = explain_context_parallel(q, k, k, layout=layout, causal=True)
     assert choice.method == "gather"
     assert choice.bytes_received == 2 * k.numel() * k.element_size() * (layout.size - 1)

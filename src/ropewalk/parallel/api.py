@@ -146,7 +146,7 @@ def _attend(
         if sum_gradients:
             call, norm = _sum_gradients(call, norm)
         q, k, v, scheme = prepare_features(call, norm)
-        call = call._replace(q=q, k=k, v=v, scheme=scheme)
+        call = call._replace(q=q, k=k, v=v, scheme=scheme, needs_lse=return_lse)
         if needs_agreement(layout, kind):
             _check_attention(call)
     except Exception as error:

@@ -44,6 +44,7 @@ class ShardedCall(NamedTuple):
     sinks: Tensor | None
     dropout_p: float
     options: dict[str, Any]  # the other keywords of `attention`
+    needs_lse: bool = True  # whether the caller reads the log-sum-exp; else a method may return that of any heads
 
     @property
     def has_window(self) -> bool:

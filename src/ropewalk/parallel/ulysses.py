@@ -21,7 +21,7 @@ from ropewalk.schemes.heads import OfHeads
 def attend_by_heads(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Exchange tokens for heads, attend, and exchange back."""
     layout = call.layout
-    return _join(layout, *_attend_whole(_split(call, layout)))
+    return _join(layout, call, *_attend_whole(_split(call, layout)))
 
 
 def attend_within(
@@ -31,7 +31,7 @@ def attend_within(
     between, within = call.layout.between, call.layout.within
     assert between is not None
     assert within is not None
-    return _join(within, *attend_between(_split(call, within)._replace(layout=between)))
+    return _join(within, call, *attend_between(_split(call, within)._replace(layout=between)))
 
 
 def _split(call: ShardedCall, ranks: SequenceLayout | Within) -> ShardedCall:
@@ -48,8 +48,10 @@ def _split(call: ShardedCall, ranks: SequenceLayout | Within) -> ShardedCall:
     return call._replace(q=q, k=k, v=v, sinks=sinks, scheme=scheme)
 
 
-def _join(ranks: SequenceLayout | Within, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return shards.join_heads(ranks, out), shards.join_heads(ranks, lse[..., None])[..., 0]
+def _join(ranks: SequenceLayout | Within, call: ShardedCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of this rank's tokens. The log-sum-exp stays that of its heads if nobody reads it."""
+    joined = shards.join_heads(ranks, out)
+    return joined, shards.join_heads(ranks, lse[..., None])[..., 0] if call.needs_lse else lse
 
 
 def _attend_whole(call: ShardedCall) -> tuple[Tensor, Tensor]:
