@@ -7,6 +7,7 @@ Letters: B batch, T tokens, H heads, D head dim, n ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,15 +130,15 @@ def gather(layout: SequenceLayout, *xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.movedim(0, 2) for x in wholes)
 
 
-def split_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
-    """Exchange (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads, or its node's."""
-    exchanged: Tensor = _Exchange.apply(layout, x, True)
+def split_heads(layout: SequenceLayout | Within, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Exchange each (B, H, T_local, D) for (B, H/n, T, D): all tokens of this rank's heads, or its node's."""
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(layout, True, *xs)
     return exchanged
 
 
 def join_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
     """Undo `split_heads`; padding tokens are zeros."""
-    exchanged: Tensor = _Exchange.apply(layout, x, False)
+    exchanged: Tensor = _Exchange.apply(layout, False, x)[0]
     return exchanged
 
 
@@ -193,35 +194,56 @@ class _Gather(torch.autograd.Function):
         return None, *results
 
 
-def _to_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
-    n = layout.size
-    parts = x.unflatten(1, (n, x.shape[1] // n)).permute(1, 3, 0, 2, 4)  # (n, T_local, B, H/n, D)
-    every = all_to_all(parts, None, None, layout).flatten(0, 1)
+def _to_heads(layout: SequenceLayout | Within, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    n, batch = layout.size, xs[0].shape[0]
+    parts = _side_by_side([x.unflatten(1, (n, x.shape[1] // n)).permute(1, 3, 0, 2, 4) for x in xs])
+    every = all_to_all(parts, None, None, layout).flatten(0, 1)  # (T, B, numbers)
     if isinstance(layout, SequenceLayout):  # a node's tokens are in their order, padding among them
         every = every.index_select(0, layout.order)
-    return every.permute(1, 2, 0, 3)
+    shapes = [(every.shape[0], batch, x.shape[1] // n, x.shape[3]) for x in xs]
+    return tuple(x.permute(1, 2, 0, 3) for x in _apart(every, shapes))
 
 
-def _to_tokens(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
-    tokens = x.permute(2, 0, 1, 3)  # (T, B, H/n, D)
+def _to_tokens(layout: SequenceLayout | Within, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    n, batch = layout.size, xs[0].shape[0]
+    tokens = _side_by_side([x.permute(2, 0, 1, 3) for x in xs])  # (T, B, numbers)
     if isinstance(layout, SequenceLayout):
-        padded = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
-        tokens = padded.index_select(0, layout.places)
-    parts = tokens.unflatten(0, (layout.size, -1))
-    return all_to_all(parts, None, None, layout).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        if layout.n_tokens < layout.size * layout.n_local:
+            tokens = torch.cat((tokens, tokens.new_zeros(1, *tokens.shape[1:])))
+        tokens = tokens.index_select(0, layout.places)
+    every = all_to_all(tokens.unflatten(0, (n, -1)), None, None, layout)  # (n, T_local, B, numbers)
+    shapes = [(*every.shape[:2], batch, x.shape[1], x.shape[3]) for x in xs]
+    return tuple(x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in _apart(every, shapes))
+
+
+def _side_by_side(xs: Sequence[Tensor]) -> Tensor:
+    """Return tensors (…, H, D) as one, (…, numbers): one exchange moves all."""
+    if len(xs) == 1:
+        return xs[0].flatten(-2)
+    widths = [x.shape[-2] * x.shape[-1] for x in xs]
+    joined = xs[0].new_empty(*xs[0].shape[:-2], sum(widths))
+    for part, x in zip(joined.split(widths, -1), xs, strict=True):
+        part.view(x.shape).copy_(x)
+    return joined
+
+
+def _apart(x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the tensors of these shapes that `_side_by_side` joined."""
+    parts = x.split([shape[-2] * shape[-1] for shape in shapes], -1)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class _Exchange(torch.autograd.Function):
     """Tokens for heads, or heads for tokens; each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout | Within, x: Tensor, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, layout: SequenceLayout | Within, to_heads: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.layout, ctx.to_heads = layout, to_heads
-        return (_to_heads if to_heads else _to_tokens)(layout, x)
+        return (_to_heads if to_heads else _to_tokens)(layout, xs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        return None, (_to_tokens if ctx.to_heads else _to_heads)(ctx.layout, grad), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_to_tokens if ctx.to_heads else _to_heads)(ctx.layout, grads)
 
 
 class _Tie(torch.autograd.Function):

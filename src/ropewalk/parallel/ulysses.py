@@ -40,7 +40,7 @@ def _split(call: ShardedCall, ranks: SequenceLayout | Within) -> ShardedCall:
     k, v = call.k, call.v
     if key_heads % n:  # each rank gets the key head of its queries
         k, v = (x.repeat_interleave(n // key_heads, 1) for x in (k, v))
-    q, k, v = (shards.split_heads(ranks, x) for x in (call.q, k, v))
+    q, k, v = shards.split_heads(ranks, call.q, k, v)
     mine = heads // n
     first = ranks.rank * mine
     sinks = None if call.sinks is None else call.sinks[first : first + mine]
