@@ -42,6 +42,9 @@ class Exchange(NamedTuple):
     is_lent_once: bool  # no row to two ranks
     unread: tuple[tuple[int, slice], ...]  # rows of this shard that a rank does not read
     n_received: int  # the tokens that a rank reads of others, at most
+    lengths: tuple[int, ...]  # of the parts that this rank reads, its own among them, by their rows
+    places_of_own: tuple[int, ...]  # of its own parts among those
+    places_of_read: tuple[int, ...]
 
     def row_of(self, token: int) -> int:
         """Return the row of a token that this rank reads."""
@@ -86,11 +89,25 @@ def _make(layout: SequenceLayout, left: int | None, right: int | None) -> Exchan
     n_rows = ranges[-1][2] + ranges[-1][1] - ranges[-1][0] if ranges else 0
     own = tuple(part for part in read if part.rank == mine)
     others = tuple(part for part in read if part.rank != mine)
+    by_row = sorted(read, key=lambda part: part.row)
+    places_of_own, places_of_read = (tuple(map(by_row.index, parts)) for parts in (own, others))
     rows, is_lent_once = _merge(lent)
     edges = [0, *(edge for part in rows for edge in (part.start, part.stop)), layout.n_local]
     kept = tuple(slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True) if edge[0] < edge[1])
     return Exchange(
-        tuple(ranges), n_rows, own, others, tuple(lent), rows, kept, is_lent_once, tuple(unread), n_received
+        tuple(ranges),
+        n_rows,
+        own,
+        others,
+        tuple(lent),
+        rows,
+        kept,
+        is_lent_once,
+        tuple(unread),
+        n_received,
+        tuple(part.length for part in by_row),
+        places_of_own,
+        places_of_read,
     )
 
 

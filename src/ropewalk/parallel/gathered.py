@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ropewalk.ops.attention.autograd import node_of_call
 from ropewalk.parallel import shards
 from ropewalk.parallel.call import ShardedCall, learned_of, with_learned
 from ropewalk.parallel.exchange import Exchange, find_exchange
 from ropewalk.parallel.runs import Result, attend_runs, join
-from ropewalk.parallel.transport import Transport, Wait, transport_of
+from ropewalk.parallel.transport import Shapes, Transport, Wait, transport_of
 from ropewalk.schemes.heads import OfHeads
 
 # A group of fewer operations than these, forward on each rank, is not worth its launches; 0: as many as there may be.
@@ -156,13 +157,17 @@ class _Leaves:
 
 
 class _Groups:
-    """The groups of heads of a call, and the memory that holds a group's keys and values."""
+    """The groups of heads of a call, and the memory that holds a group's keys and values.
+
+    A token's keys and values lie side by side, so that one copy moves both.
+    """
 
     def __init__(self, call: ShardedCall, count: int) -> None:
         self.count = count
         self.heads, self.key_heads = call.q.shape[1] // count, call.k.shape[1] // count
         batch, self.dims = call.k.shape[0], (call.k.shape[3], call.v.shape[3])
         self.widths = tuple(batch * self.key_heads * dim for dim in self.dims)
+        self.width = sum(self.widths)
         self.batch = batch
 
     def of_q(self, index: int) -> slice:
@@ -182,15 +187,21 @@ class _Groups:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return keys or values, (…, B, heads, dim), of tokens, (…, B · heads · dim)."""
-        split: Tensor = x.unflatten(-1, (self.batch, self.key_heads, dim))
-        return split
+        return x.view(*x.shape[:-1], self.batch, self.key_heads, dim)
 
-    def empty(self, like: Tensor, rows: int) -> list[Tensor]:
+    def split_both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (…, B, heads, dim) each, of tokens, (…, numbers)."""
+        k, v = x.split_with_sizes(self.widths, -1)
+        return self.split(k, self.dims[0]), self.split(v, self.dims[1])
+
+    def empty(self, like: Tensor, rows: int) -> Tensor:
         """Return memory for a group's keys and values, (rows, numbers)."""
-        return [like.new_empty(rows, width) for width in self.widths]
+        return like.new_empty(rows, self.width)
 
     def by_group(self, x: Tensor) -> Tensor:
         """Return a view (G, T_local, B, heads, D) of (B, K, T_local, D)."""
+        if self.count == 1:
+            return x.permute(2, 0, 1, 3)[None]
         of_groups: Tensor = x.unflatten(1, (self.count, -1))
         return of_groups.permute(1, 3, 0, 2, 4)
 
@@ -199,55 +210,69 @@ class _Fetcher:
     """Fetches the keys and values of groups, in order, one group ahead of the one that is attended."""
 
     def __init__(
-        self,
-        transport: Transport,
-        exchange: Exchange,
-        groups: _Groups,
-        memory: list[list[Tensor]],
-        own: list[Tensor],
+        self, transport: Transport, exchange: Exchange, groups: _Groups, memory: list[Tensor], shelf: _Shelf | None
     ) -> None:
-        self.transport, self.exchange, self.groups, self.memory, self.own = transport, exchange, groups, memory, own
+        self.transport, self.exchange, self.groups, self.memory, self.shelf = transport, exchange, groups, memory, shelf
         self.coming: list[Wait] = []
 
     def start(self, index: int) -> None:
         """Start to fetch a group, if there is such a one."""
-        if index < self.groups.count:
-            into, exchange = self.memory[index], self.exchange
-            own = [
-                (self.groups.split(x, dim)[part.rows], own[index, part.rows_of_shard])
-                for x, own, dim in zip(into, self.own, self.groups.dims, strict=True)
-                for part in exchange.own
-            ]
+        if index < self.groups.count and self.shelf is not None:
+            exchange = self.exchange
+            pieces = self.memory[index].split_with_sizes(exchange.lengths)
+            into = [pieces[place] for place in exchange.places_of_read]
+            own = self.shelf.own_rows(index, [pieces[place] for place in exchange.places_of_own])
             later = own if index else []  # beside attention; nothing is attended before the first group
-            self.coming.append(self.transport.fetch(index, into, exchange.read, exchange.lent, later))
+            self.coming.append(self.transport.fetch(index, [into], exchange.read, exchange.lent, later))
             for target, source in own if not index else []:
                 target.copy_(source)
 
     def take(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a group's keys and values, (B, heads, rows, D). The next group is on its way then."""
         self.coming.pop(0)()
-        k, v = (self.groups.split(x.data, dim) for x, dim in zip(self.memory[index], self.groups.dims, strict=True))
+        k, v = self.groups.split_both(self.memory[index].data)
         return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
-def _shelve(transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Lay out what others read; return where this rank reads its own, (G, T_local, B, heads, D) each.
+class _Shelf:
+    """What others read of this rank's keys and values, (G, T_local, numbers), and where this rank reads its own."""
 
-    Several groups are laid out whole: contiguous rows are copied twice as fast as strided ones.
-    """
-    shelves = transport.shelve([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
-    by_group = [groups.split(shelf, dim) for shelf, dim in zip(shelves, groups.dims, strict=True)]
-    own = [groups.by_group(x) for x in (k, v)]
-    for shelf, x in zip(by_group, own, strict=True):
-        for rows in exchange.lent_rows if groups.count == 1 else (slice(None),):
-            shelf[:, rows] = x[:, rows]
-    return own if groups.count == 1 else by_group
+    def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
+        self.exchange, self.groups = exchange, groups
+        (self.rows,) = transport.shelve([(groups.count, k.shape[2], groups.width)], k.dtype)
+        self.given = [groups.by_group(x) for x in (k, v)]
+        n_lent = sum(rows.stop - rows.start for rows in exchange.lent_rows)
+        # Where much is lent all is laid out: contiguous rows are copied by fewer launches, and twice as fast.
+        self.is_whole = groups.count > 1 or 2 * n_lent >= k.shape[2]
+        for shelf, x in zip(groups.split_both(self.rows), self.given, strict=True):
+            if self.is_whole:
+                shelf.copy_(x)
+                continue
+            for rows in exchange.lent_rows:
+                shelf[:, rows] = x[:, rows]
+
+    def own_rows(self, index: int, into: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of the rows of this rank's parts, (tokens, numbers), and of what is copied to them."""
+        parts = list(zip(into, self.exchange.own, strict=True))
+        if self.is_whole:
+            shelf = self.rows[index]
+            return [(rows, shelf[part.rows_of_shard]) for rows, part in parts]
+        given = [x[index] for x in self.given]
+        return [
+            (target, x[part.rows_of_shard])
+            for rows, part in parts
+            for target, x in zip(self.groups.split_both(rows), given, strict=True)
+        ]
 
 
-def _release(memory: list[Tensor]) -> None:
+def _release(memory: Tensor) -> None:
     """Give memory back, which views of it keep otherwise."""
-    for x in memory:
-        x.untyped_storage().resize_(0)
+    memory.untyped_storage().resize_(0)
+
+
+def _cat_tokens(xs: list[Tensor]) -> Tensor:
+    """Join tensors (B, H, n, dim) by their tokens, in the order (B, T, H, dim)."""
+    return torch.cat([x.transpose(1, 2) for x in xs], 1).transpose(1, 2)
 
 
 def _empty_like_tokens(q: Tensor, dim: int) -> Tensor:
@@ -278,14 +303,16 @@ class _Overlapped(torch.autograd.Function):
         call = call._replace(q=q.detach(), k=k.detach(), v=v.detach(), sinks=sinks)
         call = call._replace(scheme=with_learned(call.scheme, iter(leaves)))
         transport = transport_of(layout)
-        own = _shelve(transport, exchange, groups, call.k, call.v)
+        shelf = _Shelf(transport, exchange, groups, call.k, call.v)
         transport.open()
         memory = [groups.empty(k, exchange.n_rows)]
-        fetcher = _Fetcher(transport, exchange, groups, memory, own)
+        fetcher = _Fetcher(transport, exchange, groups, memory, shelf)
         fetcher.start(0)
-        is_kept = groups.count * sum(x.nbytes for x in memory[0]) <= kept_bytes
-        out = _empty_like_tokens(q, v.shape[3])
-        lse = torch.empty(q.shape[:3], dtype=shards.accumulator(q.dtype), device=q.device)
+        is_kept = groups.count * memory[0].nbytes <= kept_bytes
+        is_joined = groups.count == 1 and not layout.has_padding
+        if not is_joined:
+            out = _empty_like_tokens(q, v.shape[3])
+            lse = torch.empty(q.shape[:3], dtype=shards.accumulator(q.dtype), device=q.device)
         if layout.has_padding:
             out.zero_()
             lse.zero_()
@@ -300,11 +327,13 @@ class _Overlapped(torch.autograd.Function):
                 of_group = groups.select(call, index)
                 source: Any = _Slices(of_group.q, of_k, of_v, exchange)
                 source = _Leaves(source) if needs_grad else source
-                results = []
-                for result in attend_runs(of_group, source):
-                    out[:, heads, result.rows] = result.out.detach()
-                    lse[:, heads, result.rows] = result.lse.detach()
-                    results.append(result)
+                results = list(attend_runs(of_group, source))
+            if is_joined:
+                out = _cat_tokens([result.out for result in results])
+                lse = torch.cat([result.lse for result in results], 2)
+            for result in results if not is_joined else ():
+                out[:, heads, result.rows] = result.out
+                lse[:, heads, result.rows] = result.lse
             if needs_grad:
                 graphs.append((source, results))
             if not is_kept or not needs_grad:
@@ -324,36 +353,32 @@ class _Overlapped(torch.autograd.Function):
         layout, transport = call.layout, transport_of(call.layout)
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         home = _Home(transport, exchange, groups, k, v)
-        own = [] if ctx.is_kept else _shelve(transport, exchange, groups, k, v)
-        fetcher = _Fetcher(transport, exchange, groups, ctx.memory, own)
+        shelf = None if ctx.is_kept else _Shelf(transport, exchange, groups, k, v)
+        fetcher = _Fetcher(transport, exchange, groups, ctx.memory, shelf)
         transport.open()
 
         def start(index: int) -> None:
             if index < groups.count and not ctx.is_kept:
-                for x in ctx.memory[index]:
-                    x.untyped_storage().resize_(x.nbytes)
+                memory = ctx.memory[index]
+                memory.untyped_storage().resize_(memory.nbytes)
                 fetcher.start(index)
 
         start(0)
         parameters = ctx.leaves + ([call.sinks] if call.sinks is not None and call.sinks.requires_grad else [])
-        grad_q = (torch.zeros_like if layout.has_padding else torch.empty_like)(call.q)
+        is_joined = groups.count == 1 and not layout.has_padding
+        if not is_joined:
+            grad_q = (torch.zeros_like if layout.has_padding else torch.empty_like)(call.q)
         of_parameters = [torch.zeros_like(x) for x in parameters]
         for index, (source, results) in enumerate(ctx.graphs):
             if not ctx.is_kept:
                 fetcher.take(index)
             start(index + 1)
             heads = groups.of_q(index)
-            outputs: list[Tensor] = []
-            grads: list[Tensor] = []
-            for result in results:
-                for output, grad in ((result.out, grad_out), (result.lse, grad_lse)):
-                    if grad is not None:
-                        outputs.append(output)
-                        grads.append(grad[:, heads, result.rows])
-            inputs = [*source.q, *source.kv, *parameters]
-            found: list[Tensor | None] = [None] * len(inputs)
-            if outputs:
-                found = list(torch.autograd.grad(outputs, inputs, grads, keeps_graph, allow_unused=True))
+            grads = [
+                [None if grad is None else grad[:, heads, result.rows] for grad in (grad_out, grad_lse)]
+                for result in results
+            ]
+            found = _differentiate(source, results, parameters, grads, keeps_graph)
             first = len(source.q)
             last = first + len(source.kv)
             for number, part in enumerate(found[last:]):
@@ -366,7 +391,12 @@ class _Overlapped(torch.autograd.Function):
             if not (ctx.is_kept and keeps_graph):
                 _release(ctx.memory[index])
             home.send(index, of_kv)  # before the copies below: transfers take longer
-            for rows, part in zip(source.rows_q, found, strict=False):
+            of_q = found[:first]
+            if is_joined:
+                grad_q = _cat_tokens(
+                    [torch.zeros_like(x) if y is None else y for x, y in zip(source.q, of_q, strict=True)]
+                )
+            for rows, part in zip(source.rows_q, of_q, strict=True) if not is_joined else ():
                 grad_q[:, heads, rows] = 0 if part is None else part
         grads_kv = home.collect()
         n_learned = len(ctx.leaves)
@@ -374,6 +404,38 @@ class _Overlapped(torch.autograd.Function):
             ctx.graphs = ctx.memory = None  # the node lives as long as the output
         grad_sinks = of_parameters[n_learned] if len(of_parameters) > n_learned else None
         return None, None, None, None, grad_q, *grads_kv, grad_sinks, *of_parameters[:n_learned]
+
+
+def _differentiate(
+    source: _Leaves,
+    results: list[Result],
+    parameters: list[Tensor],
+    grads: list[list[Tensor | None]],
+    keeps_graph: bool,
+) -> list[Tensor | None]:
+    """Return the gradients of leaves and parameters by those of each output and its log-sum-exp."""
+    inputs = [*source.q, *source.kv, *parameters]
+    nodes = [] if parameters else [node_of_call(result.out, result.lse) for result in results]
+    leaves = list(zip(source.q, source.kv[::2], source.kv[1::2], strict=True))
+    if nodes and all(map(_reads_leaves_alone, nodes, leaves)):  # the engine would run these alone, and takes longer
+        of_results = [node.apply(*of_result)[:3] for node, of_result in zip(nodes, grads, strict=True)]
+        return [*(of_q for of_q, *_ in of_results), *(x for _, *of_kv in of_results for x in of_kv)]
+    outputs = [x for result in results for x in (result.out, result.lse)]
+    given = [grad for of_result in grads for grad in of_result]
+    outputs = [x for x, grad in zip(outputs, given, strict=True) if grad is not None]
+    given = [grad for grad in given if grad is not None]
+    if not given:
+        return [None] * len(inputs)
+    return list(torch.autograd.grad(outputs, inputs, given, keeps_graph, allow_unused=True))
+
+
+def _reads_leaves_alone(node: Any, leaves: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Say whether a node is that of a call whose q, k and v are these leaves, and which learns nothing."""
+    if node is None:
+        return False
+    read = [following.variable for following, _ in node.next_functions if hasattr(following, "variable")]
+    n_followed = sum(following is not None for following, _ in node.next_functions)
+    return n_followed == len(read) == 3 and all(x is leaf for x, leaf in zip(read, leaves, strict=True))
 
 
 class _Home:
@@ -384,7 +446,8 @@ class _Home:
 
     def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
         self.transport, self.exchange, self.groups = transport, exchange, groups
-        self.inboxes = transport.inbox([(groups.count, k.shape[2], width) for width in groups.widths], k.dtype)
+        shapes: Shapes = [(groups.count, k.shape[2], width) for width in groups.widths]
+        self.inboxes, has_zeros = transport.inbox(shapes, k.dtype, exchange)
         self.rank = transport.rank
         n_own = sum(part.length for part in exchange.own)
         # One group's own part is a view of the result; several groups' are contiguous, which is copied faster.
@@ -395,7 +458,7 @@ class _Home:
             self.own = [groups.by_group(x) for x in self.grads]
         else:
             self.own = [groups.split(x[self.rank], dim) for x, dim in zip(self.inboxes, groups.dims, strict=True)]
-        for reader, rows in exchange.unread:
+        for reader, rows in exchange.unread if not has_zeros else ():
             if not exchange.is_lent_once or (reader == self.rank and not self.is_direct):
                 for inbox in self.inboxes:
                     inbox[reader, :, rows] = 0
@@ -406,13 +469,15 @@ class _Home:
         if len(self.leaving) > 1:  # no more than two groups wait
             self.leaving.pop(0)[0]()
         exchange = self.exchange
+        pieces = [x.split_with_sizes(exchange.lengths) for x in parts]
+        given = [[rows[place] for place in exchange.places_of_read] for rows in pieces]
         own = [
-            (target[index, part.rows_of_shard], self.groups.split(x[part.rows], dim))
-            for x, target, dim in zip(parts, self.own, self.groups.dims, strict=True)
-            for part in exchange.own
+            (target[part.rows_of_shard], self.groups.split(rows[place], dim))
+            for rows, target, dim in zip(pieces, [x[index] for x in self.own], self.groups.dims, strict=True)
+            for part, place in zip(exchange.own, exchange.places_of_own, strict=True)
         ]
         is_last = index + 1 == self.groups.count  # what follows waits for the transfers alone
-        wait = self.transport.give(index, parts, exchange.read, exchange.lent, () if is_last else own)
+        wait = self.transport.give(index, given, exchange.read, exchange.lent, () if is_last else own)
         self.leaving.append((wait, parts))
         for target, source in own if is_last else []:
             target.copy_(source)
@@ -447,7 +512,7 @@ def _sum_ranges(ranges: list[slice], parts: list[Tensor | None], n_rows: int, li
         total = like.new_zeros(n_rows, like.shape[0], heads, like.shape[3], dtype=dtype)
         others = by_token
     for rows, x in others:
-        total[rows] += x
+        total[rows].add_(x)
     return total.to(like.dtype).flatten(1)
 
 
@@ -458,9 +523,9 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, exchange: Exchange, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         groups = _Groups(call, 1)
         transport = transport_of(call.layout)
-        own = _shelve(transport, exchange, groups, k, v)
+        shelf = _Shelf(transport, exchange, groups, k, v)
         transport.open()
-        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)], own)
+        fetcher = _Fetcher(transport, exchange, groups, [groups.empty(k, exchange.n_rows)], shelf)
         fetcher.start(0)
         ctx.save_for_backward(k, v)
         ctx.layout, ctx.exchange, ctx.groups = call.layout, exchange, groups

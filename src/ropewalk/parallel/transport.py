@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ropewalk.parallel.exchange import Part
+from ropewalk.parallel.exchange import Exchange, Part
 from ropewalk.parallel.layout import SequenceLayout
 
 Shapes = list[tuple[int, ...]]
+Parts = tuple[Part, ...]
+Rows = Sequence[Sequence[Tensor]]  # of each shape, the rows of each part that is read
 Pairs = Iterable[tuple[Tensor, Tensor]]  # a target and what is copied to it, on this rank
 Wait = Callable[[], None]  # let the current stream, or a CPU, wait until parts have arrived
 _TIMEOUT_MS = 600_000  # of ranks that wait for each other
 _ALIGNMENT = 256  # bytes
+_MOST_ROWS = 256  # lists of views of the ranks' rows that are kept: packed documents are ever-new
 
 symmetric_is_allowed = True  # False: messages everywhere
 
@@ -38,23 +41,22 @@ class Transport(Protocol):
     def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return memory for what this rank lends; it is this exchange's until the next one but one."""
 
-    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
-        """Return memory for gradients that come, (n, …) each, by the rank that they come from."""
+    def inbox(self, shapes: Shapes, dtype: torch.dtype, exchange: Exchange) -> tuple[list[Tensor], bool]:
+        """Return memory for gradients that come, (n, …) each, by the rank that they come from.
+
+        And whether it was the last inbox of the exchange, too: what no rank writes is as it was left then.
+        """
 
     def open(self) -> None:
         """Let others read what was shelved, and write into the inbox."""
 
-    def fetch(
-        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
-        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into tensors, one for each shape.
+    def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
+        """Start to copy rows of other ranks' shelves at an index, (tokens, …), into those of each part, for each shape.
 
         own: copies within this rank's memory, which follow.
         """
 
-    def give(
-        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
+    def give(self, index: int, grads: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Start to send rows of gradients to the inboxes of those who own the tokens, at an index; own: as above."""
 
     def close(self) -> None:
@@ -92,30 +94,24 @@ class Messages(OfGroup):
         self.shelves = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
         return self.shelves
 
-    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+    def inbox(self, shapes: Shapes, dtype: torch.dtype, exchange: Exchange) -> tuple[list[Tensor], bool]:
         """Return new memory."""
         self.inboxes = [torch.empty(self.size, *shape, dtype=dtype, device=self.device) for shape in shapes]
-        return self.inboxes
+        return self.inboxes, False
 
     def open(self) -> None:
         """Do nothing: a message waits for its sender."""
 
-    def fetch(
-        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
+    def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Send and receive rows."""
-        pairs = list(zip(into, [shelf[index] for shelf in self.shelves], strict=True))
-        sent = [(mine[part.rows_of_shard], part.rank) for part in lent for _, mine in pairs]
-        received = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
+        sent = [(shelf[index, part.rows_of_shard], part.rank) for part in lent for shelf in self.shelves]
+        received = [(x, part.rank) for part, xs in zip(read, zip(*into, strict=True), strict=True) for x in xs]
         return self._exchange(sent, received, own)
 
-    def give(
-        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
+    def give(self, index: int, grads: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Send and receive rows."""
-        pairs = list(zip(grads, self.inboxes, strict=True))
-        sent = [(x[part.rows], part.rank) for part in read for x, _ in pairs]
-        received = [(inbox[part.rank, index][part.rows_of_shard], part.rank) for part in lent for _, inbox in pairs]
+        sent = [(x, part.rank) for part, xs in zip(read, zip(*grads, strict=True), strict=True) for x in xs]
+        received = [(inbox[part.rank, index, part.rows_of_shard], part.rank) for part in lent for inbox in self.inboxes]
         return self._exchange(sent, received, own)
 
     def close(self) -> None:
@@ -155,49 +151,67 @@ class SymmetricMemory(OfGroup):
         self.shelves: list[list[Tensor]] = []  # of each shape, by rank
         self.inboxes: list[list[Tensor]] = []
         self.views: dict[Any, list[list[Tensor]]] = {}
+        self.rows: dict[Any, list[list[Tensor]]] = {}  # of the ranks' shelves and inboxes, by part
+        self.shelf_key: Any = None
+        self.inbox_key: Any = None
+        self.last: tuple[Any, Exchange | None] = None, None  # the inbox of the last exchange
+        self.is_captured = False  # a graph that is replayed writes into an inbox unseen
 
     def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return the shelf whose turn it is."""
         self._reserve(_n_bytes(shapes, dtype), self.inbox_bytes)
         self.turn = 1 - self.turn
-        self.shelves = self._views(self.turn * self.shelf_bytes, shapes, dtype)
+        self.shelf_key = (self.turn * self.shelf_bytes, *shapes, dtype)
+        self.shelves = self._views(self.shelf_key, shapes, dtype)
         return [of_ranks[self.rank] for of_ranks in self.shelves]
 
-    def inbox(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+    def inbox(self, shapes: Shapes, dtype: torch.dtype, exchange: Exchange) -> tuple[list[Tensor], bool]:
         """Return the inbox."""
         shapes = [(self.size, *shape) for shape in shapes]
         self._reserve(self.shelf_bytes, _n_bytes(shapes, dtype))
-        self.inboxes = self._views(2 * self.shelf_bytes, shapes, dtype)
-        return [of_ranks[self.rank] for of_ranks in self.inboxes]
+        self.inbox_key = (2 * self.shelf_bytes, *shapes, dtype)
+        self.inboxes = self._views(self.inbox_key, shapes, dtype)
+        self.is_captured |= self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        last_key, last_exchange = self.last
+        is_last = not self.is_captured and last_key == self.inbox_key and last_exchange is exchange
+        self.last = self.inbox_key, exchange
+        return [of_ranks[self.rank] for of_ranks in self.inboxes], is_last
 
     def open(self) -> None:
         """Wait for the other ranks, on the device."""
         self._meet()
 
-    def fetch(
-        self, index: int, into: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
+    def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Copy rows from the ranks' shelves."""
-        pairs = list(zip(into, self.shelves, strict=True))
-        copies = [
-            (x[part.rows], shelves[part.rank][index, part.rows_of_shard]) for part in read for x, shelves in pairs
-        ]
-        return self._copy([*copies, *own])
+        key = (self.shelf_key, index, read)
+        found = self.rows.get(key)
+        if found is None:
+            found = self._keep(
+                key, [[ranks[part.rank][index, part.rows_of_shard] for part in read] for ranks in self.shelves]
+            )
+        return self._copy([*_pairs(into, found), *own])
 
-    def give(
-        self, index: int, grads: list[Tensor], read: Iterable[Part], lent: Iterable[Part], own: Pairs = ()
-    ) -> Wait:
+    def give(self, index: int, grads: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Copy rows to the ranks' inboxes."""
-        copies = [
-            (inboxes[part.rank][self.rank, index, part.rows_of_shard], x[part.rows])
-            for part in read
-            for x, inboxes in zip(grads, self.inboxes, strict=True)
-        ]
-        return self._copy([*copies, *own])
+        key = (self.inbox_key, index, read)
+        found = self.rows.get(key)
+        if found is None:
+            rank = self.rank
+            found = self._keep(
+                key, [[ranks[part.rank][rank, index, part.rows_of_shard] for part in read] for ranks in self.inboxes]
+            )
+        return self._copy([*_pairs(found, grads), *own])
 
     def close(self) -> None:
         """Wait for the other ranks, on the device."""
         self._meet()
+
+    def _keep(self, key: Any, found: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Keep views of the ranks' rows, and return them."""
+        if len(self.rows) >= _MOST_ROWS:
+            self.rows.clear()
+        self.rows[key] = found
+        return found
 
     def _meet(self) -> None:
         """Let the current stream wait for those of the other ranks."""
@@ -217,7 +231,7 @@ class SymmetricMemory(OfGroup):
         if shelf_bytes <= self.shelf_bytes and inbox_bytes <= self.inbox_bytes:
             return
         self.shelf_bytes, self.inbox_bytes = max(shelf_bytes, self.shelf_bytes), max(inbox_bytes, self.inbox_bytes)
-        self.views = {}
+        self.views, self.rows, self.last = {}, {}, (None, None)
         self.peers = self._allocate(2 * self.shelf_bytes + self.inbox_bytes)
 
     def _allocate(self, n_bytes: int) -> list[Tensor]:
@@ -235,9 +249,9 @@ class SymmetricMemory(OfGroup):
             for rank in range(self.size)
         ]
 
-    def _views(self, offset: int, shapes: Shapes, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return views of all ranks' memory from an offset on, one shape after another."""
-        key = (offset, *shapes, dtype)
+    def _views(self, key: Any, shapes: Shapes, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Return views of all ranks' memory from an offset on, the key's first, one shape after another."""
+        offset = key[0]
         if key not in self.views:
             found: list[list[Tensor]] = []
             for shape in shapes:
@@ -246,6 +260,11 @@ class SymmetricMemory(OfGroup):
                 offset += _round_up(n_bytes)
             self.views[key] = found
         return self.views[key]
+
+
+def _pairs(targets: Rows, sources: Rows) -> list[tuple[Tensor, Tensor]]:
+    """Return the rows of each part with what is copied to them."""
+    return [pair for rows in zip(targets, sources, strict=True) for pair in zip(*rows, strict=True)]
 
 
 def _n_bytes(shapes: Shapes, dtype: torch.dtype) -> int:

@@ -23,6 +23,15 @@ def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor 
     return out, saved.lse * LN_2 if call.return_lse else None
 
 
+def node_of_call(out: Tensor, lse: Tensor) -> Any:
+    """Return the node of the one eager call that autograd recorded for results, by kernels; None where there are more.
+
+    Its `apply` takes their gradients, None too, and returns those of q, k and v first.
+    """
+    node = out.grad_fn
+    return node if type(node) in _NODES and lse.grad_fn is node else None
+
+
 def differentiable_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """The tensors of a call that may need a gradient, in the order of `Gradients`."""
     given = None if call.far is None else call.far.given
@@ -63,3 +72,6 @@ class _Attend(torch.autograd.Function):
         grads = plans.backward(ctx.plan, call, ctx.backend, out, saved, grad_out, grad_lse, wanted)
         grad_q, grad_k, grad_v, *rest = grads
         return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
+
+
+_NODES = (_Attend._backward_cls, plans.NODE)

@@ -29,12 +29,13 @@ from ropewalk.ops.attention.plans.made import MadeCall
 from ropewalk.ops.attention.plans.norms import find_norm, note_norm
 from ropewalk.ops.attention.plans.note import note_call
 from ropewalk.ops.attention.plans.planned import FIXED, GrowingCall, PlannedCall
-from ropewalk.ops.attention.plans.record import run_plan
+from ropewalk.ops.attention.plans.record import NODE, run_plan
 
 __all__ = [
     "CALLS",
     "FIXED",
     "FORWARDS",
+    "NODE",
     "NORMS",
     "BackwardPlan",
     "Cache",

@@ -75,6 +75,7 @@ class _Planned(torch.autograd.Function):
 
 # `_Planned.apply` without its tests for a setup_context and for active transforms, under which no plan runs.
 _record: Callable[..., Any] = super(torch.autograd.Function, _Planned).apply
+NODE: Any = _Planned._backward_cls  # of a planned call's results
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
