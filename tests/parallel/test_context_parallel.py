@@ -35,7 +35,7 @@ def test_three_ranks_have_heads_that_do_not_divide() -> None:
     compare(3, ("t5",), CASES[:2], heads_divide=False)
 
 
-@pytest.mark.parametrize("setting", ["groups", "shared files"])
+@pytest.mark.parametrize("setting", ["groups", "shared files", "kept"])
 def test_keys_are_gathered_by_groups_of_heads(setting: str) -> None:
     names, cases = ("alibi, learned",), (CASES[0], CASES[3], CASES[6])
     # Striped shards are refused, and calls without a window by halo.

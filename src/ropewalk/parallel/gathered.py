@@ -235,7 +235,7 @@ class _Fetcher:
 
 
 class _Shelf:
-    """What others read of this rank's keys and values, (G, T_local, numbers), and where this rank reads its own."""
+    """The memory where others read this rank's keys and values, (G, T_local, numbers), and where it reads its own."""
 
     def __init__(self, transport: Transport, exchange: Exchange, groups: _Groups, k: Tensor, v: Tensor) -> None:
         self.exchange, self.groups = exchange, groups
@@ -308,7 +308,9 @@ class _Overlapped(torch.autograd.Function):
         memory = [groups.empty(k, exchange.n_rows)]
         fetcher = _Fetcher(transport, exchange, groups, memory, shelf)
         fetcher.start(0)
-        is_kept = groups.count * memory[0].nbytes <= kept_bytes
+        # By the rank that reads the most: where one gathers again in its backward all must lend again.
+        n_rows = layout.n_local + exchange.n_received
+        is_kept = groups.count * n_rows * groups.width * k.element_size() <= kept_bytes
         is_joined = groups.count == 1 and not layout.has_padding
         if not is_joined:
             out = _empty_like_tokens(q, v.shape[3])
@@ -355,7 +357,10 @@ class _Overlapped(torch.autograd.Function):
         home = _Home(transport, exchange, groups, k, v)
         shelf = None if ctx.is_kept else _Shelf(transport, exchange, groups, k, v)
         fetcher = _Fetcher(transport, exchange, groups, ctx.memory, shelf)
-        transport.open()
+        if ctx.is_kept:
+            transport.open_inbox()
+        else:
+            transport.open()
 
         def start(index: int) -> None:
             if index < groups.count and not ctx.is_kept:

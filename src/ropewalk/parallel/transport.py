@@ -50,6 +50,9 @@ class Transport(Protocol):
     def open(self) -> None:
         """Let others read what was shelved, and write into the inbox."""
 
+    def open_inbox(self) -> None:
+        """Let others write into the inbox, where nothing was shelved."""
+
     def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Start to copy rows of other ranks' shelves at an index, (tokens, …), into those of each part, for each shape.
 
@@ -101,6 +104,9 @@ class Messages(OfGroup):
 
     def open(self) -> None:
         """Do nothing: a message waits for its sender."""
+
+    def open_inbox(self) -> None:
+        """Do nothing: likewise."""
 
     def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Send and receive rows."""
@@ -156,6 +162,7 @@ class SymmetricMemory(OfGroup):
         self.inbox_key: Any = None
         self.last: tuple[Any, Exchange | None] = None, None  # the inbox of the last exchange
         self.is_captured = False  # a graph that is replayed writes into an inbox unseen
+        self.is_free = False  # whether ranks have met since they read their inboxes
 
     def shelve(self, shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
         """Return the shelf whose turn it is."""
@@ -180,6 +187,12 @@ class SymmetricMemory(OfGroup):
     def open(self) -> None:
         """Wait for the other ranks, on the device."""
         self._meet()
+        self.is_free = True
+
+    def open_inbox(self) -> None:
+        """Wait for the other ranks, unless they met since they read their inboxes: in the forward of the call."""
+        if self.is_captured or not self.is_free:
+            self.open()
 
     def fetch(self, index: int, into: Rows, read: Parts, lent: Parts, own: Pairs = ()) -> Wait:
         """Copy rows from the ranks' shelves."""
@@ -205,6 +218,7 @@ class SymmetricMemory(OfGroup):
     def close(self) -> None:
         """Wait for the other ranks, on the device."""
         self._meet()
+        self.is_free = False
 
     def _keep(self, key: Any, found: list[list[Tensor]]) -> list[list[Tensor]]:
         """Keep views of the ranks' rows, and return them."""
@@ -231,7 +245,7 @@ class SymmetricMemory(OfGroup):
         if shelf_bytes <= self.shelf_bytes and inbox_bytes <= self.inbox_bytes:
             return
         self.shelf_bytes, self.inbox_bytes = max(shelf_bytes, self.shelf_bytes), max(inbox_bytes, self.inbox_bytes)
-        self.views, self.rows, self.last = {}, {}, (None, None)
+        self.views, self.rows, self.last, self.is_free = {}, {}, (None, None), False
         self.peers = self._allocate(2 * self.shelf_bytes + self.inbox_bytes)
 
     def _allocate(self, n_bytes: int) -> list[Tensor]:
