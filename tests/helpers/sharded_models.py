@@ -415,8 +415,7 @@ def check_bytes(rank: int) -> None:
             context_parallel_attention(q, k, k, layout=layout, causal=True, method="ulysses", return_lse=return_lse)
         counts.append(mode.get_total_counts())
     assert counts[1] == counts[0] + 1  # the log-sum-exp is exchanged if it is asked for
-    choice = explain_context_parallel(q, k, k, layout=layout, causal=True)
-    assert choice.method == "gather"
+    choice = explain_context_parallel(q, k, k, layout=layout, causal=True, method="gather")
     assert choice.bytes_received == 2 * k.numel() * k.element_size() * (layout.size - 1)
     windowed = explain_context_parallel(q, k, k, layout=layout, causal=True, window=4)
     assert windowed.method == "halo"
@@ -435,7 +434,8 @@ def check_methods_that_are_taken(rank: int) -> None:
         x = torch.ones(1, _layout(kind).n_local, heads, D)
         return explain_context_parallel(x, x, x, layout=_layout(kind), **keywords).method
 
-    assert taken() == "gather"
+    # The host bounds short calls: gather's copies from each rank take more of its time than Ulysses' exchanges do.
+    assert taken() == ("gather" if dist.get_world_size() == 2 else "ulysses")
     assert taken(window=(1, 1)) == "halo"
     assert taken("striped") == "ulysses"
     assert taken("striped", heads=1) == "ring"

@@ -22,8 +22,14 @@ _MEMORY_SHARE = 4  # exchanged tensors may take one part in so many of a device'
 # tiles leave idle.
 _RATE, _NVLINK, _NCCL, _NETWORK, _MEMORY = 600e12, 350e9, 240e9, 45e9, 3.8e12
 _LATENCY, _LAUNCH = 20e-6, 10e-6
+_FORWARD_AND_BACKWARD = 3.5  # times the forward's operations
 # Attention beside copies is slower by this part of their time: 1.46 ms of them lengthen 9.63 ms to 10.41.
 _CONTENTION = 0.5
+# Seconds that the host needs for forward and backward: a shorter call is bounded by them. Of four H200s at 16k gather
+# took 6.4 ms and Ulysses 5.1, where attention takes 3; beside Ulysses within nodes gather took 7.8, and a ring 15.5.
+_HOST = {"gather": 3e-3, "halo": 4.6e-3, "ulysses": 5.1e-3, "ring": 0.0}
+_HOST_OF_RANK = {"gather": 0.85e-3, "halo": 0.0, "ulysses": 0.0, "ring": 7e-3}  # more for each rank
+_HOST_WITHIN = 3e-3
 _MERGE = 30  # passes over a float32 output that a ring's step costs beside its attention: 23 ms of 436 at 128k on two
 
 
@@ -38,7 +44,7 @@ class ContextParallelChoice:
     bytes_held: int  # of exchanged tensors, at once
     transfer_ms: float  # of forward and backward, predicted at 350 GB/s, as two H200 copy by NVLink
     compute_ms: float  # of forward and backward, predicted at 600 TFLOP/s
-    exposed_ms: float = 0.0  # transfers, copies and launches that attention does not hide, predicted
+    exposed_ms: float = 0.0  # transfers, copies, launches and the host's time that attention does not hide, predicted
     steps: int = 1  # exchanges of a forward, one after another
 
     def __str__(self) -> str:
@@ -185,7 +191,7 @@ def explain(call: ShardedCall, method: str | None) -> ContextParallelChoice:
         if other is None:
             other = f"{reason}, and {name!r} {predict(call, name).exposed * 1e3:.3f} ms"
         others[name] = other
-    compute_ms = 3.5e3 * _seconds(call, call.layout)
+    compute_ms = _FORWARD_AND_BACKWARD * 1e3 * _seconds(call, call.layout)
     return ContextParallelChoice(
         taken,
         others,
@@ -210,6 +216,17 @@ def _seconds(call: ShardedCall, layout: SequenceLayout) -> float:
 
 def predict(call: ShardedCall, method: str) -> Cost:
     """Predict what a method costs."""
+    layout = call.layout
+    cost = _predict_on_device(call, method)
+    if layout.size == 1:
+        return cost
+    host = _HOST[method] + _HOST_OF_RANK[method] * (layout.between or layout).size
+    if layout.within is not None:
+        host += _HOST_WITHIN
+    return cost._replace(exposed=max(cost.exposed, host - _FORWARD_AND_BACKWARD * _seconds(call, layout)))
+
+
+def _predict_on_device(call: ShardedCall, method: str) -> Cost:
     layout = call.layout
     batch, heads, n_local, head_dim = call.q.shape
     key_heads, size = call.k.shape[1], call.k.element_size()
