@@ -190,8 +190,8 @@ def compare(
 ) -> None:
     """Compare sharded calls with one process, and count what was refused.
 
-    setting: "groups" (of one key head each), "shared files" (the same, by symmetric memory), "kept" (by symmetric memory
-    too, where keys of some ranks alone are few enough to be kept), or "nodes" (two of them).
+    setting: "groups" (of one key head each), "shared files" (the same, by symmetric memory), "kept" (that, too, where
+    keys of some ranks alone are few enough to be kept), or "nodes" (two of them).
     """
     group: Any = dist.group.WORLD
     if setting == "nodes":
