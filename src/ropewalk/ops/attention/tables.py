@@ -308,7 +308,10 @@ class _Rotations:
     def near(self) -> tuple[Rotation | None, Rotation | None]:
         """Return the rotations of q and of k; one for both where their tokens have the same positions."""
         call = self.call
-        has_its_own = type(self.scheme).query_rotation is not PositionScheme.query_rotation
+        kind = type(self.scheme)
+        has_its_own = kind.query_rotation is not PositionScheme.query_rotation
+        if kind.rotation is PositionScheme.rotation and not has_its_own:
+            return None, None  # before indices are made: on a GPU they are kernels
         if call.keys_rotated and not has_its_own:
             whole = self._whole()
             if whole is not None:
