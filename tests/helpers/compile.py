@@ -7,6 +7,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from helpers.reductions import scattered_reductions
 from helpers.targets import TARGETS
 from ropewalk import apply_rope
 from ropewalk import device as gpu
@@ -91,5 +92,12 @@ def compile_launch(kernel, arguments, keywords, target):
     """Compile as Triton's launcher would for these arguments."""
     options = {name: keywords[name] for name in ("num_warps", "num_stages", "maxnreg") if name in keywords}
     signature, constants, attributes = describe_launch(kernel, arguments, keywords)
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options=options)
+    return compile_source(ASTSource(kernel, signature, constexprs=constants, attrs=attributes), target, options)
+
+
+def compile_source(source, target, options):
+    """Compile a program, which must have no reduction that some Tritons compile wrong."""
+    compiled = triton.compile(source, target=target, options=options)
+    scattered = scattered_reductions(compiled.asm["ttgir"])
+    assert not scattered, scattered
+    return compiled

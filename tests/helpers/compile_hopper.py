@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from helpers.compile import Recorder, describe, describe_launch, rotate_anywhere
+from helpers.compile import Recorder, compile_source, describe, describe_launch, rotate_anywhere
 from helpers.targets import TARGETS, cuobjdump
 from ropewalk import BlockLists
 from ropewalk import device as gpu
@@ -196,7 +196,7 @@ def compile_gluon(launch, **changed):
     signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
-    return triton.compile(source, target=TARGETS["sm_90"], options=options)
+    return compile_source(source, TARGETS["sm_90"], options)
 
 
 def ptxas_report(compiled, tmp_path):
