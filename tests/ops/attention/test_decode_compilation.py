@@ -54,7 +54,7 @@ def test_kernels_compile_within_shared_memory_and_registers(launches_of, tmp_pat
             if target == "sm_90" and head_dim == 512:
                 allowed = 8  # with 8 warps nothing spills, but on an H200 it took 1.2 to 1.4 times as long
             if name in ROTATES_KEYS:
-                allowed = SPILLS_OF_ROTATION[dtype.itemsize]
+                allowed = SPILLS_OF_ROTATION[dtype.itemsize] * (1.3 if head_dim == 512 else 1)
             if target == "sm_90" or not OLDER_TRITON:
                 spilled = spilled_bytes(resources(compiled, tmp_path), target)
                 assert spilled <= allowed, (kernel.__name__, name)
