@@ -139,7 +139,7 @@ def test_context_parallelism_by_two_dimensions_is_right_on_four_processes(tmp_pa
     assert {row["rounds"] for row in rows.values()} == {1}  # the run that was checked
     assert rows["ropewalk_2d_gather"]["served_by"] == "gather, 2 × 2"
     assert rows["ropewalk_2d_ring"]["served_by"] == "ring, 2 × 2"
-    assert rows["ropewalk_2d_gather"]["bytes_received"] != rows["ropewalk"]["bytes_received"]
+    assert rows["ropewalk_2d_gather"]["bytes_received"] != rows["ropewalk_gather"]["bytes_received"]
 
 
 def test_a_yardstick_that_does_not_fit_is_a_quarter_times_sixteen(
