@@ -50,10 +50,8 @@ _ROUNDINGS = 4  # of intermediate results to the case's dtype
 _ROWS = 8  # sampled beside each other
 _NAMES = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
 _K = 1 << 10
-_PARTS, _MEMORY = (
-    4,
-    4.5,
-)  # of the tokens, if memory has less than so many times the inputs' bytes: a call's peak, measured
+_MEMORY = 4.5  # times the inputs' bytes: the peak of a call on one process, measured
+_PARTS = 4  # the yardstick is of so small a part of the tokens where memory has less
 
 
 class Variant(NamedTuple):

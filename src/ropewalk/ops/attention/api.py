@@ -175,8 +175,8 @@ def attention(
 
     Args:
         q: (B, Tq, H, D) for layout "bthd", (B, H, Tq, D) for "bhtd", (total_q, H, D) for "thd"; float16, bfloat16,
-            float32 or float64, any strides. Kernels take D up to 256, and Triton's up to 512 in halves; for more,
-            PyTorch's attention or the reference runs.
+            float32 or float64, any strides. Kernels take D up to 256, and Triton's up to 512 in float16 and
+            bfloat16; for more, PyTorch's attention or the reference runs.
         k: (B, Tk, K, D), (B, K, Tk, D) or (total_k, K, D), where H is a multiple of K: each key head has H/K query
             heads in a row. Pages of keys with a `block_table`. With "thd" it may be a cache too, as "bthd" has it: (S,
             Tk, K, D) with a row for each sequence, or pages.
