@@ -26,9 +26,9 @@ _FORWARD_AND_BACKWARD = 3.5  # times the forward's operations
 # Attention beside copies is slower by this part of their time: 1.46 ms of them lengthen 9.63 ms to 10.41.
 _CONTENTION = 0.5
 # Seconds that the host needs for forward and backward: a shorter call is bounded by them. Of four H200s at 16k gather
-# took 6.4 ms and Ulysses 5.1, where attention takes 3; beside Ulysses within nodes gather took 7.8, and a ring 15.5.
-_HOST = {"gather": 3e-3, "halo": 4.6e-3, "ulysses": 5.1e-3, "ring": 0.0}
-_HOST_OF_RANK = {"gather": 0.85e-3, "halo": 0.0, "ulysses": 0.0, "ring": 7e-3}  # more for each rank
+# and Ulysses took 5.0 ms, where attention takes 3; beside Ulysses within nodes gather took 7.2, and a ring 15.6.
+_HOST = {"gather": 2.8e-3, "halo": 4.6e-3, "ulysses": 5e-3, "ring": 0.0}
+_HOST_OF_RANK = {"gather": 0.55e-3, "halo": 0.0, "ulysses": 0.0, "ring": 7e-3}  # more for each rank
 _HOST_WITHIN = 3e-3
 _MERGE = 30  # passes over a float32 output that a ring's step costs beside its attention: 23 ms of 436 at 128k on two
 
