@@ -325,16 +325,27 @@ def check_heads_that_a_nodes_ranks_do_not_share(rank: int) -> None:
 
 
 def check_a_compiled_rank_without_tokens_takes_part(rank: int) -> None:
+    """Its gradients are zeros, and equal ones are one to a compiler: each exchange must be there nevertheless."""
     layout = SequenceLayout(dist.group.WORLD, 1)
+    position, sinks = Alibi(torch.ones(H, requires_grad=True)), torch.ones(H, requires_grad=True)
     whole, mine = (x.requires_grad_() for x in (_draw(1, 1, H, D), shard_sequence(_draw(1, 1, H, D), layout)))
+    keywords: dict[str, Any] = {"position": position, "sinks": sinks, "impl": "reference"}
 
-    def attend(x: Tensor) -> Tensor:
-        out: Tensor = context_parallel_attention(x, 2 * x, x + 1, layout=layout, method="gather")
-        return out
+    def attend(x: Tensor, y: Tensor) -> Tensor:
+        out = [
+            context_parallel_attention(q, y, y, layout=layout, method="gather", sum_gradients=True, **keywords)
+            for q in (x, 2 * x)
+        ]
+        return out[0] + out[1]
 
-    out = torch.compile(attend, fullgraph=True, backend="eager")(mine)
-    (grad,), (expected,) = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, mine), (whole + 1, whole)))
-    _close(unshard_sequence(grad, layout), expected)  # a token alone attends its own value
+    expected = sum(attention(q, whole + 1, whole + 1, **keywords) for q in (whole, 2 * whole))
+    expected_grads = torch.autograd.grad(expected.square().sum(), (whole, position.slopes, sinks))
+    for backend in ("eager", "aot_eager", "aot_eager_decomp_partition"):
+        out = torch.compile(attend, fullgraph=True, backend=backend)(mine, mine + 1)
+        grads = torch.autograd.grad(out.square().sum(), (mine, position.slopes, sinks))
+        _close(unshard_sequence(grads[0], layout), expected_grads[0])
+        for grad, other in zip(grads[1:], expected_grads[1:], strict=True):
+            _close(grad, other)
 
 
 def check_an_empty_batch(rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention.autograd import node_of_call
 from ropewalk.parallel import shards
-from ropewalk.parallel.call import ShardedCall, learned_of, with_learned
+from ropewalk.parallel.call import ShardedCall, attend, learned_of, with_learned
 from ropewalk.parallel.exchange import Exchange, find_exchange
 from ropewalk.parallel.runs import Result, attend_runs, join
 from ropewalk.parallel.transport import Shapes, Transport, Wait, transport_of
@@ -43,8 +43,7 @@ def attend_halo(call: ShardedCall) -> tuple[Tensor, Tensor]:
 
 def _attend(call: ShardedCall, exchange: Exchange) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        whole = _Whole(call.q, *shards.gather(call.layout, call.k, call.v))
-        return _join_recorded(call, list(attend_runs(call, whole)), whole.k, whole.v)
+        return _attend_traced(call, _Whole(call.q, *shards.gather(call.layout, call.k, call.v)))
     learned = learned_of(call.scheme)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.sinks, *learned)
@@ -56,6 +55,18 @@ def _attend(call: ShardedCall, exchange: Exchange) -> tuple[Tensor, Tensor]:
         return result
     k, v = _Fetch.apply(call, exchange, call.k, call.v)
     return _join_recorded(call, list(attend_runs(call, _Slices(call.q, k, v, exchange))), k, v)
+
+
+def _attend_traced(call: ShardedCall, whole: _Whole) -> tuple[Tensor, Tensor]:
+    """Attend keys of all tokens, where torch.compile traces."""
+    results = list(attend_runs(call, whole))
+    if results:
+        return join(call, results)
+    # Padding alone attends too, and its results are dropped. Zeros would do for gradients, but torch.compile finds that
+    # those of keys equal those of values, and exchanges them once: other ranks would wait for the second exchange.
+    out, lse = attend(call, call.q, *whole.keys(0, 1), sinks=call.sinks)
+    valid = call.layout.valid
+    return out.where(valid[:, None], 0), lse.where(valid, 0)
 
 
 def _join_recorded(call: ShardedCall, results: list[Result], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

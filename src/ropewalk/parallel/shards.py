@@ -145,7 +145,8 @@ def join_heads(layout: SequenceLayout | Within, x: Tensor) -> Tensor:
 def tie(out: Tensor, *inputs: Tensor) -> Tensor:
     """Return `out`, recorded so that its backward gives zeros to the inputs.
 
-    Where a rank has no query that attends, nothing else would: the others would wait for it.
+    Where a rank has no query that attends, nothing else would: the others would wait for it. Eager calls alone: equal
+    zeros are one to torch.compile, and so are their exchanges.
     """
     tied: Tensor = _Tie.apply(out, *inputs)
     return tied
@@ -254,9 +255,7 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        # Zero, and of the gradient: torch.compile would move what follows from a constant into the forward.
-        zero = grad.sum() > torch.inf
-        return grad, *(torch.zeros_like(x) + zero.to(x.dtype) for x in ctx.saved_tensors)
+        return grad, *(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
 class SumGradients(torch.autograd.Function):
