@@ -31,7 +31,7 @@ LAYERS = {
     "ops.rope.triton": "ops.rope.call ops.rope.validate ops.rope.norm ops.rope.head_tables",
     "ops.rope.cuda": "ops.rope.call ops.rope.validate",
     "ops.cache": "ops.rope.norm ops.rope.reference ops.rope.validate ops.cache.*",
-    "ops.cache.triton": "ops.cache.call ops.cache.formats ops.attention.triton.bind",
+    "ops.cache.triton": "ops.cache.call ops.cache.formats ops.cache.written ops.attention.triton.bind",
     "ops.attention": "ops.dtensor schemes ops.cache.formats ops.cache.validate "
     "ops.rope.api ops.rope.call ops.rope.norm ops.rope.reference "
     "ops.attention.backends ops.attention.plans ops.attention.gate.operation ops.attention.blocks.tables",

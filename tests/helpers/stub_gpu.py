@@ -288,8 +288,8 @@ def install() -> None:
         plan.reads_values = False
         return plan
 
-    def init_append_on_gpu(launch: Any, spec: Any, n_programs: int, device: int, numbers: Any) -> None:
-        init_append(launch, spec, n_programs, 0, numbers)
+    def init_append_on_gpu(launch: Any, spec: Any, n_programs: int, device: int, *others: Any) -> None:
+        init_append(launch, spec, n_programs, 0, *others)
 
     _patch(append_operator, "_prepare", prepare_on_gpu)
     _patch(append_launch.Launch, "__init__", init_append_on_gpu)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers.append_definition import assert_stored, expect
@@ -10,7 +12,7 @@ from helpers.modes import KERNEL_DTYPES, ON_GPU, needs_kernels, on_gpu
 from ropewalk import QKNorm, append_kv, apply_rope, inverse_frequencies, rope_table
 from ropewalk.ops.cache.call import AppendCall, AppendFlags
 
-N, H, K, PAGES = 9, 4, 2, 5
+N, H, K, PAGES, SIZE = 9, 4, 2, 5, 16
 STORED = {"own": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 IMPLS = ["reference", pytest.param("triton", marks=needs_kernels)]
 
@@ -426,10 +428,45 @@ def test_scales_are_checked(kind):
             run(call._replace(k=torch.zeros(N, K, 48), q=None, cos=call.cos[:, :8], sin=call.sin[:, :8]), None)
 
 
-def test_one_memory_for_both_caches_is_refused():
+def caches_of_one_memory():
+    """Caches that share an element or more, by what they are; and those that lie between each other."""
+    memory = torch.zeros(2 * PAGES * SIZE * K * 64 + 64)
+    shape = (PAGES, SIZE, K, 64)
+    count = math.prod(shape)
+    both, padded = torch.zeros(PAGES, SIZE, K, 2, 64), torch.zeros(PAGES, SIZE * K * 128 + 3)
+    wide = torch.zeros(PAGES, SIZE, K, 128)
+    of_pages = [padded.as_strided(shape, (padded.stride(0), K * 128, 128, 1), start) for start in (0, 64, 63)]
+    yield "one tensor", True, memory[:count].view(shape), memory[:count].view(shape)
+    yield "one page later", True, memory[:count].view(shape), memory[SIZE * K * 64 :][:count].view(shape)
+    yield "an element later", True, memory[:count].view(shape), memory[1:][:count].view(shape)
+    yield "the last element", True, memory[count - 1 :][:count].view(shape), memory[:count].view(shape)
+    yield "one after the other", False, memory[:count].view(shape), memory[count:][:count].view(shape)
+    yield "before keys", False, memory[count:][:count].view(shape), memory[:count].view(shape)
+    yield "in turns", False, both[..., 0, :], both[..., 1, :]
+    yield "of one head", False, wide[..., :64], wide[..., 64:]
+    yield "a feature of one head", True, wide[..., :64], wide[..., 63:127]
+    yield "in turns within padded pages", False, of_pages[0], of_pages[1]
+    yield "a feature within padded pages", True, of_pages[0], of_pages[2]
+
+
+@pytest.mark.parametrize(("shares", "k_cache", "v_cache"), [pytest.param(*x, id=i) for i, *x in caches_of_one_memory()])
+def test_caches_that_share_memory_are_refused(shares, k_cache, v_cache):
     call, _ = make_call("own", torch.float32, "cpu", dv=64)
-    with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
-        run(call._replace(v_cache=call.k_cache), None)
+    call = call._replace(k_cache=k_cache, v_cache=v_cache)
+    if not shares:
+        run(call, None)
+        return
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match="v_cache shares memory with k_cache"):
+        run(call, None)
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_scales_that_share_memory_are_refused(kind):
+    call, _ = make_call(kind, torch.float32, "cpu", dv=64)
+    with pytest.raises(ValueError, match="v_scale shares memory with k_scale"):
+        run(call._replace(v_scale=call.k_scale), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

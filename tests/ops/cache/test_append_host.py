@@ -108,3 +108,39 @@ def test_a_repeated_call_launches_by_its_plan() -> None:
     assert first["shared"].function == first["equal"].function
     assert first["misaligned"].function != first["equal"].function
     assert found["entered"] == {"equal": ENTERED, "int8": ENTERED, "shared": ENTERED_BY_TWINS}
+
+
+def refuse() -> dict[str, list[str]]:
+    """Append into caches of one memory, by the plan of calls whose caches are of two: the errors, and what else is."""
+    errors, calls = [], []
+    for kind in (torch.bfloat16, torch.int8):
+        call = draw(kind)
+        for _ in range(2):
+            append_kv(**call)
+        numbers = torch.zeros(2 * call["k_cache"].numel(), dtype=kind)
+        scales = torch.zeros(2 * PAGES * SIZE * K)
+        shape, step = (PAGES, SIZE, K, D), SIZE * K * D
+        k_cache, later, apart = (numbers[i * step :][: PAGES * step].view(shape) for i in (0, 1, PAGES))
+        call |= {"k_cache": k_cache, "v_cache": apart}
+        if kind == torch.int8:
+            k_scale, later_scale, apart_scale = (
+                scales[i * K :][: PAGES * SIZE * K].view(PAGES, SIZE, K) for i in (0, 1, PAGES * SIZE)
+            )
+            call |= {"k_scale": k_scale, "v_scale": apart_scale}
+        wrong = [{"v_cache": k_cache}, {"v_cache": later}]
+        wrong += [{"v_scale": later_scale}] if kind == torch.int8 else []
+        for change in wrong:
+            with pytest.raises(ValueError, match="shares memory") as caught:
+                append_kv(**(call | change))
+            errors.append(str(caught.value).partition(",")[0])
+        operator._recent = ()  # the matchers of those calls
+        append_kv(**call)
+        calls.append(functions_of(call))
+    return {"errors": errors, "entered": calls}
+
+
+def test_a_plan_refuses_caches_that_share_memory() -> None:
+    found = stub_gpu.run(refuse)
+    caches, scales = (f"v_{x} shares memory with k_{x}" for x in ("cache", "scale"))
+    assert found["errors"] == [caches, caches, caches, caches, scales]
+    assert found["entered"] == [ENTERED, ENTERED]

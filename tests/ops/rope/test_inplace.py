@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+import random
+
 import pytest
 import torch
 from helpers.rope_definition import assert_rotated, definition, plain, random_tables, random_tensor, rotate
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import apply_rope
+from ropewalk.ops.rope.validate import share_memory
 from ropewalk.testing import assert_close_to_truth, unchanged
 
 HQ, HK, D, T = 3, 2, 8, 4
@@ -155,6 +160,28 @@ def pairs_that_share_memory(x):
     yield "one head in common, k first", x[:, :, HQ - 1 : 2 * HQ - 1], x[:, :, :HQ]
     yield "a feature in common", x[..., : D // 2], x[..., D // 2 - 1 : D - 1]
     yield "a token in common", x[:1, :2], x[:1, 1:3]
+
+
+def test_memory_is_shared_exactly_where_bytes_are():
+    draw = random.Random(0)
+    answers = [0, 0]
+    for _ in range(4000):
+        shapes = [[draw.randint(1, 3) for _ in range(3)] for _ in range(2)]
+        strides = [[draw.choice((0, 1, 2, 3, 4, 6, 9, 12, 31)) for _ in range(3)] for _ in range(2)]
+        if draw.random() < 0.5:
+            strides[1] = strides[0]
+        itemsize, distance = draw.choice((1, 2, 4)), draw.randint(-40, 40)
+
+        def bytes_of(shape, strides, start, itemsize=itemsize):
+            offsets = (sum(map(operator.mul, index, strides)) for index in itertools.product(*map(range, shape)))
+            return {start + offset * itemsize + byte for offset in offsets for byte in range(itemsize)}
+
+        expected = not bytes_of(shapes[0], strides[0], 0).isdisjoint(bytes_of(shapes[1], strides[1], distance))
+        pairs = [tuple(x) for pair in zip(shapes, strides, strict=True) for x in pair]
+        assert share_memory(*pairs, distance, itemsize) == expected, (pairs, distance, itemsize)
+        answers[expected] += 1
+    assert min(answers) > 500
+    assert not share_memory((0, 2), (1, 1), (2, 2), (1, 1), 0, 4)
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in pairs_that_share_memory(torch.empty(2, T, 2 * HQ, D))])

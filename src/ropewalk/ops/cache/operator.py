@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from ropewalk import device as gpu
 from ropewalk.ops.cache import reference
 from ropewalk.ops.cache.call import ABSENT, N_TENSORS, AppendCall, AppendFlags, Tensors, stand_in
-from ropewalk.ops.cache.formats import Format, format_of
 from ropewalk.ops.cache.validate import check, check_no_grad, check_values
+from ropewalk.ops.cache.written import check_written, writes_scales
 from ropewalk.ops.tracing import PLAIN_TYPES, has_guards, make_matcher
 
 Append = Callable[[AppendCall, "Tensor | None"], Any]
@@ -169,8 +169,7 @@ def _prepare(call: AppendCall, key: Any) -> Plan:
     """Check a call, and return the plan of calls like it."""
     check(call)
     run = _PREPARE[choose(call)](call)
-    writes_scales = format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
-    return Plan(key, run, call.flags, not call.k.is_cuda, writes_scales)
+    return Plan(key, run, call.flags, not call.k.is_cuda, writes_scales(call))
 
 
 def choose(call: AppendCall) -> str:
@@ -207,8 +206,7 @@ _PREPARE: dict[str, Callable[[AppendCall], Run]] = {_KERNELS: _prepare_kernels, 
 
 
 def _append_by_reference(call: AppendCall, out: Tensor | None) -> None:
-    if call.k_cache.data_ptr() == call.v_cache.data_ptr() and call.k_cache.numel():
-        raise ValueError("v_cache begins where k_cache does, but must have memory of its own")
+    check_written(call)
     rotated = reference.append(call)
     if out is not None and rotated is not None:
         out.copy_(rotated)

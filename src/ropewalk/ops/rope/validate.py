@@ -204,39 +204,47 @@ def check_inplace(q: Tensor, k: Tensor | None) -> None:
 
 def check_disjoint(q: Tensor, k: Tensor) -> None:
     """Raise unless q and k, about to be overwritten, share no element."""
-    distance = (k.data_ptr() - q.data_ptr()) // q.element_size()
-    if not _are_disjoint(q.shape, q.stride(), k.shape, k.stride(), distance):
+    if share_memory(q.shape, q.stride(), k.shape, k.stride(), k.data_ptr() - q.data_ptr(), q.element_size()):
         raise ValueError("q and k share memory, so inplace must be False")
 
 
 @lru_cache(maxsize=4096)
-def _are_disjoint(
-    q_shape: tuple[int, ...],
-    q_strides: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    k_strides: tuple[int, ...],
+def share_memory(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    other_shape: tuple[int, ...],
+    other_strides: tuple[int, ...],
     distance: int,
+    itemsize: int,
 ) -> bool:
-    """Say whether q and k, which starts `distance` elements after q, provably share no element."""
-    q_steps, k_steps = list(zip(q_shape, q_strides, strict=True)), list(zip(k_shape, k_strides, strict=True))
+    """Say whether two tensors share a byte; the other one starts `distance` bytes after the first."""
+    first, other = (
+        [((size - 1) * stride * itemsize, stride * itemsize) for size, stride in zip(*x, strict=True)]
+        for x in ((shape, strides), (other_shape, other_strides))
+    )
+    reach, other_reach = (sum(extent for extent, _ in x) + itemsize - 1 for x in (first, other))
+    if 0 in (*shape, *other_shape) or distance > reach or -distance > other_reach:
+        return False
+    # A byte of both: the offset into the first, less that into the other, is the distance. Each stride adds a multiple
+    # of itself, within what it reaches in each; bytes of an element have the stride 1.
+    steps = {1: (1 - itemsize, itemsize - 1)}
+    for sign, x in ((1, first), (-1, other)):
+        for extent, stride in x:
+            low, high = steps.get(stride, (0, 0))
+            steps[stride] = (low, high + extent) if sign == 1 else (low - extent, high)
+    return _is_reached(tuple((stride, *steps[stride]) for stride in sorted(steps, reverse=True) if stride), distance)
 
-    def extent(steps: list[tuple[int, int]]) -> int:
-        return sum((size - 1) * stride for size, stride in steps)
 
-    if 0 in (*q_shape, *k_shape) or distance > extent(q_steps) or -distance > extent(k_steps):
-        return True
-    # Their memory may interleave, as slices of one projection do: the outer dimensions are the same for both, and in
-    # one step of the smallest of those each has an interval of its own. Try every cut between outer and inner.
-    common = [step for step, other in zip(q_steps, k_steps, strict=True) if step == other and step[0] > 1]
-    for _, cut in common:
-        outer = [step for step in common if step[1] >= cut]
-        if cut == 0 or any(stride % cut for _, stride in outer):
-            continue
-        q_inner = extent(q_steps) - extent(outer)
-        k_inner = extent(k_steps) - extent(outer)
-        if q_inner < distance % cut < cut - k_inner:
-            return True
-    return False
+def _is_reached(steps: tuple[tuple[int, int, int], ...], distance: int) -> bool:
+    """Say whether a sum of multiples of strides, each from a least to a greatest one, is the distance."""
+    stride, low, high = steps[0]
+    others = steps[1:]
+    if not others:  # the stride 1
+        return low <= distance <= high
+    least, greatest = sum(x for _, x, _ in others), sum(x for *_, x in others)
+    start = max(low, -((greatest - distance) // stride) * stride)
+    stop = min(high, (distance - least) // stride * stride)
+    return any(_is_reached(others, distance - part) for part in range(start, stop + 1, stride))
 
 
 def check_overwritable(name: str, x: Tensor) -> None:

@@ -28,6 +28,7 @@ from ropewalk.ops.cache.triton.append_kernel import (
     compile_kernel,
     kernel_constants,
 )
+from ropewalk.ops.cache.written import WrittenPair, check_written, find_written
 
 _LETTERS = {
     torch.bfloat16: "bf16",
@@ -70,8 +71,16 @@ def choose_tiles(tokens: int, most_heads: int, head_dim: int, itemsize: int, *, 
 class Launch:
     """A prepared call, for tensors of the metadata that it was prepared for."""
 
-    def __init__(self, spec: AppendSpecialisation, n_programs: int, device: int, numbers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        spec: AppendSpecialisation,
+        n_programs: int,
+        device: int,
+        numbers: tuple[int, ...],
+        written: tuple[WrittenPair, WrittenPair | None],
+    ) -> None:
         self.spec, self.n_programs, self.device = spec, n_programs, device
+        self.caches, self.scales = written
         self.constants = (*numbers, *kernel_constants(spec).values())
         self._by_alignment: dict[int, Callable[[list[int], int], None]] = {}
 
@@ -82,9 +91,11 @@ class Launch:
     def run(self, tensors: Sequence[Tensor], flags: object, q_out: Tensor | None) -> None:
         """Append on the current stream of the tensors' device, those of a call without its flags."""
         addresses = [*map(_address_of, tensors), 0 if q_out is None else q_out.data_ptr()]
-        k, v, k_cache, v_cache, _, cos, sin, q, _, _, q_weight, k_weight, _, _, out = addresses
-        if k_cache == v_cache:
-            raise ValueError("v_cache begins where k_cache does, but must have memory of its own")
+        k, v, k_cache, v_cache, _, cos, sin, q, _, _, q_weight, k_weight, k_scale, v_scale, out = addresses
+        if v_cache - k_cache not in self.caches.distances:
+            self.caches.check(k_cache, v_cache)
+        if self.scales is not None and v_scale - k_scale not in self.scales.distances:
+            self.scales.check(k_scale, v_scale)
         if not self.n_programs:
             return
         union = k | v | k_cache | v_cache | cos | sin | q | q_weight | k_weight | out | _WIDEST_ACCESS
@@ -131,15 +142,14 @@ class Launch:
 class InterpretedLaunch:
     """The same by Triton's interpreter, on CPU tensors."""
 
-    def __init__(self, spec: AppendSpecialisation, n_programs: int, device: int, numbers: tuple[int, ...]) -> None:
+    def __init__(self, spec: AppendSpecialisation, n_programs: int, numbers: tuple[int, ...]) -> None:
         self.spec, self.n_programs = spec, n_programs
         self.constants = (*numbers, *kernel_constants(spec).values())
 
     def __call__(self, call: AppendCall, q_out: Tensor | None) -> None:
         """Append in the interpreter."""
+        check_written(call)
         k_cache, v_cache = call.k_cache, call.v_cache
-        if k_cache.data_ptr() == v_cache.data_ptr():
-            raise ValueError("v_cache begins where k_cache does, but must have memory of its own")
         if not self.n_programs:
             return
         if k_cache.dtype == torch.float8_e4m3fn:
@@ -247,9 +257,10 @@ def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCal
         cos.shape[0],
         *all_strides,
     )
-    launch_class = InterpretedLaunch if gpu.is_interpreted() else Launch
     n_programs = math.ceil(tokens / tiles.block_tokens) * n_groups
-    return launch_class(spec, n_programs, k.get_device(), numbers)
+    if gpu.is_interpreted():
+        return InterpretedLaunch(spec, n_programs, numbers)
+    return Launch(spec, n_programs, k.get_device(), numbers, find_written(call))
 
 
 def _append_dense(call: AppendCall, q_out: Tensor | None) -> None:
