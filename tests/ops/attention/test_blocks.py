@@ -283,6 +283,49 @@ def test_tensors_that_a_mask_mod_reads_from_objects_are_read_again_after_a_write
     assert not torch.equal(first.bits, after.bits)
 
 
+WINDOW = 30
+
+
+def windows():
+    """Mask_mods of a number, and what changes it, by what holds it."""
+    window = 30
+
+    def change():
+        nonlocal window
+        window = 40
+
+    def change_global():
+        global WINDOW
+        WINDOW = 40
+
+    yield "variable", lambda b, h, m, n: (m - n).abs() < window, change
+    yield "global", lambda b, h, m, n: (m - n).abs() < WINDOW, change_global
+    own = SimpleNamespace(window=30, ahead=[0, 30])
+    yield "attribute", lambda b, h, m, n: (m - n).abs() < own.window, lambda: setattr(own, "window", 40)
+    yield "entry", lambda b, h, m, n: (m - n).abs() < own.ahead[1], lambda: own.ahead.__setitem__(1, 40)
+
+    def of_default(b, h, m, n, *, window=30):
+        return (m - n).abs() < window
+
+    yield "default", of_default, lambda: of_default.__kwdefaults__.update(window=40)
+    held = torch.tensor(30)
+    places = {"window": held}
+    yield "tensor", lambda b, h, m, n: (m - n).abs() < places["window"], lambda: places.update(window=held + 10)
+
+
+@pytest.mark.parametrize(("mask_mod", "change"), [pytest.param(*x, id=name) for name, *x in windows()])
+def test_numbers_that_a_mask_mod_reads_are_read_again_once_they_changed(mask_mod, change):
+    block_mask = create_block_mask(mask_mod, None, None, 256, 256, device="cpu")
+    tensors = qkv(256, 256)
+    first = make_call(*tensors, blocks=block_mask).blocks
+    assert make_call(*tensors, blocks=block_mask).blocks is first
+    change()
+    m, n = torch.arange(256)[:, None], torch.arange(256)
+    out = attention(*tensors, blocks=block_mask, impl="reference")
+    torch.testing.assert_close(out, attention(*tensors, mask=(m - n).abs() < 40, impl="reference"))
+    assert make_call(*tensors, blocks=block_mask).blocks is make_call(*tensors, blocks=block_mask).blocks
+
+
 def test_a_mask_mod_of_a_model_does_not_watch_its_weights():
     """Or each step of an optimiser would have it evaluated again."""
     model = torch.nn.Linear(2, 2)

@@ -6,7 +6,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -64,12 +64,16 @@ _version_of = attrgetter("_version")
 class _Kept:
     """Tables that were made of lists, and the state that the lists were in."""
 
-    __slots__ = ("call", "signature", "sizes", "source", "tables", "versions", "watched")
+    __slots__ = ("call", "signature", "sizes", "source", "tables", "variables", "versions", "watched")
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
         self.signature = _sign(tables)
-        self.watched = [*source.tensors, *_captured(source.mask_mod)]
+        captured = list(_captured(source.mask_mod))
+        tensors = {id(x): x for *_, x in captured if isinstance(x, Tensor) and not x.is_inference()}
+        self.watched = [*source.tensors, *tensors.values()]
+        # Nothing else is put into a tuple, and few who write masks put another function where one was.
+        self.variables = [x for x in captured if not (isinstance(x[0], tuple) or isinstance(x[2], FunctionType))]
         self.versions = [x._version for x in self.watched]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -164,49 +168,75 @@ def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device)
         and source.tensors[0].device == device
         and all(x is y for x, y in zip(kept.source, source, strict=True))
         and [x._version for x in kept.watched] == kept.versions
+        and all(map(_is_there, kept.variables))
     )
 
 
-def _captured(function: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a function captured, or functions that it captured.
+# A variable, an entry or an attribute that a mask_mod reads: its holder, its name there, and what it held.
+_Variable = tuple[Any, Any, Any]
+_PLAIN = (bool, int, float, str)  # put anew where they change
+
+
+def _is_there(variable: _Variable) -> bool:
+    """Say whether a variable holds what it held, or its equal."""
+    holder, name, x = variable
+    try:
+        now = holder.cell_contents if name is None else holder[name]
+    except (KeyError, IndexError, ValueError):
+        return False
+    return now is x or (type(x) in _PLAIN and type(now) is type(x) and now == x)
+
+
+def _captured(function: Any) -> Iterator[_Variable]:
+    """Yield the places that a function reads, or functions that it reads: variables, entries and attributes.
 
     An object, such as the `self` of a method, may be a whole model. Its weights change in each step, and each change
     would make the tables anew. So only the attributes that the code names count.
     """
     seen: set[tuple[int, frozenset[str]]] = set()
-    waiting: list[tuple[Any, frozenset[str]]] = [(function, frozenset())]
+    waiting: list[tuple[_Variable, frozenset[str]]] = [(((function,), 0, function), frozenset())]
     while waiting:
-        x, names = waiting.pop()
-        if x is None or (id(x), names) in seen or isinstance(x, (type, ModuleType, str, int, float)):
+        variable, names = waiting.pop()
+        x = variable[2]
+        if isinstance(x, (type, ModuleType)):
+            continue
+        yield variable
+        if x is None or isinstance(x, (Tensor, *_PLAIN)) or (id(x), names) in seen:
             continue
         seen.add((id(x), names))
-        if isinstance(x, Tensor):
-            if not x.is_inference():
-                yield x
-            continue
-        found: list[Any] = []
+        found: list[_Variable] = []
         if isinstance(x, (tuple, list)):
-            found += x
+            found += [(x, index, y) for index, y in enumerate(x)]
         elif isinstance(x, dict):
-            found += x.values()
+            found += _entries(x, x)
         elif isinstance(x, FunctionType):
             names = frozenset(_names_in(x.__code__))
-            found += [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
-            found += x.__defaults__ or ()
-            found += (x.__kwdefaults__ or {}).values()
-            found += [x.__globals__.get(name) for name in names]
+            found += [(cell, None, cell.cell_contents) for cell in x.__closure__ or () if _is_filled(cell)]
+            found += [(x.__defaults__, index, y) for index, y in enumerate(x.__defaults__ or ())]
+            found += _entries(x.__kwdefaults__ or {}, x.__kwdefaults__ or {})
+            found += _entries(x.__globals__, names)
         elif isinstance(x, MethodType):
             names = frozenset(_names_in(getattr(x.__func__, "__code__", None)))
-            found += [x.__self__, x.__func__]
+            found += _items(x.__self__, x.__func__)
         elif isinstance(x, functools.partial):
-            found += [x.func, x.args, x.keywords]
+            found += _items(x.func, x.args, x.keywords)
         else:
             for name in (*names, "__call__"):
                 method = getattr(type(x), name, None)
                 if isinstance(method, FunctionType) and method is not torch.nn.Module.__call__:
-                    found.append(MethodType(method, x))
+                    found += _items(MethodType(method, x))
             found += _attributes(x, names)
         waiting += [(y, names) for y in found]
+
+
+def _items(*xs: Any) -> list[_Variable]:
+    """Return places that nothing else is put into."""
+    return [(xs, index, x) for index, x in enumerate(xs)]
+
+
+def _entries(holder: dict[Any, Any], names: Iterable[Any]) -> list[_Variable]:
+    """Return the places that a dictionary has of these names."""
+    return [(holder, name, holder[name]) for name in names if name in holder]
 
 
 def _names_in(code: Any) -> Iterator[str]:
@@ -217,18 +247,19 @@ def _names_in(code: Any) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _attributes(x: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yield what an object, or a module of a network, holds by these names; nothing is computed for it."""
+def _attributes(x: Any, names: frozenset[str]) -> Iterator[_Variable]:
+    """Yield the places that an object, or a module of a network, has of these names; nothing is computed for it."""
     held = getattr(x, "__dict__", {})
     for holder in (held, *[held.get(name) for name in ("_buffers", "_parameters", "_modules")]):
         if isinstance(holder, dict):
-            yield from [holder[name] for name in names if name in holder]
+            yield from _entries(holder, names)
 
 
 def _is_filled(cell: CellType) -> bool:
     """Say whether a variable that a function captured is set."""
     try:
-        return cell.cell_contents is not None
+        _ = cell.cell_contents
+        return True
     except ValueError:
         return False
 
