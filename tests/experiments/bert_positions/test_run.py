@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +26,17 @@ FILES = {"config.yaml", "data", "runs", "record.jsonl", "learning.png", "speed.p
 def short(monkeypatch):
     for kind in training.EFFORTS:
         monkeypatch.setitem(training.EFFORTS, kind, (128, 1, 1, 0.0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums are rounded by the number of threads, which a run side by side divides among its processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # of processes
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +185,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, settings):
         file.write_text(yaml.safe_dump(values))
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "-m", "ropewalk"]
         command += ["experiment", "bert-positions", "--config", str(file), "--device", "cpu", "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         losses.append(losses_of(output)[0][0])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
