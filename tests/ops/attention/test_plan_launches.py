@@ -84,6 +84,10 @@ def make_decoding(kind: str) -> tuple[list[Tensor], dict[str, Any]]:
     if kind == "cache":
         return [zeros(4, 1, 8, 128), zeros(4, 4096, 2, 128), zeros(4, 4096, 2, 128)], {**keywords, **bounds}
     table = torch.zeros(4, 16, dtype=torch.int32)
+    if kind == "packed":
+        where = {"key_lengths": lengths, "cu_seqlens_q": torch.arange(5, dtype=torch.int32), "block_table": table}
+        tensors = [zeros(4, 8, 128), zeros(64, 256, 2, 128), zeros(64, 256, 2, 128)]
+        return tensors, {"causal": True, "layout": "thd", "impl": "triton", **where}
     return [zeros(4, 1, 8, 128), zeros(64, 256, 2, 128), zeros(64, 256, 2, 128)], {
         **keywords,
         **bounds,
@@ -309,7 +313,7 @@ def test_learned_scores_on_hopper_launch_the_same(kind: str, last: list[str]) ->
     assert_same_launches(recorded)
 
 
-@pytest.mark.parametrize("kind", ["cache", "pages"])
+@pytest.mark.parametrize("kind", ["cache", "pages", "packed"])
 def test_decoding_launches_the_same(kind: str) -> None:
     recorded = stub_gpu.run(decode, kind)
     assert recorded["plans"] == [1, 1]

@@ -349,6 +349,76 @@ def test_decoding(device: torch.device, runs: Runs, make: Callable[..., Made]) -
         assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (1, 1, 0)
 
 
+PACKED_OVER_PAGES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "return_lse": True},
+    "alibi": {"position": Alibi(), "causal": True, "window": (5, 0)},
+    "sinks": {"sinks": torch.randn(H, generator=torch.Generator().manual_seed(0)), "softcap": 2.0},
+    "rope": {"position": Rope(), "keys_rotated": True, "causal": True},
+    "rope-of-its-frequencies": {"position": Rope(inv_freq=torch.rand(8)), "keys_rotated": True, "causal": True},
+    "rope-positions": {"position": Rope(interleaved=True), "keys_rotated": True, "positions_q": True},
+    "gate": {"gate": True, "causal": True},
+    "learned": {"position": Alibi(torch.linspace(0.1, 0.5, H)), "causal": True},
+}
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (1, 0, 9, 2)], ids=["one", "several"])
+@pytest.mark.parametrize("kind", PACKED_OVER_PAGES)
+def test_packed_queries_over_pages(device: torch.device, runs: Runs, kind: str, queries: tuple[int, ...]) -> None:
+    """As an engine's steps: bounds, lengths and the table are written to in place."""
+    keywords = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in PACKED_OVER_PAGES[kind].items()}
+    bounds, lengths = integers(0, *queries).cumsum(0, dtype=torch.int32).to(device), integers(9, 21, 30, 40).to(device)
+    table = torch.randperm(16, dtype=torch.int32).reshape(4, 4).to(device)
+    tensors = draw(device, (int(bounds[-1]) + 1, H, D), (16, 16, K, D), (16, 16, K, D))
+    where = {"layout": "thd", "cu_seqlens_q": bounds, "key_lengths": lengths, "block_table": table}
+    if kind == "gate":
+        keywords["gate"] = torch.randn_like(tensors[0])
+    if kind == "rope-positions":
+        keywords["positions_q"] = torch.arange(len(tensors[0]), device=device) * 3
+    keywords |= where
+    assert_as_without(infer, tensors, keywords, calls=2)
+    for _ in range(2):
+        lengths += 1
+        table.copy_(table.flip(0))
+        bounds[1:-1] += 1 if queries[2] > 1 else 0
+        n_plans = 2 if "rope" in kind else 1  # one makes the rows of queries
+        assert runs.of(lambda: assert_as_without(infer, tensors, keywords, calls=1)) == (n_plans, 1, 0)
+        (got, *_), (expected, *_) = infer(tensors, keywords), [attention(*tensors, **keywords, impl="reference")]
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_queries_over_pages_of_other_kinds(device: torch.device, runs: Runs) -> None:
+    """A plan is for one shape of the table and of the pages, dtype of the lengths and the bounds, and alignment."""
+    bounds, lengths = integers(0, 1, 2).to(device), integers(9, 21).to(device)
+    table = torch.arange(8, dtype=torch.int32).reshape(2, 4).to(device)
+    q, k, v = draw(device, (2, H, D), (16, 16, K, D), (16, 16, K, D))
+    where = {"layout": "thd", "cu_seqlens_q": bounds, "key_lengths": lengths, "block_table": table, "causal": True}
+    assert_as_without(infer, [q, k, v], where, calls=3)
+    others: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([q, k, v], where | {"block_table": table[:, :3].contiguous()}),
+        ([q, k, v], where | {"block_table": table.long()}),
+        ([q, k, v], where | {"block_table": torch.cat((table, table), 1)[:, ::2]}),
+        ([q, k, v], where | {"key_lengths": lengths.long()}),
+        ([q, k[:8], v[:8]], where),
+        ([q, k.view(32, 8, K, D), v.view(32, 8, K, D)], where),
+        ([q, k.transpose(1, 2).contiguous().transpose(1, 2), v], where),
+        ([q.double(), k.double(), v.double()], where),
+        ([q, k, v], where | {"scale": 0.3}),
+    ]
+    for tensors, keywords in others:
+        impl = "reference" if tensors[0].dtype == torch.float64 else "triton"
+        call = functools.partial(attention, *tensors, **keywords, impl=impl)
+        expected = attention(*tensors, **keywords, impl="reference")
+        for _ in range(3):
+            torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
+    unaligned = torch.zeros(9, dtype=torch.int32, device=device)
+    unaligned[1:] = table.flatten()
+    keywords = where | {"block_table": unaligned[1:].view(2, 4)}
+    assert runs.of(lambda: assert_as_without(infer, [q, k, v], keywords, calls=1)) == (0, 0, 0)
+    with pytest.raises(ValueError, match="grad"):
+        attention(q.clone().requires_grad_(), k, v, **where, impl="triton")
+
+
 def test_decoding_short_caches(device: torch.device, runs: Runs) -> None:
     tensors, keywords = over_a_cache(device, keys=64)
     assert_as_without(infer, tensors, keywords, calls=2)

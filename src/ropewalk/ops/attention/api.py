@@ -312,12 +312,12 @@ def attention(
     key = norm_key = None
     is_compiling = torch.compiler.is_compiling()
     is_autocast = (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q)
-    may_plan = not (attend_parts or over_cache or return_max_logits or is_compiling)
+    may_plan = not (attend_parts or return_max_logits or is_compiling)
     may_plan = may_plan and (blocks is None or has_rows(q, k))  # of thd, which takes no blocks
     if may_plan:
         if is_autocast:
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
-        bounds_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        bounds_k = cu_seqlens_q if cu_seqlens_k is None and not over_cache else cu_seqlens_k
         masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
         given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
         of_blocks = None

@@ -30,7 +30,7 @@ GATE_GRADIENT = Gradients._fields.index("gate")
 
 
 # Indices among the caller's tensors.
-STARTS, BOUNDS, POSITIONS = (5, 6), (7, 8), (10, 11)
+LENGTHS, STARTS, BOUNDS, POSITIONS = 4, (5, 6), (7, 8), (10, 11)
 BLOCKS = slice(9, 14)  # after q, k and v
 
 

@@ -14,7 +14,7 @@ from ropewalk.ops.attention.call import AttentionCall, flatten, kv_capacity
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.plans.cache import addresses_of, existing
 from ropewalk.ops.attention.plans.directions import ForwardPlan
-from ropewalk.ops.attention.plans.leaves import BOUNDS, POSITIONS, SEED, STARTS, pick_tensors, shares_table
+from ropewalk.ops.attention.plans.leaves import BOUNDS, LENGTHS, POSITIONS, SEED, STARTS, pick_tensors, shares_table
 from ropewalk.ops.attention.plans.planned import PlannedCall
 from ropewalk.ops.attention.tables import row_source
 from ropewalk.schemes import T5Bias
@@ -32,11 +32,12 @@ class Rows:
             raise UnplannableError("rows of tables that no kernel makes")
         queries, keys = call.q.shape[2], kv_capacity(call)
         positions = (call.positions_q, call.positions_k)[side]
-        bounds = key_starts = query_starts = of_keys = None
+        bounds = key_starts = query_starts = of_keys = key_lengths = None
         if positions is None and call.cu_seqlens_q is not None:
             bounds = (call.cu_seqlens_q, call.cu_seqlens_k)[side]
             if side == 0 and not (call.cu_seqlens_q is call.cu_seqlens_k and queries == keys):
                 of_keys = call.cu_seqlens_k
+                key_lengths = call.key_lengths if of_keys is None else None
         elif positions is None:
             key_starts, query_starts = call.key_starts, call.query_starts if side == 0 else None
         self.slots, self.reads = slots, source.table is None and source.frequencies is None
@@ -46,15 +47,15 @@ class Rows:
             factor = torch.tensor([source.factor], dtype=torch.float64, device=call.q.device)
         builder = Builder(call.q.device)
         table = source.table or (None, None)
-        of_call = (positions, bounds, of_keys, key_starts, query_starts)
+        of_call = (positions, bounds, of_keys, key_starts, query_starts, key_lengths)
         inputs = RowInputs(*map(builder.input, (*table, frequencies, factor, *of_call)))
         first = 0 if side else keys - queries
-        made = builder.follow(make_rows, inputs, (queries, keys)[side], first, source.lowest)
+        made = builder.follow(make_rows, inputs, (queries, keys)[side], first, source.lowest, keys)
         self.plan = builder.finish(made)
         # In the order of the plan's inputs; each call gives the frequencies that are read, and its own tensors.
         self.fixed = existing((*table, None if self.reads else frequencies, factor))
         self.reads_at = len(existing(table))
-        given = (POSITIONS[side], BOUNDS[side], BOUNDS[1], *STARTS)
+        given = (POSITIONS[side], BOUNDS[side], BOUNDS[1], *STARTS, LENGTHS)
         self.of_given = [index for index, x in zip(given, of_call, strict=True) if x is not None]
 
     def make(self, given: Sequence[Any], position: Any) -> list[Tensor] | None:

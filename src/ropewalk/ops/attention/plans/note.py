@@ -99,6 +99,8 @@ def _plan_kernels(
         return None
     if is_read and not (has_rows or (is_learned and type(scheme) in _LEARNED)):
         return None
+    if tables.k is not None and call.cu_seqlens_q is not None and call.block_table is not None:
+        return None  # keys of packed sequences that the call rotates: no kernel reads them in place
     plan = FORWARDS.find(*forward_key(call, backend, call.needs_backward))
     if plan is None and is_placed and tables.q_start is not None:  # short caches: their kernel reads a row a query
         call, has_rows, is_made = with_rows(call), True, True

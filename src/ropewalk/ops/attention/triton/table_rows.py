@@ -32,10 +32,11 @@ class RowInputs(NamedTuple):
     bounds_of_keys: Tensor | None  # (S + 1,): queries are at the ends of these sequences; None: of their own
     key_starts: Tensor | None  # (B,)
     query_starts: Tensor | None  # (B,)
+    key_lengths: Tensor | None  # (S,): packed queries are at the ends of so many cached keys
 
 
 @triton.jit
-def packed_index(token, bounds, bounds_of_keys, n_sequences, n_steps):
+def packed_index(token, bounds, bounds_of_keys, key_lengths, n_sequences, n_steps, capacity):
     """Return the index of packed tokens in their sequences; those past the last end are counted from it."""
     left = tl.zeros_like(token)
     right = left + n_sequences
@@ -53,13 +54,18 @@ def packed_index(token, bounds, bounds_of_keys, n_sequences, n_steps):
         keys_start = wide(tl.load(bounds_of_keys + left, exists, other=0))
         n_keys = wide(tl.load(bounds_of_keys + left + 1, exists, other=0)) - keys_start
         index += tl.where(exists, n_keys - n_queries, 0)
+    if key_lengths is not None:
+        exists = left < n_sequences
+        n_queries = wide(tl.load(bounds + left + 1, exists, other=0)) - start
+        n_keys = tl.minimum(wide(tl.load(key_lengths + left, exists, other=0)), capacity)
+        index += tl.where(exists, n_keys - n_queries, 0)
     return index
 
 
 @triton.jit(
     do_not_specialize=(
         *("positions_stride_batch", "positions_stride_token", "n_sequences", "n_steps", "n_tokens"),
-        *("first", "lowest", "n_rows"),
+        *("first", "lowest", "n_rows", "capacity"),
     )
 )
 def table_rows_kernel(
@@ -74,6 +80,7 @@ def table_rows_kernel(
     first,  # the position of the first token, by index
     lowest,  # the position of the table's first row
     n_rows,
+    capacity,  # the most keys of a sequence in a cache
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -87,7 +94,8 @@ def table_rows_kernel(
         offsets = batch * positions_stride_batch + token * positions_stride_token
         position = wide(tl.load(inputs.positions + offsets, exists, other=0))
     elif inputs.bounds is not None:
-        position = packed_index(token, inputs.bounds, inputs.bounds_of_keys, n_sequences, n_steps)
+        bounds_of_keys, key_lengths = inputs.bounds_of_keys, inputs.key_lengths
+        position = packed_index(token, inputs.bounds, bounds_of_keys, key_lengths, n_sequences, n_steps, capacity)
     else:
         position = token + first
         if inputs.query_starts is not None:
@@ -117,7 +125,9 @@ def table_rows_kernel(
     tl.store(sin_out + out_offsets, sin, is_pair)
 
 
-def make_rows(inputs: RowInputs, n_tokens: int, first: int, lowest: int, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
+def make_rows(
+    inputs: RowInputs, n_tokens: int, first: int, lowest: int, capacity: int = 0, on: Steps = AT_ONCE
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin of all tokens, (B or 1, T, R/2)."""
     width = inputs.frequencies if inputs.frequencies is not None else inputs.cos
     assert width is not None
@@ -144,6 +154,7 @@ def make_rows(inputs: RowInputs, n_tokens: int, first: int, lowest: int, on: Ste
         first=first,
         lowest=lowest,
         n_rows=0 if inputs.cos is None else inputs.cos.shape[1],
+        capacity=capacity,
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_T=BLOCK_TOKENS,
