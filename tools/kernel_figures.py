@@ -201,7 +201,7 @@ ROWS: dict[str, list[Row]] = {
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dK"),
         *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),
-        *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal"}),
+        *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal", "band weights, learned": "bands-learned"}),
         *_hopper_rows("bias_grad_kernel", HOPPER_BIASES),
     ],
     "attention-few-queries": [

@@ -56,6 +56,7 @@ CALLS = {
     "decay": {"position": ExpoSB(distance_decay=True)},
     "decay-causal": {"position": ExpoSB(distance_decay=True), "causal": True},
     "bands-decay": {"position": ExpoSB(band_weights=torch.ones(H), distance_decay=True), "causal": True},
+    "bands-learned": {"position": ExpoSB(band_weights=torch.ones(H).requires_grad_())},
     "negative": {"causal": True, "scale": -0.1},
     "softcap": {"softcap": 50.0},
     "dropout": {"dropout_p": 0.1},

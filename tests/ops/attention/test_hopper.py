@@ -200,14 +200,30 @@ class FarAlibi(ReRope):
         return Alibi(torch.ones(scores.shape[1])).score_mod(scores, distance)
 
 
-LEARNING = {"alibi": Alibi(torch.ones(H).requires_grad_()), "t5": T5Bias(torch.zeros(32, H).requires_grad_())}
+class FarBands(FarAlibi):
+    """Far pairs beside a learned factor."""
+
+    def kernel_score_mod(self) -> str:
+        return LEARNING["bands"].kernel_score_mod()
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores
+
+
+LEARNING = {
+    "alibi": Alibi(torch.ones(H).requires_grad_()),
+    "bands": ExpoSB(band_weights=torch.ones(H).requires_grad_()),
+    "bands-decay": ExpoSB(band_weights=torch.ones(H).requires_grad_(), distance_decay=True),
+    "t5": T5Bias(torch.zeros(32, H).requires_grad_()),
+}
 # The schemes of those whose backward is that of the Triton kernels.
 LEARNED = {
     "dense": ({}, {}, ()),
     "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ()),
     "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, ()),
     "D 256": ({"head_dim": 256}, {}, ("alibi", "t5")),
-    "softcap": ({}, {"softcap": 3.0}, ("alibi", "t5")),
+    "float16": ({"dtype": torch.float16}, {}, ("bands", "bands-decay")),
+    "softcap": ({}, {"softcap": 3.0}, tuple(LEARNING)),
     "dropout": ({}, {"dropout_p": 0.1}, ("t5",)),
     "mask": ({}, {"mask": MASK}, ("t5",)),
     "lists": ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, ("t5",)),
@@ -229,7 +245,9 @@ def test_the_backward_of_learned_scores(hopper, scheme, name):
     assert found is None or found.code == "score_mod_params"
 
 
-@pytest.mark.parametrize("position", [ExpoSB(band_weights=torch.ones(H)), FarAlibi(50)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "position", [ExpoSB(distance_decay=True), FarAlibi(50), FarBands(50)], ids=lambda x: type(x).__name__
+)
 def test_the_backward_of_other_learned_scores_is_tritons(hopper, position):
     call = call_on_gpu(position=position)
     assert GLUON.why_no_backward(call, Wanted(score_mod_params=True)).code == "score_mod_params"
@@ -473,6 +491,24 @@ CALLS = {
         "position": ExpoSB(band_weights=learned(device), distance_decay=True),
         "causal": True,
     },
+    "bands-cache": lambda device: {
+        "position": ExpoSB(band_weights=learned(device), distance_decay=True),
+        "window": (150, 90),
+        "key_starts": integers(device, 3, 100),
+        "key_lengths": integers(device, 203, 333),
+        "query_starts": integers(device, 3, 133),
+        "scale": -0.2,
+    },
+    "bands-zero": lambda device: {
+        "position": ExpoSB(band_weights=torch.tensor([0.5, 0.0, -2.0, 1e-3], device=device).requires_grad_()),
+        "window": (150, 90),
+        "sinks": torch.randn(H, device=device),
+        "key_lengths": integers(device, TK, 0),
+    },
+    "bands-positions": lambda device: {
+        "position": ExpoSB(band_weights=learned(device), distance_decay=True),
+        **positions(device),
+    },
     "rope": lambda device: {"position": Rope()},
     "rope-causal-window": lambda device: {"position": Rope(), "causal": True, "window": 150},
     "rope-lengths": lambda device: {"position": Rope(), "key_lengths": integers(device, TK, 130)},
@@ -521,7 +557,7 @@ def test_every_call(kernels, device, head_dim, name):
 
 DROPPED = (
     *("plain", "causal", "causal-window", "lengths", "starts", "no-keys", "cache", "softcap-sinks"),
-    *("alibi", "alibi-learned", "alibi-learned-full", "alibi-positions", "decay-causal"),
+    *("alibi", "alibi-learned", "alibi-learned-full", "alibi-positions", "bands", "bands-decay", "decay-causal"),
     *("rope-interleaved", "rerope", "leaky"),
 )
 
@@ -664,7 +700,8 @@ def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, gr
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 3), (6, 1)], ids=str)
 def test_heads_share_keys(kernels, device, heads):
     tensors = draw(device, heads=heads[0], key_heads=heads[1])
-    for scheme in (Alibi(), Alibi(torch.ones(H, device=device).requires_grad_())):
+    ones = torch.ones(H, device=device).requires_grad_()
+    for scheme in (Alibi(), Alibi(ones), ExpoSB(band_weights=ones)):
         position = for_heads(scheme, heads[0], device)
         check_supported(kernels, tensors, position=position, causal=True)
 
@@ -735,12 +772,13 @@ def test_packed_sequences(kernels, device, lengths, head_dim, call):
 
 @on_hopper
 @pytest.mark.parametrize("given", [False, True], ids=["by-index", "by-positions"])
-@pytest.mark.parametrize("scheme", ["none", "alibi", "alibi-learned", "decay", "t5"])
+@pytest.mark.parametrize("scheme", ["none", "alibi", "alibi-learned", "bands", "decay", "t5"])
 def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
     schemes = {
         "none": NoPosition(),
         "alibi": Alibi(),
         "alibi-learned": Alibi(learned(device)),
+        "bands": ExpoSB(band_weights=learned(device), distance_decay=True),
         "decay": ExpoSB(distance_decay=True),
     }
     tensors, starts = pack(device, *LENGTHS["different"])
@@ -755,7 +793,7 @@ def test_changed_scores_of_packed_sequences(kernels, device, scheme, given):
 
 @on_hopper
 @pytest.mark.parametrize("call", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("name", ["rope", "alibi-learned", "decay", "t5", "rerope", "softcap-sinks", "starts"])
+@pytest.mark.parametrize("name", ["rope", "alibi-learned", "bands", "decay", "t5", "rerope", "softcap-sinks", "starts"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_few_queries(kernels, device, head_dim, name, call):
     tensors = draw(device, queries=17, head_dim=head_dim)
@@ -849,7 +887,7 @@ def random_call(number, device):
         sizes = ((heads, head_dim), (key_heads, head_dim), (key_heads, v_head_dim))
         shapes = [(sum(lengths), *size) for size in sizes]
         call = {"layout": "thd", "cu_seqlens_q": starts, "causal": source.random() < 0.5}
-        call["position"] = source.choice([Rope(), Alibi(), t5(device)])
+        call["position"] = source.choice([Rope(), Alibi(), ExpoSB(band_weights=learned(device)), t5(device)])
     else:
         queries, keys = length(5000), length(5000)
         if source.random() < FEW_SHARE:
@@ -877,9 +915,9 @@ def test_random_shapes_have_every_feature():
         if any(isinstance(x, Tensor) for x in vars(call.get("position", NoPosition())).values()):
             drawn |= {(type(call["position"]).__name__, is_dropped, is_packed)}
     every = {("dropped", True), ("dropped", False), ("few", False)}
-    every |= {(name, is_dropped) for name in ("Alibi", "T5Bias") for is_dropped in (False, True)}
+    every |= {(name, is_dropped) for name in ("Alibi", "ExpoSB", "T5Bias") for is_dropped in (False, True)}
     expected = {(*feature, is_packed) for feature in every for is_packed in (False, True)}
-    assert drawn >= expected | {("few", True, False), ("ExpoSB", True, False), ("ExpoSB", False, False)}
+    assert drawn >= expected | {("few", True, False)}
 
 
 @on_hopper

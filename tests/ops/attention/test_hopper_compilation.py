@@ -248,7 +248,7 @@ def test_one_head_and_one_sequence_compile(monkeypatch, head_dim, name):
 @pytest.mark.parametrize("head_dim", [64, 128, *WIDE], ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["plain", "rope-causal", "decay", "lengths", "packed", "rerope-causal", "self-extend"],
+    ["plain", "rope-causal", "decay", "bands-learned", "lengths", "packed", "rerope-causal", "self-extend"],
 )
 def test_the_passes_of_the_backward_compile(monkeypatch, tmp_path, head_dim, name):
     launches = backward_launches_of(monkeypatch, head_dim, torch.bfloat16, name)

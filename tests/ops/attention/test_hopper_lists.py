@@ -187,6 +187,10 @@ CALLS = {
     "starts": lambda device: {"query_starts": integers(device, 20, -50), "causal": True},
     "alibi": lambda device: {"position": Alibi(), "softcap": 5.0},
     "alibi learned": lambda device: {"position": Alibi((torch.rand(H, device=device) + 0.1).requires_grad_())},
+    "bands": lambda device: {
+        "position": ExpoSB(band_weights=(torch.rand(H, device=device) + 0.1).requires_grad_()),
+        "causal": True,
+    },
     "decay": lambda device: {"position": ExpoSB(distance_decay=True), "causal": True},
     "rerope": lambda device: {"position": ReRope(160)},
     "rerope causal": lambda device: {"position": ReRope(160), "causal": True},

@@ -200,6 +200,38 @@ def test_finish_of_one_workspace(device, batch, shape, workspace):
     assert_close_to_truth(grad_q, whole.double() * 0.3, (whole * 0.3).half())
 
 
+@pytest.mark.parametrize("of_rows", [False, True], ids=["of-heads", "of-rows"])
+def test_the_gradient_of_a_factor(device, batch, shape, of_rows):
+    """Queries that attend nothing may be NaN. A head whose factor is 0 has no gradient."""
+    from ropewalk.ops.attention.backend import AT_ONCE
+    from ropewalk.ops.attention.triton.arguments import Scores
+    from ropewalk.ops.attention.triton.launch_common import sum_param_grads, tiled
+
+    size, packed, _, _, n_tiles = batch
+    if of_rows and packed is not None:
+        pytest.skip("packed sequences are one batch row")
+    sums, whole = draw_sums(device, batch, shape, 1)
+    q = torch.randn(size, H, TOKENS, shape.features, device=device).half()
+    factors = torch.rand(*([size] if of_rows else []), H, 1, device=device) + 0.2
+    factors[..., 1, :] = 0
+    unattended = torch.arange(TOKENS, device=device) % 7 == 3
+    whole[..., unattended, :] = 0
+    sums[..., place(batch[2][:, None], torch.arange(shape.features, device=device), shape.features)] = whole
+    products = torch.where(factors == 0, 0, (q * whole[0].double()).sum((2, 3))[..., None] * 0.3 / factors.double())
+    truth = products if of_rows else products.sum(0)
+    q[:, :, unattended] = torch.nan
+    with unchanged((q, factors)), poisoned_memory():
+        parts = torch.empty(n_tiles * H, 1, device=device)
+        of_factor = {
+            "q": tiled(q, shape.tile, shape.features // shape.chunks),
+            "scores": Scores(factors, 1, H if of_rows else None, 1.0, 1.0, 1.0),
+            "factor_grads_ptr": parts,
+        }
+        finish(batch, shape, sums, None, None, None, of_factor=of_factor, R=0, INTERLEAVED=False)
+        grad = sum_param_grads(factors, parts, size, H, packed is not None, AT_ONCE)
+    torch.testing.assert_close(grad.double(), truth, rtol=1e-4, atol=1e-3)
+
+
 def draw_sums(device, batch, shape, workspaces):
     """Workspaces, and what they hold of each token, (workspaces, B, H, T, D)."""
     size, _, rows, n_rows, _ = batch
@@ -213,7 +245,7 @@ def draw_sums(device, batch, shape, workspaces):
     return sums, whole
 
 
-def finish(batch, shape, sums, *tables, workspace=0, **keywords):
+def finish(batch, shape, sums, *tables, workspace=0, of_factor=None, **keywords):
     from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel
     from ropewalk.ops.attention.triton.launch_common import store_target
 
@@ -224,6 +256,7 @@ def finish(batch, shape, sums, *tables, workspace=0, **keywords):
         grad_q = torch.empty(size, TOKENS, H, D, dtype=torch.float16, device=sums.device).transpose(1, 2)
     bwd_postprocess_kernel[(n_tiles * H,)](
         dq_accum_ptr=sums,
+        **{"q": None, "scores": None, "factor_grads_ptr": None, **(of_factor or {})},
         dq=store_target(grad_q, TILE, D // CHUNKS, packed),
         table=table,
         past_table=past_table,

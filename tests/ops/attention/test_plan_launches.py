@@ -302,6 +302,7 @@ def test_kinds_with_steps_before_launch_the_same(kind: str) -> None:
     [
         ("learned-t5", ["bias_grad_kernel", "sum_parts_kernel"]),
         ("learned-alibi", ["bwd_postprocess_kernel", "sum_parts_kernel"]),
+        ("learned-exposb", ["bwd_postprocess_kernel", "sum_parts_kernel"]),
     ],
 )
 def test_learned_scores_on_hopper_launch_the_same(kind: str, last: list[str]) -> None:

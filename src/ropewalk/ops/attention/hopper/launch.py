@@ -299,13 +299,14 @@ def backward(
     kv_grads = (grad_k, far_grads[2], grad_v)
     scores = _scores_args(call, packed, on)
     score_mod = load_score_mod(call) if wanted.score_mod_params else None
+    is_factor = score_mod is not None and score_mod.is_factor
     param_sums = None
     if is_wide:
         _launch_wide_kernels(
             call, saved, v, grad_out, (dq_accum, dq_order), kv_grads, scores, delta, rotates, workspace_rows, on
         )
     else:
-        if score_mod is not None:
+        if score_mod is not None and not is_factor:
             n_slots, of_slot = triton.cdiv(keys, BLOCK_N.value), 2 if score_mod.bias is None else 4
             if call.cu_seqlens_k is not None:
                 n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
@@ -325,6 +326,7 @@ def backward(
             workspace_rows,
             on,
         )
+    factor_grads = torch.empty(n_tiles * heads, 1, dtype=torch.float32, device=lse.device) if is_factor else None
     table, width = rope_table_args(tables.q if rotates else None)
     far = None if call.far is None or separate_far_grads else call.far.tables
     past_table, future_table = (
@@ -335,6 +337,9 @@ def backward(
             on.launch(
                 bwd_postprocess_kernel,
                 n_tiles * heads,
+                q=tiled(saved.q, block_m, blocks.block_d) if is_factor else None,
+                scores=scores if is_factor else None,
+                factor_grads_ptr=factor_grads,
                 dq=store_target(grad, block_m, blocks.block_d, packed),
                 table=table if workspace == 0 else None,
                 past_table=past_table,
@@ -351,13 +356,14 @@ def backward(
     grad_sinks = None
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    grad_params = None
-    if score_mod is not None and param_sums is not None:
-        if score_mod.bias is not None:
+    grad_params, params = None, call.score_mod_params
+    if score_mod is not None and params is not None:
+        if factor_grads is not None:
+            grad_params = sum_param_grads(params, factor_grads, batch, heads, packed is not None, on)
+        elif score_mod.bias is not None and param_sums is not None:
             grad_params = _bias_grad(call, saved, v, grad_out, delta, param_sums, scores, packed, on)
-        else:
-            assert call.score_mod_params is not None
-            grad_params = sum_param_grads(call.score_mod_params, param_sums.view(-1, 1), batch, heads, False, on)
+        elif param_sums is not None:
+            grad_params = sum_param_grads(params, param_sums.view(-1, 1), batch, heads, False, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
 

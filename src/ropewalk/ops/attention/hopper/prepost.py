@@ -16,6 +16,7 @@ from ropewalk.ops.attention.triton.tiles import (
     differentiate_gate,
     inverse_rotate,
     load_tile,
+    params_of_head,
     store_tile,
     wide,
 )
@@ -138,9 +139,26 @@ def bwd_preprocess_kernel(
             tl.store(dq_order_ptr + workspace * (n_elements // (BLOCK_M * BLOCK_D * D_CHUNKS)) + index, 0)
 
 
+@triton.jit
+def _dot_rows(q_tile, dq_tile, exists, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return Σ q · dQ of a tile's rows that exist: NaN in a query that attends nothing shows nowhere.
+
+    Pairs of features are split first: the layout that dQ has of the workspace's order is one over which Triton below
+    3.8 reduces wrong.
+    """
+    q_even, q_odd = tl.split(tl.reshape(q_tile, (BLOCK_M, BLOCK_D // 2, 2)))
+    dq_even, dq_odd = tl.split(tl.reshape(dq_tile, (BLOCK_M, BLOCK_D // 2, 2)))
+    products = tl.where(dq_even == 0, 0.0, q_even.to(tl.float32) * dq_even)
+    products += tl.where(dq_odd == 0, 0.0, q_odd.to(tl.float32) * dq_odd)
+    return tl.sum(tl.where(exists, tl.sum(products, 1), 0.0), 0)
+
+
 @triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements", "workspace"))
 def bwd_postprocess_kernel(
     dq_accum_ptr,  # the workspaces
+    q,  # descriptor of (B, H, Tq, D), as the backward kernel reads it; None: factor_grads_ptr is, too
+    scores,  # Scores, whose parameter is a factor of a head's scores; or None
+    factor_grads_ptr,  # (programs,): a program's part of its gradient; or None
     dq,  # descriptor, or RowTarget
     table,  # RopeTable of the queries; None: their gradient is not rotated
     past_table,  # of `Far.q_past`; None: that workspace is not part of this gradient
@@ -161,7 +179,11 @@ def bwd_postprocess_kernel(
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Store dQ of a tile of queries, from one workspace or from all of them."""
+    """Store dQ of a tile of queries, from one workspace or from all of them.
+
+    Where the scores are w times others, S, the gradient of w is Σ dS · S, by pairs; as S is w · scale · q · k, that is
+    Σ q · dQ / w, by queries. No square has a gradient where w is 0.
+    """
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
     q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
     n_queries = seqlens.n_queries
@@ -170,10 +192,14 @@ def bwd_postprocess_kernel(
     start = workspace_start(q_offset, sequence, packed, BLOCK_M) + m_start
     row = batch * n_heads + head
     dq_accum_ptr += workspace * wide(n_elements)
+    total = 0.0
     if D_CHUNKS * BLOCK_D > 128:
         for chunk in tl.static_range(D_CHUNKS):
             offsets = _workspace_offsets(row, start, workspace_rows, chunk, BLOCK_M, BLOCK_D, D_CHUNKS)
             dq_tile = _from_wide_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_D) * grad_scale
+            if factor_grads_ptr is not None:
+                q_tile = q.load([batch, head, q_offset + m_start, chunk * BLOCK_D]).reshape(BLOCK_M, BLOCK_D)
+                total += _dot_rows(q_tile, dq_tile, m < n_queries, BLOCK_M, BLOCK_D)
             store_tile(
                 dq, dq_tile, batch, head, q_offset, m_start, n_queries, chunk, BLOCK_M, BLOCK_D, packed is not None
             )
@@ -182,6 +208,9 @@ def bwd_postprocess_kernel(
         rows = q_offset + m
         rows_end = q_offset + n_queries
         dq_tile = _from_thread_order(tl.load(dq_accum_ptr + offsets), BLOCK_M, BLOCK_D)
+        if factor_grads_ptr is not None:
+            q_tile = load_tile(q, batch, head, q_offset + m_start, BLOCK_M, BLOCK_D)
+            total = _dot_rows(q_tile, dq_tile, m < n_queries, BLOCK_M, BLOCK_D) * grad_scale
         if table is not None:
             dq_tile = inverse_rotate(dq_tile, table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
         if past_table is not None:
@@ -192,3 +221,7 @@ def bwd_postprocess_kernel(
             dq_tile += inverse_rotate(dq_future, future_table, batch, rows, rows_end, BLOCK_M, BLOCK_D, R, INTERLEAVED)
         dq_tile *= grad_scale
         store_tile(dq, dq_tile, batch, head, q_offset, m_start, n_queries, 0, BLOCK_M, BLOCK_D, packed is not None)
+    if factor_grads_ptr is not None:
+        factor = tl.load(params_of_head(scores, batch, head))
+        total = tl.where(factor == 0, 0.0, total / tl.where(factor == 0, 1.0, factor))
+        tl.store(factor_grads_ptr + tl.program_id(0), total)

@@ -26,7 +26,9 @@ _SCORE_MODS = {
     for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY", "T5_BIAS")
 }
 
-_LEARNED_SCORE_MODS = {f"ropewalk.ops.attention.triton.score_mods:{name}" for name in ("ALIBI", "T5_BIAS")}
+_LEARNED_SCORE_MODS = _SCORE_MODS - {
+    f"ropewalk.ops.attention.triton.score_mods:{name}" for name in ("UNCHANGED", "EXPOSB_DECAY")
+}
 
 
 class Gluon:
@@ -174,12 +176,13 @@ def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
     """Say why the backward does not differentiate the score mod's parameters; None if it does."""
     if call.score_mod not in _LEARNED_SCORE_MODS:
         return Refusal("score_mod_params", f"gradients of the parameters of {call.score_mod} are not supported")
-    beside = {
-        "softcap": call.softcap is not None,
-        "positions": not call.goes_by_index,
-        "a two-range encoding": call.far is not None,
-        f"head dims of more than {WIDEST_LEARNED}": max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED,
-    }
+    beside = {"softcap": call.softcap is not None, "a two-range encoding": call.far is not None}
+    if ":EXPOSB_BANDS" in call.score_mod:
+        # It is taken from dS times the factor, in the inputs' dtype: small factors underflow there.
+        beside["float16"] = call.q.dtype == torch.float16
+    else:
+        beside["positions"] = not call.goes_by_index
+        beside[f"head dims of more than {WIDEST_LEARNED}"] = max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED
     if call.score_mod.endswith(":T5_BIAS"):
         beside["lists"] = call.mask is not None or call.blocks is not None
         beside["dropout"] = call.dropout_p > 0

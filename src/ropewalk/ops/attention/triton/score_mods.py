@@ -32,6 +32,9 @@ class ScoreMod(NamedTuple):
     # (distance, parameters_ptr) -> bias, where a score mod adds a bias that is the same from some distance on, and its
     # parameters end with a number for each distance up to there, on both sides: kernels for Hopper make a table of it.
     bias: Any = None
+    # Whether the scores are multiplied by the one parameter of a head, a square, and by what depends on positions:
+    # kernels for Hopper take the parameter's gradient from that of the queries.
+    is_factor: bool = False
 
 
 @triton.jit
@@ -158,6 +161,6 @@ def _t5_parameters(sums, gradient, scores, query_position, key_position, paramet
 UNCHANGED = ScoreMod(_unchanged, None)
 ALIBI = ScoreMod(_alibi, None, _alibi_parameters)
 EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint)
-EXPOSB_BANDS = ScoreMod(_bands, _bands_adjoint, _bands_parameters)
-EXPOSB_BANDS_DECAY = ScoreMod(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters)
+EXPOSB_BANDS = ScoreMod(_bands, _bands_adjoint, _bands_parameters, is_factor=True)
+EXPOSB_BANDS_DECAY = ScoreMod(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters, is_factor=True)
 T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias)
