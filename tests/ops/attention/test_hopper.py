@@ -218,8 +218,10 @@ LEARNING = {
 }
 # The schemes of those whose backward is that of the Triton kernels.
 LEARNED = {
-    "dense": ({}, {}, ()),
-    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ()),
+    "dense": ({}, {}, ("bands-decay",)),
+    "causal": ({}, {"causal": True}, ()),
+    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ("bands-decay",)),
+    "D 128, full": ({"head_dim": 128}, {}, ()),
     "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, ()),
     "D 256": ({"head_dim": 256}, {}, ("alibi", "t5")),
     "float16": ({"dtype": torch.float16}, {}, ("bands", "bands-decay")),
