@@ -7,6 +7,10 @@ import pytest
 import torch
 from helpers.modes import needs_kernels
 
+from ropewalk import ExpoSB
+from ropewalk import device as gpu
+from ropewalk.ops.attention.api import make_call
+from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.call import RopeTable
 from ropewalk.ops.attention.validate import Arguments, validate
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
@@ -230,6 +234,61 @@ def test_the_gradient_of_a_factor(device, batch, shape, of_rows):
         finish(batch, shape, sums, None, None, None, of_factor=of_factor, R=0, INTERLEAVED=False)
         grad = sum_param_grads(factors, parts, size, H, packed is not None, AT_ONCE)
     torch.testing.assert_close(grad.double(), truth, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("features", "causal"), [(64, True), (128, False)])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_the_launcher_takes_the_gradient_of_band_weights(monkeypatch, device, features, causal, packed):
+    """Given what the backward kernel would add to the workspace, from the definition in float64."""
+    launch = pytest.importorskip("ropewalk.ops.attention.hopper.launch")
+    from ropewalk.ops.attention.backend import AT_ONCE, Wanted
+    from ropewalk.ops.attention.triton.launch_common import begin_forward
+
+    weights = torch.tensor([0.5, 0.0, -2.0, 1.3], device=device).requires_grad_()
+    cu_seqlens = torch.tensor(SEQUENCES[:-1], device=device)
+    call = {"layout": "thd", "cu_seqlens_q": cu_seqlens} if packed else {"layout": "bhtd"}
+    n_tokens = SEQUENCES[-2]
+    shapes = [(n_tokens, heads, features) if packed else (B, heads, n_tokens, features) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, device=device).half() for shape in shapes)
+    position = ExpoSB(band_weights=weights, distance_decay=True)
+    call = make_call(q, k, v, position=position, causal=causal, **call)
+    out, v, saved, _ = begin_forward(call, AT_ONCE)
+
+    q, k, v = saved.q.double(), *(x.double().repeat_interleave(2, 1) for x in (saved.k, v))
+    token = torch.arange(n_tokens, device=device)
+    distance = (token[:, None] - token[None]).double()
+    sequence = torch.bucketize(token, cu_seqlens[1:], right=True) if packed else token * 0
+    attends = (sequence[:, None] == sequence[None]) & ((distance >= 0) | (not causal))
+    factors = weights.detach().double().square().requires_grad_()
+    decay = 0.7 + 0.3 * torch.exp(-0.005 * distance.abs())
+    q.requires_grad_()
+    scores = (call.scale * q @ k.mT * factors[:, None, None] * decay).masked_fill(~attends, -math.inf)
+    whole, grad_out = scores.softmax(-1) @ v, torch.randn_like(q)
+    grad_q, truth = torch.autograd.grad(whole, (q, factors), grad_out)
+    out.copy_(whole)
+    saved.lse.copy_(scores.logsumexp(-1) / math.log(2))
+
+    class Kernel:
+        """Writes dQ before the scale, where the backward kernel adds it."""
+
+        def __getitem__(self, grid):
+            return self.run
+
+        def run(self, *, dq_accum, workspace_rows, **rest):
+            tile, rows = launch.BACKWARD[features].BLOCK_M, token
+            if packed:
+                start = torch.tensor(SEQUENCES, device=device)[sequence]
+                rows = (start // tile + sequence) * tile + token - start
+            sums = dq_accum.base.view(*q.shape[:2], workspace_rows * features)
+            places = place(rows[:, None], torch.arange(features, device=device), features)
+            sums[..., places] = (grad_q / call.scale).float()
+
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(launch, "backward_kernel", Kernel())
+    wanted = Wanted(score_mod_params=True)
+    grads = launch.backward(without_inputs(call, saved), out, saved, grad_out.half(), None, wanted)
+    expected = torch.where(factors == 0, 0, truth)
+    torch.testing.assert_close(grads.score_mod_params[:, 0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def draw_sums(device, batch, shape, workspaces):
