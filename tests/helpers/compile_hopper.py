@@ -228,12 +228,19 @@ CASES = [
     *((96, torch.bfloat16, name) for name in ("rope-causal", "dropout-causal")),
 ]
 WIDE = [(192, 128), 256]  # head dims above 128
-WIDE_CALLS = ("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay")
+WIDE_CALLS = (
+    *("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay"),
+    *("dropout", "dropout-causal"),
+)
 WIDE_CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),
     ((136, 8), torch.float16, "rope-causal"),
 ]
-DROPOUT_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in DROPOUT_CALLS]
+_WIDE_DROPPED = [name for name in DROPOUT_CALLS if "lists" not in name and "learned" not in name]
+DROPOUT_CASES = [
+    *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in DROPOUT_CALLS),
+    *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in _WIDE_DROPPED),
+]
 ORDERED_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ORDERED_CALLS]
 LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]

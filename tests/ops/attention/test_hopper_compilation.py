@@ -200,12 +200,12 @@ def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tm
             assert len(added) == ranges * 2 * of_dq * queries * 64 // 128 // 4
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), DROPOUT_CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), DROPOUT_CASES, ids=str)
 def test_dropout_fits_beside_everything(monkeypatch, tmp_path, head_dim, dtype, name):
     """The launcher asks for so much shared memory; near and far keys of 128 features leave 1.5 KiB of it."""
     forward, _ = forward_launch_of(monkeypatch, head_dim, dtype, name)
-    _, backward, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
-    for launch in (forward, backward):
+    backward = kernels_of(backward_launches_of(monkeypatch, head_dim, dtype, name))
+    for launch in (forward, *(launch for _, launch in backward)):
         compiled = compile_gluon(launch)
         assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
         report = ptxas_report(compiled, tmp_path)

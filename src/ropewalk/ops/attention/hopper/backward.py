@@ -208,7 +208,7 @@ def differentiate_scores(m_start, p, dp, delta, scaled, k_idx, seqlens, scores, 
 
 
 @gluon.jit
-def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
+def p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Convert P to 16 bits; with dropout it is negative where it does not stay, and there becomes zero."""
     if dropped is None:  # noqa: SIM108
         p_half = p.to(DTYPE)
@@ -218,7 +218,7 @@ def _p_operand(p, dropped, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _init_dp(delta, step, layout: gl.constexpr):
+def init_dp(delta, step, layout: gl.constexpr):
     """Initialise dP to -delta; with dropout to 0."""
     BLOCK_M: gl.constexpr = delta.shape[0]
     if step.dropout is None:  # noqa: SIM108
@@ -246,7 +246,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dropped = None
-    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
+    dp = init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(step, q_tile, wg_kv, seqlens, flags, BLOCK_M)
     smem.do.wait_full(step.use)
@@ -266,7 +266,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     if dropped is not None:
         p = negate_dropped(p, dropped)
-    p_half = _p_operand(p, dropped, DTYPE, p_layout)
+    p_half = p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
@@ -324,7 +324,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     if dropped is not None:
         p = negate_dropped(p, dropped)
-    p_half = _p_operand(p, dropped, DTYPE, p_layout)
+    p_half = p_operand(p, dropped, DTYPE, p_layout)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
@@ -336,7 +336,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
-    dp = _init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
+    dp = init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     dp = warpgroup_mma(wg_kv.v, do_tile.permute((1, 0)), dp, is_async=True)
     acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -357,7 +357,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
 
 
 @gluon.jit
-def _begin_dropout(problem, tile, member):
+def begin_dropout_of_head(problem, tile, member):
     """Return the `RowDropout` of a query head of a tile's keys; None without dropout."""
     dropout = None
     if problem.dropout is not None:
@@ -403,7 +403,7 @@ def _mainloop_q(
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
         for member in range(problem.schedule.heads_per_key):
             head_use = first_use + member * steps_per_head
-            dropout = _begin_dropout(problem, tile, member)
+            dropout = begin_dropout_of_head(problem, tile, member)
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
@@ -488,7 +488,7 @@ def _mainloop_listed_q(
         named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
     for member in range(heads_per_key):
         head = tile.kv_head * heads_per_key + member
-        dropout = _begin_dropout(problem, tile, member)
+        dropout = begin_dropout_of_head(problem, tile, member)
         slots = slots_of_head(lists, tile.batch, head)
         if bits is not None:
             slots += tile.start // LISTED

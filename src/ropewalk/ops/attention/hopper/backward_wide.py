@@ -16,7 +16,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from typing import Any, NamedTuple
 
-from ropewalk.ops.attention.hopper.backward import differentiate_scores
+from ropewalk.ops.attention.hopper.backward import begin_dropout_of_head, differentiate_scores, init_dp, p_operand
 from ropewalk.ops.attention.hopper.backward_warps import (
     has_keys,
     loop_over_queries,
@@ -30,6 +30,7 @@ from ropewalk.ops.attention.hopper.barriers import (
     named_barrier_arrive,
     named_barrier_sync,
 )
+from ropewalk.ops.attention.hopper.dropout import dropped_queries, negate_dropped
 from ropewalk.ops.attention.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -47,7 +48,6 @@ from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
     WG_ROWS,
     add_in_thread_order,
-    init_neg_delta,
     key_mask,
     store_rows,
     wgmma_layout,
@@ -102,6 +102,8 @@ class Step(NamedTuple):
     dq_ptr: Any  # the tile's dQ in a workspace
     is_first: Any  # of a range of pairs
     last_dq_ptr: Any  # the dQ of the step before
+    n_start: Any  # the warp group's first key
+    dropout: Any  # RowDropout; None: nothing is dropped
 
 
 class Targets(NamedTuple):
@@ -133,6 +135,8 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         delta = lse  # never read
         if inputs.delta is not None:
             delta = gl.load(inputs.delta + offset + column, exists, other=0.0)
+            if problem.dropout is not None:  # gradients are rescaled at the end
+                delta /= problem.dropout.rescale
         if inputs.v is None:  # the kernel of dV needs a step's dO last
             smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
         else:  # that of dK releases it first
@@ -274,7 +278,8 @@ def _mainloop_dv(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
     start = tile_range.start
-    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    n_start = tile.start + CONSUMER * WG_ROWS
+    wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
     # Steps of each head: the first ones, in which no query attends a key of this warp group.
     n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
     positions = None
@@ -288,6 +293,7 @@ def _mainloop_dv(
             head = tile.kv_head * problem.schedule.heads_per_key + member
             bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
         scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+        dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
             mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
@@ -304,12 +310,17 @@ def _mainloop_dv(
             k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
             q_tiles = smem.q.chunk_tiles(use)
             s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
+            dropped = None
+            if dropout is not None:
+                dropped = dropped_queries(dropout, use, m_start, n_start, BLOCK_M)
             s = warpgroup_mma_wait(0, deps=(s,))
             smem.q.release(use)
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
             mask = TileMask(masked, seqlens)
             p, _, _ = recompute_p(s, lse, m_start, k_idx, mask, scores, range_flags(flags, RANGE), score_flags)
-            p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+            if dropped is not None:
+                p = negate_dropped(p, dropped)
+            p_half = p_operand(p, dropped, DTYPE, p_layout)
             for _step in range(n_skipped + 1, steps_per_head):
                 stage = (use + 1) % smem.q.stages
                 mbarrier.wait(smem.stats_full.index(stage), (use + 1) // smem.q.stages & 1)
@@ -323,12 +334,17 @@ def _mainloop_dv(
                 q_tiles = smem.q.chunk_tiles(use + 1)
                 s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
                 acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
+                next_dropped = None
+                if dropout is not None:
+                    next_dropped = dropped_queries(dropout, use + 1, m_start, n_start, BLOCK_M)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 smem.q.release(use + 1)
                 masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
                 mask = TileMask(masked, seqlens)
                 p, _, _ = recompute_p(s, lse, m_start, k_idx, mask, scores, range_flags(flags, RANGE), score_flags)
-                next_p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+                if next_dropped is not None:
+                    p = negate_dropped(p, next_dropped)
+                next_p_half = p_operand(p, next_dropped, DTYPE, p_layout)
                 acc_dv, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half, next_p_half))
                 smem.do.release(use)
                 p_half = next_p_half
@@ -385,6 +401,8 @@ def _compute_dv(targets, smem, problem, flags, score_flags, options, CONSUMER: g
 
     # === epilogue
     acc_dv, _ = state
+    if problem.dropout is not None:
+        acc_dv = acc_dv * problem.dropout.rescale
     if options.D_CHUNKS == 1:
         (dv_tile,) = wg_k  # which the other warp group does not read
     else:
@@ -471,22 +489,28 @@ def _step_chunks(
     # All reads go before products: reads wait in one queue behind those.
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dropped = None
+    dp = init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.q.wait_full(step.use)
     s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
     dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
+    if step.dropout is not None:
+        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     p, capped, scaled = recompute_p(
         s, lse, step.m_start, k_idx, TileMask(step.masked, seqlens), scores, flags, score_flags
     )
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, None, scaled, k_idx, seqlens, scores, flags, score_flags)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(step.m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     ds_tile = smem.ds.index(step.use % 2)
@@ -568,20 +592,26 @@ def _step_whole(
     if not step.is_first:
         _add_quarter(step.last_dq_ptr, dq_b, CONSUMER, 1)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dropped = None
+    dp = init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
     smem.do.wait_full(step.use)
     if flags.PACKED:
         zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
     dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
+    if step.dropout is not None:
+        dropped = dropped_queries(step.dropout, step.use, step.m_start, step.n_start, BLOCK_M)
     s = warpgroup_mma_wait(1, deps=(s,))
     p, capped, scaled = recompute_p(
         s, lse, step.m_start, k_idx, TileMask(step.masked, seqlens), scores, flags, score_flags
     )
+    if dropped is not None:
+        p = negate_dropped(p, dropped)
     if score_flags.SOFTCAP:  # before p and the scores are both needed
         p *= 1 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
-    ds = differentiate_scores(step.m_start, p, dp, None, scaled, k_idx, seqlens, scores, flags, score_flags)
+    delta = None if dropped is None else smem.stats.index(2 * stage + 1)
+    ds = differentiate_scores(step.m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
     # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
     smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
@@ -628,7 +658,8 @@ def _mainloop_dk(
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
-    wg_range = wg_query_range(tile.start + CONSUMER * WG_ROWS, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    n_start = tile.start + CONSUMER * WG_ROWS
+    wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
     DEFERS_DQ: gl.constexpr = options.D_CHUNKS == 1
     last_dq_ptr = targets.dq_accum
     if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
@@ -644,6 +675,7 @@ def _mainloop_dk(
             head = tile.kv_head * problem.schedule.heads_per_key + member
             bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
         scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+        dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         m_start = tile_range.start
         row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)
@@ -653,7 +685,7 @@ def _mainloop_dk(
             take_step: gl.constexpr = _step_whole if DEFERS_DQ else _step_chunks
             acc = take_step(
                 acc,
-                Step(use, m_start, masked, dq_ptr, use == first_use, last_dq_ptr),
+                Step(use, m_start, masked, dq_ptr, use == first_use, last_dq_ptr, n_start, dropout),
                 k_idx,
                 smem,
                 seqlens,
@@ -815,7 +847,8 @@ def backward_wide_kernel(
     packed,  # Packed | None
     bounds,  # Bounds
     scores,  # Scores
-    grad_scale,  # of dK
+    dropout,  # Dropout | None
+    grad_scale,  # of dK; with dropout the host rescales it
     window,
     window_right,  # or None: as `window`
     far_window,  # pairs at least so many tokens apart are far; or None
@@ -896,6 +929,8 @@ def backward_wide_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        None,
+                        dropout,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -921,6 +956,8 @@ def backward_wide_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        None,
+                        dropout,
                     ),
                     FLAGS,
                     Options(D_CHUNKS, q_far_future is not None),

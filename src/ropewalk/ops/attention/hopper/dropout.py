@@ -41,11 +41,13 @@ def kept_keys(dropout, q_idx, n_start, layout: gl.constexpr, BLOCK_N: gl.constex
     """
     m = gl.convert_layout(q_idx, gl.SliceLayout(1, layout))[:, None]
     call = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
-    gl.static_assert(BLOCK_N == 128)
-    return gl.join(
-        _kept_words(dropout, m, n_start // 64, call),
-        _kept_words(dropout, m, n_start // 64 + 1, call),
-    )
+    words = _kept_words(dropout, m, n_start // 64, call)
+    if BLOCK_N == 64:
+        words = gl.reshape(words, [WG_ROWS, 4, 1])
+    else:
+        gl.static_assert(BLOCK_N == 128)
+        words = gl.join(words, _kept_words(dropout, m, n_start // 64 + 1, call))
+    return words
 
 
 # Of two rows in turn two neighbours, then those 8 keys on. A byte's top bit fills half a register.

@@ -123,7 +123,12 @@ FORWARD_LISTS = {
 # Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 # With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
-FORWARD_DROPOUT = {64: FORWARD_SCORE_MOD, 128: FORWARD[128, False]}
+FORWARD_DROPOUT = {
+    64: FORWARD_SCORE_MOD,
+    128: FORWARD[128, False],
+    192: FORWARD[192, False],
+    256: FORWARD[256, False],
+}
 
 
 class BackwardConfig(NamedTuple):
@@ -454,6 +459,7 @@ def _launch_wide_kernels(
     n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
     tiles = _describe_inputs(saved, v, config.BLOCK_M, BLOCK_N.value, blocks)
     arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
+    arguments["dropout"] = dropout_args(call)
     on.launch(
         backward_wide_kernel,
         n_programs,

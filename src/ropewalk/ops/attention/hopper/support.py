@@ -18,7 +18,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 WIDEST = 256  # features of a row
 MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over pages that are read in place
 WIDEST_LEARNED = 128  # features of a row whose score mod's parameters have a gradient
-WIDEST_DROPPED = 128  # features of a row with dropout
 WIDEST_ORDERED = 128  # features of a row of a deterministic backward
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
 _SCORE_MODS = {
@@ -59,10 +58,6 @@ class Gluon:
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
-        for name, x in (("q", call.q), ("v", call.v)):
-            if call.dropout_p > 0 and x.shape[3] > WIDEST_DROPPED:
-                needed = f"with dropout must be up to {WIDEST_DROPPED}"
-                return Refusal("dropout_p", f"{name}'s head dim is {x.shape[3]}, but {needed}")
         if call.far is not None and not call.goes_by_index:
             return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
         if call.score_mod is not None and call.score_mod not in _SCORE_MODS:
