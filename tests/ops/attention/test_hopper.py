@@ -556,6 +556,15 @@ def test_every_call(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
 
 
+@on_hopper
+@pytest.mark.parametrize("start", [0, 20_000, 39_936])
+def test_decays_of_distances_whose_powers_float32_does_not_hold(kernels, device, start):
+    tensors = draw(device, queries=64, keys=40_000)
+    weights = torch.tensor([0.5, 0.0, -2.0, 1.0], device=device).requires_grad_()
+    position = ExpoSB(band_weights=weights, distance_decay=True)
+    check_supported(kernels, tensors, position=position, query_starts=integers(device, start, start))
+
+
 DROPPED = (
     *("plain", "causal", "causal-window", "lengths", "starts", "no-keys", "cache", "softcap-sinks"),
     *("alibi", "alibi-learned", "alibi-learned-full", "alibi-positions", "bands", "bands-decay", "decay-causal"),

@@ -17,7 +17,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N
 from ropewalk.ops.attention.triton.masking import PAST
 from ropewalk.ops.attention.triton.scheduler import sequence_info
-from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN
+from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, DECAY_RATE
 from ropewalk.ops.attention.triton.tiles import load_positions as load_float_positions
 from ropewalk.ops.attention.triton.tiles import params_of_head, position_origin
 
@@ -175,13 +175,81 @@ def _bias_of_positions(bias, q_pos, k_pos):
     return gl.load(bias.ptr + ahead.to(gl.int32))
 
 
+@gluon.constexpr_function
+def _is_decay(mod):
+    """Say whether a function of a `ScoreMod` is ExpoSB's decay, or its adjoint, with a head's weight or without."""
+    names = ("_exposb_decay", "_bands_decay", "_exposb_decay_adjoint", "_bands_decay_adjoint")
+    return mod.__module__ == "ropewalk.ops.attention.triton.score_mods" and mod.__name__ in names
+
+
+@gluon.constexpr_function
+def _power_of_two(exponent):
+    return 2.0**exponent
+
+
+@gluon.jit
+def _powers(eighth, EXPONENT: gl.constexpr):
+    """Return 2^(EXPONENT · eighth) below 16, which the compiler folds to constants: it does not fold exp2."""
+    powers = gl.where(eighth % 2 == 1, _power_of_two(EXPONENT), 1.0)
+    powers *= gl.where(eighth // 2 % 2 == 1, _power_of_two(2 * EXPONENT), 1.0)
+    powers *= gl.where(eighth // 4 % 2 == 1, _power_of_two(4 * EXPONENT), 1.0)
+    return powers * gl.where(eighth // 8 % 2 == 1, _power_of_two(8 * EXPONENT), 1.0)
+
+
+@gluon.jit
+def _weight(scores):
+    """Return the square of a head's weight; 1 without weights."""
+    weight = 1.0
+    if scores.params is not None:
+        weight = gl.load(scores.params)
+    return weight
+
+
+@gluon.jit
+def _decay(tile, row, weight, ROWS_AHEAD: gl.constexpr, COLUMNS_AHEAD: gl.constexpr, ADJOINT: gl.constexpr):
+    """Multiply a tile by ExpoSB's decay of the distances from its columns, from 0 on, to positions of its rows.
+
+    2^(-rate · |distance|) is the smaller one of a product for rows ahead of columns and one for columns ahead, if both
+    may be. From one eight of columns to the next it changes by constants, and a thread holds two columns of each eight:
+    so few numbers are its own. The adjoint multiplies in another order, or the compiler would keep a tile of decays.
+    """
+    RATE: gl.constexpr = DECAY_RATE
+    gl.static_assert(tile.shape[1] <= 128)
+    pieces = gl.reshape(tile, [tile.shape[0], tile.shape[1] // 8, 8])
+    layout: gl.constexpr = gl.SliceLayout(1, pieces.type.layout)
+    row = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
+    eighth = gl.arange(0, tile.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, pieces.type.layout)))
+    eighth = eighth[None, :, None]
+    share = 0.3
+    if not (ROWS_AHEAD and COLUMNS_AHEAD):
+        share *= weight
+    if ROWS_AHEAD:
+        if ADJOINT:
+            behind = gl.exp2(row * -RATE) * (gl.exp2(column * RATE) * share)
+        else:
+            behind = (gl.exp2(row * -RATE) * share) * gl.exp2(column * RATE)
+        decay = behind[:, None, :] * _powers(eighth, 8 * RATE)
+    if COLUMNS_AHEAD:
+        if ADJOINT:
+            ahead = gl.exp2(row * RATE) * (gl.exp2(column * -RATE) * share)
+        else:
+            ahead = (gl.exp2(row * RATE) * share) * gl.exp2(column * -RATE)
+        other = ahead[:, None, :] * _powers(eighth, -8 * RATE)
+        decay = gl.minimum(decay, other) * weight if ROWS_AHEAD else other
+    return gl.convert_layout(gl.reshape(pieces * (0.7 * weight + decay), tile.shape), tile.type.layout)
+
+
 @gluon.jit
 def modify_scores(s, q_idx, n_start, column, seqlens, scores, flags, score_flags):
     """Return the score function of a tile of scaled scores, [queries, keys]."""
     if scores.positions is None:
         q_pos = (q_idx + (seqlens.causal_offset - n_start)).to(gl.float32)
-        k_pos = column.to(gl.float32)
-        s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
+        if _is_decay(score_flags.MOD):
+            s = _decay(s, q_pos, _weight(scores), True, flags.SIDE != PAST, False)
+        else:
+            k_pos = column.to(gl.float32)
+            s = score_flags.MOD(s, q_pos[:, None], k_pos[None, :], scores.params, flags.SIDE == PAST)
     else:
         k_pos = _load_columns(scores.positions, n_start, column)
         s = score_flags.MOD(s, scores.positions.rows[:, None], k_pos[None, :], scores.params, False)
@@ -193,7 +261,10 @@ def modify_transposed_scores(s, m_start, column, k_idx, seqlens, scores, flags, 
     """Return the score function of a tile of scaled scores, [keys, queries]."""
     if scores.positions is None:
         k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-        s = score_flags.MOD(s, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST)
+        if _is_decay(score_flags.MOD):
+            s = _decay(s, k_pos, _weight(scores), flags.SIDE != PAST, True, False)
+        else:
+            s = score_flags.MOD(s, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST)
     else:
         q_pos = _load_columns(scores.positions, m_start, column)
         s = score_flags.MOD(s, q_pos[None, :], scores.positions.rows[:, None], scores.params, False)
@@ -236,9 +307,12 @@ def differentiate_mod(ds, scaled, m_start, k_idx, seqlens, scores, flags, score_
     column = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, ds.type.layout))
     if scores.positions is None:
         k_pos = (k_idx - (m_start + seqlens.causal_offset)).to(gl.float32)
-        ds = score_flags.MOD_BWD(
-            ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
-        )
+        if _is_decay(score_flags.MOD_BWD):
+            ds = _decay(ds, k_pos, _weight(scores), flags.SIDE != PAST, True, True)
+        else:
+            ds = score_flags.MOD_BWD(
+                ds, scaled, column.to(gl.float32)[None, :], k_pos[:, None], scores.params, flags.SIDE == PAST
+            )
     else:
         q_pos = _load_columns(scores.positions, m_start, column)
         ds = score_flags.MOD_BWD(ds, scaled, q_pos[None, :], scores.positions.rows[:, None], scores.params, False)

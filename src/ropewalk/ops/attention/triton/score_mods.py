@@ -52,15 +52,15 @@ def _alibi_parameters(sums, gradient, scores, query_position, key_position, para
     return sums - tl.sum(gradient * tl.abs(query_position - key_position), 1)[:, None]
 
 
-_DECAY_RATE = tl.constexpr(0.005 * 1.4426950408889634)  # to base 2
+DECAY_RATE = tl.constexpr(0.005 * 1.4426950408889634)  # to base 2
 
 
 @triton.jit
 def _exposb_decay(scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
     if PAST:
-        decay = (0.3 * tl.exp2(query_position * -_DECAY_RATE)) * tl.exp2(key_position * _DECAY_RATE)
+        decay = (0.3 * tl.exp2(query_position * -DECAY_RATE)) * tl.exp2(key_position * DECAY_RATE)
     else:
-        decay = 0.3 * tl.exp2(tl.abs(query_position - key_position) * -_DECAY_RATE)
+        decay = 0.3 * tl.exp2(tl.abs(query_position - key_position) * -DECAY_RATE)
     return scores * (0.7 + decay)
 
 
@@ -68,7 +68,7 @@ def _exposb_decay(scores, query_position, key_position, parameters_ptr, PAST: tl
 def _exposb_decay_adjoint(gradient, scores, query_position, key_position, parameters_ptr, PAST: tl.constexpr):
     if PAST:
         # In another order than above, so that the compiler keeps no tile of decays in registers from there to here.
-        decayed = gradient * (0.3 * tl.exp2(query_position * -_DECAY_RATE)) * tl.exp2(key_position * _DECAY_RATE)
+        decayed = gradient * (0.3 * tl.exp2(query_position * -DECAY_RATE)) * tl.exp2(key_position * DECAY_RATE)
         return gradient * 0.7 + decayed
     return _exposb_decay(gradient, query_position, key_position, parameters_ptr, PAST)
 
