@@ -118,6 +118,7 @@ HOPPER_CALLS = {
     "softcap": "softcap",
     "ReRoPE, causal": "rerope-causal",
 }
+HOPPER_SCORES = {name: HOPPER_CALLS[name] for name in ("ALiBi, causal", "ExpoSB with decay, causal", "softcap")}
 HOPPER_BIASES = {"T5's bias, learned": "t5-learned"}
 HOPPER_LEARNED = {
     "ALiBi, learned": "alibi-learned",
@@ -198,7 +199,8 @@ ROWS: dict[str, list[Row]] = {
     "attention-backward-hopper": [
         *_hopper_rows("backward_kernel", HOPPER_CALLS),
         *_hopper_rows("backward_kernel", HOPPER_LEARNED),
-        *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dV"),
+        *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, (256,), "dV"),
+        *_hopper_rows("backward_wide_kernel", HOPPER_SCORES, ((192, 128),), "dV"),  # others compute dV beside dK
         *_hopper_rows("backward_wide_kernel", HOPPER_CALLS, WIDE, "dK"),
         *_hopper_rows("bwd_preprocess_kernel", {"dense": "rope-causal"}),
         *_hopper_rows("bwd_postprocess_kernel", {"RoPE": "rope-causal", "band weights, learned": "bands-learned"}),

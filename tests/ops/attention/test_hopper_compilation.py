@@ -188,16 +188,21 @@ def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tm
             assert marks == f"{scores}0{scores}P10P0" * ranges * 2
         else:
             # Of a warp group's dQ two quarters, of the step before, and once more behind the loop; or a chunk, and in
-            # every second step the last one.
-            of_dq = 4 if chunks == 1 else 2
-            assert products == ranges * 2 * (features + values + chunks * queries + of_dq * keys) // 16
-            # With scores and dP; dK.
+            # every second step the last one, which are of the step before where dV is computed too.
+            is_fused = arguments["dv"] is not None
+            of_dq = 4 if chunks == 1 or is_fused else 2
+            of_queries = chunks * queries + (queries if is_fused else 0)
+            assert products == ranges * 2 * (features + values + of_queries + of_dq * keys) // 16
+            # With scores, dP, and dV; dK.
             order = "PP1P1P10P0P0P0" if chunks == 1 else "PPPP10PPPP10P0"
+            if is_fused:
+                order = "PPP0PP10P0P0PPP0P0P0"
             assert marks == order * ranges * 2
-            # Four elements of dQ at a time.
-            added = [line for line in instructions if line.startswith("RED")]
-            assert all("ADD.F32x4" in line for line in added)
-            assert len(added) == ranges * 2 * of_dq * queries * 64 // 128 // 4
+            # Pieces of dQ that each dQ-reduce warp adds in a step.
+            added = [line for line in instructions if line.startswith("UTMAREDG")]
+            assert all("ADD" in line for line in added)
+            assert len(added) == ranges * 2 * (4 if chunks == 1 else 2)
+            assert not any(line.startswith("RED") for line in instructions)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "name"), DROPOUT_CASES, ids=str)

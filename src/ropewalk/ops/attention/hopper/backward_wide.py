@@ -1,15 +1,16 @@
-"""The backward kernels of attention for Hopper for head dims above 128: one for dV, one for dK and dQ.
+"""The backward kernels of attention for Hopper for head dims above 128: one for all gradients, or two.
 
 dK and dV of 128 keys and 256 features take all registers of a processor, so that no kernel can hold both beside scores.
 Half as many keys would double what is read for each product, and what is added to dQ. Two kernels compute scores twice,
-six products a step in place of five, and hold 128 keys each.
+six products a step in place of five, and hold 128 keys each. With 192 features, and values of 128, dK and dV leave
+registers for scores, one tile of float32 at a time: one kernel has both, unless a score mod or softcap needs more.
 
-A program has a tile of keys, and loops over the queries that attend them: a load warp, and two compute warp groups with
-half of the keys each. Scores are transposed, [keys, queries], so that P and dS go from registers into the products that
-sum over queries. Each step's dQ is added to a workspace in memory from registers, where programs add in any order: that
-sum differs from run to run. With 256 features a step computes and adds the dQ of the step before, while its own queries
-arrive and its scores are computed. A two-range encoding has loops over far pairs first, whose keys lie in the same
-memory.
+A program has a tile of keys, and loops over the queries that attend them. Scores are transposed, [keys, queries], so
+that P and dS go from registers into the products that sum over queries. Five roles share a program: two compute warp
+groups, with half of the keys each; a load warp; and a dQ-reduce warp of each compute warp group, which adds its part
+of a step's dQ to a workspace in memory. There programs add in any order: that sum differs from run to run. With 256
+features, and where dK and dV share a kernel, a step computes the dQ of the step before, so that warp groups need not
+wait for each other's dS. A two-range encoding has loops over far pairs first, whose keys lie in the same memory.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K key heads, D head dim (Dv of v).
 """
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.backward import begin_dropout_of_head, differentiate_scores, init_dp, p_operand
 from ropewalk.ops.attention.hopper.backward_warps import (
+    Workspace,
     has_keys,
     loop_over_queries,
     next_step,
@@ -25,6 +27,9 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
+    DQ_FREE,
+    DQ_FULL,
+    DS_READ,
     DS_STORED,
     RANGE_DONE,
     named_barrier_arrive,
@@ -32,11 +37,13 @@ from ropewalk.ops.attention.hopper.barriers import (
 )
 from ropewalk.ops.attention.hopper.dropout import dropped_queries, negate_dropped
 from ropewalk.ops.attention.hopper.gluon_compat import (
+    await_stores,
     fence_async_shared,
     gl,
     gluon,
     load_tile,
     mbarrier,
+    tma_add,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -47,7 +54,7 @@ from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
     WG_ROWS,
-    add_in_thread_order,
+    init_neg_delta,
     key_mask,
     store_rows,
     wgmma_layout,
@@ -82,8 +89,9 @@ class Smem(NamedTuple):
     k_full: Any  # mbarrier; its first phase is of the first keys, and of the values
     k_empty: Any  # mbarrier: far keys are read no more
     v: Any
-    ds: Any  # [2, BLOCK_N, BLOCK_M]: of even and odd steps
+    ds: Any  # [2, BLOCK_N, BLOCK_M]: of even and odd steps; or [1, ...], of all
     dv: Any  # [2, WG_ROWS, Dv]: on its way to memory
+    dq: Any  # [2, lines, 32]: of each compute warp group, a piece of dQ on its way to memory
 
 
 class Options(NamedTuple):
@@ -99,9 +107,7 @@ class Step(NamedTuple):
     use: Any  # of the rings
     m_start: Any  # the first query
     masked: Any  # some pairs with the warp group's keys are not attended
-    dq_ptr: Any  # the tile's dQ in a workspace
     is_first: Any  # of a range of pairs
-    last_dq_ptr: Any  # the dQ of the step before
     n_start: Any  # the warp group's first key
     dropout: Any  # RowDropout; None: nothing is dropped
 
@@ -109,11 +115,9 @@ class Step(NamedTuple):
 class Targets(NamedTuple):
     """Targets of the gradients."""
 
-    dv: Any  # RowTarget
+    dv: Any  # RowTarget; None: another kernel computes dV
     dk: Any  # RowTarget
     dk_far: Any  # RowTarget; or None
-    dq_accum: Any  # pointer to the workspaces
-    workspace_rows: Any  # of each head
     feature_weights: Any  # pointer to (D,), of the keys' features; or None
 
 
@@ -447,6 +451,12 @@ def _await_dk(acc, ds_operand, options, PENDING: gl.constexpr):
     return result
 
 
+@gluon.constexpr_function
+def defers_dq(D_CHUNKS, FUSED):
+    """Say whether a step stores the dQ of the step before."""
+    return D_CHUNKS == 1 or FUSED
+
+
 @gluon.jit
 def _start_dq(ds, k_tile):
     """Start the product dQ = dS' K of some features, over all keys."""
@@ -454,6 +464,40 @@ def _start_dq(ds, k_tile):
     BLOCK_M: gl.constexpr = ds.shape[1]
     acc = gl.zeros([BLOCK_M, WIDTH], gl.float32, wgmma_layout(WIDTH))
     return warpgroup_mma(ds.permute((1, 0)), k_tile, acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _put_piece(dq, smem, CONSUMER: gl.constexpr):
+    """Give a piece of dQ [64, features] to the dQ-reduce warp, four elements of a thread at a time: no element moves.
+
+    They go by features eight at a time, then by threads, of which each has two neighbouring features of two rows that
+    are eight apart. `bwd_postprocess_kernel` undoes it.
+    """
+    named_barrier_sync(DQ_FREE, CONSUMER)
+    pieces = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    smem.dq.index(CONSUMER).store(gl.reshape(pieces, [dq.shape[0] * dq.shape[1] // 32, 32]))
+    fence_async_shared()
+    named_barrier_arrive(DQ_FULL, CONSUMER)
+
+
+@gluon.jit
+def _put_dq(dq, smem, CONSUMER: gl.constexpr):
+    """Give 64 features of a step's dQ to the dQ-reduce warp, all at once or half of them after the others."""
+    if smem.dq.shape[1] * smem.dq.shape[2] == dq.shape[0] * dq.shape[1]:
+        _put_piece(dq, smem, CONSUMER)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(dq, [dq.shape[0], 2, dq.shape[1] // 2]), (0, 2, 1)))
+        _put_piece(a, smem, CONSUMER)
+        _put_piece(b, smem, CONSUMER)
+
+
+@gluon.jit
+def _parity(use, smem):
+    """Return which tile of dS a step has."""
+    parity = use % 2
+    if smem.ds.shape[0] == 1:
+        parity = 0
+    return parity
 
 
 @gluon.jit
@@ -469,10 +513,10 @@ def _step_chunks(
     options,
     CONSUMER: gl.constexpr,
 ):
-    """Add a tile of queries to dK, in three chunks of features, and its dQ to memory. Warp groups are in one step::
+    """Add a tile of queries to dK, in three chunks of features, and store its dQ. Warp groups are in one step::
 
     wgmma    S=KQ', dP=VdO'-delta |   | dK+=dS'Q             | dQ=dS K
-    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> memory
+    threads  lse, -delta          | P | dS -> smem, sync dS  | release Q, dQ -> smem
     """
     DTYPE: gl.constexpr = smem.ds.dtype
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
@@ -523,14 +567,117 @@ def _step_chunks(
     acc = _await_dk(acc, ds_operand, options, 1)
     smem.q.release(step.use)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_in_thread_order(step.dq_ptr + CONSUMER * dq.shape[0] * dq.shape[1], dq)
+    _put_dq(dq, smem, CONSUMER)
     # The last chunk is a warp group's in every second step.
     _, _, last_tile = k_tiles
     if (step.use + CONSUMER) % 2 == 0:
         dq = _start_dq(ds_tile, last_tile)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_in_thread_order(step.dq_ptr + 2 * dq.shape[0] * dq.shape[1], dq)
+        _put_dq(dq, smem, CONSUMER)
     return acc
+
+
+# Operands: P dP of two pairs; P of both in one register, dP.
+_TIMES_BF16 = gl.constexpr(
+    "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; mul.f32 $0, low, $3; "
+    "mul.f32 $1, high, $4; }"
+)
+_TIMES_FP16 = gl.constexpr(
+    "{ .reg .b16 a, b; .reg .f32 low, high; mov.b32 {a, b}, $2; cvt.f32.f16 low, a; cvt.f32.f16 high, b; "
+    "mul.f32 $0, low, $3; mul.f32 $1, high, $4; }"
+)
+
+
+@gluon.jit
+def _times_half(p_half, dp):
+    """Return P dP, given P in 16 bits.
+
+    The compiler would hold each P in a register of its own, from the product with dO on.
+    """
+    PTX: gl.constexpr = _TIMES_BF16 if p_half.dtype == gl.bfloat16 else _TIMES_FP16
+    return gl.inline_asm_elementwise(PTX, "=f,=f,r,f,f", [p_half, dp], gl.float32, True, 2)
+
+
+@gluon.jit
+def _put_last_chunk(ds_tile, k_tiles, use, is_first, smem, CONSUMER: gl.constexpr):
+    """Compute and store the last chunk of the dQ of the step before, which a warp group has in every second step."""
+    _, _, last_tile = k_tiles
+    if (use + CONSUMER) % 2 == 0:
+        dq = _start_dq(ds_tile, last_tile)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        if not is_first:
+            _put_dq(dq, smem, CONSUMER)
+
+
+@gluon.jit
+def _step_fused(
+    acc,
+    step,
+    k_idx,
+    smem,
+    seqlens,
+    scores,
+    flags,
+    score_flags,
+    options,
+    CONSUMER: gl.constexpr,
+):
+    """Add a tile of queries to dK and dV, and store the dQ of the step before. Warp groups may be a step apart::
+
+    wgmma    S=KQ' |   | dQ(j-1)=dS K, dV+=P'dO | its last chunk  | dP=VdO'-delta |                    | dK+=dS'Q
+    threads  lse   | P | dQ(j-1) -> smem        | dQ(j-1) -> smem |               | dS -> smem, arrive | release
+
+    Registers beside dK and dV hold one tile of float32 at a time: P is in 16 bits when dP comes.
+    """
+    acc_dk, acc_dv = acc
+    DTYPE: gl.constexpr = smem.ds.dtype
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    BLOCK_D: gl.constexpr = smem.k.shape[4]
+    s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, wgmma_layout(BLOCK_D), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_dv.type.layout, 2)
+    stage = step.use % smem.q.stages
+    zero = zero_of_step(step.use)
+    k_tiles = chunks_of(smem.k, zero, options.D_CHUNKS)
+    q_tiles = chunks_of(smem.q.tiles, zero + stage, options.D_CHUNKS)
+    (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
+    (v_tile,) = chunks_of(smem.v, zero, 1)
+    wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    last_ds = smem.ds.index((step.use + 1) % 2)
+    # All reads go before products: reads wait in one queue behind those.
+    mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
+    lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+    smem.q.wait_full(step.use)
+    s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    p, _, _ = recompute_p(s, lse, step.m_start, k_idx, TileMask(step.masked, seqlens), scores, flags, score_flags)
+    p_half = gl.convert_layout(p.to(DTYPE), p_layout)
+    smem.do.wait_full(step.use)
+    if flags.PACKED:
+        zero_missing_rows(do_tile, step.m_start, 0, seqlens.n_queries, BLOCK_M, False)
+    # The first step computes from what lies there, and stores nothing.
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
+    dq = _start_dq(last_ds, k_tiles[CONSUMER])
+    acc_dv = warpgroup_mma(p_half, do_tile, acc_dv, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    if not step.is_first:
+        _put_dq(dq, smem, CONSUMER)
+    acc_dv, p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half))
+    _put_last_chunk(last_ds, k_tiles, step.use, step.is_first, smem, CONSUMER)
+    dp = init_neg_delta(smem.stats.index(2 * stage + 1), s_layout)
+    dp = warpgroup_mma(wg_v, do_tile.permute((1, 0)), dp, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    smem.do.release(step.use)
+    ds_half = _times_half(gl.convert_layout(p_half, s_layout), dp).to(DTYPE)
+    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
+    smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    fence_async_shared()
+    named_barrier_arrive(DS_STORED, 2 * CONSUMER, step.use % 2)
+    ds_operand = gl.convert_layout(ds_half, operand_layout)
+    acc_dk = _accumulate(ds_operand, q_tiles, acc_dk, options)
+    acc_dk = _await_dk(acc_dk, ds_operand, options, 0)
+    smem.q.release(step.use)
+    return acc_dk, acc_dv
 
 
 @gluon.jit
@@ -539,12 +686,6 @@ def _quarter(k_tiles, CONSUMER: gl.constexpr, PART: gl.constexpr):
     (k_tile,) = k_tiles
     WIDTH: gl.constexpr = k_tile.shape[1] // 4
     return k_tile.slice((2 * CONSUMER + PART) * WIDTH, WIDTH, 1)
-
-
-@gluon.jit
-def _add_quarter(dq_ptr, dq, CONSUMER: gl.constexpr, PART: gl.constexpr):
-    """Add a quarter of a tile's dQ to memory."""
-    add_in_thread_order(dq_ptr + (2 * CONSUMER + PART) * dq.shape[0] * dq.shape[1], dq)
 
 
 @gluon.jit
@@ -560,10 +701,10 @@ def _step_whole(
     options,
     CONSUMER: gl.constexpr,
 ):
-    """Add a tile of queries to dK, and the dQ of the step before to memory. Warp groups may be a step apart::
+    """Add a tile of queries to dK, and store the dQ of the step before. Warp groups may be a step apart::
 
     wgmma    dQ(j-1)=dS K       | S=KQ'                       | dP=VdO'-delta |                    | dK+=dS'Q
-    threads  half of dQ(j-1) -> | other half -> memory, stats | P             | dS -> smem, arrive | release Q
+    threads  half of dQ(j-1) -> | other half -> smem, stats   | P             | dS -> smem, arrive | release Q
     """
     DTYPE: gl.constexpr = smem.ds.dtype
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
@@ -577,20 +718,21 @@ def _step_whole(
     (do_tile,) = chunks_of(smem.do.tiles, zero + step.use % smem.do.stages, 1)
     (v_tile,) = chunks_of(smem.v, zero, 1)
     wg_v = v_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-    last_ds = smem.ds.index((step.use + 1) % 2)
-    # The first step computes from what lies there, and adds nothing.
-    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (step.use + 1) % 2)
-    dq_a = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, 0))
-    dq_b = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, 1))
+    ds_tile = smem.ds.index(0)
+    # The first step computes from what lies there, and stores nothing.
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER))
+    dq_a = _start_dq(ds_tile, _quarter(k_tiles, CONSUMER, 0))
+    dq_b = _start_dq(ds_tile, _quarter(k_tiles, CONSUMER, 1))
     dq_a = warpgroup_mma_wait(1, deps=(dq_a,))
     if not step.is_first:
-        _add_quarter(step.last_dq_ptr, dq_a, CONSUMER, 0)
+        _put_dq(dq_a, smem, CONSUMER)
     mbarrier.wait(smem.stats_full.index(stage), step.use // smem.q.stages & 1)
     smem.q.wait_full(step.use)
     s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, step.m_start, seqlens, flags, options, BLOCK_M)
     dq_b = warpgroup_mma_wait(1, deps=(dq_b,))
+    named_barrier_arrive(DS_READ, 2 * CONSUMER)
     if not step.is_first:
-        _add_quarter(step.last_dq_ptr, dq_b, CONSUMER, 1)
+        _put_dq(dq_b, smem, CONSUMER)
     lse = smem.stats.index(2 * stage).load(gl.SliceLayout(0, s_layout))
     dropped = None
     dp = init_dp(smem.stats.index(2 * stage + 1), step, s_layout)
@@ -613,10 +755,10 @@ def _step_whole(
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
     ds = differentiate_scores(step.m_start, p, dp, delta, scaled, k_idx, seqlens, scores, flags, score_flags)
     ds_half = ds.to(DTYPE)
-    # Of two tiles in turn: when a warp group stores one, both have read its content of two steps before.
-    smem.ds.index(step.use % 2).slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
+    named_barrier_sync(DS_READ, 2 * (1 - CONSUMER))
+    ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0).store(ds_half)
     fence_async_shared()
-    named_barrier_arrive(DS_STORED, 2 * CONSUMER, step.use % 2)
+    named_barrier_arrive(DS_STORED, 2 * CONSUMER)
     ds_operand = gl.convert_layout(ds_half, operand_layout)
     acc = _accumulate(ds_operand, q_tiles, acc, options)
     acc = _await_dk(acc, ds_operand, options, 0)
@@ -625,15 +767,22 @@ def _step_whole(
 
 
 @gluon.jit
-def _flush_dq(dq_ptr, use, smem, CONSUMER: gl.constexpr):
-    """Add the dQ of the last step of a range, before use `use` of the rings, to memory."""
-    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), (use + 1) % 2)
-    last_ds = smem.ds.index((use + 1) % 2)
-    k_tiles = chunks_of(smem.k, 0, 1)
-    for part in gl.static_range(2):
-        dq = _start_dq(last_ds, _quarter(k_tiles, CONSUMER, part))
+def _flush_dq(use, smem, options, CONSUMER: gl.constexpr):
+    """Store the dQ of the last step of a range, before use `use` of the rings."""
+    parity = _parity(use + 1, smem)
+    named_barrier_sync(DS_STORED, 2 * (1 - CONSUMER), parity)
+    ds_tile = smem.ds.index(parity)
+    k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
+    if options.D_CHUNKS == 1:
+        for part in gl.static_range(2):
+            dq = _start_dq(ds_tile, _quarter(k_tiles, CONSUMER, part))
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            _put_dq(dq, smem, CONSUMER)
+    else:
+        dq = _start_dq(ds_tile, k_tiles[CONSUMER])
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _add_quarter(dq_ptr, dq, CONSUMER, part)
+        _put_dq(dq, smem, CONSUMER)
+        _put_last_chunk(ds_tile, k_tiles, use, False, smem, CONSUMER)
 
 
 @gluon.jit
@@ -651,19 +800,18 @@ def _mainloop_dk(
     CONSUMER: gl.constexpr,
     RANGE: gl.constexpr,
 ):
-    """Add the queries of a range of pairs to dK, and their dQ to a workspace; return dK with the rings' next use."""
-    acc, first_use, first_row = state
+    """Add the queries of a range of pairs to dK, or dK and dV, and store their dQ; return also the rings' next use."""
+    acc, first_use = state
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
-    ROW: gl.constexpr = options.D_CHUNKS * smem.k.shape[4]
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
     n_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    DEFERS_DQ: gl.constexpr = options.D_CHUNKS == 1
-    last_dq_ptr = targets.dq_accum
+    FUSED: gl.constexpr = targets.dv is not None
+    DEFERS_DQ: gl.constexpr = defers_dq(options.D_CHUNKS, FUSED)
     if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
-        named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
+        named_barrier_arrive(DS_STORED, 2 * CONSUMER, _parity(first_use + 1, smem))
     positions = None
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
@@ -678,14 +826,12 @@ def _mainloop_dk(
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         m_start = tile_range.start
-        row = (first_row + member * targets.workspace_rows + m_start).to(gl.int64)
-        dq_ptr = targets.dq_accum + row * ROW
         for _step in range(steps_per_head):
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
-            take_step: gl.constexpr = _step_whole if DEFERS_DQ else _step_chunks
+            take_step: gl.constexpr = _step_fused if FUSED else _step_whole if DEFERS_DQ else _step_chunks
             acc = take_step(
                 acc,
-                Step(use, m_start, masked, dq_ptr, use == first_use, last_dq_ptr, n_start, dropout),
+                Step(use, m_start, masked, use == first_use, n_start, dropout),
                 k_idx,
                 smem,
                 seqlens,
@@ -697,10 +843,8 @@ def _mainloop_dk(
             )
             use += 1
             m_start += BLOCK_M
-            last_dq_ptr = dq_ptr
-            dq_ptr += BLOCK_M * ROW
     if DEFERS_DQ and n_steps > 0:
-        _flush_dq(last_dq_ptr, first_use + n_steps, smem, CONSUMER)
+        _flush_dq(first_use + n_steps, smem, options, CONSUMER)
     if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
         named_barrier_sync(RANGE_DONE, 0)
     return acc, first_use + n_steps
@@ -733,31 +877,31 @@ def _store_dk(
 
 @gluon.jit
 def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
-    """Compute dK of WG_ROWS keys of the tile, and half of each step's dQ."""
+    """Compute dK of WG_ROWS keys of the tile, dV if no other kernel does, and half of each step's dQ."""
     # === prologue
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
     BLOCK_D: gl.constexpr = smem.k.shape[4]
     BLOCK_DV: gl.constexpr = smem.v.shape[4]
-    tile, kv_capacity, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
     k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
     wg_k = _wg_rows(k_tiles, CONSUMER)
     wg_v = smem.v.index(0).reshape([BLOCK_N, BLOCK_DV]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
     wg_start = tile.start + CONSUMER * WG_ROWS
     k_idx = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, wgmma_layout(BLOCK_M)))
     exists = key_mask(k_idx, seqlens, wgmma_layout(BLOCK_D))
-    head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
-    first_row = head * targets.workspace_rows + workspace_row
     _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 0)
     if flags.PARTIAL_TILES:
         zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
 
     # === mainloop
+    FUSED: gl.constexpr = targets.dv is not None
     acc = _zero_acc(options, BLOCK_D)
+    if FUSED:
+        acc = (acc, gl.zeros([WG_ROWS, BLOCK_DV], gl.float32, wgmma_layout(BLOCK_DV)))
     use = 0
     if problem.far_window is not None:
-        rows = problem.schedule.n_rows * problem.schedule.heads_per_key * targets.workspace_rows  # of a workspace
         acc, use = _mainloop_dk(
-            (acc, use, first_row + rows),
+            (acc, use),
             k_idx,
             targets,
             smem,
@@ -772,7 +916,7 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
         )
         if options.HAS_FUTURE:
             acc, use = _mainloop_dk(
-                (acc, use, first_row + 2 * rows),
+                (acc, use),
                 k_idx,
                 targets,
                 smem,
@@ -785,15 +929,30 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
                 CONSUMER,
                 FAR_FUTURE,
             )
+        acc_dk = acc
+        if FUSED:
+            acc_dk, acc_dv = acc
         _store_dk(
-            acc, targets.dk_far, wg_k, None, problem.grad_scale, exists, tile, wg_start, kv_capacity, options, BLOCK_D
+            acc_dk,
+            targets.dk_far,
+            wg_k,
+            None,
+            problem.grad_scale,
+            exists,
+            tile,
+            wg_start,
+            kv_capacity,
+            options,
+            BLOCK_D,
         )
         fence_async_shared()
         mbarrier.arrive(smem.k_empty, count=1)
         _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 1)
         acc = _zero_acc(options, BLOCK_D)
+        if FUSED:
+            acc = (acc, acc_dv)
     acc, _ = _mainloop_dk(
-        (acc, use, first_row),
+        (acc, use),
         k_idx,
         targets,
         smem,
@@ -808,6 +967,10 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     )
 
     # === epilogue
+    if FUSED:
+        acc, acc_dv = acc
+        wg_v.store(gl.where(key_mask(k_idx, seqlens, wgmma_layout(BLOCK_DV)), acc_dv, 0.0).to(wg_v.dtype))
+        store_rows(targets.dv, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
     if options.D_CHUNKS == 1:
         wg_tiles = (wg_v,)  # keys are read by both warp groups
     else:
@@ -828,16 +991,122 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     )
 
 
+# === dQ-reduce
+
+
+@gluon.jit
+def _reduce_piece(dq_accum, line, smem, CONSUMER: gl.constexpr):
+    """Add a warp group's next piece of dQ to the workspace, from a line on."""
+    await_stores(0)
+    named_barrier_arrive(DQ_FREE, CONSUMER)
+    named_barrier_sync(DQ_FULL, CONSUMER)
+    tma_add(dq_accum, [line, 0], smem.dq.index(CONSUMER))
+
+
+@gluon.jit
+def _reduce_loop(
+    dq_accum,
+    use,
+    workspace,
+    smem,
+    tile,
+    seqlens,
+    problem,
+    flags,
+    options,
+    FUSED: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    RANGE: gl.constexpr,
+):
+    """Add a warp group's part of dQ to the workspace of a range of pairs; return the next use of the rings."""
+    BLOCK_M: gl.constexpr = smem.ds.shape[2]
+    LINES: gl.constexpr = dq_accum.block_shape[0]  # of a piece
+    PIECES: gl.constexpr = BLOCK_M * workspace.LINES_PER_ROW // LINES // 2
+    STEPS_LATE: gl.constexpr = 1 if defers_dq(options.D_CHUNKS, FUSED) else 0
+    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    m_start = tile_range.start
+    member = 0
+    for _step in range(n_steps):
+        line = workspace.line + (member * workspace.rows + m_start) * workspace.LINES_PER_ROW
+        for piece in gl.static_range(PIECES):
+            _reduce_piece(dq_accum, line + (CONSUMER * PIECES + piece) * LINES, smem, CONSUMER)
+        # Of three chunks the last one is a warp group's in every second step.
+        if options.D_CHUNKS > 1 and (use + STEPS_LATE + CONSUMER) % 2 == 0:
+            _reduce_piece(dq_accum, line + 2 * LINES, smem, CONSUMER)
+        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+        use += 1
+    return use
+
+
+@gluon.jit
+def _reduce_dq_warp(
+    dq_accum, workspace_rows, smem, problem, flags, options, FUSED: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """Add a warp group's part of each step's dQ to the workspaces: one for each range of pairs."""
+    tile, _, workspace_row, seqlens = tile_of_program(problem, smem.ds.shape[2])
+    LINES_PER_ROW: gl.constexpr = options.D_CHUNKS * smem.k.shape[4] // dq_accum.block_shape[1]
+    head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
+    line = (head * workspace_rows + workspace_row) * LINES_PER_ROW
+    use = 0
+    if problem.far_window is not None:
+        # Lines of each workspace.
+        n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+        use = _reduce_loop(
+            dq_accum,
+            use,
+            Workspace(line + n_lines, workspace_rows, LINES_PER_ROW),
+            smem,
+            tile,
+            seqlens,
+            problem,
+            flags,
+            options,
+            FUSED,
+            CONSUMER,
+            FAR_PAST,
+        )
+        if options.HAS_FUTURE:
+            use = _reduce_loop(
+                dq_accum,
+                use,
+                Workspace(line + 2 * n_lines, workspace_rows, LINES_PER_ROW),
+                smem,
+                tile,
+                seqlens,
+                problem,
+                flags,
+                options,
+                FUSED,
+                CONSUMER,
+                FAR_FUTURE,
+            )
+    _reduce_loop(
+        dq_accum,
+        use,
+        Workspace(line, workspace_rows, LINES_PER_ROW),
+        smem,
+        tile,
+        seqlens,
+        problem,
+        flags,
+        options,
+        FUSED,
+        CONSUMER,
+        ALL if problem.far_window is None else NEAR,
+    )
+    await_stores(0)
+
+
 @gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
 def backward_wide_kernel(
     q,  # descriptors of (B, H, Tq, D), for tiles of BLOCK_M; features rotated already, as those of k
     k,  # (B, K, Tk, D), for tiles of BLOCK_N
-    v,  # (B, K, Tk, Dv), likewise; None: compute dV, otherwise dK and dQ
+    v,  # (B, K, Tk, Dv), likewise; None: compute dV, otherwise dK and dQ, and dV if it has a target
     q_far_past,  # fields of `Far`
     q_far_future,
     k_far,
     do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
-    dq_accum_ptr,  # the workspaces: near pairs, far ones behind, then ahead; or None
+    dq_accum,  # the workspaces, as lines of 32 elements, for tiles of a piece: near pairs, far ones behind, then ahead
     dk,  # RowTarget; or None
     dk_far,  # RowTarget, of far keys; or None
     dv,  # RowTarget; or None
@@ -865,7 +1134,7 @@ def backward_wide_kernel(
     DO_STAGES: gl.constexpr,
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
     CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
@@ -873,9 +1142,9 @@ def backward_wide_kernel(
     MOD_BWD: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Compute dV of a tile of one key head; or dK, and add its part of dQ.
+    """Compute dV of a tile of one key head; or dK, or both, and add its part of dQ.
 
-    `_mainloop_dv`, `_step_whole` and `_step_chunks` show the timelines of a step.
+    `_mainloop_dv`, `_step_whole`, `_step_chunks` and `_step_fused` show the timelines of a step.
     """
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     q_ring = make_ring(q, Q_STAGES, 2, D_CHUNKS)
@@ -892,12 +1161,15 @@ def backward_wide_kernel(
         k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(k_empty, count=2)
     v_tiles = k_tiles  # never read, as the next ones
-    ds_tiles = k_tiles
+    ds = k_tiles
     dv_tiles = k_tiles
+    dq_tiles = k_tiles
     if v is not None:
         v_tiles = allocate_chunks(v, 1)
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
-        ds_tiles = gl.allocate_shared_memory(k.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+        DS_TILES: gl.constexpr = 1 if D_CHUNKS == 1 else 2
+        ds = gl.allocate_shared_memory(k.dtype, [DS_TILES, BLOCK_N, BLOCK_M], ds_layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq_accum.block_shape, dq_accum.layout)  # noqa: RUF005
     elif D_CHUNKS > 1:
         dv_tiles = gl.allocate_shared_memory(do.dtype, [2, 1, 1, WG_ROWS, do.block_shape[3]], do.layout)
     FLAGS: gl.constexpr = mask_flags(
@@ -915,8 +1187,20 @@ def backward_wide_kernel(
             (
                 _compute_dv if v is None else _compute_dk,
                 (
-                    Targets(dv, dk, dk_far, dq_accum_ptr, workspace_rows, feature_weights_ptr),
-                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
+                    Targets(dv, dk, dk_far, feature_weights_ptr),
+                    Smem(
+                        q_ring,
+                        do_ring,
+                        stats,
+                        stats_full,
+                        k_tiles,
+                        k_full,
+                        k_empty,
+                        v_tiles,
+                        ds,
+                        dv_tiles,
+                        dq_tiles,
+                    ),
                     Problem(
                         packed,
                         bounds,
@@ -943,7 +1227,19 @@ def backward_wide_kernel(
                 _load_warp,
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, lse_ptr, delta_ptr),
-                    Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds_tiles, dv_tiles),
+                    Smem(
+                        q_ring,
+                        do_ring,
+                        stats,
+                        stats_full,
+                        k_tiles,
+                        k_full,
+                        k_empty,
+                        v_tiles,
+                        ds,
+                        dv_tiles,
+                        dq_tiles,
+                    ),
                     Problem(
                         packed,
                         bounds,
@@ -963,8 +1259,48 @@ def backward_wide_kernel(
                     Options(D_CHUNKS, q_far_future is not None),
                 ),
             )
-            for role in (0, 1, 2)
+            if role < 3
+            else (
+                _reduce_dq_warp,
+                (
+                    dq_accum,
+                    workspace_rows,
+                    Smem(
+                        q_ring,
+                        do_ring,
+                        stats,
+                        stats_full,
+                        k_tiles,
+                        k_full,
+                        k_empty,
+                        v_tiles,
+                        ds,
+                        dv_tiles,
+                        dq_tiles,
+                    ),
+                    Problem(
+                        packed,
+                        bounds,
+                        scores,
+                        grad_scale,
+                        window,
+                        window_right,
+                        far_window,
+                        schedule,
+                        n_queries,
+                        n_keys,
+                        None,
+                    ),
+                    FLAGS,
+                    Options(D_CHUNKS, q_far_future is not None),
+                    dv is not None,
+                    role - 3,
+                ),
+            )
+            for role in ((0, 1, 2) if v is None else (0, 1, 2, 3, 4))
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1] if v is None else [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, OTHER_REGISTERS]
+        if v is None
+        else [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )

@@ -25,6 +25,8 @@ PINGPONG = gl.constexpr(NamedBarrier(10, threads=256))  # 10-12
 RANGE_DONE = gl.constexpr(NamedBarrier(7, threads=256))
 # Both compute warp groups: dS is in shared memory. With DEFER_DQ two for each group, of even and odd steps.
 DS_STORED = gl.constexpr(NamedBarrier(8, threads=256))  # 8-11
+# Where dS has one tile, two barriers less of those: each warp group has read it.
+DS_READ = gl.constexpr(NamedBarrier(9, threads=256))  # 9, 11
 # A compute warp group and the dQ-reduce warp, one for each group: a chunk of dQ is in shared memory, or read from it.
 DQ_FULL = gl.constexpr(NamedBarrier(12, threads=160))  # 12-13
 DQ_FREE = gl.constexpr(NamedBarrier(14, threads=160))  # 14-15

@@ -63,6 +63,7 @@ from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, ScoreMod
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
 _LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
+_CHUNK_LINES = DQ_CHUNK.value**2 // _LINE
 
 
 class ForwardConfig(NamedTuple):
@@ -154,12 +155,14 @@ class WideConfig(NamedTuple):
     Q_STAGES: int
     DO_STAGES: int
     CONSUMER_REGISTERS: int
-    PRODUCER_REGISTERS: int
+    OTHER_REGISTERS: int
 
 
-# By `FeatureBlocks.widest`, as measured: of the kernel of dV, and of that of dK and dQ.
+# By `FeatureBlocks.widest`, as measured: of the kernel of dV, and of that of dK and dQ, or of all.
 BACKWARD_DV = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 2, 2, 240, 24)}
 BACKWARD_DK = {192: WideConfig(64, 2, 2, 240, 24), 256: WideConfig(64, 1, 1, 240, 24)}
+# Lines of dQ that a warp group gives away at a time: 64 features, or as many as shared memory has room for.
+WIDE_DQ_LINES = {192: _CHUNK_LINES, 256: _CHUNK_LINES // 2}
 
 
 @on_its_device
@@ -397,8 +400,6 @@ def _launch_kernel(
     block_d = blocks.block_d
     config = BACKWARD[block_d]
     dq_accum, dq_order = dq_sums
-    chunk_lines = DQ_CHUNK.value**2 // _LINE
-    layout = gl.NVMMASharedLayout.get_default_for([chunk_lines, _LINE], gl.float32)
     rotation = call.tables.k if rotates else None
     table, width = rope_table_args(rotation)
     cos, sin = (
@@ -414,9 +415,7 @@ def _launch_kernel(
         n_programs,
         **_describe_inputs(saved, v, config.BLOCK_M, block_n, blocks),
         do=_describe(grad_out, config.BLOCK_M, block_d),
-        dq_accum=TensorDescriptor(
-            dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [chunk_lines, _LINE], layout
-        ),
+        dq_accum=_describe_workspace(dq_accum, _CHUNK_LINES),
         dq_order_ptr=dq_order,
         dk=dk,
         dk_far=dk_far,
@@ -460,28 +459,33 @@ def _launch_wide_kernels(
     tiles = _describe_inputs(saved, v, config.BLOCK_M, BLOCK_N.value, blocks)
     arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
     arguments["dropout"] = dropout_args(call)
-    on.launch(
-        backward_wide_kernel,
-        n_programs,
-        **tiles | {"v": None},
-        dq_accum_ptr=None,
-        dk=None,
-        dk_far=None,
-        dv=dv,
-        delta_ptr=None,
-        feature_weights_ptr=None,
-        D_CHUNKS=blocks.d_chunks,
-        **arguments,
-        **BACKWARD_DV[blocks.widest]._asdict(),
-    )
+    # With 192 features one kernel has registers for dK and dV, unless scores or a second range take more of them.
+    is_plain = arguments["MOD"] is None and scores.largest is None and call.softcap is None
+    is_plain = is_plain and call.far is None and call.dropout_p == 0
+    is_fused = blocks.d_chunks > 1 and is_plain
+    if not is_fused:
+        on.launch(
+            backward_wide_kernel,
+            n_programs,
+            **tiles | {"v": None},
+            dq_accum=None,
+            dk=None,
+            dk_far=None,
+            dv=dv,
+            delta_ptr=None,
+            feature_weights_ptr=None,
+            D_CHUNKS=blocks.d_chunks,
+            **arguments,
+            **BACKWARD_DV[blocks.widest]._asdict(),
+        )
     on.launch(
         backward_wide_kernel,
         n_programs,
         **tiles,
-        dq_accum_ptr=dq_sums[0],
+        dq_accum=_describe_workspace(dq_sums[0], WIDE_DQ_LINES[blocks.widest]),
         dk=dk,
         dk_far=dk_far,
-        dv=None,
+        dv=dv if is_fused else None,
         delta_ptr=delta,
         feature_weights_ptr=None if weights is None else weights.contiguous(),
         D_CHUNKS=blocks.d_chunks,
@@ -697,6 +701,12 @@ def _describe(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
 def _shared_layout(rows: int, block_d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     names = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], names[dtype])
+
+
+def _describe_workspace(dq_accum: Tensor, lines: int) -> TensorDescriptor:
+    """Return a descriptor of the workspaces of dQ, for tiles of some lines."""
+    layout = gl.NVMMASharedLayout.get_default_for([lines, _LINE], gl.float32)
+    return TensorDescriptor(dq_accum, list(dq_accum.shape), list(dq_accum.stride()), [lines, _LINE], layout)
 
 
 def _heads_per_l2_section(heads: int, *read: Tensor | None) -> int:

@@ -166,27 +166,6 @@ def zero_of_step(use):
     return gl.minimum(opaque, 0)
 
 
-_ADD_FOUR = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
-
-
-@gluon.jit
-def add_in_thread_order(ptr, dq):
-    """Add rows of dQ [64, features] to memory, four elements of a thread at a time: no element moves.
-
-    They go by features eight at a time, then by threads, of which each has two neighbouring features of two rows that
-    are eight apart. `bwd_postprocess_kernel` undoes it.
-    """
-    N_PIECES: gl.constexpr = dq.shape[0] * dq.shape[1] // 4
-    pieces = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-    even, odd = gl.split(pieces)
-    even_above, even_below = gl.split(even)
-    odd_above, odd_below = gl.split(odd)
-    a, b = gl.reshape(even_above, [N_PIECES]), gl.reshape(odd_above, [N_PIECES])
-    c, d = gl.reshape(even_below, [N_PIECES]), gl.reshape(odd_below, [N_PIECES])
-    address = (ptr + 4 * gl.arange(0, N_PIECES, layout=a.type.layout)).to(gl.int64)
-    gl.inline_asm_elementwise(_ADD_FOUR, "=r,l,f,f,f,f", [address, a, b, c, d], gl.int32, False, 1)
-
-
 @gluon.jit
 def init_neg_delta(delta, layout: gl.constexpr):
     """Initialise dP to -delta of each column, [WG_ROWS, columns]: delta then needs no registers of its own.
