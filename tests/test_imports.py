@@ -44,7 +44,7 @@ LAYERS = {
     "ops.attention.gate.kernel ops.attention.gate.kernel",
     "ops.attention.triton.plan": f"{_SHARED_BY_KERNELS} ops.attention.triton.bind ops.rope.call ops.rope.triton.*",
     "ops.attention.hopper": f"{_SHARED_BY_KERNELS} ops.cache.formats ops.attention.dropout ops.rope.api "
-    "ops.attention.gate.kernel ops.attention.blocks.mask_kernel "
+    "ops.attention.gate.kernel ops.attention.blocks.kernel ops.attention.blocks.mask_kernel "
     + " ".join(f"ops.attention.triton.{name}" for name in _TRITON_FOR_HOPPER.split()),
     "ops.attention.libraries": f"{_SHARED_BY_KERNELS} ops.attention.libraries.merge",
     "ops.attention.libraries.merge": "ops.attention.triton.tiles",

@@ -21,7 +21,9 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.backend import AT_ONCE, Wanted
+from ropewalk.ops.attention.blocks import kernel as kernel_of_lists
 from ropewalk.ops.attention.hopper import launch as hopper_launch
+from ropewalk.ops.attention.hopper import ranges
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend, T5Bias
 
@@ -89,6 +91,16 @@ FAR_CALLS = {
     "rerope-causal": {"position": ReRope(48), "causal": True},
     "self-extend": {"position": SelfExtend(48, 4)},
 }
+# Positions per token say which pairs are far, and lists where each range has some.
+RANGE_CALLS = {
+    "ranges-rerope": {"position": ReRope(48), "causal": True, "positions_q": torch.arange(T)[None]},
+    "ranges-packed": {
+        "position": SelfExtend(48, 4),
+        "causal": True,
+        "cu_seqlens_q": torch.tensor([0, 128, 512]),
+        "positions_q": torch.arange(2 * T),
+    },
+}
 # With each of what takes registers or shared memory of its own.
 _DROPPED = (
     *("window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay", "softcap-sinks", "rerope-causal"),
@@ -96,7 +108,15 @@ _DROPPED = (
 )
 DROPOUT_CALLS = {
     f"dropout-{name}": {**(CALLS | FAR_CALLS | LIST_CALLS)[name], "dropout_p": 0.1} for name in _DROPPED
-} | {"dropout-lists-self-extend": {"position": SelfExtend(48, 4), "blocks": LISTS, "dropout_p": 0.1}}
+} | {
+    "dropout-lists-self-extend": {"position": SelfExtend(48, 4), "blocks": LISTS, "dropout_p": 0.1},
+    "dropout-ranges": {
+        "position": ReRope(48),
+        "positions_k": torch.arange(T)[None].int(),
+        "key_lengths": torch.tensor([T, 100]),
+        "dropout_p": 0.1,
+    },
+}
 WALKS = {"rerope-causal": 2, "self-extend": 3}  # over far pairs behind, those ahead, and near ones
 SIDED_WALKS = {"rerope-causal": 2, "self-extend": 2}  # those in which later keys are not attended by the first queries
 # Deterministic backwards, whose programs add dQ in one order.
@@ -112,7 +132,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS)[name])
+    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
@@ -128,6 +148,8 @@ def call_of(monkeypatch, head_dim, dtype, name):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     for kernel in ("bias_table_kernel", "relative_positions_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
+    monkeypatch.setattr(ranges, "mark_ranges_kernel", Recorder(ranges.mark_ranges_kernel, schedules))
+    monkeypatch.setattr(kernel_of_lists, "compact_kernel", Recorder(kernel_of_lists.compact_kernel, schedules))
     call = make_call(q, k, v, layout=layout, **keywords)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
@@ -244,6 +266,7 @@ DROPOUT_CASES = [
 ORDERED_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ORDERED_CALLS]
 LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
+RANGE_CASES = [(128, torch.bfloat16, "ranges-rerope"), (64, torch.bfloat16, "ranges-packed")]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
 # accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.
 # `record_hopper_spills.py` writes them.

@@ -101,11 +101,11 @@ def pack(device, lengths_q, lengths_k, head_dim=64, rest=70):
     return [torch.randn(shape, device=device).bfloat16() for shape in shapes], starts
 
 
-def check_what_is_read(kernels, tensors, position):
+def check_what_is_read(kernels, tensors, position, **keywords):
     """That NaN in keys and values outside starts and lengths shows nowhere, and that their gradients are zero."""
     device = tensors[0].device
     starts, lengths = integers(device, 0, 140), integers(device, 20, 300)
-    call = make_call(*tensors, position=position, key_starts=starts, key_lengths=lengths, layout="bhtd")
+    call = make_call(*tensors, position=position, key_starts=starts, key_lengths=lengths, layout="bhtd", **keywords)
     grad_out = random_grad(call)
     expected = compute(kernels, call, grad_out)
     for x in tensors[1:]:

@@ -1,6 +1,6 @@
 """Record the spills of the Gluon kernels, compiled by the installed Triton, in hopper_spills.json.
 
-PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide|lists|dropout|learned]
+PYTHONPATH=.venv/triton-3.8.0 .venv/bin/python tests/ops/attention/record_hopper_spills.py [wide|lists|…]
 
 With `wide`, only those of head dims above 128 are recorded anew, and so on.
 The compile checks fail on more. No GPU is needed.
@@ -43,7 +43,13 @@ def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
 if __name__ == "__main__":
     ORDERED = [case for case in hopper.ORDERED_CASES if case[2] == "ordered-dropout"]
     DROPPED = [case for case in hopper.CASES if case[2].startswith("dropout")] + ORDERED
-    EVERY = hopper.CASES + hopper.FAR_CASES + hopper.WIDE_CASES + hopper.LIST_CASES + ORDERED
+    EVERY = hopper.CASES + hopper.FAR_CASES + hopper.RANGE_CASES + hopper.WIDE_CASES + hopper.LIST_CASES + ORDERED
     LEARNED = [case for case in EVERY if "learned" in case[2]]
-    SOME = {"wide": hopper.WIDE_CASES, "lists": hopper.LIST_CASES, "dropout": DROPPED, "learned": LEARNED}
+    SOME = {
+        "wide": hopper.WIDE_CASES,
+        "lists": hopper.LIST_CASES,
+        "ranges": hopper.RANGE_CASES,
+        "dropout": DROPPED,
+        "learned": LEARNED,
+    }
     main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

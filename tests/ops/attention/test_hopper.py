@@ -136,7 +136,17 @@ REFUSED = {
     "wide beside a mask": ({"head_dim": 136}, {"mask": MASK}, "mask"),
     "wide values beside a mask": ({"v_head_dim": 136}, {"mask": MASK}, "mask"),
     "mask beside lists": ({}, {"mask": MASK, "blocks": BlockLists.sliding_window(TQ, TK, window=150)}, "mask"),
-    "far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
+    "wide beside far positions": ({"head_dim": 136}, {"position": ReRope(50), "positions_q": POSITIONS}, "positions"),
+    "mask beside far positions": ({}, {"position": ReRope(50), "positions_q": POSITIONS, "mask": MASK}, "positions"),
+    "lists beside far positions": (
+        {},
+        {
+            "position": ReRope(50),
+            "positions_q": POSITIONS,
+            "blocks": BlockLists.sliding_window(TQ, TK, window=150),
+        },
+        "positions",
+    ),
     "own": ({}, {"position": Own()}, "score_mod"),
 }
 
@@ -172,6 +182,7 @@ SUPPORTED = {
     "nothing far": {"position": ReRope(TK)},
     "rerope": {"position": ReRope(50), "causal": True},
     "extend": {"position": SelfExtend(50, 4)},
+    "far positions": {"position": ReRope(50), "positions_q": POSITIONS, "dropout_p": 0.1},
     "window": {"window": 30},
     "window of two sides": {"window": (30, 7)},
     "mask": {"mask": MASK, "causal": True, "position": Rope()},
@@ -263,6 +274,7 @@ def test_the_backward_of_other_learned_scores_is_tritons(hopper, position):
         ({"head_dim": 136}, {}, True),
         ({"head_dim": 64, "v_head_dim": 136}, {}, True),
         ({}, {"mask": MASK}, True),
+        ({}, {"position": ReRope(50), "positions_q": POSITIONS}, True),
         ({}, {"blocks": BlockLists.sliding_window(TQ, TK, window=150)}, True),
     ],
 )
@@ -864,8 +876,9 @@ RANDOM = (
     *("softcap-sinks", "t5", "t5-causal"),
 )
 RANDOM_CALLS = 240
-# The shares of packed batches, of calls of fewer than 64 queries, and of calls with dropout.
-PACKED_SHARE, FEW_SHARE, DROPOUT_SHARE = 0.2, 0.15, 0.3
+# The shares of packed batches, of calls of fewer than 64 queries, and of calls with dropout, or with far pairs by
+# positions, among those that may have it.
+PACKED_SHARE, FEW_SHARE, DROPOUT_SHARE, RANGES_SHARE = 0.2, 0.15, 0.3, 0.15
 
 
 def for_heads(scheme, heads, device):
@@ -912,6 +925,14 @@ def random_call(number, device):
         call["position"] = for_heads(call["position"], heads, device)
     if source.random() < DROPOUT_SHARE:
         call["dropout_p"] = source.choice([0.1, 0.5])
+    if max(head_dim, v_head_dim) <= hopper_support.WIDEST_LISTED and source.random() < RANGES_SHARE:
+        window = source.choice([64, 150, 500])
+        call["position"] = source.choice([ReRope(window), ReRope(window, leak=4.0), SelfExtend(window, 4)])
+        steps = source.choice([2, 4, 1500])  # positions grow by fewer from token to token; or are any of so many
+        for name, shape in zip(("positions_q", "positions_k"), shapes[:2], strict=True):
+            tokens = (shape[0],) if "layout" in call else (1, shape[2])
+            drawn = torch.randint(0, steps, tokens, device=device)
+            call[name] = 10**9 + (drawn.cumsum(-1) if steps < 1500 else drawn)
     return [torch.randn(shape, device=device).bfloat16() for shape in shapes], call
 
 
@@ -921,10 +942,11 @@ def test_random_shapes_have_every_feature():
     for number in range(RANDOM_CALLS):
         (q, *_), call = random_call(number, "meta")
         is_packed, is_dropped = "layout" in call, "dropout_p" in call
-        drawn |= {("dropped", is_dropped, is_packed), ("few", not is_packed and q.shape[2] < 64, is_packed)}
+        drawn |= {("dropped", is_dropped, is_packed), ("ranges", "positions_q" in call, is_packed)}
+        drawn |= {("few", not is_packed and q.shape[2] < 64, is_packed)}
         if any(isinstance(x, Tensor) for x in vars(call.get("position", NoPosition())).values()):
             drawn |= {(type(call["position"]).__name__, is_dropped, is_packed)}
-    every = {("dropped", True), ("dropped", False), ("few", False)}
+    every = {("dropped", True), ("dropped", False), ("few", False), ("ranges", True), ("ranges", False)}
     every |= {(name, is_dropped) for name in ("Alibi", "ExpoSB", "T5Bias") for is_dropped in (False, True)}
     expected = {(*feature, is_packed) for feature in every for is_packed in (False, True)}
     assert drawn >= expected | {("few", True, False)}

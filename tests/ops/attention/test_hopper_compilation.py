@@ -22,6 +22,8 @@ from helpers.compile_hopper import (
     LIST_CASES,
     LONE_CALLS,
     ORDERED_CASES,
+    RANGE_CALLS,
+    RANGE_CASES,
     SPILLS,
     WIDE,
     WIDE_CASES,
@@ -41,6 +43,7 @@ from ropewalk.ops.attention.hopper import launch as hopper_launch
 
 pytestmark = pytest.mark.compile
 RANGES = {"rerope-causal": 2, "self-extend": 3, "lists-rerope": 2}  # of pairs: far ones behind, those ahead, near ones
+RANGES |= dict.fromkeys(RANGE_CALLS, 3)
 SIDED_RANGES = {"rerope-causal": 2, "self-extend": 2}  # those in which the first queries do not attend later keys
 
 
@@ -88,7 +91,9 @@ def order_of_work(instructions):
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + WIDE_CASES + LIST_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "name"), CASES + FAR_CASES + RANGE_CASES + WIDE_CASES + LIST_CASES, ids=str
+)
 def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     launch, schedules = forward_launch_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)
@@ -128,7 +133,7 @@ def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned)
         assert others == 0
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + LIST_CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + RANGE_CASES + LIST_CASES)
 def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     _, launch, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)
@@ -147,7 +152,7 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     # of one consumer before it in a walk that may begin with queries which attend none of its keys.
     products = sum(line.startswith("HGMMA") for line in instructions)
     ranges = RANGES.get(name, 1)
-    skips_none = arguments["DEFER_DQ"] or name in LIST_CALLS
+    skips_none = arguments["DEFER_DQ"] or name in LIST_CALLS | RANGE_CALLS
     skipping = 0 if skips_none else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
     extra_dq = 2 * ranges if arguments["DEFER_DQ"] else skipping
     assert products == (ranges * 2 * (2 * block + 2 * queries + keys) + extra_dq * keys) // 16

@@ -53,7 +53,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring
+from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, range_positions
 from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
 from ropewalk.ops.attention.hopper.scores import HeadScores, differentiate_mod, load_bias, load_positions
@@ -137,6 +137,7 @@ class Step(NamedTuple):
     slots: Any = None
     slots_stride_query: Any = None
     bits: Any = None
+    ranges: Any = None
 
 
 @gluon.jit
@@ -262,7 +263,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
-    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
+    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits, step.ranges)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     if dropped is not None:
         p = negate_dropped(p, dropped)
@@ -320,7 +321,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     masked = (step.m_start < step.full) | (step.m_start >= step.full_stop)
     if step.is_partial is not None:
         masked = masked | step.is_partial
-    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits)
+    mask = TileMask(masked, seqlens, step.is_partial, step.slots, step.slots_stride_query, step.bits, step.ranges)
     p, capped, scaled = recompute_p(s, lse, step.m_start, wg_kv.idx, mask, scores, flags, score_flags)
     if dropped is not None:
         p = negate_dropped(p, dropped)
@@ -482,6 +483,9 @@ def _mainloop_listed_q(
     bits = lists.bits
     if bits is not None:
         bits += CONSUMER * WG_ROWS // 32
+    ranges = None
+    if lists.k_pos is not None:
+        ranges = range_positions(lists, tile, problem.far_window)
     listed_use = loops_before(RANGE, options.HAS_FUTURE) * heads_per_key
     use = first_use
     if options.DEFER_DQ:  # for what was stored before the first step, if there is one
@@ -523,6 +527,7 @@ def _mainloop_listed_q(
                     slots,
                     lists.slots_stride_query,
                     bits,
+                    ranges,
                 ),
                 smem,
                 dq_smem,
@@ -684,13 +689,13 @@ def backward_kernel(
     far_table,  # RopeTable of `k_far`; None: far keys are not rotated
     packed,  # Packed | None
     bounds,  # Bounds
-    lists,  # Lists, of columns
+    lists,  # Lists, of columns, or of those of each range of pairs
     dropout,  # Dropout | None
     scores,  # Scores
     grad_scale,  # of dK; with dropout the host rescales it
     window,
     window_right,  # or None: as `window`
-    far_window,  # pairs at least so many tokens apart are far; or None
+    far_window,  # pairs at least so many tokens, or positions, apart are far; or None
     n_tiles,  # fields of `Schedule`, of keys' tiles and heads
     n_rows,
     n_heads,
@@ -753,7 +758,7 @@ def backward_kernel(
         bounds.query_starts,
         CAUSAL,
         WINDOWED,
-        True,
+        lists.k_pos is None,
         HAS_PARTIAL_TILES,
     )
     gl.warp_specialize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
-from ropewalk.ops.attention.hopper.lists import LISTED, start_of_tile, tell_tiles
+from ropewalk.ops.attention.hopper.lists import line_of_tile, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
 from ropewalk.ops.attention.hopper.scores import far_bias
@@ -18,7 +18,6 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
-    lists_of_line,
     query_ranges,
     range_flags,
     range_seqlens,
@@ -199,7 +198,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.co
         listed_use = loops_before(RANGE, inputs.far.q_future is not None) * heads_per_key
         for member in range(heads_per_key):
             head = tile.kv_head * heads_per_key + member
-            line = lists_of_line(lists, tile.batch, head, tile.start // LISTED)
+            line = line_of_tile(problem, tile, head, tile.k_offset, seqlens.n_keys, RANGE)
             tiles = tell_tiles(smem.listed, listed_use + member, tile_range, line, BLOCK_M, lists.slots is not None)
             n_tiles = tiles.count + tiles.n_partial
             upcoming = start_of_tile(0, tiles, line, BLOCK_M, lists.slots is not None) if n_tiles > 0 else 0
@@ -344,7 +343,7 @@ def _reduce_loop(
         listed_use = loops_before(RANGE, HAS_FUTURE) * heads_per_key
         for member in range(heads_per_key):
             head = tile.kv_head * heads_per_key + member
-            line = lists_of_line(lists, tile.batch, head, tile.start // LISTED)
+            line = line_of_tile(problem, tile, head, tile.k_offset, seqlens.n_keys, RANGE)
             tiles = smem.listed.receive(listed_use + member)
             for i in range(tiles.count + tiles.n_partial):
                 row = member * workspace.rows + start_of_tile(i, tiles, line, BLOCK_M, lists.slots is not None)

@@ -17,7 +17,14 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, start_of_tile, tell_tiles
+from ropewalk.ops.attention.hopper.lists import (
+    LISTED,
+    line_of_tile,
+    make_listed_ring,
+    range_positions,
+    start_of_tile,
+    tell_tiles,
+)
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
@@ -31,7 +38,6 @@ from ropewalk.ops.attention.triton.masking import (
     NEAR,
     PAST,
     key_ranges,
-    lists_of_line,
     mask_flags,
     range_flags,
     range_seqlens,
@@ -145,7 +151,7 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RAN
     _, tile_range, n_steps = _loop_over_keys(
         tile.start, seqlens, problem.far_window, flags, options.CONSUMERS * WG_ROWS, BLOCK_N, RANGE
     )
-    line = lists_of_line(lists, tile.batch, tile.head, tile.start // LISTED)
+    line = line_of_tile(problem, tile, tile.head, tile.q_offset, seqlens.n_queries, RANGE)
     tiles = None
     if lists.ptr is not None:
         tiles = tell_tiles(rings.listed, listed_use, tile_range, line, BLOCK_N, lists.slots is not None)
@@ -310,8 +316,11 @@ def _mainloop_kv(
     slots = slots_of_head(lists, tile.batch, tile.head)
     if lists.bits is not None:
         slots += (tile.start // LISTED).to(gl.int64) * lists.slots_stride_query
+    ranges = None
+    if lists.k_pos is not None:
+        ranges = range_positions(lists, tile, problem.far_window)
     if HAS_LISTS:
-        line = lists_of_line(lists, tile.batch, tile.head, tile.start // LISTED)
+        line = line_of_tile(problem, tile, tile.head, tile.q_offset, seqlens.n_queries, RANGE)
         tiles = rings.listed.receive(listed_use)
         listed_use += 1
         n_steps = tiles.count + tiles.n_partial
@@ -350,7 +359,7 @@ def _mainloop_kv(
             row_logit,
             q_idx,
             n_start,
-            TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits),
+            TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits, ranges),
             scores,
             range_flags(flags, RANGE),
             score_flags,
@@ -399,7 +408,7 @@ def _mainloop_kv(
                 row_logit,
                 q_idx,
                 n_start,
-                TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits),
+                TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits, ranges),
                 scores,
                 range_flags(flags, RANGE),
                 score_flags,
@@ -566,14 +575,14 @@ def forward_kernel(
     counter_ptr,  # zero, and zero afterwards: work items taken
     packed,  # Packed | None
     bounds,  # Bounds
-    lists,  # Lists, of rows
+    lists,  # Lists, of rows, or of those of each range of pairs
     dropout,  # Dropout | None
     gate,  # Gate
     sinks_ptr,  # (H,); or None
     scores,  # Scores
     window,
     window_right,  # or None: as `window`
-    far_window,  # pairs at least so many tokens apart are far; or None
+    far_window,  # pairs at least so many tokens, or positions, apart are far; or None
     n_tiles,  # fields of `Schedule`
     n_rows,
     n_heads,
@@ -636,7 +645,7 @@ def forward_kernel(
         bounds.query_starts,
         CAUSAL,
         WINDOWED,
-        True,
+        lists.k_pos is None,
         HAS_PARTIAL_TILES,
     )
     gl.warp_specialize(

@@ -24,10 +24,11 @@ from ropewalk.ops.attention.hopper.backward_wide import backward_wide_kernel
 from ropewalk.ops.attention.hopper.bias_grad import bias_grad_kernel
 from ropewalk.ops.attention.hopper.forward import forward_kernel
 from ropewalk.ops.attention.hopper.prepost import bwd_postprocess_kernel, bwd_preprocess_kernel
+from ropewalk.ops.attention.hopper.ranges import goes_by_ranges, list_ranges
 from ropewalk.ops.attention.hopper.scores import bias_table_kernel, relative_positions_kernel
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, DQ_CHUNK, WG_ROWS
 from ropewalk.ops.attention.tables import empty_aligned, with_rows
-from ropewalk.ops.attention.triton.arguments import Bounds, Packed, Schedule, Scores
+from ropewalk.ops.attention.triton.arguments import Bounds, Lists, Packed, Schedule, Scores
 from ropewalk.ops.attention.triton.config import Features
 from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
@@ -123,6 +124,8 @@ FORWARD_LISTS = {
 }
 # Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+# Tiles of lists, of ranges of pairs by positions.
+FORWARD_RANGES = {64: FORWARD_LISTS_WHOLE, 128: FORWARD_LISTS[128]}
 # With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
 FORWARD_DROPOUT = {
     64: FORWARD_SCORE_MOD,
@@ -185,6 +188,8 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         config = FORWARD_LISTS[blocks.widest]
         if config.HALVES > 1 and (call.blocks.bits is not None or load_score_mod(call) is not None):
             config = FORWARD_LISTS_WHOLE
+    if goes_by_ranges(call):
+        config = FORWARD_RANGES[blocks.widest]
     if call.dropout_p > 0:
         config = FORWARD_DROPOUT[blocks.widest]
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
@@ -207,7 +212,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         counter_ptr=on.per_stream(counter_of, saved.q),
         packed=packed,
         bounds=bounds,
-        lists=lists_args(call, "rows"),
+        lists=_lists_args(call, "rows", packed, on),
         dropout=dropout_args(call),
         scores=_scores_args(call, packed, on),
         gate=gate_args(call.gate, v.shape[3]),
@@ -381,6 +386,11 @@ def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCal
     return call if call.mask is None else call._replace(mask=None, blocks=list_mask(call.mask, of, on))
 
 
+def _lists_args(call: AttentionCall, of: str, packed: Packed | None, on: Steps) -> Lists:
+    """Return the lists of a call's "rows" or "columns", or those of each range of pairs by positions."""
+    return list_ranges(call, of, packed, on) if goes_by_ranges(call) else lists_args(call, of)
+
+
 def _launch_kernel(
     call: AttentionCall,
     saved: Saved,
@@ -420,7 +430,7 @@ def _launch_kernel(
         dk=dk,
         dk_far=dk_far,
         dv=dv,
-        lists=lists_args(call, "columns"),
+        lists=_lists_args(call, "columns", arguments["packed"], on),
         dropout=dropout_args(call),
         lse_ptr=saved.lse,
         delta_ptr=delta,

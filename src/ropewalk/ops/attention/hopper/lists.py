@@ -3,6 +3,9 @@
 A line of `Lists` has the blocks of keys of one block of queries, or the other way round: first those that are listed
 whole, then those that bits or spans cut, both in order. Every warp reads there by itself where its tiles begin, but for
 the compute warp groups of the backward, which the load warp tells with each step.
+
+Where positions per token say which pairs are far, each range of pairs has lists of its own (`ranges.list_ranges`): its
+blocks that have no other pair, then those that it cuts. A packed batch has them, too.
 """
 
 # No `from __future__ import annotations`: an aggregate's annotations must be the classes themselves.
@@ -13,8 +16,10 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.hopper.gluon_compat import aggregate, gl, gluon, mbarrier
+from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS
-from ropewalk.ops.attention.triton.masking import BITS, list_range_by
+from ropewalk.ops.attention.triton.masking import BITS, FAR_PAST, NEAR, list_range_by, lists_of_line
+from ropewalk.ops.attention.triton.tiles import wide
 
 LISTED = gl.constexpr(128)  # tokens of a block, of queries and of keys
 _STOP = gl.constexpr(2**31 - 1)  # the end of a span of all keys
@@ -27,6 +32,14 @@ class ListedTiles(NamedTuple):
     count: Any
     first_partial: Any  # of blocks that bits or spans cut
     n_partial: Any
+
+
+class RangePositions(NamedTuple):
+    """Positions of one sequence's tokens, which say of what range a pair is: int64, readable to the end of a tile."""
+
+    queries: Any  # pointer to the first one's
+    keys: Any
+    far_window: Any
 
 
 @triton.jit
@@ -53,6 +66,29 @@ def start_of_tile(index, tiles, ptr, BLOCK: tl.constexpr, HAS_PARTIAL: tl.conste
     if TILES > 1:
         start += number % TILES * BLOCK
     return start
+
+
+@gluon.jit
+def line_of_tile(problem, tile, head, first, n_tokens, RANGE: gl.constexpr):
+    """Return the pointer of a tile's line in the lists, or in those of a range; None without lists.
+
+    `first` and `n_tokens` are of the tokens that the tile is of. A tile past the last has the first line, and no range.
+    """
+    lists = problem.lists
+    line = tile.start // LISTED
+    if lists.k_pos is not None:
+        head = head * 0 + (RANGE - 1)
+        line += workspace_start(first, tile.sequence, problem.packed, LISTED) // LISTED
+        line = gl.where(tile.start < n_tokens, line, 0)
+    return lists_of_line(lists, tile.batch, head, line)
+
+
+@gluon.jit
+def range_positions(lists, tile, far_window):
+    """Return the `RangePositions` of a tile's sequence."""
+    q_pos = lists.slots + wide(tile.batch) * lists.slots_stride_batch
+    k_pos = lists.k_pos + wide(tile.batch) * lists.k_pos_stride_batch
+    return RangePositions(q_pos + tile.q_offset, k_pos + tile.k_offset, wide(far_window))
 
 
 @gluon.jit
@@ -135,6 +171,83 @@ def _load_words(m, slot, word, mask):
     """Return 32 bits of each query, from a word of its block's row on; all ones where the block is whole."""
     ptr = mask.bits + (slot.to(gl.int64) * LISTED + m % LISTED) * (LISTED // 32) + word
     return gl.load(ptr, (m >= 0) & mask.is_partial, other=-1)
+
+
+_AT_ONCE = gl.constexpr(16)  # numbers of a thread: in the layout of a product of two rows and four times two columns
+
+
+@gluon.constexpr_function
+def _selecting(TEST, other):
+    """Return PTX of _AT_ONCE numbers, or another one where the position of a column is not in range for its row.
+
+    Operands are the numbers, for each the bound of its row, the address of the first column's position, and how many
+    positions are in range from the bound on. Positions are loaded a few at a time: a tile of them, or of masks, would
+    take as many registers as the scores.
+    """
+    n = _AT_ONCE.value
+    lines = []
+    for column in range(n // 2):  # a thread has two of every eight
+        address = f"[${3 * n} + {8 * (column // 2 * 8 + column % 2)}]"
+        lines.append(f"ld.global.s64 at, {address};")
+        for row in range(2):
+            index = column // 2 * 4 + row * 2 + column % 2
+            bound = f"${2 * n + index}"
+            if TEST == "within":
+                lines.append(f"sub.s64 past, at, {bound}; setp.lt.u64 holds, past, ${4 * n};")
+            else:
+                lines.append(f"setp.{TEST}.s64 holds, at, {bound};")
+            lines.append(f"selp.f32 ${index}, ${n + index}, {other}, holds;")
+    return "{ .reg .pred holds; .reg .s64 at, past; " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _operands():
+    """Return the constraints of `_selecting`: the numbers are read and written in place."""
+    n = _AT_ONCE.value
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["l"] * 3 * n)
+
+
+@gluon.constexpr_function
+def _test_of(RANGE, STREAMS_KEYS):
+    """Return how positions of columns are compared with bounds of rows."""
+    below, above = ("le", "ge") if STREAMS_KEYS else ("ge", "le")
+    return {NEAR.value: "within", FAR_PAST.value: below}.get(RANGE, above)
+
+
+@gluon.jit
+def _select(tile, rows, row, n_rows, columns, column, far_window, TEST: gl.constexpr, OTHER: gl.constexpr):
+    """Return a tile of numbers, or another number where positions of rows and columns say so."""
+    PTX: gl.constexpr = _selecting(TEST, OTHER)
+    OPERANDS: gl.constexpr = _operands()
+    bound = gl.load(rows + row, row < n_rows, other=0)
+    if TEST == "within":
+        bound += 1 - far_window
+    elif TEST == "le":
+        bound -= far_window
+    else:
+        bound += far_window
+    # The first column of those at once that a thread has: four times two of 32.
+    address = (columns + (column & -26)).to(gl.int64)
+    operands = [tile, bound[:, None], address[None, :], 2 * far_window - 1]
+    return gl.inline_asm_elementwise(PTX, OPERANDS, operands, gl.float32, True, _AT_ONCE)
+
+
+@gluon.jit
+def select_keys(s, q_idx, n_start, column, mask, RANGE: gl.constexpr):
+    """Return scores [queries, keys], or -inf where positions say that a pair is not in a range."""
+    TEST: gl.constexpr = _test_of(RANGE, True)
+    ranges = mask.ranges
+    columns, n_queries = ranges.keys + n_start, mask.seqlens.n_queries
+    return _select(s, ranges.queries, q_idx, n_queries, columns, column, ranges.far_window, TEST, "0fFF800000")
+
+
+@gluon.jit
+def select_queries(p, m_start, column, k_idx, mask, RANGE: gl.constexpr):
+    """Return P [keys, queries], or 0 where positions say that a pair is not in a range."""
+    TEST: gl.constexpr = _test_of(RANGE, False)
+    ranges = mask.ranges
+    columns, n_keys = ranges.queries + m_start, mask.seqlens.n_keys
+    return _select(p, ranges.keys, k_idx, n_keys, columns, column, ranges.far_window, TEST, "0f00000000")
 
 
 @gluon.jit

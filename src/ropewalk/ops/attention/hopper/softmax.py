@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
-from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries
+from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries, select_keys, select_queries
 from ropewalk.ops.attention.hopper.scores import (
     add_bias,
     add_transposed_bias,
@@ -21,10 +21,11 @@ class TileMask(NamedTuple):
 
     masked: Any  # whether some may not be
     seqlens: Any
-    is_partial: Any = None  # whether bits or spans cut the listed block that the tile is in; None without either
+    is_partial: Any = None  # whether bits, spans or a range cut the tile's listed block; None without
     slots: Any = None  # fields of `Lists`, at one head; with bits at the program's block, too
     slots_stride_query: Any = None
     bits: Any = None
+    ranges: Any = None  # RangePositions; None: they do not say which pairs are far
 
 
 _PIN_EXP2 = gl.constexpr(
@@ -90,7 +91,7 @@ def rescale(acc_o, alpha):
 def _attended_keys(q_idx, n_start, column, mask, flags):
     """Return whether queries attend a tile of keys, [queries, keys]."""
     attends = attention_mask(q_idx[:, None], (n_start + column)[None, :], mask.seqlens, flags)
-    if mask.is_partial is not None:
+    if mask.is_partial is not None and mask.ranges is None:
         attends = attends & listed_keys(q_idx, n_start, column, mask)
     return attends
 
@@ -114,7 +115,10 @@ def online_softmax(
         if flags.PARTIAL_TILES:
             if mask.masked:  # a maximum in each branch: a masked tile that both end with would take more registers
                 attends = _attended_keys(q_idx, n_start, column, mask, flags)
-                largest = gl.max(gl.where(attends, logit, float("-inf")), 1)
+                attended = gl.where(attends, logit, float("-inf"))
+                if mask.ranges is not None:
+                    attended = select_keys(attended, q_idx, n_start, column, mask, flags.RANGE)
+                largest = gl.max(attended, 1)
             else:
                 largest = gl.max(logit, 1)
         else:
@@ -134,6 +138,8 @@ def online_softmax(
         if mask.masked:
             attends = _attended_keys(q_idx, n_start, column, mask, flags)
             s = gl.where(attends, s, float("-inf"))
+            if mask.ranges is not None:
+                s = select_keys(s, q_idx, n_start, column, mask, flags.RANGE)
     if score_flags.MAX_LOGITS and not CHANGES:
         row_logit = gl.maximum(row_logit, gl.max(s, 1))
     largest = gl.max(s, 1)
@@ -179,7 +185,9 @@ def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
                 seqlens.n_queries, seqlens.kv_start, seqlens.n_keys, offset, seqlens.window, seqlens.window_right
             )
             attends = attention_mask(column[None, :], k_idx[:, None], from_here, flags)
-            if mask.is_partial is not None:
+            if mask.is_partial is not None and mask.ranges is None:
                 attends = attends & listed_queries(m_start + column, m_start, k_idx, mask)
             p = gl.where(attends, p, 0.0)
+            if mask.ranges is not None:
+                p = select_queries(p, m_start, column, k_idx, mask, flags.RANGE)
     return p, s, scaled

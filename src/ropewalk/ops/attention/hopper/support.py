@@ -58,8 +58,9 @@ class Gluon:
         refusal = _why_no_lists(call)
         if refusal is not None:
             return refusal
-        if call.far is not None and not call.goes_by_index:
-            return Refusal("positions", "positions_q and positions_k are not supported with a two-range encoding")
+        refusal = _why_no_ranges(call)
+        if refusal is not None:
+            return refusal
         if call.score_mod is not None and call.score_mod not in _SCORE_MODS:
             return Refusal("score_mod", f"{scheme}'s score mod, {call.score_mod}, is not supported")
         return None
@@ -167,6 +168,21 @@ def _why_no_lists(call: AttentionCall) -> Refusal | None:
     return None
 
 
+def _why_no_ranges(call: AttentionCall) -> Refusal | None:
+    """Say why the kernels do not tell far pairs by positions, by lists of blocks of each range; None if they do."""
+    if call.far is None or call.goes_by_index:
+        return None
+    given = "positions_q and positions_k with a two-range encoding"
+    if call.mask is not None or call.blocks is not None:
+        beside = "a mask" if call.blocks is None else "lists of blocks"
+        return Refusal("positions", f"{given} are not supported beside {beside}")
+    for name, x in (("q", call.q), ("v", call.v)):
+        if x.shape[3] > WIDEST_LISTED:
+            needed = f"with positions and a two-range encoding must be up to {WIDEST_LISTED}"
+            return Refusal("positions", f"{name}'s head dim is {x.shape[3]}, but {needed}")
+    return None
+
+
 def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
     """Say why the backward does not differentiate the score mod's parameters; None if it does."""
     if call.score_mod not in _LEARNED_SCORE_MODS:
@@ -204,6 +220,9 @@ def _why_not_ordered(call: AttentionCall) -> Refusal | None:
     for name in ("mask", "blocks"):
         if getattr(call, name) is not None:
             return Refusal("deterministic", f"{name} is not supported with deterministic: {order}")
+    if call.far is not None and not call.goes_by_index:
+        given = "positions of a two-range encoding are"
+        return Refusal("deterministic", f"{given} not supported with deterministic: {order}")
     return None
 
 

@@ -64,11 +64,14 @@ class Lists(NamedTuple):
     stride_batch: Any  # 0: all batch rows have the same
     stride_head: Any
     stride_line: Any
-    slots: Any  # None: no pair is chosen by bits; with spans, they are in its place, and their strides
+    slots: Any  # None: no pair is chosen by bits; spans, or positions of queries, are in its place, and their strides
     slots_stride_batch: Any
     slots_stride_head: Any
     slots_stride_query: Any  # from one block of queries to the next
     bits: Any  # None: no bits
+    # Of the kernels for Hopper, where positions decide which pairs are far; each range then has lists, as a head would:
+    k_pos: Any = None  # positions of keys, like those of queries int64 and dense; None: no lists of ranges
+    k_pos_stride_batch: Any = None
 
 
 class Pages(NamedTuple):
