@@ -190,6 +190,7 @@ ROWS: dict[str, list[Row]] = {
         *_hopper_rows("forward_kernel", HOPPER_BIASES),
         *_hopper_rows("bias_table_kernel", HOPPER_BIASES, (128,)),
         *_hopper_rows("relative_positions_kernel", {"ALiBi, causal": "alibi-positions"}, (128,)),
+        *_hopper_rows("mark_ranges_kernel", {"ReRoPE, causal, by positions": "ranges-rerope"}, (128,)),
     ],
     "attention-backward": [
         *_attention_rows("backward_dq_kernel", "backward_dkdv_kernel"),
@@ -331,7 +332,7 @@ def _launch_of_gluon(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[
     if row.kernel == "forward_kernel":
         launch, _before = compile_hopper.forward_launch_of(patch, head_dim, BF16, call)
         return _find(row.kernel, [launch])
-    if row.kernel in ("bias_table_kernel", "relative_positions_kernel"):
+    if row.kernel in ("bias_table_kernel", "relative_positions_kernel", "mark_ranges_kernel"):
         return _find(row.kernel, compile_hopper.forward_launch_of(patch, head_dim, BF16, call)[1])
     if row.kernel == "bias_grad_kernel":
         return compile_hopper.bias_grad_launch_of(patch, head_dim, BF16, call)
