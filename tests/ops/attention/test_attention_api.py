@@ -1003,6 +1003,7 @@ def imagined(
         "score_mod": None,
         "dropout_p": 0.0,
         "value_dim": 128,
+        "has_window": False,
     }
     return SimpleNamespace(q=q, k=k, **made)
 
@@ -1044,6 +1045,9 @@ def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
     assert Rule(order, far=True).fits(call)
     assert not Rule(order).fits(call)
     assert not Rule(order, masked=True).fits(imagined(monkeypatch))
+    assert Rule(order, features=128).fits(imagined(monkeypatch))
+    assert not Rule(order, features=129).fits(imagined(monkeypatch))
+    assert not Rule(order, windowed=True).fits(imagined(monkeypatch))
     assert Rule(order, masked=True).fits(imagined(monkeypatch, mask=torch.ones(1, 1, 4096, 4096, dtype=torch.bool)))
 
 
@@ -1075,11 +1079,28 @@ def test_short_calls_go_to_kernels_where_a_library_costs_the_host_more(monkeypat
     assert backend_order(call)[0] in ("triton", "gluon")
 
 
-def test_two_encodings_are_two_calls_of_flash_attn_where_they_are_long(monkeypatch):
-    order = backend_order(imagined(monkeypatch, queries=4095, far_window=100))
-    assert order.index("triton") < order.index("flash")
+def test_two_encodings_are_run_by_gluon_where_they_are_long(monkeypatch):
+    assert backend_order(imagined(monkeypatch, queries=4095, far_window=100))[0] == "triton"
     order = backend_order(imagined(monkeypatch, queries=4096, far_window=100))
-    assert order.index("flash") < order.index("triton")
+    assert order[:2] == ("gluon", "flash")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "first"),
+    [
+        (4096, {}, "gluon"),
+        (8192, {}, "flash"),
+        (8192, {"has_window": True}, "gluon"),
+        (8192, {"value_dim": 192}, "gluon"),
+        (8192, {"value_dim": 256, "needs_backward": False}, "gluon"),
+        (4096, {"needs_backward": False}, "flash"),
+        (4096, {"needs_backward": False, "has_window": True}, "flash"),
+    ],
+)
+def test_gluon_goes_before_flash_attn_where_it_was_faster(monkeypatch, tokens, given, first):
+    call = imagined(monkeypatch, queries=tokens, keys=tokens)
+    vars(call).update(given)
+    assert backend_order(call)[0] == first
 
 
 def test_determinism_excludes_what_is_not(device):

@@ -228,9 +228,9 @@ LEARNING = {
 }
 # The schemes of those whose backward is that of the Triton kernels.
 LEARNED = {
-    "dense": ({}, {}, ("bands-decay",)),
+    "dense": ({}, {}, ()),
     "causal": ({}, {"causal": True}, ()),
-    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ("bands-decay",)),
+    "packed": ({}, {"layout": "thd", "cu_seqlens_q": torch.tensor([0, TQ])}, ()),
     "D 128, full": ({"head_dim": 128}, {}, ()),
     "D 128": ({"head_dim": 128}, {"causal": True, "window": 30, "key_lengths": torch.tensor([9, 300])}, ()),
     "D 256": ({"head_dim": 256}, {}, ("alibi", "t5")),

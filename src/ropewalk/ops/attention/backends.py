@@ -10,7 +10,7 @@ import torch
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Backend, KernelBackend, LibraryBackend, Refusal, Wanted
-from ropewalk.ops.attention.call import AttentionCall, is_wide
+from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.support import Gluon
 from ropewalk.ops.attention.libraries.flash import Flash
 from ropewalk.ops.attention.libraries.sdpa import Sdpa
@@ -41,7 +41,8 @@ class Rule(NamedTuple):
     few: bool = False  # only with few queries of so many heads that they fill the GPU
     by_positions: bool = False  # only up to 64 features, with a score mod but T5's bias that reads positions per token
     dropout: bool = False  # only with dropout
-    wide: bool = False  # only with more than 256 features
+    features: int = 0  # at least so many, of a head of queries and keys or of values
+    windowed: bool = False  # only with a window
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
@@ -51,7 +52,7 @@ class Rule(NamedTuple):
             return False
         if (self.few and not _is_few(call)) or (self.by_positions and not _goes_by_positions(call)):
             return False
-        if self.wide and not is_wide(call):
+        if max(call.q.shape[3], call.value_dim) < self.features or (self.windowed and not call.has_window):
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -73,14 +74,17 @@ CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
 # that runs the call: windows leave cuDNN out; masks, lengths, score mods and the like leave both libraries out.
 ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
     (9, 0): (
-        Rule(TRITON_FIRST, wide=True),
+        Rule(TRITON_FIRST, features=257),
         Rule(GLUON_FIRST, paged=True),
         Rule(TRITON_FIRST, far=True, dropout=True),  # not measured
         Rule(GLUON_FIRST, tokens=1024, dropout=True),
         Rule(TRITON_FIRST, dropout=True),
-        Rule(FLASH_THEN_GLUON, tokens=4096, far=True),  # flash-attn takes two calls, which cost the host time
+        Rule(GLUON_FIRST, tokens=4096, far=True),
         Rule(TRITON_FIRST, far=True),
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more
+        Rule(GLUON_FIRST, tokens=1024, features=129),
+        Rule(GLUON_FIRST, tokens=1024, backward=True, windowed=True),
+        Rule(GLUON_FIRST, tokens=1024, below=8192, backward=True),
         Rule(FLASH_THEN_GLUON, tokens=1024, backward=True),
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(FLASH_THEN_GLUON, tokens=1024),
@@ -138,7 +142,7 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
         return CPU
     if torch.compiler.is_compiling():
         # The other rules go by lengths, and a graph would be for the lengths that it was traced with.
-        return next((rule.order for rule in _rules(device) if rule.wide and rule.fits(call)), CUDNN_FIRST)
+        return next((rule.order for rule in _rules(device) if rule.features > 256 and rule.fits(call)), CUDNN_FIRST)
     if is_copied(call):
         if call.far is None and call.q.shape[2] >= FEW_QUERIES.stop:
             return GLUON_FIRST

@@ -193,11 +193,6 @@ def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
     if ":EXPOSB_BANDS" in call.score_mod:
         # It is taken from dS times the factor, in the inputs' dtype: small factors underflow there.
         beside["float16"] = call.q.dtype == torch.float16
-        is_plain = call.mask is None and call.blocks is None and call.dropout_p == 0 and call.goes_by_index
-        is_both_sided = call.score_mod.endswith("_DECAY") and not call.causal and is_plain
-        # The Triton kernels are faster there, by measurement: docs/notes/080.
-        is_slower = is_both_sided and max(call.q.shape[3], call.v.shape[3]) <= 64
-        beside["a decay to both sides, up to 64 features"] = is_slower
     else:
         beside["positions"] = not call.goes_by_index
         beside[f"head dims of more than {WIDEST_LEARNED}"] = max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED
