@@ -5,9 +5,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("bokeh")
@@ -17,16 +19,25 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import targets  # noqa: E402
 
+from ropewalk import device as gpu  # noqa: E402
 from ropewalk.bench.attention.cases import CASES, AttentionCase  # noqa: E402
 from ropewalk.bench.core.load import label, read_record  # noqa: E402
 from ropewalk.bench.core.records import RecordWriter  # noqa: E402
 from ropewalk.bench.core.runner import new_row  # noqa: E402
 from ropewalk.bench.core.timing import Quantiles  # noqa: E402
 from ropewalk.bench.report.compare import compare_records  # noqa: E402
-from ropewalk.bench.report.gains import after_flash, find_gains, newest_choices, read_records  # noqa: E402
+from ropewalk.bench.report.gains import (  # noqa: E402
+    after_flash,
+    find_gains,
+    is_before_flash,
+    newest_choices,
+    read_records,
+)
 from ropewalk.bench.report.page import duration, render  # noqa: E402
 from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
 from ropewalk.cli import app  # noqa: E402
+from ropewalk.ops.attention.backends import backend_order  # noqa: E402
+from ropewalk.ops.attention.call import NO_TABLES, FarRange, RopeTable  # noqa: E402
 
 RUN = {"device": "some GPU", "date": "2026-11-21T03:37:22+00:00", "peers": {"flash_attn_4": "4.0"}}
 BY_NAME = {case.name: case for case in CASES}
@@ -103,6 +114,43 @@ def test_choices_are_what_was_measured(tmp_path: Path) -> None:
     assert choice.peers == {"flash_attn_4": 9.9}
     auto = read_record(path).rows[0]
     assert after_flash(auto, {"capability": "8.0"}) == "sdpa"
+
+
+def test_a_pick_of_flash_is_gluons_where_that_goes_first_today(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", attention(BY_NAME["causal-4k-d128"], "train", TRAINING), capability="9.0")
+    records = read_records([path])
+    [choice], [gain] = newest_choices(records), gains_of(path)
+    assert choice.picks == ((9.5, "gluon"), (9.5, "gluon"), (9.5, "gluon"))
+    assert gain.ours["impl"] == "gluon"
+
+
+@pytest.mark.parametrize("mode", ["train", "rerope-fwd", "rerope-train", "layer-fwd", "layer-train"])
+def test_the_order_is_the_registrys(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "is_nvidia", lambda device: True)
+    dense = [case for case in BY_NAME.values() if case.form == "dense" and not case.padded and mode in case.modes]
+    assert dense
+    for case in dense:
+        far = FarRange(case.far_window) if mode.startswith("rerope") else None
+        call = SimpleNamespace(
+            q=SimpleNamespace(device=torch.device("cuda"), shape=(1, 8, case.tokens, case.head_dim)),
+            k=SimpleNamespace(shape=(1, 8, case.tokens, case.head_dim)),
+            far=far,
+            value_dim=case.v_head_dim or case.head_dim,
+            has_window=case.window is not None,
+            needs_backward=mode.endswith("train"),
+            mask=None,
+            block_table=None,
+            dropout_p=0.0,
+            tables=NO_TABLES._replace(q=RopeTable(torch.zeros(1), torch.zeros(1))),
+            score_mod=None,
+            cu_seqlens_q=None,
+            blocks=None,
+        )
+        order = [name for name in backend_order(call) if name in ("flash", "gluon")]
+        position = "rerope" if far else "rope"
+        row = {"case": vars(case), "mode": mode, "position": position, "capability": "9.0"}
+        assert is_before_flash(row) == (order[0] == "gluon"), case.name
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alo
 KERNELS = ("triton", "gluon")
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 _GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
+_BEFORE_FLASH, _FLASH_FROM = 1024, 8192  # tokens from which gluon goes before flash, and flash before it in training
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
 _PLAIN: tuple[str, str, None] = ("none", "none", None)
@@ -63,8 +64,9 @@ class Choice(NamedTuple):
     """Our fastest kernel on one case, what `impl=None` picks without flash-attn 4 and with it, and the peers' times.
 
     A record has `impl=None` as "auto", on a machine where flash-attn 4 is installed or missing. Where "auto" picked
-    `flash`, `impl=None` without it is the next backend in today's order, timed by its name. If "auto" picked another
-    backend although flash-attn 4 was installed, it picks the same one without. All else was not measured: None.
+    `flash`, `impl=None` without it is the next backend in today's order, timed by its name, and with it, too, where
+    that goes first today. If "auto" picked another backend although flash-attn 4 was installed, it picks the same one
+    without. All else was not measured: None.
     """
 
     lead: Row
@@ -89,6 +91,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             keys = {"driver_version": "driver ", "power_limit": "power limit ", "system": ""}
             machine = ", ".join([run["device"], *(f"{said}{run[key]}" for key, said in keys.items() if run.get(key))])
             row |= {"record": record.name_of(row), "date": run["date"], "machine": machine}
+            row["capability"] = run.get("capability")
     return records
 
 
@@ -143,7 +146,8 @@ def _compare(group: Sequence[Row]) -> Gain | None:
     if lead["benchmark"] == "attention" and ("attention", lead["mode"]) not in COMPARED:
         return None
     ours, peers = _sides(group)
-    ours = [row for row in ours if name in (None, row["impl"])]
+    if name == AUTO:
+        ours = [row for row in (taken(ours),) if row is not None]
     # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
     quantity = "graph" if any("graph" in row for row in ours) else "time"
     timed = [row for row in peers if "time" in row]
@@ -183,17 +187,38 @@ def newest_choices(records: Sequence[Record]) -> list[Choice]:
 
 def _choose(group: Sequence[Row], run: Row) -> Choice | None:
     ours, peers = _sides(group)
-    auto = next((row for row in ours if row["impl"] == AUTO), None)
-    if _compared(group[0])[3] != AUTO or auto is None or run["device"].startswith("CPU"):
+    auto, pick = next((row for row in ours if row["impl"] == AUTO), None), taken(ours)
+    if _compared(group[0])[3] != AUTO or auto is None or pick is None or run["device"].startswith("CPU"):
         return None
     by_name = {row["impl"]: (row["time"]["p50"], row["impl"]) for row in ours if row is not auto}
     kernels = min((by_name[impl] for impl in KERNELS if impl in by_name), default=None)
-    picked = auto["time"]["p50"], str(auto["served_by"])
+    picked = pick["time"]["p50"], str(pick.get("served_by", pick["impl"]))
     times = {row["impl"]: row["time"]["p50"] for row in peers}
     if picked[1] == FLASH:
         return Choice(auto, (kernels, by_name.get(after_flash(auto, run)), picked), times)
     has_flash = not str((run.get("peers") or {}).get(FLASH_PEER, "missing")).startswith("missing")
     return Choice(auto, (kernels, picked, picked if has_flash else None), times)
+
+
+def taken(ours: Sequence[Row]) -> Row | None:
+    """Return the row of what `impl=None` takes: "auto", or gluon's where flash was picked and goes after it today."""
+    by_name = {row["impl"]: row for row in ours}
+    auto = by_name.get(AUTO)
+    if auto is None or auto.get("served_by") != FLASH or "time" not in by_name.get("gluon", {}):
+        return auto
+    return by_name["gluon"] if is_before_flash(auto) else auto
+
+
+def is_before_flash(auto: Row) -> bool:
+    """Say whether gluon goes before flash in the order of a dense call; a test compares it with the registry."""
+    case, tokens = auto["case"], auto["case"]["tokens"]
+    if auto.get("capability") != "9.0" or tokens < _BEFORE_FLASH:
+        return False
+    if auto["position"] == "rerope":
+        return bool(tokens >= _GLUON_FROM["rerope"])
+    if max(case["head_dim"], case.get("v_head_dim") or 0) > 128:
+        return True
+    return "train" in auto["mode"] and (case.get("window") is not None or tokens < _FLASH_FROM)
 
 
 def after_flash(auto: Row, run: Row) -> str:
