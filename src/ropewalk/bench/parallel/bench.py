@@ -260,7 +260,7 @@ class ParallelBench(Bench):
             return
         first = {name: self._gather(call.first) for name, call in calls.items()}
         # The check's own run may have compiled kernels.
-        is_right = {name: min(times) > (0.0 if case.once else _LONG) for name, times in first.items()}
+        is_right = {name: not case.once and min(times) > _LONG for name, times in first.items()}
         once = {name: max(first[name]) if is_right[name] else self._time(call, 1) for name, call in calls.items()}
         if case.once:
             rounds, samples = 1, {name: [time] for name, time in once.items()}

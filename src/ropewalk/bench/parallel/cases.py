@@ -88,7 +88,7 @@ class ParallelCase:
     longest: int | None = None  # … to here
     kind: str = "zigzag"  # of the layout
     variants: tuple[str, ...] = ()  # of `VARIANTS`, beside the default method
-    once: bool = False  # whether the run that is checked is timed, and no other one: it takes many seconds
+    once: bool = False  # whether one run is timed, after the one that is checked: it takes many seconds
     modes: ClassVar[tuple[str, ...]] = tuple(MODES)
 
     @property
