@@ -147,7 +147,8 @@ def _compare(group: Sequence[Row]) -> Gain | None:
         return None
     ours, peers = _sides(group)
     if name == AUTO:
-        ours = [row for row in (taken(ours),) if row is not None]
+        pick = taken(ours)
+        ours = [] if pick is None else [pick]
     # Small rotations are compared by their times in a CUDA graph, as far as ours have them.
     quantity = "graph" if any("graph" in row for row in ours) else "time"
     timed = [row for row in peers if "time" in row]
