@@ -56,7 +56,14 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, range_positions
 from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
-from ropewalk.ops.attention.hopper.scores import HeadScores, differentiate_mod, load_bias, load_positions
+from ropewalk.ops.attention.hopper.scores import (
+    HeadScores,
+    differentiate_mod,
+    exp2_scale_of_head,
+    load_bias,
+    load_positions,
+    load_slope,
+)
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
@@ -408,17 +415,16 @@ def _mainloop_q(
             for skipped in range(n_skipped):
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
-            bias = None
-            if problem.scores.largest is not None:
-                head = tile.kv_head * problem.schedule.heads_per_key + member
-                bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
+            head = tile.kv_head * problem.schedule.heads_per_key + member
+            scores = problem.scores
+            params = params_of_head(scores, tile.batch, head)
+            bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
+            slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
+            exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+            scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
             if smem.param_sums is not None:
                 begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
             for i in range(n_skipped, steps_per_head):
-                scores = problem.scores
-                head = tile.kv_head * problem.schedule.heads_per_key + member
-                params = params_of_head(scores, tile.batch, head)
-                scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
                 step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
@@ -435,7 +441,6 @@ def _mainloop_q(
                 )
                 m_start += BLOCK_M
             if smem.param_sums is not None:
-                head = tile.kv_head * problem.schedule.heads_per_key + member
                 store_sums(smem.param_sums, tile, head, problem, BLOCK_M, CONSUMER)
         if options.DEFER_DQ:
             last_ds = (first_use + n_steps + 1) % 2
@@ -497,9 +502,12 @@ def _mainloop_listed_q(
         if bits is not None:
             slots += tile.start // LISTED
         tiles = smem.listed.receive(listed_use + member)
-        bias = None
-        if problem.scores.largest is not None:
-            bias = load_bias(problem.scores, tile.batch, head, wg_start, tile.start)
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         if smem.param_sums is not None:
             begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
         for _step in range(tiles.count + tiles.n_partial):
@@ -509,9 +517,6 @@ def _mainloop_listed_q(
             is_partial = None
             if HAS_PARTIAL:
                 is_partial = (mark & 1) != 0
-            scores = problem.scores
-            params = params_of_head(scores, tile.batch, head)
-            scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
             take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
             acc_dk, acc_dv = take_step(
                 (acc_dk, acc_dv),

@@ -10,7 +10,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, 
 from ropewalk.ops.attention.hopper.lists import line_of_tile, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
 from ropewalk.ops.attention.hopper.scheduler import work_to_tile
-from ropewalk.ops.attention.hopper.scores import far_bias
+from ropewalk.ops.attention.hopper.scores import shift_lse
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
 from ropewalk.ops.attention.triton.arguments import Tile, TileRange
 from ropewalk.ops.attention.triton.masking import (
@@ -151,7 +151,7 @@ def loops_before(RANGE, HAS_FUTURE):
 
 
 @gluon.jit
-def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem):
+def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, flags):
     """Load a step's Q, dO, and, by column, lse and delta; with lists, tell where it is."""
     smem.q.fill(use, q, [tile.batch, head, tile.q_offset + m_start, 0])
     smem.do.load(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
@@ -165,10 +165,8 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
         delta /= problem.dropout.rescale
     # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    if problem.scores.largest is not None and problem.scores.q_pos is None:
-        ahead = tile.start - (m_start + seqlens.causal_offset)
-        bias = far_bias(problem.scores, tile.batch, head, ahead, lse.shape[0], BLOCK_N)
-        lse -= bias * problem.scores.exp2_scale
+    ahead = tile.start - (m_start + seqlens.causal_offset)
+    lse = shift_lse(lse, problem.scores, tile.batch, head, ahead, column, flags, BLOCK_N)
     smem.stats.index(2 * stage).store(lse)
     smem.stats.index(2 * stage + 1).store(delta)
     if smem.starts is not None:
@@ -191,7 +189,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.co
         member = 0
         for _step in range(n_steps):
             head = tile.kv_head * heads_per_key + member
-            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem)
+            _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem, flags)
             m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
             use += 1
     else:
@@ -206,7 +204,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.co
                 m_start = upcoming  # read a step before it is needed
                 upcoming = start_of_tile(gl.minimum(i + 1, n_tiles - 1), tiles, line, BLOCK_M, lists.slots is not None)
                 is_partial = (i >= tiles.count).to(gl.int32)
-                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem)
+                _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, seqlens, problem, flags)
                 use += 1
     return use
 

@@ -49,7 +49,14 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem
-from ropewalk.ops.attention.hopper.scores import HeadScores, far_bias, load_bias, load_positions
+from ropewalk.ops.attention.hopper.scores import (
+    HeadScores,
+    exp2_scale_of_head,
+    load_bias,
+    load_positions,
+    load_slope,
+    shift_lse,
+)
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
     BLOCK_N,
@@ -149,10 +156,8 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         stage = use % smem.q.stages
         # A row that attends nothing, or does not exist, has P = exp2(S - inf) = 0.
         lse = gl.where(lse == float("-inf"), float("inf"), lse)
-        if problem.scores.largest is not None and problem.scores.q_pos is None:
-            ahead = tile.start - (m_start + seqlens.causal_offset)
-            bias = far_bias(problem.scores, tile.batch, head, ahead, BLOCK_M, BLOCK_N)
-            lse -= bias * problem.scores.exp2_scale
+        ahead = tile.start - (m_start + seqlens.causal_offset)
+        lse = shift_lse(lse, problem.scores, tile.batch, head, ahead, column, flags, BLOCK_N)
         smem.stats.index(2 * stage).store(lse)
         if inputs.delta is not None:
             smem.stats.index(2 * stage + 1).store(delta)
@@ -290,13 +295,13 @@ def _mainloop_dv(
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
+        head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
-        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
-        bias = None
-        if scores.largest is not None:
-            head = tile.kv_head * problem.schedule.heads_per_key + member
-            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
-        scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, n_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, n_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
@@ -816,13 +821,13 @@ def _mainloop_dk(
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
+        head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
-        params = params_of_head(scores, tile.batch, tile.kv_head * problem.schedule.heads_per_key + member)
-        bias = None
-        if scores.largest is not None:
-            head = tile.kv_head * problem.schedule.heads_per_key + member
-            bias = load_bias(scores, tile.batch, head, tile.start + CONSUMER * WG_ROWS, tile.start)
-        scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, n_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, n_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         m_start = tile_range.start

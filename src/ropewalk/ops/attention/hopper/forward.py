@@ -27,7 +27,7 @@ from ropewalk.ops.attention.hopper.lists import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
-from ropewalk.ops.attention.hopper.scores import HeadScores, load_bias, load_positions
+from ropewalk.ops.attention.hopper.scores import HeadScores, exp2_scale_of_head, load_bias, load_positions, load_slope
 from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, sum_in_threads, wgmma_layout, zero_missing_rows
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
@@ -133,13 +133,13 @@ def _fill_q(q_use, q, rings, tile, options):
 
 
 @gluon.jit
-def _row_of_tile(index, first, tiles, line, lists, BLOCK_N: gl.constexpr):
-    """Return the first row of keys of a loop's tile, counted from the first one, whose row is given without lists."""
+def _row_of_tile(index, start, tiles, line, tile, lists, BLOCK_N: gl.constexpr):
+    """Return the row of a tile's first key, given the loop's first key, which does not matter with lists."""
     if lists.ptr is None:
-        row = first + index * BLOCK_N
+        start += index * BLOCK_N
     else:
-        row = start_of_tile(gl.maximum(index, 0), tiles, line, BLOCK_N, lists.slots is not None)
-    return row
+        start = start_of_tile(gl.maximum(index, 0), tiles, line, BLOCK_N, lists.slots is not None)
+    return tile.k_offset + start
 
 
 @gluon.jit
@@ -162,14 +162,14 @@ def _load_loop(uses, q, k, v, rings, tile, seqlens, problem, flags, options, RAN
     if n_steps > 0:
         if not _holds_q(options.OUT_IN_Q, RANGE):
             q_use = _fill_q(q_use, q, rings, tile, options)
-        first = tile.k_offset + tile_range.start
+        start = tile_range.start
         batch, head = tile.batch, tile.kv_head
-        row = _row_of_tile(n_steps - 1, first, tiles, line, lists, BLOCK_N)
-        upcoming = _row_of_tile(n_steps - 2, first, tiles, line, lists, BLOCK_N)
+        row = _row_of_tile(n_steps - 1, start, tiles, line, tile, lists, BLOCK_N)
+        upcoming = _row_of_tile(n_steps - 2, start, tiles, line, tile, lists, BLOCK_N)
         rings.k.fill(use, k, [batch, head, row, 0])
         for step in range(1, n_steps):
             # A row of lists is read a step before it is needed.
-            later = _row_of_tile(n_steps - 2 - step, first, tiles, line, lists, BLOCK_N)
+            later = _row_of_tile(n_steps - 2 - step, start, tiles, line, tile, lists, BLOCK_N)
             rings.k.fill(use + 1, k, [batch, head, upcoming, 0])
             rings.v.fill(use, v, [batch, head, row, 0])
             row = upcoming
@@ -296,16 +296,16 @@ def _mainloop_kv(
     full = tile_range.full
     full_stop = tile_range.full_stop
     wg_start = tile.start + CONSUMER * WG_ROWS
+    positions = None
+    if problem.scores.q_pos is not None:
+        positions = load_positions(problem.scores, tile, seqlens, q_idx, False)
+    first = wg_start + seqlens.causal_offset
     scores = problem.scores
     params = params_of_head(scores, tile.batch, tile.head)
-    bias = None
-    if scores.largest is not None:
-        first = wg_start + seqlens.causal_offset
-        bias = load_bias(scores, tile.batch, tile.head, first, first)
-    positions = None
-    if scores.q_pos is not None:
-        positions = load_positions(scores, tile, seqlens, q_idx, False)
-    scores = HeadScores(params, scores.scale, scores.softcap, scores.exp2_scale, bias, positions)
+    bias = load_bias(scores, tile.batch, tile.head, first, first)
+    slope = load_slope(scores, tile.batch, tile.head, first, first)
+    exp2_scale = exp2_scale_of_head(scores, tile.batch, tile.head)
+    scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
     dropout = None
     if problem.dropout is not None:
         row = tile.batch * problem.schedule.n_heads + tile.head
@@ -489,7 +489,6 @@ def _compute_warps(
     s_layout: gl.constexpr = wgmma_layout(options.BLOCK_N)
     o_layout: gl.constexpr = wgmma_layout(BLOCK_D)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    exp2_scale = problem.scores.exp2_scale
     n_done = 0
     uses = (gl.to_tensor(CONSUMER), gl.to_tensor(0), gl.to_tensor(0))
     if options.PINGPONG and CONSUMER == options.CONSUMERS - 1:
@@ -500,6 +499,7 @@ def _compute_warps(
         tile, seqlens = _tile_of_work(work_idx, problem, flags, options.CONSUMERS * WG_ROWS)
         wg_start = tile.start + CONSUMER * WG_ROWS
         q_idx = wg_start + gl.arange(0, WG_ROWS, layout=row_layout)
+        exp2_scale = exp2_scale_of_head(problem.scores, tile.batch, tile.head)
         row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
         row_logit = row_max
         row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))

@@ -470,8 +470,7 @@ def _launch_wide_kernels(
     arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
     arguments["dropout"] = dropout_args(call)
     # With 192 features one kernel has registers for dK and dV, unless scores or a second range take more of them.
-    is_plain = arguments["MOD"] is None and scores.largest is None and call.softcap is None
-    is_plain = is_plain and call.far is None and call.dropout_p == 0
+    is_plain = load_score_mod(call) is None and call.softcap is None and call.far is None and call.dropout_p == 0
     is_fused = blocks.d_chunks > 1 and is_plain
     if not is_fused:
         on.launch(
@@ -575,7 +574,7 @@ def _backward_args(
     """Return the programs of a backward kernel, and the arguments that all of them take."""
     (batch, heads, queries, _), (key_heads, keys) = saved.q.shape, saved.k.shape[1:3]
     block_n = BLOCK_N.value
-    score_mod = _score_mod_of(call)
+    score_mod, source = _score_mod_of(call), load_score_mod(call)
     packed, n_tiles = schedule_tiles(call, "k", batch, keys, block_n, on)
     schedule = Schedule(
         n_tiles=n_tiles // batch if packed is None else n_tiles,
@@ -600,31 +599,45 @@ def _backward_args(
         "WINDOWED": call.has_window,
         "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
         "MOD": None if score_mod is None else score_mod.forward,
-        "MOD_BWD": None if score_mod is None else score_mod.backward,
+        "MOD_BWD": None if source is None else source.backward,
         "SOFTCAP": call.softcap is not None,
         "num_warps": 4,
     }
 
 
 def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
-    """Return the `ScoreMod` of a call; None for a bias by distance in the unit of products, which the scale multiplies.
+    """Return the `ScoreMod` that kernels apply; None where they have another way, in the unit of products.
 
-    That takes no more of a thread's registers than no score mod does, unless positions are read too.
+    That is a bias by distance, and slopes, unless positions are read too, and factors of heads. All take fewer
+    instructions and registers of a thread; the scale, which must be above 0, waits for the exponents.
     """
     score_mod = load_score_mod(call)
-    if score_mod is None or score_mod.bias is None or call.softcap is not None:
+    if score_mod is None or not _takes_products(call):
         return score_mod
-    return None if call.scale > 0 and call.goes_by_index else score_mod
+    by_index = call.goes_by_index and (score_mod.bias is not None or score_mod.is_slope)
+    return None if by_index or (score_mod.is_factor and not score_mod.reads_positions) else score_mod
+
+
+def _takes_products(call: AttentionCall) -> bool:
+    """Say whether the scale may wait for the exponents, where a score mod allows it."""
+    return call.scale > 0 and call.softcap is None
 
 
 def _scores_args(call: AttentionCall, packed: Packed | None, on: Steps) -> Scores:
-    """Return `scores_args`, with positions, and with a table of biases in the place of parameters that make it."""
-    score_mod, params = _score_mod_of(call), call.score_mod_params
+    """Return `scores_args` as these kernels read them: with positions, a table of biases, slopes or factors."""
+    score_mod, params, source = _score_mod_of(call), call.score_mod_params, load_score_mod(call)
     scores = scores_args(call, score_mod)
-    if call.score_mod is not None and not call.goes_by_index:
+    if source is None:
+        return scores
+    if source.reads_positions and not call.goes_by_index:
         scores = scores._replace(**_relative_positions(call, packed, on))
-    source = load_score_mod(call)
-    if source is None or source.bias is None or params is None:
+    if score_mod is not None and score_mod.multiplies and _takes_products(call):
+        scores = scores._replace(scale=None, exp2_scale=scores.exp2_scale * call.scale)
+    if score_mod is None and source.is_slope:
+        return scores._replace(params=None, slopes=scores.params)
+    if score_mod is None and source.is_factor:
+        return scores._replace(factors=scores.params)
+    if source.bias is None or params is None:
         return scores
     heads, n_params = params.shape
     largest = (n_params - call.n_learned_params - 1) // 2

@@ -4,6 +4,9 @@ A bias by distance is read from a head's row of a table: one number for each dis
 tiles with a nearer pair read it. In others it is a constant, which a row's maximum and log-sum-exp take up: those tiles
 cost what they cost without a bias. A tile of M × N scores has M + N − 1 distances, of which a thread reads what it
 needs: neighbours, which the L1 cache holds.
+
+A slope takes a number off for each token of distance. In a tile whose keys are all on one side of the queries that is a
+number of the row, one of the column, and nothing else. What a thread's columns differ by are constants.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from ropewalk.ops.attention.triton.masking import PAST
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, DECAY_RATE
 from ropewalk.ops.attention.triton.tiles import load_positions as load_float_positions
-from ropewalk.ops.attention.triton.tiles import params_of_head, position_origin
+from ropewalk.ops.attention.triton.tiles import numbers_of_head, params_of_head, position_origin
 
 
 class Bias(NamedTuple):
@@ -31,6 +34,14 @@ class Bias(NamedTuple):
     ahead: Any  # of keys so far ahead
     start: Any  # the warp group's first row: a key, or the key index of a query
     tile_start: Any  # that of the program's tile
+
+
+class Slope(NamedTuple):
+    """What each token of distance takes off the scores of one head, for the tiles of one warp group."""
+
+    number: Any  # in the unit of products
+    start: Any  # as those of `Bias`
+    tile_start: Any
 
 
 class TilePositions(NamedTuple):
@@ -49,6 +60,7 @@ class HeadScores(NamedTuple):
     softcap: Any
     exp2_scale: Any
     bias: Any  # Bias; None: there is none
+    slope: Any  # Slope; likewise
     positions: Any  # TilePositions; None: positions are indices
 
 
@@ -106,10 +118,38 @@ def relative_positions_kernel(
 
 @gluon.jit
 def load_bias(scores, batch, head, start, tile_start):
-    """Return the `Bias` of a head, for a warp group and a tile whose first rows have key indices."""
-    ptr = params_of_head(scores, batch, head)
-    reach = scores.largest + BIAS_MARGIN
-    return Bias(ptr + reach, scores.largest, gl.load(ptr), gl.load(ptr + 2 * reach), start, tile_start)
+    """Return the `Bias` of a head, for a warp group and a tile whose first rows have key indices; None without any."""
+    bias = None
+    if scores.largest is not None:
+        ptr = params_of_head(scores, batch, head)
+        reach = scores.largest + BIAS_MARGIN
+        bias = Bias(ptr + reach, scores.largest, gl.load(ptr), gl.load(ptr + 2 * reach), start, tile_start)
+    return bias
+
+
+@gluon.jit
+def load_slope(scores, batch, head, start, tile_start):
+    """Return the `Slope` of a head, likewise."""
+    slope = None
+    if scores.slopes is not None:
+        slope = Slope(_slope_of_head(scores, batch, head), start, tile_start)
+    return slope
+
+
+@gluon.jit
+def _slope_of_head(scores, batch, head):
+    """Return what each token of distance takes off the products of a head."""
+    return gl.load(numbers_of_head(scores.slopes, scores, batch, head)) / scores.scale
+
+
+@gluon.jit
+def exp2_scale_of_head(scores, batch, head):
+    """Return what makes a head's scores exponents of 2."""
+    exp2_scale = scores.exp2_scale
+    if scores.factors is not None:
+        factor = gl.load(numbers_of_head(scores.factors, scores, batch, head))
+        exp2_scale *= gl.maximum(factor, 1e-30)  # times 0 a score of -inf would be NaN
+    return exp2_scale
 
 
 @gluon.jit
@@ -153,11 +193,36 @@ def _add_near_bias(s, bias, ahead, is_near, ROWS_ARE_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def far_bias(scores, batch, head, ahead, N_QUERIES: gl.constexpr, N_KEYS: gl.constexpr):
-    """Return the bias of all pairs of a tile, whose first key is `ahead` of the first query; 0 if one is near."""
-    reach = scores.largest + BIAS_MARGIN
-    bias = gl.load(params_of_head(scores, batch, head) + gl.where(ahead > 0, 2 * reach, 0))
-    return gl.where(has_near_pair(ahead, scores.largest, N_QUERIES, N_KEYS), 0.0, bias)
+def shift_lse(lse, scores, batch, head, ahead, column, flags, N_KEYS: gl.constexpr):
+    """Take off a tile's log-sum-exp what is added to the scores, but for what its rows add; for the load warp.
+
+    The first key is `ahead` of the first query. Of a bias by distance that is a number of all pairs, or 0 if one is
+    near; of slopes it is the first key's, for each query.
+    """
+    N_QUERIES: gl.constexpr = lse.shape[0]
+    if scores.largest is not None and scores.q_pos is None:
+        reach = scores.largest + BIAS_MARGIN
+        bias = gl.load(params_of_head(scores, batch, head) + gl.where(ahead > 0, 2 * reach, 0))
+        lse -= gl.where(has_near_pair(ahead, scores.largest, N_QUERIES, N_KEYS), 0.0, bias) * scores.exp2_scale
+    if scores.slopes is not None:
+        number = _slope_of_head(scores, batch, head) * scores.exp2_scale
+        number = _signed(number, ahead, N_QUERIES, flags)
+        lse -= number * (ahead - column).to(gl.float32)
+    return lse
+
+
+@gluon.jit
+def _signed(number, ahead, N_QUERIES: gl.constexpr, flags):
+    """Return what a tile's scores grow by from one key to the next; of one with keys on both sides as if all behind."""
+    if flags.SIDE != PAST:
+        number = gl.where(ahead > N_QUERIES - 1, -number, number)
+    return number
+
+
+@gluon.jit
+def _is_crossed(ahead, N_QUERIES: gl.constexpr, N_KEYS: gl.constexpr):
+    """Return whether a tile, whose first key is `ahead` of its first query, has keys on both sides of a query."""
+    return (ahead + (N_KEYS - 1) > 0) & (ahead <= N_QUERIES - 1)
 
 
 @gluon.jit
@@ -299,6 +364,44 @@ def add_transposed_bias(s, m_start, column, seqlens, scores):
         q_pos = _load_columns(scores.positions, m_start, column)
         s += _bias_of_positions(bias, q_pos[None, :], scores.positions.rows[:, None])
     return s
+
+
+@gluon.jit
+def add_slopes(s, q_idx, n_start, seqlens, slope, flags):
+    """Add slopes to a tile [queries, keys], but for numbers of each row and thread, [queries, 4], returned apart."""
+    pieces = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+    layout: gl.constexpr = pieces.type.layout
+    rest_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    ahead = n_start - slope.start
+    number = _signed(slope.number, ahead, s.shape[0], flags)
+    eighth = gl.arange(0, s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    steps = (8 * eighth).to(gl.float32)[None, :, None, None] + odd.to(gl.float32)[None, None, None, :]
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, rest_layout))[None, :]
+    query = gl.convert_layout(q_idx, gl.SliceLayout(1, rest_layout))[:, None]
+    # How far a thread's first key is behind each query.
+    behind = (query + seqlens.causal_offset - (n_start + 2 * pair)).to(gl.float32)
+    if flags.SIDE != PAST:  # noqa: SIM102
+        if _is_crossed(ahead, s.shape[0], s.shape[1]):
+            pieces -= 2 * number * gl.maximum(steps - behind[:, None, :, None], 0.0)
+    pieces += number * steps
+    s = gl.convert_layout(gl.reshape(pieces, s.shape), s.type.layout)  # which moves nothing
+    return s, number * -behind
+
+
+@gluon.jit
+def add_transposed_slopes(exponents, m_start, column, k_idx, seqlens, scores, flags):
+    """Add slopes to exponents [keys, queries]: the load warp took off lse what is the first key's."""
+    slope = scores.slope
+    start = m_start + seqlens.causal_offset
+    ahead = slope.tile_start - start
+    number = _signed(slope.number * scores.exp2_scale, ahead, exponents.shape[1], flags)
+    exponents += (number * (k_idx - slope.tile_start).to(gl.float32))[:, None]
+    if flags.SIDE != PAST:  # noqa: SIM102
+        if _is_crossed(ahead, exponents.shape[1], BLOCK_N):
+            ahead_of = k_idx[:, None] - (start + column)[None, :]
+            exponents -= 2 * number * gl.maximum(ahead_of, 0).to(gl.float32)
+    return exponents
 
 
 @gluon.jit

@@ -6,7 +6,9 @@ from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.lists import listed_keys, listed_queries, select_keys, select_queries
 from ropewalk.ops.attention.hopper.scores import (
     add_bias,
+    add_slopes,
     add_transposed_bias,
+    add_transposed_slopes,
     modify_scores,
     modify_transposed_scores,
 )
@@ -106,10 +108,11 @@ def online_softmax(
     largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
     """
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    CHANGES: gl.constexpr = score_flags.SOFTCAP or score_flags.MOD is not None or scores.bias is not None
+    HAS_MOD: gl.constexpr = score_flags.MOD is not None
+    CHANGES: gl.constexpr = score_flags.SOFTCAP or HAS_MOD or scores.bias is not None or scores.slope is not None
     if score_flags.MAX_LOGITS and CHANGES:
         logit = s
-        if score_flags.SOFTCAP or score_flags.MOD is not None:
+        if (score_flags.SOFTCAP or HAS_MOD) and scores.scale is not None:
             logit = s * scores.scale  # which may be below 0
         largest = row_logit
         if flags.PARTIAL_TILES:
@@ -126,12 +129,14 @@ def online_softmax(
         row_logit = gl.maximum(row_logit, largest)
     if score_flags.SOFTCAP:
         s = tanh(s * scores.scale, score_flags.FAST_TANH)
-        if score_flags.MOD is not None:
+        if HAS_MOD:
             s *= scores.softcap
-    elif score_flags.MOD is not None:
+    elif HAS_MOD and scores.scale is not None:
         s *= scores.scale
     if scores.bias is not None:
         s, rest = add_bias(s, n_start, column, scores)
+    elif scores.slope is not None:
+        s, rest = add_slopes(s, q_idx, n_start, mask.seqlens, scores.slope, flags)
     elif score_flags.MOD is not None:
         s = modify_scores(s, q_idx, n_start, column, mask.seqlens, scores, flags, score_flags)
     if flags.PARTIAL_TILES:  # noqa: SIM102
@@ -142,9 +147,13 @@ def online_softmax(
                 s = select_keys(s, q_idx, n_start, column, mask, flags.RANGE)
     if score_flags.MAX_LOGITS and not CHANGES:
         row_logit = gl.maximum(row_logit, gl.max(s, 1))
-    largest = gl.max(s, 1)
-    if scores.bias is not None:
-        largest += rest
+    if scores.slope is None:
+        largest = gl.max(s, 1)
+        if scores.bias is not None:
+            largest += rest
+    else:
+        pieces = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+        largest = gl.convert_layout(gl.max(gl.max(gl.max(pieces, 3), 1) + rest, 1), row_max.type.layout)
     new_max = gl.maximum(row_max, largest)
     grows = (new_max - row_max) * scores.exp2_scale > RESCALE_THRESHOLD
     new_max = gl.where(grows, new_max, row_max)
@@ -154,7 +163,12 @@ def online_softmax(
     alpha = gl.where(grows, gl.exp2(row_max * scores.exp2_scale - shift), 1.0)
     if scores.bias is not None:
         shift -= rest * scores.exp2_scale
-    p = gl.exp2(s * scores.exp2_scale - shift[:, None])
+    if scores.slope is None:
+        p = gl.exp2(s * scores.exp2_scale - shift[:, None])
+    else:
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, rest.type.layout))[:, None] - rest * scores.exp2_scale
+        p = gl.exp2(pieces * scores.exp2_scale - shift[:, None, :, None])
+        p = gl.convert_layout(gl.reshape(p, s.shape), s.type.layout)  # which moves nothing
     sums = sum_in_threads(p)
     if PIN_EXP2:
         sums = _pin_exp2(sums)
@@ -171,13 +185,19 @@ def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
         s = tanh(s * scores.scale, score_flags.FAST_TANH)
     scaled = s
     if score_flags.MOD is not None:
-        scaled = s * (scores.softcap if score_flags.SOFTCAP else scores.scale)
+        if score_flags.SOFTCAP:
+            scaled = s * scores.softcap
+        elif scores.scale is not None:
+            scaled = s * scores.scale
     modified = scaled
     if scores.bias is not None:
         modified = add_transposed_bias(scaled, m_start, column, seqlens, scores)
     elif score_flags.MOD is not None:
         modified = modify_transposed_scores(scaled, m_start, column, k_idx, seqlens, scores, flags, score_flags)
-    p = gl.exp2(modified * scores.exp2_scale - lse[None, :])
+    exponents = modified * scores.exp2_scale
+    if scores.slope is not None:
+        exponents = add_transposed_slopes(exponents, m_start, column, k_idx, seqlens, scores, flags)
+    p = gl.exp2(exponents - lse[None, :])
     if flags.PARTIAL_TILES:  # noqa: SIM102
         if mask.masked:
             offset = seqlens.causal_offset + m_start

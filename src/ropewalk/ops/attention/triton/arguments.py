@@ -107,11 +107,13 @@ class Scores(NamedTuple):
     params: Any  # pointer to the score function's numbers, float32; or None
     params_stride: Any  # from one head's to the next's; or None
     params_stride_batch: Any  # None: all batch rows have the same
-    scale: Any  # multiplies products before soft-capping and the score function
+    scale: Any  # multiplies products before soft-capping and the score function; None: `exp2_scale` holds it
     softcap: Any
     exp2_scale: Any  # multiplies scores, as the softmax reads them, into exponents of 2
     # Of the kernels for Hopper:
     largest: Any = None  # the distance from which a bias is the same, of which `params` has a table; None: no bias
+    slopes: Any = None  # pointer, with the strides of `params`, to what each token of distance takes off; or None
+    factors: Any = None  # likewise: what `exp2_scale` is multiplied by, 0 or more; or None
     q_pos: Any = None  # pointers to positions (B or 1, T), float32 from a sequence's origin; None: they are indices
     k_pos: Any = None
     q_pos_stride_batch: Any = None

@@ -35,6 +35,11 @@ class ScoreMod(NamedTuple):
     # Whether the scores are multiplied by the one parameter of a head, a square, and by what depends on positions:
     # kernels for Hopper take the parameter's gradient from that of the queries.
     is_factor: bool = False
+    # Whether the one parameter of a head is taken off for each token of distance.
+    is_slope: bool = False
+    # Whether scores are multiplied by something that is not below 0: a scale above 0 may then come later.
+    multiplies: bool = False
+    reads_positions: bool = True
 
 
 @triton.jit
@@ -158,9 +163,13 @@ def _t5_parameters(sums, gradient, scores, query_position, key_position, paramet
     return sums
 
 
-UNCHANGED = ScoreMod(_unchanged, None)
-ALIBI = ScoreMod(_alibi, None, _alibi_parameters)
-EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint)
-EXPOSB_BANDS = ScoreMod(_bands, _bands_adjoint, _bands_parameters, is_factor=True)
-EXPOSB_BANDS_DECAY = ScoreMod(_bands_decay, _bands_decay_adjoint, _bands_decay_parameters, is_factor=True)
+UNCHANGED = ScoreMod(_unchanged, None, reads_positions=False)
+ALIBI = ScoreMod(_alibi, None, _alibi_parameters, is_slope=True)
+EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint, multiplies=True)
+EXPOSB_BANDS = ScoreMod(
+    _bands, _bands_adjoint, _bands_parameters, is_factor=True, multiplies=True, reads_positions=False
+)
+EXPOSB_BANDS_DECAY = ScoreMod(
+    _bands_decay, _bands_decay_adjoint, _bands_decay_parameters, is_factor=True, multiplies=True
+)
 T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias)

@@ -244,13 +244,20 @@ def mask_of_head(mask, batch, head):
 
 
 @triton.jit
+def numbers_of_head(ptr, scores, batch, head):
+    """Return a pointer with the strides of the score function's numbers, at one head."""
+    ptr += wide(head) * scores.params_stride
+    if scores.params_stride_batch is not None:
+        ptr += wide(batch) * scores.params_stride_batch
+    return ptr
+
+
+@triton.jit
 def params_of_head(scores, batch, head):
     """Return the pointer to the score function's numbers at one head; None without any."""
     ptr = None
     if scores.params is not None:
-        ptr = scores.params + wide(head) * scores.params_stride
-        if scores.params_stride_batch is not None:
-            ptr += wide(batch) * scores.params_stride_batch
+        ptr = numbers_of_head(scores.params, scores, batch, head)
     return ptr
 
 
