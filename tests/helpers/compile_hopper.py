@@ -95,6 +95,12 @@ FAR_CALLS = {
 RANGE_CALLS = {
     "ranges-rerope": {"position": ReRope(48), "causal": True, "positions_q": torch.arange(T)[None]},
     "ranges-self-extend": {"position": SelfExtend(48, 4), "positions_q": torch.arange(T)[None]},
+    "ranges-packed": {
+        "position": SelfExtend(48, 4),
+        "causal": True,
+        "cu_seqlens_q": torch.tensor([0, 128, 512]),
+        "positions_q": torch.arange(2 * T),
+    },
 }
 # With each of what takes registers or shared memory of its own.
 _DROPPED = (
@@ -261,7 +267,10 @@ DROPOUT_CASES = [
 ORDERED_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ORDERED_CALLS]
 LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
-RANGE_CASES = [(128, torch.bfloat16, "ranges-rerope"), (64, torch.bfloat16, "ranges-self-extend")]
+RANGE_CASES = [
+    (128, torch.bfloat16, "ranges-rerope"),
+    *((64, torch.bfloat16, name) for name in ("ranges-self-extend", "ranges-packed")),
+]
 # Bytes of registers that a thread spilled when last recorded, by version of Triton: many in the backward, whose
 # accumulators take 128 of a thread's registers throughout, or 64 beside steps twice as large.
 # `record_hopper_spills.py` writes them.

@@ -925,13 +925,13 @@ def random_call(number, device):
         call["position"] = for_heads(call["position"], heads, device)
     if source.random() < DROPOUT_SHARE:
         call["dropout_p"] = source.choice([0.1, 0.5])
-    is_narrow = max(head_dim, v_head_dim) <= hopper_support.WIDEST_LISTED
-    if "layout" not in call and is_narrow and source.random() < RANGES_SHARE:
+    if max(head_dim, v_head_dim) <= hopper_support.WIDEST_LISTED and source.random() < RANGES_SHARE:
         window = source.choice([64, 150, 500])
         call["position"] = source.choice([ReRope(window), ReRope(window, leak=4.0), SelfExtend(window, 4)])
         steps = source.choice([2, 4, 1500])  # positions grow by fewer from token to token; or are any of so many
         for name, shape in zip(("positions_q", "positions_k"), shapes[:2], strict=True):
-            drawn = torch.randint(0, steps, (1, shape[2]), device=device)
+            tokens = (shape[0],) if "layout" in call else (1, shape[2])
+            drawn = torch.randint(0, steps, tokens, device=device)
             call[name] = 10**9 + (drawn.cumsum(-1) if steps < 1500 else drawn)
     return [torch.randn(shape, device=device).bfloat16() for shape in shapes], call
 
@@ -942,14 +942,14 @@ def test_random_shapes_have_every_feature():
     for number in range(RANDOM_CALLS):
         (q, *_), call = random_call(number, "meta")
         is_packed, is_dropped = "layout" in call, "dropout_p" in call
-        drawn |= {("dropped", is_dropped, is_packed), ("few", not is_packed and q.shape[2] < 64, is_packed)}
-        drawn |= {("ranges", "positions_q" in call, is_packed)}
+        drawn |= {("dropped", is_dropped, is_packed), ("ranges", "positions_q" in call, is_packed)}
+        drawn |= {("few", not is_packed and q.shape[2] < 64, is_packed)}
         if any(isinstance(x, Tensor) for x in vars(call.get("position", NoPosition())).values()):
             drawn |= {(type(call["position"]).__name__, is_dropped, is_packed)}
-    every = {("dropped", True), ("dropped", False), ("few", False), ("ranges", False)}
+    every = {("dropped", True), ("dropped", False), ("few", False), ("ranges", True), ("ranges", False)}
     every |= {(name, is_dropped) for name in ("Alibi", "ExpoSB", "T5Bias") for is_dropped in (False, True)}
     expected = {(*feature, is_packed) for feature in every for is_packed in (False, True)}
-    assert drawn >= expected | {("few", True, False), ("ranges", True, False)}
+    assert drawn >= expected | {("few", True, False)}
 
 
 @on_hopper

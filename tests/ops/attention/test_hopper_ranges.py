@@ -253,6 +253,19 @@ def test_positions_of_one_side(kernels, device, name):
 
 
 @on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scheme", [Jump(60), ReRope(60, rope=Rope(rotary_dim=24))], ids=["jump", "partial"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(kernels, device, lengths, scheme, head_dim, causal):
+    tensors, starts = pack(device, *LENGTHS[lengths], head_dim=head_dim)
+    positions = {
+        name: in_order(device, len(x)) for name, x in (("positions_q", tensors[0]), ("positions_k", tensors[1]))
+    }
+    check_supported(kernels, tensors, layout="thd", position=scheme, causal=causal, **starts, **positions)
+
+
+@on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_lies_outside_starts_and_lengths_is_not_read(kernels, device, head_dim):
     check_what_is_read(kernels, draw(device, queries=TK, head_dim=head_dim), Jump(50), **given("runs", device, TK))
@@ -273,12 +286,16 @@ def test_a_thousand_launches_give_the_same_bits(device, head_dim):
 
 
 @on_hopper
-def test_a_graph_replays_other_positions(device):
+@pytest.mark.parametrize("layout", ["bthd", "thd"])
+def test_a_graph_replays_other_positions(device, layout):
     """Nothing waits for the device, and lists are made anew."""
     shapes = [(B, 333, heads, 64) for heads in (H, K, K)]
     tensors = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
     positions = in_order(device, B, 333)
-    call = {"position": ReRope(70), "causal": True, "impl": "gluon"}
+    call = {"position": ReRope(70), "causal": True, "impl": "gluon", "layout": layout}
+    if layout == "thd":
+        tensors, positions = [x.flatten(0, 1) for x in tensors], positions.flatten()
+        call["cu_seqlens_q"] = integers(device, 0, 65, 600)
     tensors = [x.contiguous().requires_grad_() for x in tensors]
     weights = torch.randn_like(tensors[0])
 

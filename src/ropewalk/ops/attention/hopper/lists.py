@@ -5,7 +5,7 @@ whole, then those that bits or spans cut, both in order. Every warp reads there 
 the compute warp groups of the backward, which the load warp tells with each step.
 
 Where positions per token say which pairs are far, each range of pairs has lists of its own (`ranges.list_ranges`): its
-blocks that have no other pair, then those that it cuts.
+blocks that have no other pair, then those that it cuts. A packed batch has them, too.
 """
 
 # No `from __future__ import annotations`: an aggregate's annotations must be the classes themselves.

@@ -173,8 +173,6 @@ def _why_no_ranges(call: AttentionCall) -> Refusal | None:
     if call.far is None or call.goes_by_index:
         return None
     given = "positions_q and positions_k with a two-range encoding"
-    if call.cu_seqlens_q is not None:
-        return Refusal("positions", f"{given} are not supported in packed sequences")
     if call.mask is not None or call.blocks is not None:
         beside = "a mask" if call.blocks is None else "lists of blocks"
         return Refusal("positions", f"{given} are not supported beside {beside}")
