@@ -1,7 +1,9 @@
 """tools/record_all.py runs each case once, goes on where it stopped, and joins what belongs together."""
 
 import json
+import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import overview
@@ -18,11 +20,12 @@ from ropewalk.cli.bench import app
 RUN = {"format": 1, "benchmark": "rope", "device": "NVIDIA H200", "commit": "1234567"}
 # Writes a record like a benchmark; without --resume anew.
 PROGRAM = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
+cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 path, resumed = pathlib.Path(sys.argv[1]), "--resume" in sys.argv
 with path.open("a" if resumed else "x") as file:
     if not resumed:
-        file.write(json.dumps({run}) + "\\n" + json.dumps({{"case": {{}}, "impl": "first"}}) + "\\n")
+        file.write(json.dumps({run}) + "\\n" + json.dumps({{"case": {{}}, "impl": "first", "cores": cores}}) + "\\n")
         file.flush()
         time.sleep({seconds})
     file.write(json.dumps({{"case": {{}}, "impl": "second"}}) + "\\n" + json.dumps({{"end": "now"}}) + "\\n")
@@ -80,14 +83,75 @@ def test_kernel_pages_show_what_is_measured():
     assert shown <= known
 
 
-def test_names_are_different_and_what_the_host_decides_is_alone():
+def test_names_are_different_and_what_the_host_decides_is_host_timed():
     assert len({task.name for task in TASKS}) == len(TASKS)
-    assert all(task.alone for task in TASKS if task.benchmark == "host" or "host" in task.name)
+    assert all(task.is_host_timed for task in TASKS if task.benchmark == "host" or "host" in task.name)
     assert all(options_of(task) for task in TASKS if task.benchmark == "host")
-    starts = record_all.plan(TASKS, 4)
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_a_plan_ends_with_what_is_host_timed(side_by_side):
+    starts = record_all.plan(TASKS, 4, side_by_side)
     assert len(starts) == len(TASKS)
-    ends = max(start + task.seconds for start, _, task in starts if not task.alone)
-    assert all(start >= ends for start, _, task in starts if task.alone)
+    of = {flag: [one for one in starts if one[2].is_host_timed == flag] for flag in (False, True)}
+    assert min(start for start, *_ in of[True]) == max(start + task.seconds for start, _, task in of[False])
+    for gpu in range(4):
+        times = [(start, start + task.seconds) for start, on, task in starts if on == gpu]
+        assert all(end <= start for (_, end), (start, _) in pairwise(times))
+    assert {gpu for _, gpu, _ in of[True]} == ({0, 1, 2, 3} if side_by_side else {0})
+    end = max(start + task.seconds for start, _, task in starts)
+    assert (end <= 1.1 * sum(task.seconds for task in TASKS) / 4) == side_by_side
+
+
+def split(monkeypatch, tmp_path, n_gpus, visible, siblings=None):
+    """Split the visible cores of a machine whose siblings files say so; without them it has no such files."""
+    for core in visible if siblings else ():
+        path = tmp_path / f"cpu{core}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{siblings(core)}\n")
+    monkeypatch.setattr(record_all, "SYSTEM_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*visible}, raising=False)
+    return record_all.split_cores(n_gpus)
+
+
+@pytest.mark.parametrize(
+    ("siblings", "expected"),
+    [
+        (None, {*range(16)}),
+        (lambda core: f"{core % 32},{core % 32 + 32}", {*range(8), *range(32, 40)}),
+        (lambda core: f"{core // 2 * 2}-{core // 2 * 2 + 1}", {*range(16)}),
+        (lambda core: f"{core}", {*range(16)}),
+    ],
+)
+def test_gpus_share_no_physical_core(monkeypatch, tmp_path, siblings, expected):
+    found = split(monkeypatch, tmp_path, 4, range(64), siblings)
+    assert found[0] == expected
+    assert sorted(core for cores in found for core in cores) == [*range(64)]
+
+
+def test_cores_that_are_not_visible_are_left_out(monkeypatch, tmp_path):
+    visible = [*range(8, 24), *range(40, 48)]  # of 23 the sibling 55 is another process's
+    found = split(monkeypatch, tmp_path, 2, visible, lambda core: f"{core % 32},{core % 32 + 32}")
+    assert found == [{*range(8, 16), *range(40, 48)}, {*range(16, 24)}]
+    assert split(monkeypatch, tmp_path, 1, visible) == [{*visible}]
+
+
+def test_too_few_cores_are_not_split(monkeypatch, tmp_path):
+    assert len(split(monkeypatch, tmp_path, 2, range(16))) == 2
+    assert split(monkeypatch, tmp_path, 2, range(15)) == []
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert record_all.split_cores(1) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins no processes")
+def test_tasks_are_pinned_to_the_cores_of_their_gpu(folder):
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    record_all.run((Task("a", "rope", "0", 9),), folder, ["0"], 100.0, [{core}])
+    assert folder.lines(Task("a", "rope", "0", 9))[1]["cores"] == [core]
+    assert os.sched_getaffinity(0) == before
+    record_all.run((Task("b", "rope", "0", 9),), folder, ["0"], 100.0)
+    assert folder.lines(Task("b", "rope", "0", 9))[1]["cores"] == sorted(before)
 
 
 @pytest.fixture
@@ -105,7 +169,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_tasks_run_side_by_side_and_join(folder, capsys):
-    tasks = (Task("a", "rope", "1", 9), Task("b", "rope", "1", 9), Task("c", "serving", "0", 9, alone=True))
+    tasks = (Task("a", "rope", "1", 9), Task("b", "rope", "1", 9), Task("c", "serving", "0", 9, is_host_timed=True))
     record_all.run(tasks, folder, ["0", "1"], 100.0)
     said = capsys.readouterr().out.splitlines()
     assert ["started" in line for line in said] == [True, True, False, False, True, False]
@@ -113,6 +177,21 @@ def test_tasks_run_side_by_side_and_join(folder, capsys):
     lines = [json.loads(line) for line in (folder.path / "rope-h200.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines if "format" in line] == ["a", "b"]
     assert sum("impl" in line for line in lines) == 4
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_host_timed_tasks_start_when_others_ended_and_side_by_side_if_pinned(folder, capsys, is_pinned):
+    if is_pinned and not hasattr(os, "sched_setaffinity"):
+        pytest.skip("the system pins no processes")
+    host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cde"]
+    tasks = (*host_timed, Task("a", "rope", "2", 9), Task("b", "rope", "0", 9))
+    cores = [os.sched_getaffinity(0)] * 2 if is_pinned else []
+    record_all.run(tasks, folder, ["0", "1"], 100.0, cores)
+    said = [line.split()[2:4] for line in capsys.readouterr().out.splitlines()]
+    events = "".join(name[0] if what == "started" else name[0].upper() for name, what in said)
+    assert events[:4] == "abBA"
+    assert (events[4:6] == "cd") == is_pinned
+    assert is_pinned or events[4:] == "cCdDeE"
 
 
 def test_a_task_that_is_late_is_stopped_and_goes_on(folder, capsys, monkeypatch):

@@ -2,8 +2,9 @@
 
 python tools/record_all.py FOLDER [--plan] [--limit 560] [--only attention,host] [--gpus 4] [--quick]
 
-A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Tasks
-whose times are the host's run last, one at a time. Call it again to go on: a task is done when its record has its end.
+A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Where
+there are enough cores, each GPU has some, and its tasks are pinned to them. Tasks whose times are the host's run last:
+side by side if they are pinned, else one at a time. Call it again to go on: a task is done when its record has its end.
 Each call joins the parts into FOLDER/BENCHMARK-GPU.jsonl: copy those to results/, then run `python tools/overview.py`.
 """
 
@@ -16,8 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ SCRIPTS = ("serving", "blocks")  # benchmarks that are tools, and not commands
 RESUMABLE = ("rope", "attention", "host")
 SAME = ("device", "commit", "dirty", "torch", "triton", "cuda")  # of all runs that are joined
 LONGEST, MARGIN = 3, 30  # a task may take so many times its predicted seconds, and so many more
+FEWEST_CORES = 8  # of a GPU whose tasks are pinned: compilers and autograd have threads beside the one that is timed
+SYSTEM_CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Task:
     benchmark: str
     arguments: str
     seconds: int
-    alone: bool = False  # whether the host's time is measured, which other processes would disturb
+    is_host_timed: bool = False  # which other processes on the same cores, or compilers on any, would disturb
 
 
 def _attention(name: str, seconds: int, cases: str, more: str = "") -> Task:
@@ -57,58 +62,67 @@ def _cases(names: str) -> str:
 _KERNELS = "--mode fwd,bwd,train"
 _SETTINGS = "--mode schemes-fwd,schemes-bwd,variants-fwd,variants-bwd --peers none"
 _FEW = "--peers sdpa_default,cudnn --rounds 30"  # FlexAttention compiles for minutes
-_SHAPES = "llama3-8b llama3-70b bert-base qwen3-8b gemma3-27b deepseek-mla rerope-8k api-4x512 vllm-4096-fp32"
-_LAYOUTS = "llama3-8b-positions llama3-8b-thd llama3-8b-bhtd glm4-9b-partial"
+_MODELS = "llama3-8b llama3-70b bert-base qwen3-8b gemma3-27b"
+_LAYOUTS = (
+    "deepseek-mla rerope-8k api-4x512 vllm-4096-fp32 llama3-8b-positions llama3-8b-thd llama3-8b-bhtd glm4-9b-partial"
+)
 _LARGE = "llama-8-layers qwen3-8-layers gemma-4-layers llama-4x4096-attention llama-4x4096"
 _SMALL = "bert-4x256 bert-4x256-dropout bert-4x256-full bert-base-8x128"
 _STACKS = "llama-12x1024-attention llama-12x1024 qwen3-12x1024-attention qwen3-12x1024"
-# In the order in which they start: long ones early, and last the ones that a page can do without. Together they have
-# every case; a test holds them to it.
+# In the order in which they start: it fills four GPUs evenly, with long ones early and short ones last. A process takes
+# 10 to 20 s until it measures, so that cases share one, for 160 s at most. Together they have every case; a test holds
+# them to it.
 TASKS: tuple[Task, ...] = (
-    _attention("rerope", 315, "rerope-8k-d64 rerope-16k-d128 rerope-8k-d64-fp16"),
-    _attention("settings-d128", 150, "causal-4k-d128", _SETTINGS),
-    _attention("d128", 130, "causal-4k-d128 causal-16k-d128 full-4k-d128", _KERNELS),
-    _attention("d64", 90, "causal-8k-d64 full-4k-d64", _KERNELS),
-    _attention("d256-mla", 210, "gqa-16k-d256 gqa-8k-d256 mla-8k-d192"),
-    _attention("gqa-d128", 120, "gqa-8k-d128 llama3-70b causal-2k-d128"),
-    _attention("bert-packed", 190, "bert-512 bert-512-lengths packed-4k-d128 gemma3-27b"),
-    Task("rope", "rope", _cases(f"{_SHAPES} {_LAYOUTS}"), 280),
-    Task("blocks", "blocks", "topk frames sinks documents dense --dim 128 64", 200),
-    _attention("settings-d64", 125, "causal-8k-d64", _SETTINGS),
-    Task("training-bert", "training", _cases("bert-base-rope bert-base bert-base-64x512"), 110),
-    Task("training-large", "training", _cases(_LARGE), 75),
-    _attention("layer", 90, "qwen3-next-d128"),
-    Task("rope-norm", "rope", "--only norm --rounds 60", 150),
-    Task("serving", "serving", "decode append prefill", 90),
-    _attention("decode-memory", 120, "decode-8k-d128 decode-1 memory-64k"),
+    _attention("mla-layer", 160, "mla-8k-d192 qwen3-next-d128"),
+    Task("training", "training", _cases(f"bert-base-rope bert-base bert-base-64x512 {_LARGE}"), 160),
+    _attention("rerope-d64-gemma3", 160, "rerope-8k-d64 gemma3-27b"),
+    _attention("rerope-fp16-causal-2k", 155, "rerope-8k-d64-fp16 causal-2k-d128"),
+    _attention("rerope-gqa-d128", 150, "rerope-16k-d128 gqa-8k-d128"),
+    _attention("bert-packed", 155, "bert-512 bert-512-lengths packed-4k-d128"),
+    Task("rope-layouts", "rope", _cases(_LAYOUTS), 145),
+    Task("blocks", "blocks", "topk frames sinks documents dense --dim 128 64", 125),
+    Task("rope-norm", "rope", "--only norm --rounds 60", 130),
+    Task("rope-models", "rope", _cases(_MODELS), 140),
     _attention("learned-d128", 110, "causal-4k-d128", "--mode learned-bwd --peers none"),
+    _attention("settings-d128", 145, "causal-4k-d128", _SETTINGS),
+    _attention("d128", 125, "causal-4k-d128 causal-16k-d128 full-4k-d128", _KERNELS),
+    _attention("decode-memory", 120, "decode-8k-d128 decode-1 memory-64k"),
+    _attention("settings-d64", 120, "causal-8k-d64", _SETTINGS),
+    _attention("d256-llama3", 155, "gqa-16k-d256 gqa-8k-d256 llama3-70b"),
+    _attention("d64", 85, "causal-8k-d64 full-4k-d64", _KERNELS),
     Task("rope-sweep", "rope", "--sweep --peers none", 80),
-    # The host's time is in all of these.
-    Task("rope-decode", "rope", _cases("decode-1 decode-64 decode-256 decode-64-positions"), 70, alone=True),
-    Task("training-small", "training", _cases(f"{_SMALL} {_STACKS}"), 70, alone=True),
-    Task("serving-host", "serving", "host", 10, alone=True),
-    Task("blocks-host", "blocks", "masks host", 30, alone=True),
+    Task("serving", "serving", "decode append prefill", 55),
     Task(
         "host-small",
         "host",
         "--case small --mode none-fwd,none-train,rope-fwd,rope-train,rotate-fwd --rounds 50",
         80,
-        alone=True,
+        is_host_timed=True,
     ),
     Task(
         "host-models",
         "host",
         _cases("bert-lengths decode-1 decode-8 small-lengths small-packed small-window small-rerope") + f" {_FEW}",
         80,
-        alone=True,
+        is_host_timed=True,
     ),
+    Task("rope-decode", "rope", _cases("decode-1 decode-64 decode-256 decode-64-positions"), 70, is_host_timed=True),
+    Task("training-small", "training", _cases(f"{_SMALL} {_STACKS}"), 70, is_host_timed=True),
+    Task("blocks-host", "blocks", "masks host", 30, is_host_timed=True),
+    Task("serving-host", "serving", "host", 10, is_host_timed=True),
 )
 # On a CPU, for a minute: that processes start, records are joined, and pages are written.
 _ON_CPU = "--device cpu --rounds 3"
 QUICK: tuple[Task, ...] = (
     Task("rope-quick", "rope", f"--case decode-64 --peers none {_ON_CPU}", 20),
     Task("attention-quick", "attention", f"--case decode-1 --peers none {_ON_CPU}", 20),
-    Task("host-quick", "host", f"--case small --mode rope-fwd --impl reference --peers none {_ON_CPU}", 20, alone=True),
+    Task(
+        "host-quick",
+        "host",
+        f"--case small --mode rope-fwd --impl reference --peers none {_ON_CPU}",
+        20,
+        is_host_timed=True,
+    ),
 )
 
 
@@ -168,24 +182,63 @@ def short_name(device: str) -> str:
     return words[0] if words and maker != "cpu" else maker
 
 
-def plan(tasks: Sequence[Task], n_gpus: int) -> list[tuple[float, int, Task]]:
-    """Return when each task starts, on which GPU, if all take as long as predicted."""
+def split_cores(n_gpus: int) -> list[set[int]]:
+    """Return cores of this process for each GPU, none of which share a physical core; empty: there are too few."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return []
+    visible = os.sched_getaffinity(0)
+    siblings = {frozenset(_siblings(core) & visible) for core in visible}
+    physical = sorted(siblings, key=min)
+    ends = [len(physical) * gpu // n_gpus for gpu in range(n_gpus + 1)]
+    found = [set[int]().union(*physical[start:end]) for start, end in pairwise(ends)]
+    return found if all(len(cores) >= FEWEST_CORES for cores in found) else []
+
+
+def _siblings(core: int) -> set[int]:
+    """Return the hyperthreads of a core's physical core; the file says "3,35" or "6-7"."""
+    path = SYSTEM_CPUS / f"cpu{core}/topology/thread_siblings_list"
+    if not path.exists():
+        return {core}
+    spans = (part.partition("-") for part in path.read_text(encoding="ascii").strip().split(","))
+    return {core, *(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))}
+
+
+@contextmanager
+def pinned(cores: set[int] | None) -> Iterator[None]:
+    """Pin this thread, and so the processes that it starts inside, to cores; None: to none."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def plan(tasks: Sequence[Task], n_gpus: int, side_by_side: bool) -> list[tuple[float, int, Task]]:
+    """Return when each task starts, on which GPU, if all take as long as predicted.
+
+    `side_by_side` says whether tasks that measure the host's time run beside each other.
+    """
     free, found = [0.0] * n_gpus, []
-    for task in (task for task in tasks if not task.alone):
-        gpu = min(range(n_gpus), key=free.__getitem__)
-        found.append((free[gpu], gpu, task))
-        free[gpu] += task.seconds
-    now = max(free)
-    for task in (task for task in tasks if task.alone):
-        found.append((now, 0, task))
-        now += task.seconds
+    for host_timed in (False, True):
+        free = [max(free)] * (n_gpus if side_by_side or not host_timed else 1)
+        for task in (task for task in tasks if task.is_host_timed == host_timed):
+            gpu = min(range(len(free)), key=free.__getitem__)
+            found.append((free[gpu], gpu, task))
+            free[gpu] += task.seconds
     return found
 
 
-def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float) -> None:
-    """Run tasks side by side, one on each GPU, and start none that would not end in time."""
+def run(
+    tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float, cores: Sequence[set[int]] = ()
+) -> None:
+    """Run tasks side by side, one on each GPU and its cores, if any, and start none that would not end in time."""
     begun = time.monotonic()
     waiting, running = list(tasks), dict[str, tuple[Task, subprocess.Popen[bytes], float]]()
+    cores_of = dict(zip(gpus, cores, strict=True)) if cores else {}
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:5.0f} s  {text}", flush=True)
@@ -196,7 +249,7 @@ def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float
 
     def start(task: Task, gpu: str) -> None:
         waiting.remove(task)
-        with (folder.parts / f"{task.name}.log").open("ab") as log:
+        with (folder.parts / f"{task.name}.log").open("ab") as log, pinned(cores_of.get(gpu)):
             process = subprocess.Popen(
                 folder.command(task),
                 stdout=log,
@@ -226,7 +279,7 @@ def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float
                 if process.poll() is not None or now - begun > limit or now - started > _longest(task):
                     finish(gpu)
             for gpu in (gpu for gpu in gpus if gpu not in running):
-                following = _next(waiting, bool(running), fits)
+                following = _next(waiting, [task for task, *_ in running.values()], fits, bool(cores_of))
                 if following is None:
                     break
                 start(following, gpu)
@@ -244,13 +297,15 @@ def _longest(task: Task) -> float:
     return LONGEST * task.seconds + MARGIN
 
 
-def _next(waiting: Sequence[Task], is_running: bool, fits: Callable[[Task], bool]) -> Task | None:
-    """Return the next task that may start now: one that must be alone when all others ended or do not fit."""
+def _next(
+    waiting: Sequence[Task], running: Sequence[Task], fits: Callable[[Task], bool], side_by_side: bool
+) -> Task | None:
+    """Return the next task that may start now: one that is host-timed when all others ended or do not fit."""
     fitting = [task for task in waiting if fits(task)]
-    together = [task for task in fitting if not task.alone]
-    if together or is_running:
-        return together[0] if together else None
-    return fitting[0] if fitting else None
+    others = [task for task in fitting if not task.is_host_timed]
+    if others or not all(task.is_host_timed for task in running):
+        return others[0] if others else None
+    return fitting[0] if fitting and (side_by_side or not running) else None
 
 
 def main() -> None:
@@ -268,16 +323,21 @@ def main() -> None:
     tasks = [task for task in every if any(name in task.name for name in names) and not folder.is_done(task)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    if options.quick or (options.plan and not gpus):
+    is_elsewhere = options.plan and not gpus  # a plan for a machine with GPUs, and with cores for them
+    if options.quick or is_elsewhere:
         gpus = [str(index) for index in range(options.gpus or 1)]
     gpus = gpus[: options.gpus]
     if not gpus:
         raise SystemExit("no GPU was found: on a CPU, --quick runs small cases")
+    cores = split_cores(len(gpus))
     if options.plan:
-        for start, gpu, task in plan(tasks, len(gpus)):
-            print(f"{start:5.0f} s  GPU {gpus[gpu]}{' alone' if task.alone else '':6}  {task.seconds:4} s  {task.name}")
+        starts = plan(tasks, len(gpus), is_elsewhere or bool(cores))
+        for start, gpu, task in starts:
+            kind = "host-timed" if task.is_host_timed else ""
+            print(f"{start:5.0f} s  GPU {gpus[gpu]}  {kind:10}  {task.seconds:4} s  {task.name}")
+        print(f"{max((start + task.seconds for start, _, task in starts), default=0):5.0f} s  end")
         return
-    run(tasks, folder, gpus, options.limit)
+    run(tasks, folder, gpus, options.limit, cores)
     for path in folder.join(every):
         print(f"record: {path}")
     left = [task.name for task in every if not folder.is_done(task)]

@@ -94,11 +94,23 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path) -> N
         read_record(path)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins no processes")
+def test_a_run_says_that_it_is_pinned(device: torch.device) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        run = describe_run("rope", device, {})
+    finally:
+        os.sched_setaffinity(0, before)
+    assert (run["usable_cpu_cores"], run["cpu_cores"]) == (1, os.cpu_count())
+
+
 def test_a_run_says_where_it_ran_and_tells_no_paths(device: torch.device) -> None:
     assert default_path(RUN) == Path("results/rope-nvidia-h200-20261121T033722.jsonl")
     run = describe_run("rope", device, {"quack": "missing: quack is not installed"})
     for key in ("device", "python", "torch", "triton", "ropewalk", "commit", "dirty", "date", "peers"):
         assert key in run
+    assert 1 <= run["usable_cpu_cores"] <= run["cpu_cores"]
     text = json.dumps(run)
     for path in (Path.home(), Path.cwd(), Path(torch.__file__).parent, os.sep + "home"):
         assert str(path) not in text

@@ -101,6 +101,7 @@ def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str])
         **_describe_device(device),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
+        "usable_cpu_cores": _count_usable_cores(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
@@ -110,6 +111,11 @@ def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str])
         **_describe_commit(),
         "peers": dict(peers),
     }
+
+
+def _count_usable_cores() -> int | None:
+    """Count the cores that this process may run on: fewer than the machine's where it is pinned."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _now() -> str:
