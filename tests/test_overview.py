@@ -11,6 +11,7 @@ pytest.importorskip("bokeh")
 import overview
 import tables
 
+from ropewalk.bench.report import gains as g
 from ropewalk.bench.report.page import render
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +82,65 @@ def test_a_second_card_has_columns_of_its_own(folder):
     known = [(float(cells[again]), float(cells[at])) for cells in lines if cells[at] != tables.NOTHING]
     assert known
     assert all(twice == pytest.approx(2 * once, abs=1) for twice, once in known)
-    assert tables.make("losses", folder).count("H100") == 0
+    losses = tables.make("losses", folder).splitlines()[2:]
+    once = [line for line in losses if "H100" not in line]
+    assert once
+    assert losses == [*once, *(line.replace(" | ", ", H100 | ", 1) for line in once)]
+
+
+def record_of(card, folder, *wanted):
+    """Write the rows of some cases, or cases in a mode, of attention's record as another card's."""
+    name = f"attention-{tables.CARD}.jsonl"
+    rows = [json.loads(line) for line in (tables.RESULTS / name).read_text(encoding="utf-8").splitlines()]
+    kept, run = [], None
+    for row in rows:
+        if "format" in row:
+            run = {**row, "device": f"NVIDIA {card.upper()} 80GB HBM3"}
+        elif row.keys() != {"end"} and {row["case"]["name"], (row["case"]["name"], row["mode"])} & {*wanted}:
+            kept += [row] if run is None else [run, row]
+            run = None
+    (folder / name.replace(tables.CARD, card)).write_text("\n".join(map(json.dumps, kept)) + "\n", encoding="utf-8")
+
+
+def test_a_second_card_with_few_cases_has_only_columns_with_numbers(folder):
+    alone = {name: tables.make(name, folder) for name in ("forward", "rerope", "settings", "records")}
+    record_of("h100", folder, ("causal-4k-d128", "fwd"), ("causal-8k-d64", "schemes-fwd"))
+    tables.books.cache_clear()
+    head, _, *lines = (line.split(" | ") for line in tables.make("forward", folder).splitlines())
+    column = [cells[head.index("gluon, H100")] for cells in lines]
+    assert len([cell for cell in column if cell != tables.NOTHING]) == 1
+    # Of the settings' columns it has another one than the first card's first, and of ReRoPE none.
+    assert all(tables.make(name, folder) == alone[name] for name in ("rerope", "settings"))
+    record_of("h100", folder, ("causal-4k-d128", "schemes-fwd"))
+    tables.books.cache_clear()
+    *_, last = tables.make("settings", folder).splitlines()[0].split(" | ")
+    assert last == "B4 T4096 H32 D128, causal, forward, H100 |"
+    one, both = alone["records"].splitlines(), tables.make("records", folder).splitlines()
+    assert both[: len(one)] == one
+    assert ["[attention-h100](results/attention-h100.jsonl)" in line for line in both[len(one) :]] == [True]
+
+
+def test_a_second_card_may_have_other_records_than_attention(folder):
+    text = (tables.RESULTS / f"serving-{tables.CARD}.jsonl").read_text(encoding="utf-8")
+    for card in (tables.CARD, "h100"):
+        (folder / f"serving-{card}.jsonl").write_text(text, encoding="utf-8")
+    tables.books.cache_clear()
+    assert "| bfloat16, H100 |" in tables.make("serving", folder).splitlines()[0]
+    assert "H100" not in tables.make("forward", folder) + tables.make("verdicts", folder)
+
+
+def test_a_report_of_two_cards_compares_each_alone_and_names_it(folder):
+    record_of("h100", folder, "causal-4k-d128")
+    paths = sorted(folder.glob("attention-*.jsonl"))
+    one, other, both = (g.read_records(some) for some in (paths[:1], paths[1:], paths))
+    counts = [len(g.find_gains(row for record in records for row in record.rows)) for records in (one, other, both)]
+    assert counts[0] + counts[1] == counts[2] > counts[1] > 1
+    counts = [len(g.newest_choices(records)) for records in (one, other, both)]
+    assert counts[0] + counts[1] == counts[2] > counts[1] >= 1
+    page = render(both).partition("<body>")[2].partition('<script type="application/gzip"')[0]
+    assert ", NVIDIA H100 80GB HBM3</small>" in page
+    assert ", NVIDIA H200</small>" in page
+    assert ", NVIDIA H200</small>" not in render(other)
 
 
 def test_the_newest_run_of_a_case_counts(tmp_path):

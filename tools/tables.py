@@ -1,7 +1,8 @@
 """The tables of numbers in the pages, each a function from the records of a card to headings and cells.
 
 `tools/overview.py` puts them between the marks of their names. A cell whose row was not measured is “–”; a table
-without any row is an error. Where results/ has records of a second card, its numbers follow in columns of their own.
+without any row is an error. Where results/ has records of a second card, its numbers follow in columns of their own,
+or its records in rows; a column without a number is left out.
 """
 
 from __future__ import annotations
@@ -170,20 +171,29 @@ def _is_of(row: Row, case: str, variant: str) -> bool:
 
 
 class Table(NamedTuple):
-    """Headings, rows of cells whose first one names the row, and the columns that a second card has too."""
+    """Headings, rows of cells whose first one names the row, and the columns that a second card has too.
+
+    Without columns a second card adds rows, if rows are `of_all` cards.
+    """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     again: tuple[int, ...] = ()
+    of_all: bool = False
 
     def render(self, others: Mapping[str, Table]) -> str:
         """Return Markdown; `others` are the same tables of other cards, by their names."""
         headings, rows = list(self.headings), [list(row) for row in self.rows]
         for card, table in others.items():
             known = {row[0]: row for row in table.rows}
-            headings += [f"{self.headings[i]}, {card.upper()}" for i in self.again]
-            for row in rows:
-                row += [known[row[0]][i] if row[0] in known else NOTHING for i in self.again]
+            for heading in (self.headings[i] for i in self.again):
+                # Which columns there are may depend on what was measured: another card's are found by their headings.
+                at = table.headings.index(heading) if heading in table.headings else None
+                cells = [NOTHING if at is None or row[0] not in known else known[row[0]][at] for row in self.rows]
+                if any(map(str.isdigit, "".join(cells))):
+                    headings.append(f"{heading}, {card.upper()}")
+                    rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+            rows += [list(row) for row in table.rows if self.of_all]
         lines = [headings, ["---"] * len(headings), *rows]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -514,7 +524,9 @@ def blocks(book: Book) -> Table:
                 others = ("triton", "flex") if ours == "ropewalk" else ("", "")
                 cells += [number(rows.get((name, dim, impl)), f"{way}_tflops") for impl in (ours, *others)]
             found.append(cells)
-    headings = (x for way in ("forward", "backward") for x in (f"{way}, ms", "TFLOP/s", "Triton", "FlexAttention"))
+    headings = (
+        x for way in ("forward", "backward") for x in (f"{way}, ms", f"{way}, TFLOP/s", "Triton", "FlexAttention")
+    )
     return Table(["mask", *headings], found, (2, 6))
 
 
@@ -593,7 +605,8 @@ def verdicts(book: Book) -> Table:
 
 
 def losses(book: Book) -> Table:
-    """Every case where another library is faster, the worst first."""
+    """Every case where another library is faster, the worst first; those of another card than `CARD` name it."""
+    card = "" if book.card == CARD else f", {book.card.upper()}"
     gains = g.find_gains(row for record in book.compared for row in record.rows)
     behind = [gain for gain in gains if gain.outcome == g.BEHIND and gain.lead.get("protocol", "hot") == "hot"]
     found = []
@@ -606,14 +619,14 @@ def losses(book: Book) -> Table:
         by = gain.ours.get("served_by", gain.ours["impl"])
         found.append(
             [
-                f"{gain.lead['case']['name']}: {in_words(gain.lead)}",
+                f"{gain.lead['case']['name']}: {in_words(gain.lead)}{card}",
                 title,
                 f"{ours}, {by}",
                 f"{theirs}, {name}",
                 f"{gain.times:.2f} ×",
             ]
         )
-    return Table(["case", "comparison", "ours", "faster", "ours over it"], found)
+    return Table(["case", "comparison", "ours", "faster", "ours over it"], found, of_all=True)
 
 
 def records(book: Book) -> Table:
@@ -633,7 +646,8 @@ def records(book: Book) -> Table:
         if any(run.get("dirty") for run in runs):
             texts[0] += ", with changes"
         found.append([f"[{name}-{book.card}](results/{name}-{book.card}.jsonl)", *texts, ", ".join(peers) or NOTHING])
-    return Table(["record", "commit", "date", "GPU", "torch", "Triton", "other libraries"], found)
+    headings = ["record", "commit", "date", "GPU", "torch", "Triton", "other libraries"]
+    return Table(headings, found, of_all=True)
 
 
 TABLES: dict[str, Callable[[Book], Table]] = {
@@ -664,11 +678,12 @@ TABLES: dict[str, Callable[[Book], Table]] = {
 
 @functools.cache
 def books(folder: Path = RESULTS) -> list[Book]:
-    """Return a book for each card that attention was measured on, `CARD` first."""
-    cards = [path.stem.partition("-")[2] for path in sorted(folder.glob("attention-*.jsonl"))]
-    if CARD not in cards:
+    """Return a book for each card that anything was measured on, `CARD` first, on which attention was."""
+    if not (folder / f"attention-{CARD}.jsonl").exists():
         raise SystemExit(f"{folder.name}/ has no attention-{CARD}.jsonl: tools/record_all.py makes it")
-    return [Book(card, folder) for card in (CARD, *(card for card in cards if card != CARD))]
+    paths = (path for name in (*BENCHMARKS, "blocks") for path in folder.glob(f"{name}-*.jsonl"))
+    others = sorted({path.stem.partition("-")[2] for path in paths} - {CARD})
+    return [Book(card, folder) for card in (CARD, *others)]
 
 
 def make(name: str, folder: Path = RESULTS) -> str:

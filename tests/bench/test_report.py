@@ -107,6 +107,13 @@ def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:
     assert len(gains_of(old, elsewhere)) == 2
 
 
+def test_two_gpus_whose_runs_have_one_name_are_apart(tmp_path: Path) -> None:
+    rows = attention(BY_NAME["gqa-8k-d128"], "train", TRAINING)
+    paths = [write(tmp_path / f"{gpu}.jsonl", rows, name="d128", device=gpu) for gpu in ("H200", "H100")]
+    assert [gain.lead["device"] for gain in gains_of(*paths)] == ["H200", "H100"]
+    assert [choice.lead["device"] for choice in newest_choices(read_records(paths))] == ["H200", "H100"]
+
+
 def test_choices_are_what_was_measured(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING), capability="9.0")
     [choice] = newest_choices(read_records([path]))

@@ -95,11 +95,14 @@ def unit_of(benchmark: str, case: Any, mode: str) -> Unit:
 
 
 def groups(rows: Iterable[Row], *keys: str) -> Iterator[list[Row]]:
-    """Group rows by record, benchmark, case, mode, and more keys, in the order of the first of each group."""
+    """Group rows by run, benchmark, case, mode, and more keys, in the order of the first of each group.
+
+    Rows of several files have their file's "path": names and numbers of runs may be the same in two.
+    """
     together: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         of_unit = unit_of(row["benchmark"], row["case"], row["mode"])
-        together.setdefault((*of_unit, *map(row.get, ("record", "run", *keys))), []).append(row)
+        together.setdefault((*of_unit, *map(row.get, ("path", "run", *keys))), []).append(row)
     yield from together.values()
 
 

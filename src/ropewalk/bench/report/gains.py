@@ -80,7 +80,7 @@ def _compared(row: Row) -> Compared:
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """Read records; the rows get the name, the date and the machine of their run. Those of two are never compared."""
+    """Read records; the rows get their file and the name, date and machine of their run. Two are never compared."""
     records = [read_record(path, *READ) for path in paths]
     for record in records:
         for run in record.runs:
@@ -90,7 +90,8 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
             run = record.runs[row["run"]]
             keys = {"driver_version": "driver ", "power_limit": "power limit ", "system": ""}
             machine = ", ".join([run["device"], *(f"{said}{run[key]}" for key, said in keys.items() if run.get(key))])
-            row |= {"record": record.name_of(row), "date": run["date"], "machine": machine}
+            row |= {"path": str(record.path), "record": record.name_of(row), "date": run["date"], "machine": machine}
+            row["device"] = run["device"]
             row["capability"] = run.get("capability")
     return records
 
@@ -175,13 +176,14 @@ def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def newest_choices(records: Sequence[Record]) -> list[Choice]:
-    """The choices of the newest run of each case, mode and protocol, in the order of the first one."""
+    """The choices of the newest run of each device, case, mode and protocol, in the order of the first one."""
     newest: dict[tuple[object, ...], Choice] = {}
     for record in records:
         for group in groups((row for row in record.of("attention") if "time" in row), "protocol"):
             choice = _choose(group, record.runs[group[0]["run"]])
             if choice is not None:
-                key = describe_case(choice.lead), choice.lead["mode"], choice.lead.get("protocol")
+                lead = choice.lead
+                key = lead["device"], describe_case(lead), lead["mode"], lead.get("protocol")
                 newest[key] = max(newest.get(key, choice), choice, key=lambda one: one.lead["date"])
     return list(newest.values())
 

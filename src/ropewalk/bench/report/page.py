@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def render(records: Sequence[Record]) -> str:
     from bokeh.models import TabPanel, Tabs
     from bokeh.resources import Resources
 
+    records = _with_devices(records)
     rows = [row for record in records for row in record.rows]
     runs = [(record.path.stem, run) for record in records for run in record.runs]
     gains, groups = g.find_gains(rows), dict[str, list[Gain]]()
@@ -97,6 +99,17 @@ def render(records: Sequence[Record]) -> str:
         n_rows=len(rows),
         packed=packed,
     )
+
+
+def _with_devices(records: Sequence[Record]) -> list[Record]:
+    """Return records whose rows name the device beside their run, if there are several devices."""
+    if len({row["device"] for record in records for row in record.rows}) < 2:
+        return list(records)
+
+    def named(row: Row) -> Row:
+        return {**row, "record": f"{row['record']}, {row['device']}"}
+
+    return [replace(record, rows=[named(row) for row in record.rows]) for record in records]
 
 
 def duration(microseconds: float | None) -> str:
@@ -135,6 +148,7 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
             "x": gain.times,
             "y": (gain.title, 0.5 * math.modf(number * 0.6180339887)[0] - 0.25),  # beside marks that it would cover
             "case": f"{gain.lead['case']['name']}: {describe_case(gain.lead)}",
+            "record": gain.lead["record"],
             "ours": _side(gain, gain.ours),
             "peer": _side(gain, gain.peer),
             "outcome": gain.outcome,
@@ -151,15 +165,22 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
     figure.scatter("x", "y", source=source, size=9, alpha=0.75, legend_group="outcome", name="dots", **looks)
     figure.legend.orientation = "horizontal"
     figure.add_layout(figure.legend[0], "above")
-    return _hover(figure, {"case": "@case", "ours": "@ours", "best other": "@peer", "times as fast": "@x{0.00}"})
+    tips = {"case": "@case", "record": "@record", "ours": "@ours", "best other": "@peer", "times as fast": "@x{0.00}"}
+    return _hover(figure, tips)
 
 
 def _draw_lengths(rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
     """Yield charts of the time over the tokens, of shapes that were measured at many lengths."""
     import pandas as pd
 
+    several = len({row["device"] for row in rows}) > 1
+
+    def title_of(row: Row) -> str:
+        pairs = "interleaved" if row["case"]["interleaved"] else "half-split"
+        return ", ".join((pairs, row["mode"], *([row["device"]] if several else [])))
+
     points = [
-        (f"{'interleaved' if case['interleaved'] else 'half-split'}, {row['mode']}", label(row), case["tokens"], time)
+        (title_of(row), label(row), case["tokens"], time)
         for row in rows
         if (case := row["case"])["name"].startswith("tokens-") and row["benchmark"] == "rope"
         if (time := row.get("time", {}).get("p50")) is not None
