@@ -134,7 +134,9 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
         if on is None:
             k.mul_(tables.feature_weights)
         else:
-            on.operate(torch.Tensor.mul_, k, tables.feature_weights)
+            from ropewalk.ops.attention.triton.weigh import weigh_features
+
+            weigh_features(k, tables.feature_weights, on)
     return q, k
 
 

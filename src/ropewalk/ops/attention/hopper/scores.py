@@ -37,7 +37,7 @@ class Bias(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """What each token of distance takes off the scores of one head, for the tiles of one warp group."""
+    """A number that each token of distance takes off the scores of one head, for the tiles of one warp group."""
 
     number: Any  # in the unit of products
     start: Any  # as those of `Bias`
