@@ -28,7 +28,7 @@ from ropewalk.ops.attention.hopper.lists import (
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
 from ropewalk.ops.attention.hopper.scores import HeadScores, exp2_scale_of_head, load_bias, load_positions, load_slope
-from ropewalk.ops.attention.hopper.softmax import TileMask, online_softmax, rescale
+from ropewalk.ops.attention.hopper.softmax import TileMask, lagging_softmax, online_softmax, rescale
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, sum_in_threads, wgmma_layout, zero_missing_rows
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
 from ropewalk.ops.attention.triton.masking import (
@@ -82,6 +82,7 @@ class Options(NamedTuple):
     PIN_EXP2: Any
     CONVERT_P_EARLY: Any
     PINGPONG: Any
+    LAGS: Any
     HAS_FUTURE: Any
 
 
@@ -287,6 +288,7 @@ def _mainloop_kv(
     HAS_LISTS: gl.constexpr = lists.ptr is not None
     HAS_PARTIAL: gl.constexpr = lists.slots is not None
     MISSING_KEYS: gl.constexpr = flags.HAS_LENGTHS or flags.HAS_STARTS
+    LAGS: gl.constexpr = options.LAGS and not score_flags.MAX_LOGITS  # which need each tile's maximum
     DTYPE: gl.constexpr = rings.v.tiles.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_o.type.layout, 2)
     seqlens, tile_range, n_steps = _loop_over_keys(
@@ -372,6 +374,8 @@ def _mainloop_kv(
             acc_o = rescale(acc_o, alpha)
 
         # === mainloop
+        if LAGS:
+            row_max = gl.convert_layout(row_max, gl.SliceLayout(1, sums_layout))[:, None] + row_sum * 0.0
         for step in range(1, n_steps - n_before - n_after):
             if HAS_LISTS:  # no later, or the softmax would wait for it
                 upcoming = start_of_tile(n_steps - 1 - step, tiles, line, BLOCK_N, HAS_PARTIAL)
@@ -401,33 +405,50 @@ def _mainloop_kv(
             if HAS_PARTIAL:
                 is_partial = n_steps - 1 - step >= tiles.count
                 masked = masked | is_partial
-            p, alpha, row_max, row_sum, new_logit = online_softmax(
-                s,
-                row_max,
-                row_sum,
-                row_logit,
-                q_idx,
-                n_start,
-                TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits, ranges),
-                scores,
-                range_flags(flags, RANGE),
-                score_flags,
-                options.PIN_EXP2,
-            )
+            tile_mask = TileMask(masked, seqlens, is_partial, slots, lists.slots_stride_query, lists.bits, ranges)
+            if LAGS:
+                step_p, step_alpha, row_max, row_sum = lagging_softmax(
+                    s,
+                    row_max,
+                    row_sum,
+                    q_idx,
+                    n_start,
+                    tile_mask,
+                    scores,
+                    range_flags(flags, RANGE),
+                    score_flags,
+                    DTYPE,
+                )
+            else:
+                step_p, step_alpha, row_max, row_sum, new_logit = online_softmax(
+                    s,
+                    row_max,
+                    row_sum,
+                    row_logit,
+                    q_idx,
+                    n_start,
+                    tile_mask,
+                    scores,
+                    range_flags(flags, RANGE),
+                    score_flags,
+                    options.PIN_EXP2,
+                )
             if score_flags.MAX_LOGITS:
                 row_logit = new_logit
             if options.CONVERT_P_EARLY:  # P takes half the registers before the wait, and not after it
-                next_p_half = _p_operand(p, next_kept, DTYPE, p_layout)
+                next_p_half = _p_operand(step_p, next_kept, DTYPE, p_layout)
                 acc_o, p_half, next_p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half, next_p_half))
             else:
                 acc_o, p_half = warpgroup_mma_wait(0, deps=(acc_o, p_half))
-                next_p_half = _p_operand(p, next_kept, DTYPE, p_layout)
+                next_p_half = _p_operand(step_p, next_kept, DTYPE, p_layout)
             rings.v.release(use)
-            acc_o = rescale(acc_o, alpha)
+            acc_o = rescale(acc_o, step_alpha)
             p_half = next_p_half
             use += 1
 
         # === epilogue
+        if LAGS:
+            row_max = gl.convert_layout(gl.max(row_max, 1), q_idx.type.layout)
         if not _holds_q(options.OUT_IN_Q, RANGE):
             rings.q.release(q_use)
             q_use += options.CONSUMERS
@@ -609,6 +630,7 @@ def forward_kernel(
     PIN_EXP2: gl.constexpr,  # hold exponentials before the wait for O
     CONVERT_P_EARLY: gl.constexpr,  # convert P before the wait for O
     PINGPONG: gl.constexpr,  # warp groups issue their matrix products in turn
+    LAGS: gl.constexpr,  # look for a row's maximum only where sums of exponentials are large
 ):
     """Attend with tiles of CONSUMERS · WG_ROWS queries of one head each, one after another.
 
@@ -690,6 +712,7 @@ def forward_kernel(
                         PIN_EXP2,
                         CONVERT_P_EARLY,
                         PINGPONG,
+                        LAGS,
                         q_far_future is not None,
                     ),
                     role % CONSUMERS,
@@ -735,6 +758,7 @@ def forward_kernel(
                         PIN_EXP2,
                         CONVERT_P_EARLY,
                         PINGPONG,
+                        LAGS,
                         q_far_future is not None,
                     ),
                 ),

@@ -82,6 +82,7 @@ class ForwardConfig(NamedTuple):
     OUT_IN_Q: bool = False
     Q_STAGES: int = 1  # of each compute warp group; two load the next tile's queries before this one's last step
     HALVES: int = 1  # of a program, each with a load warp, and work items of its own
+    LAGS: bool = False  # look for a row's maximum only where sums of exponentials are large
 
     @property
     def block_m(self) -> int:
@@ -106,21 +107,33 @@ class FeatureBlocks(NamedTuple):
 FORWARD = {
     (64, False): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
     (64, True): ForwardConfig(3, 128, 2, 2, 160, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True),
-    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, Q_STAGES=2),
-    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, True, CONVERT_P_EARLY=False, PINGPONG=True, Q_STAGES=2),
+    (128, False): ForwardConfig(
+        2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, Q_STAGES=2, LAGS=True
+    ),
+    (128, True): ForwardConfig(
+        2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=False, PINGPONG=False, Q_STAGES=2, LAGS=True
+    ),
     (192, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
-    (192, True): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, OUT_IN_Q=True),
+    (192, True): ForwardConfig(
+        2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=True, OUT_IN_Q=True, LAGS=True
+    ),
     (256, False): ForwardConfig(2, 64, 2, 2, 240, 24, False, CONVERT_P_EARLY=True, PINGPONG=False, OUT_IN_Q=True),
     (256, True): ForwardConfig(
         2, 64, 2, 2, 240, 24, PIN_EXP2=True, CONVERT_P_EARLY=False, PINGPONG=True, OUT_IN_Q=True
     ),
+}
+# Where each tile's maximum is needed, or scores are changed, which takes the registers of lagging maxima.
+FORWARD_CHANGED = FORWARD | {
+    (128, False): ForwardConfig(2, 128, 2, 2, 232, 40, False, CONVERT_P_EARLY=True, PINGPONG=False, Q_STAGES=2),
+    (128, True): ForwardConfig(2, 128, 2, 2, 232, 40, True, CONVERT_P_EARLY=False, PINGPONG=True, Q_STAGES=2),
+    (192, True): FORWARD[192, True]._replace(LAGS=False),
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 # A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
 FORWARD_LISTS = {
     64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
-    128: ForwardConfig(2, 128, 2, 2, 240, 24, True, CONVERT_P_EARLY=False, PINGPONG=False, Q_STAGES=2),
+    128: FORWARD[128, True],
 }
 # Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
@@ -128,10 +141,9 @@ FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVE
 FORWARD_RANGES = {64: FORWARD_LISTS_WHOLE, 128: FORWARD_LISTS[128]}
 # With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
 FORWARD_DROPOUT = {
-    64: FORWARD_SCORE_MOD,
-    128: FORWARD[128, False],
-    192: FORWARD[192, False],
-    256: FORWARD[256, False],
+    (64, False): FORWARD_SCORE_MOD,
+    (64, True): FORWARD_SCORE_MOD._replace(LAGS=True),
+    **{(widest, causal): FORWARD_CHANGED[widest, False] for widest in (128, 192, 256) for causal in (False, True)},
 }
 
 
@@ -181,17 +193,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     key_heads, keys = saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
     score_mod = _score_mod_of(call)
-    config = FORWARD[blocks.widest, call.causal]
-    if score_mod is not None and blocks.widest == 64:
-        config = FORWARD_SCORE_MOD
-    if call.blocks is not None:
-        config = FORWARD_LISTS[blocks.widest]
-        if config.HALVES > 1 and (call.blocks.bits is not None or load_score_mod(call) is not None):
-            config = FORWARD_LISTS_WHOLE
-    if goes_by_ranges(call):
-        config = FORWARD_RANGES[blocks.widest]
-    if call.dropout_p > 0:
-        config = FORWARD_DROPOUT[blocks.widest]
+    config = _forward_config(call, blocks.widest)
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -379,6 +381,26 @@ def backward(
             grad_params = sum_param_grads(params, param_sums.view(-1, 1), batch, heads, False, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
     return grads._replace(gate=grad_gate)
+
+
+def _forward_config(call: AttentionCall, widest: int) -> ForwardConfig:
+    """Return the configuration of a call's forward."""
+    key, source, score_mod = (widest, call.causal), load_score_mod(call), _score_mod_of(call)
+    if call.dropout_p > 0:
+        return FORWARD_DROPOUT[key]
+    if goes_by_ranges(call):
+        return FORWARD_RANGES[widest]
+    if call.blocks is not None:
+        config = FORWARD_LISTS[widest]
+        is_whole = config.HALVES > 1 and (call.blocks.bits is not None or source is not None)
+        return FORWARD_LISTS_WHOLE if is_whole else config
+    if widest == 64 and score_mod is not None:
+        return FORWARD_SCORE_MOD
+    has_slopes = score_mod is None and source is not None and source.is_slope
+    if has_slopes and call.causal:
+        return FORWARD[key]._replace(LAGS=FORWARD[key].LAGS or widest == 64)
+    is_changed = source is not None and (score_mod is not None or not source.is_factor)
+    return (FORWARD_CHANGED if is_changed or call.softcap is not None or call.row_logits is not None else FORWARD)[key]
 
 
 def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:

@@ -81,12 +81,101 @@ def _at_once(n):
 
 @gluon.jit
 def rescale(acc_o, alpha):
-    """Multiply the rows of O by alpha, which is 1 in most steps: `online_softmax` lets maxima lag behind."""
+    """Multiply the rows of O by alpha, which is 1 in most steps: `online_softmax` lets maxima lag behind.
+
+    Alpha is of rows, or as threads have it, [rows, 4].
+    """
     PER_THREAD: gl.constexpr = _at_once(acc_o.shape[0] * acc_o.shape[1] // 128)
     PTX: gl.constexpr = _rescaling(PER_THREAD)
     OPERANDS: gl.constexpr = _operands(PER_THREAD)
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc_o.type.layout))[:, None]
-    return gl.inline_asm_elementwise(PTX, OPERANDS, [acc_o, alpha], gl.float32, True, PER_THREAD)
+    if len(alpha.shape) == 1:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc_o.type.layout))[:, None]
+        acc_o = gl.inline_asm_elementwise(PTX, OPERANDS, [acc_o, alpha], gl.float32, True, PER_THREAD)
+    else:
+        pieces = gl.reshape(acc_o, [acc_o.shape[0], acc_o.shape[1] // 8, 4, 2])
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, gl.SliceLayout(3, pieces.type.layout)))
+        operands = [pieces, alpha[:, None, :, None]]
+        pieces = gl.inline_asm_elementwise(PTX, OPERANDS, operands, gl.float32, True, PER_THREAD)
+        acc_o = gl.convert_layout(gl.reshape(pieces, acc_o.shape), acc_o.type.layout)  # which moves nothing
+    return acc_o
+
+
+@gluon.constexpr_function
+def _exponentials(n, half):
+    """Return PTX of n pairs of a row that a thread has: exponentials, and again if their sum is above 2^12.
+
+    Results: pairs of probabilities of 16 bits; the row's maximum, and alpha that rescales earlier sums; the sum of
+    probabilities, and a number that nothing reads. Operands: the pairs; each twice, the maximum before, what all
+    numbers of the thread lack, and what makes them exponents of 2.
+
+    A large sum says that the maximum is too small, so none is looked for where it is not: in most tiles. In a row that
+    has attended nothing, exponentials of -inf are 0, and others infinite: 10^38 stands for the shift.
+    """
+    p = [f"${i}" for i in range(n)]
+    largest, alpha, total, other = (f"${n + i}" for i in range(4))
+    s = [f"${n + 4 + i}" for i in range(2 * n)]
+    before, rest, unit = (f"${3 * n + 4 + 2 * i}" for i in range(3))
+    powers = f"sub.f32 shift, {rest}, {largest}; mul.f32 shift, shift, {unit}; min.f32 shift, shift, 0f7E967699; "
+    powers += f"mov.f32 {total}, 0f00000000; mov.f32 {other}, 0f00000000; "
+    for i in range(n):
+        for name, number in (("a", s[2 * i]), ("b", s[2 * i + 1])):
+            powers += f"fma.rn.f32 {name}, {number}, {unit}, shift; ex2.approx.ftz.f32 {name}, {name}; "
+        powers += f"cvt.rn.{half}x2.f32 {p[i]}, b, a; add.f32 {total}, {total}, a; add.f32 {other}, {other}, b; "
+    powers += f"add.f32 {total}, {total}, {other}; "
+    find = f"max.f32 {largest}, {s[0]}, {s[1]}; " + " ".join(f"max.f32 {largest}, {largest}, {x};" for x in s[2:])
+    find += f" add.f32 {largest}, {largest}, {rest}; " + " ".join(
+        f"shfl.sync.bfly.b32 {other}, {largest}, {lanes}, 31, 0xFFFFFFFF; max.f32 {largest}, {largest}, {other};"
+        for lanes in (1, 2)
+    )
+    return (
+        "{ .reg .pred some; .reg .f32 shift, a, b; "
+        f"mov.f32 {largest}, {before}; mov.f32 {alpha}, 0f3F800000; {powers}"
+        f"setp.gt.f32 some, {total}, 0f45800000; vote.sync.any.pred some, some, 0xFFFFFFFF; @!some bra.uni done; "
+        f"{find} max.f32 {largest}, {largest}, {before}; "
+        f"sub.f32 {alpha}, {before}, {largest}; mul.f32 {alpha}, {alpha}, {unit}; ex2.approx.ftz.f32 {alpha}, {alpha}; "
+        f"setp.eq.f32 some, {before}, {largest}; selp.f32 {alpha}, 0f3F800000, {alpha}, some; {powers}done: }}"
+    )
+
+
+@gluon.constexpr_function
+def _exponential_operands(n):
+    """Return the constraints of `_exponentials`: results share no register with operands, which are read again."""
+    return ",".join(["=&r"] * n + ["=&f"] * 4 + ["f"] * (2 * n + 6))
+
+
+@gluon.constexpr_function
+def _exponential_dtypes(n, dtype):
+    return (dtype,) * n + (gl.float32,) * 2
+
+
+@gluon.constexpr_function
+def _name_of_half(dtype):
+    return "bf16" if dtype == gl.bfloat16 else "f16"
+
+
+@gluon.jit
+def _split_columns(pieces):
+    """Return the pairs that a thread has of each row, [rows, 4, 2, n], as a tuple of n tensors [rows, 4, 2]."""
+    ROWS: gl.constexpr = pieces.shape[0]
+    if pieces.shape[3] == 1:
+        columns = (gl.reshape(pieces, [ROWS, 4, 2]),)
+    else:
+        even, odd = gl.split(gl.reshape(pieces, [ROWS, 4, 2, pieces.shape[3] // 2, 2]))
+        columns = _split_columns(even) + _split_columns(odd)
+    return columns
+
+
+@gluon.jit
+def _join_columns(columns, FIRST: gl.constexpr, N: gl.constexpr):
+    """Return n columns from the first one on as `_split_columns` takes them."""
+    ROWS: gl.constexpr = columns[FIRST].shape[0]
+    if N == 1:
+        pieces = gl.reshape(columns[FIRST], [ROWS, 4, 2, 1])
+    else:
+        HALF: gl.constexpr = N // 2
+        pieces = gl.join(_join_columns(columns, FIRST, HALF), _join_columns(columns, FIRST + HALF, HALF))
+        pieces = gl.reshape(pieces, [ROWS, 4, 2, N])
+    return pieces
 
 
 @gluon.jit
@@ -99,14 +188,13 @@ def _attended_keys(q_idx, n_start, column, mask, flags):
 
 
 @gluon.jit
-def online_softmax(
-    s, row_max, row_sum, row_logit, q_idx, n_start, mask, scores, flags, score_flags, PIN_EXP2: gl.constexpr
-):
-    """Return P, alpha that rescales earlier sums, each row's new maximum, sums in threads, and new largest score.
+def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags):
+    """Return a tile of scores as the softmax reads them, what they lack, and each row's largest one before the change.
 
-    A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1. So `row_logit`, each row's
-    largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
+    They lack a number of the tile, or one of each row and thread, [rows, 4]; or nothing: 0. The last is never read
+    without MAX_LOGITS.
     """
+    rest = 0.0
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     HAS_MOD: gl.constexpr = score_flags.MOD is not None
     CHANGES: gl.constexpr = score_flags.SOFTCAP or HAS_MOD or scores.bias is not None or scores.slope is not None
@@ -147,6 +235,19 @@ def online_softmax(
                 s = select_keys(s, q_idx, n_start, column, mask, flags.RANGE)
     if score_flags.MAX_LOGITS and not CHANGES:
         row_logit = gl.maximum(row_logit, gl.max(s, 1))
+    return s, rest, row_logit
+
+
+@gluon.jit
+def online_softmax(
+    s, row_max, row_sum, row_logit, q_idx, n_start, mask, scores, flags, score_flags, PIN_EXP2: gl.constexpr
+):
+    """Return P, alpha that rescales earlier sums, each row's new maximum, sums in threads, and new largest score.
+
+    A maximum that would grow by no more than 2^RESCALE_THRESHOLD stays, and alpha is 1. So `row_logit`, each row's
+    largest score before the score function, is apart from it. Without MAX_LOGITS it is never read.
+    """
+    s, rest, row_logit = _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flags)
     if scores.slope is None:
         largest = gl.max(s, 1)
         if scores.bias is not None:
@@ -174,6 +275,33 @@ def online_softmax(
         sums = _pin_exp2(sums)
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return p, alpha, new_max, row_sum, row_logit
+
+
+@gluon.jit
+def lagging_softmax(s, row_max, row_sum, q_idx, n_start, mask, scores, flags, score_flags, DTYPE: gl.constexpr):
+    """Return P of 16 bits, alpha, maxima and sums in threads, as `online_softmax` does, where few maxima are needed.
+
+    Maxima and alpha are as threads have them, [rows, 4].
+    """
+    s, rest, _ = _change_scores(s, row_max, q_idx, n_start, mask, scores, flags, score_flags)
+    N: gl.constexpr = s.shape[1] // 8
+    PTX: gl.constexpr = _exponentials(N, _name_of_half(DTYPE))
+    OPERANDS: gl.constexpr = _exponential_operands(N)
+    DTYPES: gl.constexpr = _exponential_dtypes(N, DTYPE)
+    columns = _split_columns(gl.permute(gl.reshape(s, [s.shape[0], N, 4, 2]), (0, 2, 3, 1)))
+    row_layout: gl.constexpr = gl.SliceLayout(2, columns[0].type.layout)
+    if scores.slope is not None:
+        rest = gl.convert_layout(rest, row_layout)[:, :, None]
+    operands = columns + (gl.convert_layout(row_max, row_layout)[:, :, None], rest, scores.exp2_scale)  # noqa: RUF005
+    results = gl.inline_asm_elementwise(PTX, OPERANDS, operands, DTYPES, False, 2)
+    p = gl.reshape(gl.permute(_join_columns(results, 0, N), (0, 3, 1, 2)), s.shape)
+    p = gl.convert_layout(p, s.type.layout)  # which moves nothing
+    layout: gl.constexpr = row_sum.type.layout
+    row_max, alpha = gl.split(results[N])
+    sums, _ = gl.split(results[N + 1])
+    alpha = gl.convert_layout(alpha, layout)
+    row_sum = row_sum * alpha + gl.convert_layout(sums, layout)
+    return p, alpha, gl.convert_layout(row_max, layout), row_sum
 
 
 @gluon.jit
