@@ -12,6 +12,7 @@ from helpers.targets import TARGETS
 from ropewalk import apply_rope
 from ropewalk import device as gpu
 from ropewalk.ops.attention import backend as steps
+from ropewalk.ops.attention.triton import weigh
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -38,8 +39,9 @@ class Recorder:
 
 
 def rotate_anywhere(monkeypatch):
-    """Let launchers rotate tensors on the CPU, where the kernel that they ask for does not run."""
+    """Let launchers rotate and weigh tensors on the CPU, where the kernels that they ask for do not run."""
     monkeypatch.setattr(steps, "apply_rope", lambda *tensors, impl, **keywords: apply_rope(*tensors, **keywords))
+    monkeypatch.setattr(weigh, "weigh_features", lambda x, weights, on: x.mul_(weights))
 
 
 def pretend_target(monkeypatch, target):
