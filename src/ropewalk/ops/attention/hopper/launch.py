@@ -130,6 +130,8 @@ FORWARD_CHANGED = FORWARD | {
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
+# Lengths of short rows, which three groups have no registers for either: those of BERT.
+FORWARD_SHORT_LENGTHS, SHORT = FORWARD_SCORE_MOD._replace(LAGS=True), 1024
 # A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
 FORWARD_LISTS = {
     64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
@@ -142,7 +144,7 @@ FORWARD_RANGES = {64: FORWARD_LISTS_WHOLE, 128: FORWARD_LISTS[128]}
 # With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
 FORWARD_DROPOUT = {
     (64, False): FORWARD_SCORE_MOD,
-    (64, True): FORWARD_SCORE_MOD._replace(LAGS=True),
+    (64, True): FORWARD_SHORT_LENGTHS,
     **{(widest, causal): FORWARD_CHANGED[widest, False] for widest in (128, 192, 256) for causal in (False, True)},
 }
 
@@ -400,7 +402,10 @@ def _forward_config(call: AttentionCall, widest: int) -> ForwardConfig:
     if has_slopes and call.causal:
         return FORWARD[key]._replace(LAGS=FORWARD[key].LAGS or widest == 64)
     is_changed = source is not None and (score_mod is not None or not source.is_factor)
-    return (FORWARD_CHANGED if is_changed or call.softcap is not None or call.row_logits is not None else FORWARD)[key]
+    if is_changed or call.softcap is not None or call.row_logits is not None:
+        return FORWARD_CHANGED[key]
+    is_short = widest == 64 and not call.causal and call.key_lengths is not None and call.k.shape[2] <= SHORT
+    return FORWARD_SHORT_LENGTHS if is_short else FORWARD[key]
 
 
 def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:
