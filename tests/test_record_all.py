@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,18 +90,17 @@ def test_names_are_different_and_what_the_host_decides_is_host_timed():
     assert all(options_of(task) for task in TASKS if task.benchmark == "host")
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
-def test_a_plan_ends_with_what_is_host_timed(side_by_side):
-    starts = record_all.plan(TASKS, 4, side_by_side)
+def test_a_plan_ends_with_what_is_host_timed():
+    starts = record_all.plan(TASKS, 4)
     assert len(starts) == len(TASKS)
     of = {flag: [one for one in starts if one[2].is_host_timed == flag] for flag in (False, True)}
     assert min(start for start, *_ in of[True]) == max(start + task.seconds for start, _, task in of[False])
     for gpu in range(4):
         times = [(start, start + task.seconds) for start, on, task in starts if on == gpu]
         assert all(end <= start for (_, end), (start, _) in pairwise(times))
-    assert {gpu for _, gpu, _ in of[True]} == ({0, 1, 2, 3} if side_by_side else {0})
-    end = max(start + task.seconds for start, _, task in starts)
-    assert (end <= 1.1 * sum(task.seconds for task in TASKS) / 4) == side_by_side
+    assert {gpu for _, gpu, _ in of[True]} == {0}
+    end = min(start for start, *_ in of[True])
+    assert end <= 1.05 * sum(task.seconds for *_, task in of[False]) / 4
 
 
 def split(monkeypatch, tmp_path, n_gpus, visible, siblings=None):
@@ -179,19 +179,16 @@ def test_tasks_run_side_by_side_and_join(folder, capsys):
     assert sum("impl" in line for line in lines) == 4
 
 
-@pytest.mark.parametrize("is_pinned", [True, False])
-def test_host_timed_tasks_start_when_others_ended_and_side_by_side_if_pinned(folder, capsys, is_pinned):
-    if is_pinned and not hasattr(os, "sched_setaffinity"):
-        pytest.skip("the system pins no processes")
-    host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cde"]
+def test_host_timed_tasks_start_when_others_ended_one_at_a_time_and_unpinned(folder, capsys, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(record_all, "pinned", lambda cores: pinned.append(cores) or nullcontext())
+    host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cd"]
     tasks = (*host_timed, Task("a", "rope", "2", 9), Task("b", "rope", "0", 9))
-    cores = [os.sched_getaffinity(0)] * 2 if is_pinned else []
-    record_all.run(tasks, folder, ["0", "1"], 100.0, cores)
+    record_all.run(tasks, folder, ["0", "1"], 100.0, [{0}, {1}])
     said = [line.split()[2:4] for line in capsys.readouterr().out.splitlines()]
     events = "".join(name[0] if what == "started" else name[0].upper() for name, what in said)
-    assert events[:4] == "abBA"
-    assert (events[4:6] == "cd") == is_pinned
-    assert is_pinned or events[4:] == "cCdDeE"
+    assert events == "abBAcCdD"
+    assert pinned == [{0}, {1}, None, None]
 
 
 def test_a_task_that_is_late_is_stopped_and_goes_on(folder, capsys, monkeypatch):

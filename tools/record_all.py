@@ -3,8 +3,8 @@
 python tools/record_all.py FOLDER [--plan] [--limit 560] [--only attention,host] [--gpus 4] [--quick]
 
 A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Where
-there are enough cores, each GPU has some, and its tasks are pinned to them. Tasks whose times are the host's run last:
-side by side if they are pinned, else one at a time. Call it again to go on: a task is done when its record has its end.
+there are enough cores, each GPU has some, and its tasks are pinned to them. Tasks whose times are the host's run last,
+one at a time, on any cores. Call it again to go on: a task is done when its record has its end.
 Each call joins the parts into FOLDER/BENCHMARK-GPU.jsonl: copy those to results/, then run `python tools/overview.py`.
 """
 
@@ -46,7 +46,7 @@ class Task:
     benchmark: str
     arguments: str
     seconds: int
-    is_host_timed: bool = False  # which other processes on the same cores, or compilers on any, would disturb
+    is_host_timed: bool = False  # which any other process would disturb
 
 
 def _attention(name: str, seconds: int, cases: str, more: str = "") -> Task:
@@ -69,29 +69,28 @@ _LAYOUTS = (
 _LARGE = "llama-8-layers qwen3-8-layers gemma-4-layers llama-4x4096-attention llama-4x4096"
 _SMALL = "bert-4x256 bert-4x256-dropout bert-4x256-full bert-base-8x128"
 _STACKS = "llama-12x1024-attention llama-12x1024 qwen3-12x1024-attention qwen3-12x1024"
-# In the order in which they start: it fills four GPUs evenly, with long ones early and short ones last. A process takes
-# 10 to 20 s until it measures, so that cases share one, for 160 s at most. Together they have every case; a test holds
-# them to it.
+# In the order in which they start, the longest first. A process takes 10 to 20 s until it measures, so that cases share
+# one, for 190 s at most. Together they have every case; a test holds them to it.
 TASKS: tuple[Task, ...] = (
-    _attention("mla-layer", 160, "mla-8k-d192 qwen3-next-d128"),
-    Task("training", "training", _cases(f"bert-base-rope bert-base bert-base-64x512 {_LARGE}"), 160),
-    _attention("rerope-d64-gemma3", 160, "rerope-8k-d64 gemma3-27b"),
-    _attention("rerope-fp16-causal-2k", 155, "rerope-8k-d64-fp16 causal-2k-d128"),
+    Task("training", "training", _cases(f"bert-base-rope bert-base bert-base-64x512 {_LARGE}"), 190),
+    _attention("rerope-fp16-causal-2k", 180, "rerope-8k-d64-fp16 causal-2k-d128"),
+    _attention("mla-layer", 175, "mla-8k-d192 qwen3-next-d128"),
+    _attention("rerope-d64-gemma3", 165, "rerope-8k-d64 gemma3-27b"),
+    _attention("bert-packed", 165, "bert-512 bert-512-lengths packed-4k-d128"),
+    _attention("d256-llama3", 165, "gqa-16k-d256 gqa-8k-d256 llama3-70b"),
+    Task("rope-sweep", "rope", "--sweep --peers none", 155),
     _attention("rerope-gqa-d128", 150, "rerope-16k-d128 gqa-8k-d128"),
-    _attention("bert-packed", 155, "bert-512 bert-512-lengths packed-4k-d128"),
     Task("rope-layouts", "rope", _cases(_LAYOUTS), 145),
-    Task("blocks", "blocks", "topk frames sinks documents dense --dim 128 64", 125),
+    Task("rope-models", "rope", _cases(_MODELS), 145),
+    _attention("settings-d64", 140, "causal-8k-d64", _SETTINGS),
+    _attention("settings-d128", 135, "causal-4k-d128", _SETTINGS),
     Task("rope-norm", "rope", "--only norm --rounds 60", 130),
-    Task("rope-models", "rope", _cases(_MODELS), 140),
-    _attention("learned-d128", 110, "causal-4k-d128", "--mode learned-bwd --peers none"),
-    _attention("settings-d128", 145, "causal-4k-d128", _SETTINGS),
+    Task("blocks", "blocks", "topk frames sinks documents dense --dim 128 64", 125),
     _attention("d128", 125, "causal-4k-d128 causal-16k-d128 full-4k-d128", _KERNELS),
     _attention("decode-memory", 120, "decode-8k-d128 decode-1 memory-64k"),
-    _attention("settings-d64", 120, "causal-8k-d64", _SETTINGS),
-    _attention("d256-llama3", 155, "gqa-16k-d256 gqa-8k-d256 llama3-70b"),
-    _attention("d64", 85, "causal-8k-d64 full-4k-d64", _KERNELS),
-    Task("rope-sweep", "rope", "--sweep --peers none", 80),
-    Task("serving", "serving", "decode append prefill", 55),
+    _attention("d64", 90, "causal-8k-d64 full-4k-d64", _KERNELS),
+    _attention("learned-d128", 85, "causal-4k-d128", "--mode learned-bwd --peers none"),
+    Task("serving", "serving", "decode append prefill", 60),
     Task(
         "host-small",
         "host",
@@ -217,14 +216,11 @@ def pinned(cores: set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def plan(tasks: Sequence[Task], n_gpus: int, side_by_side: bool) -> list[tuple[float, int, Task]]:
-    """Return when each task starts, on which GPU, if all take as long as predicted.
-
-    `side_by_side` says whether tasks that measure the host's time run beside each other.
-    """
+def plan(tasks: Sequence[Task], n_gpus: int) -> list[tuple[float, int, Task]]:
+    """Return when each task starts, on which GPU, if all take as long as predicted."""
     free, found = [0.0] * n_gpus, []
     for host_timed in (False, True):
-        free = [max(free)] * (n_gpus if side_by_side or not host_timed else 1)
+        free = [max(free)] * (1 if host_timed else n_gpus)
         for task in (task for task in tasks if task.is_host_timed == host_timed):
             gpu = min(range(len(free)), key=free.__getitem__)
             found.append((free[gpu], gpu, task))
@@ -249,7 +245,10 @@ def run(
 
     def start(task: Task, gpu: str) -> None:
         waiting.remove(task)
-        with (folder.parts / f"{task.name}.log").open("ab") as log, pinned(cores_of.get(gpu)):
+        with (
+            (folder.parts / f"{task.name}.log").open("ab") as log,
+            pinned(None if task.is_host_timed else cores_of.get(gpu)),
+        ):
             process = subprocess.Popen(
                 folder.command(task),
                 stdout=log,
@@ -279,7 +278,7 @@ def run(
                 if process.poll() is not None or now - begun > limit or now - started > _longest(task):
                     finish(gpu)
             for gpu in (gpu for gpu in gpus if gpu not in running):
-                following = _next(waiting, [task for task, *_ in running.values()], fits, bool(cores_of))
+                following = _next(waiting, bool(running), fits)
                 if following is None:
                     break
                 start(following, gpu)
@@ -297,15 +296,13 @@ def _longest(task: Task) -> float:
     return LONGEST * task.seconds + MARGIN
 
 
-def _next(
-    waiting: Sequence[Task], running: Sequence[Task], fits: Callable[[Task], bool], side_by_side: bool
-) -> Task | None:
+def _next(waiting: Sequence[Task], is_running: bool, fits: Callable[[Task], bool]) -> Task | None:
     """Return the next task that may start now: one that is host-timed when all others ended or do not fit."""
     fitting = [task for task in waiting if fits(task)]
     others = [task for task in fitting if not task.is_host_timed]
-    if others or not all(task.is_host_timed for task in running):
+    if others or is_running:
         return others[0] if others else None
-    return fitting[0] if fitting and (side_by_side or not running) else None
+    return fitting[0] if fitting else None
 
 
 def main() -> None:
@@ -323,21 +320,19 @@ def main() -> None:
     tasks = [task for task in every if any(name in task.name for name in names) and not folder.is_done(task)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    is_elsewhere = options.plan and not gpus  # a plan for a machine with GPUs, and with cores for them
-    if options.quick or is_elsewhere:
+    if options.quick or (options.plan and not gpus):
         gpus = [str(index) for index in range(options.gpus or 1)]
     gpus = gpus[: options.gpus]
     if not gpus:
         raise SystemExit("no GPU was found: on a CPU, --quick runs small cases")
-    cores = split_cores(len(gpus))
     if options.plan:
-        starts = plan(tasks, len(gpus), is_elsewhere or bool(cores))
+        starts = plan(tasks, len(gpus))
         for start, gpu, task in starts:
             kind = "host-timed" if task.is_host_timed else ""
             print(f"{start:5.0f} s  GPU {gpus[gpu]}  {kind:10}  {task.seconds:4} s  {task.name}")
         print(f"{max((start + task.seconds for start, _, task in starts), default=0):5.0f} s  end")
         return
-    run(tasks, folder, gpus, options.limit, cores)
+    run(tasks, folder, gpus, options.limit, split_cores(len(gpus)))
     for path in folder.join(every):
         print(f"record: {path}")
     left = [task.name for task in every if not folder.is_done(task)]

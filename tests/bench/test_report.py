@@ -115,7 +115,7 @@ def test_two_gpus_whose_runs_have_one_name_are_apart(tmp_path: Path) -> None:
 
 
 def test_choices_are_what_was_measured(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", attention(BY_NAME["gqa-8k-d128"], "train", TRAINING), capability="9.0")
+    path = write(tmp_path / "a.jsonl", attention(BY_NAME["causal-16k-d128"], "train", TRAINING), capability="9.0")
     [choice] = newest_choices(read_records([path]))
     assert choice.picks == ((9.5, "gluon"), (9.5, "gluon"), (9.0, "flash"))
     assert choice.peers == {"flash_attn_4": 9.9}

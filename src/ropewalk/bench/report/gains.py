@@ -18,7 +18,8 @@ AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alo
 KERNELS = ("triton", "gluon")
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 _GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
-_BEFORE_FLASH, _FLASH_FROM = 1024, 8192  # tokens from which gluon goes before flash, and flash before it in training
+_BEFORE_FLASH = 1024  # tokens from which gluon goes before flash
+_FLASH_FROM = {64: 8192, 128: 16384}  # tokens from which flash goes before it in training, up to so many features
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
 _PLAIN: tuple[str, str, None] = ("none", "none", None)
@@ -219,9 +220,10 @@ def is_before_flash(auto: Row) -> bool:
         return False
     if auto["position"] == "rerope":
         return bool(tokens >= _GLUON_FROM["rerope"])
-    if max(case["head_dim"], case.get("v_head_dim") or 0) > 128:
+    features = max(case["head_dim"], case.get("v_head_dim") or 0)
+    if "train" not in auto["mode"] or features > 128 or case.get("window") is not None:
         return True
-    return "train" in auto["mode"] and (case.get("window") is not None or tokens < _FLASH_FROM)
+    return bool(tokens < next(limit for most, limit in _FLASH_FROM.items() if features <= most))
 
 
 def after_flash(auto: Row, run: Row) -> str:
