@@ -50,7 +50,7 @@ from ropewalk.ops.attention.blocks.tables import find_tables  # noqa: E402
 from ropewalk.ops.attention.gate import kernel as gate  # noqa: E402
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS  # noqa: E402
 from ropewalk.ops.attention.libraries import merge  # noqa: E402
-from ropewalk.ops.attention.triton import gather  # noqa: E402
+from ropewalk.ops.attention.triton import gather, weigh  # noqa: E402
 from ropewalk.ops.cache.triton import append_kernel  # noqa: E402
 from ropewalk.ops.rope.cuda import build  # noqa: E402
 from ropewalk.ops.rope.triton import head_kernel, norm_kernel, page_launch  # noqa: E402
@@ -178,6 +178,7 @@ ROWS: dict[str, list[Row]] = {
     "attention-forward": [
         *_attention_rows("forward_kernel"),
         Row("schedule_kernel", "tiles of 64 queries, packed", {"call": "packed", "dims": (128, 128)}),
+        Row("weigh_kernel", "D 128", {"head_dim": 128}),
         Row("mark_kernel", "1024 × 1024 tokens"),
         Row("compact_kernel", "1024 × 1024 tokens"),
         Row("span_kernel", "1024 × 1024 tokens"),
@@ -418,6 +419,14 @@ def _launch_of_gate(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[A
     return _find(row.kernel, launches)
 
 
+def _launch_of_weigh(patch: pytest.MonkeyPatch, row: Row, target: str) -> tuple[Any, ...]:
+    launches: list[Any] = []
+    steps: Any = SimpleNamespace(launch=lambda kernel, n, /, **given: launches.append((kernel, (), given)))
+    head_dim = row.arguments["head_dim"]
+    weigh.weigh_features(torch.empty(2, 4, 128, head_dim, dtype=BF16), torch.empty(head_dim), steps)
+    return _find(row.kernel, launches)
+
+
 _LAUNCHES = {
     "rotate_pages_kernel": _launch_of_pages,
     **dict.fromkeys(
@@ -435,6 +444,7 @@ _LAUNCHES = {
     "gather_kernel": _launch_of_gather,
     "merge_kernel": _launch_of_merge,
     **dict.fromkeys(("gate_forward_kernel", "gate_backward_kernel"), _launch_of_gate),
+    "weigh_kernel": _launch_of_weigh,
 }
 
 

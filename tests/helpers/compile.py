@@ -41,7 +41,7 @@ class Recorder:
 def rotate_anywhere(monkeypatch):
     """Let launchers rotate and weigh tensors on the CPU, where the kernels that they ask for do not run."""
     monkeypatch.setattr(steps, "apply_rope", lambda *tensors, impl, **keywords: apply_rope(*tensors, **keywords))
-    monkeypatch.setattr(weigh, "weigh_features", lambda x, weights, on: x.mul_(weights))
+    monkeypatch.setattr(weigh, "weigh_features", lambda k, weights, on: k.mul_(weights))
 
 
 def pretend_target(monkeypatch, target):

@@ -1089,12 +1089,13 @@ def test_two_encodings_are_run_by_gluon_where_they_are_long(monkeypatch):
     ("tokens", "given", "first"),
     [
         (4096, {}, "gluon"),
-        (8192, {}, "flash"),
-        (8192, {"has_window": True}, "gluon"),
-        (8192, {"value_dim": 192}, "gluon"),
-        (8192, {"value_dim": 256, "needs_backward": False}, "gluon"),
-        (4096, {"needs_backward": False}, "flash"),
-        (4096, {"needs_backward": False, "has_window": True}, "flash"),
+        (8192, {}, "gluon"),
+        (16384, {}, "flash"),
+        (16384, {"has_window": True}, "gluon"),
+        (16384, {"value_dim": 192}, "gluon"),
+        (16384, {"value_dim": 256, "needs_backward": False}, "gluon"),
+        (16384, {"needs_backward": False}, "gluon"),
+        (4096, {"needs_backward": False, "has_window": True}, "gluon"),
     ],
 )
 def test_gluon_goes_before_flash_attn_where_it_was_faster(monkeypatch, tokens, given, first):

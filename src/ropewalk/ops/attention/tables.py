@@ -118,6 +118,7 @@ def with_rows(call: AttentionCall) -> AttentionCall:
 def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, Tensor]:
     """Rotate q and k by the call's tables, and weigh the features of k. Differentiable without `on`.
 
+    With `on` features wait for `triton.weigh`, whose kernel takes a quarter of the operator's time.
     k comes back as it is where it was rotated before. It is not paged.
     """
     call = with_rows(call)
@@ -130,13 +131,8 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
         q, k = _rope_of(on)(q, k, *tables.q, **pairing_of(tables))
     else:
         q, k = rotate(q, tables.q, tables, on), rotate(k, tables.k, tables, on)
-    if tables.feature_weights is not None:  # k is ours by now
-        if on is None:
-            k.mul_(tables.feature_weights)
-        else:
-            from ropewalk.ops.attention.triton.weigh import weigh_features
-
-            weigh_features(k, tables.feature_weights, on)
+    if tables.feature_weights is not None and on is None:
+        k.mul_(tables.feature_weights)  # k is ours by now
     return q, k
 
 

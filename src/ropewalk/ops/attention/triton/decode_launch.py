@@ -16,7 +16,6 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
-from ropewalk.ops.attention.tables import map_features
 from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
@@ -40,6 +39,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     rope_table_args,
     window_args,
 )
+from ropewalk.ops.attention.triton.weigh import map_and_weigh
 from ropewalk.ops.cache.formats import QUANTIZED, Format
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
@@ -175,7 +175,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         lse.copy_((torch.full((n_heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
         return out.zero_(), lse
     if call.tables.k is not None and call.block_table is None and call.far is None:
-        q, k = map_features(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
+        q, k = map_and_weigh(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     kind = _format(call)

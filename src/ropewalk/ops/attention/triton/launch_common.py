@@ -20,7 +20,7 @@ from ropewalk.ops.attention import call as record
 from ropewalk.ops.attention.backend import Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
-from ropewalk.ops.attention.tables import empty_aligned, map_far_features, map_features, rotate
+from ropewalk.ops.attention.tables import empty_aligned, map_far_features, rotate
 from ropewalk.ops.attention.triton.arguments import (
     Bounds,
     Dropout,
@@ -39,6 +39,7 @@ from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
 from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
 from ropewalk.ops.attention.triton.sums import sinks_grad_kernel, sum_parts_kernel
+from ropewalk.ops.attention.triton.weigh import map_and_weigh
 
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
@@ -223,7 +224,7 @@ def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved
     """Return memory for the output, v, the tensors to save, and whether no kernel needs to run."""
     out = empty_output(call.q, call.v.shape[3])
     far = map_far_features(call, on)
-    q, k = map_features(call, on)
+    q, k = map_and_weigh(call, on)
     q = aligned(q)
     v = call.v
     has_keys = kv_capacity(call) > 0 and k.shape[0] > 0

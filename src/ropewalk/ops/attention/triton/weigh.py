@@ -1,4 +1,4 @@
-"""One launch that multiplies the features of rows by weights, in place: PyTorch's operator takes several times as long.
+"""One launch that weighs the features of keys, in place: PyTorch's operator takes several times as long.
 
 Shape letters: B batch, H heads, T tokens, D head dim.
 """
@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.ops.attention.backend import Steps
-from ropewalk.ops.attention.triton.launch_common import row_target
+from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.tables import map_features
+from ropewalk.ops.attention.triton.arguments import RowTarget
 from ropewalk.ops.attention.triton.tiles import wide
 
 _TILE = 4096  # features of a program: 8 KiB of 16-bit numbers
@@ -37,16 +39,26 @@ def weigh_kernel(
     tl.store(ptrs, (tl.load(ptrs, exists, other=0.0) * weights[None, :]).to(x.ptr.dtype.element_ty), exists)
 
 
+def map_and_weigh(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor]:
+    """Return q and k as `map_features` does, with the features of k weighed."""
+    q, k = map_features(call, on)
+    tables = call.tables
+    if tables.q is not None and tables.k is not None and tables.feature_weights is not None:
+        weigh_features(k, tables.feature_weights, on)
+    return q, k
+
+
 def weigh_features(x: Tensor, weights: Tensor, on: Steps) -> None:
     """Multiply x (B, H, T, D), of dense features, by weights (D,)."""
     batch, heads, tokens, head_dim = x.shape
+    stride_batch, stride_head, stride_token, _ = x.stride()
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(1, _TILE // block_d)
     if x.numel():
         on.launch(
             weigh_kernel,
             batch * heads * triton.cdiv(tokens, block_t),
-            x=row_target(x),
+            x=RowTarget(x, stride_batch, stride_head, stride_token, head_dim),
             weights_ptr=weights.contiguous(),
             n_heads=heads,
             n_tokens=tokens,
