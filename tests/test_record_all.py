@@ -1,9 +1,7 @@
 """tools/record_all.py runs each case once, goes on where it stopped, and joins what belongs together."""
 
 import json
-import os
 import sys
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,12 +19,11 @@ from ropewalk.cli.bench import app
 RUN = {"format": 1, "benchmark": "rope", "device": "NVIDIA H200", "commit": "1234567"}
 # Writes a record like a benchmark; without --resume anew.
 PROGRAM = """
-import json, os, pathlib, sys, time
-cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+import json, pathlib, sys, time
 path, resumed = pathlib.Path(sys.argv[1]), "--resume" in sys.argv
 with path.open("a" if resumed else "x") as file:
     if not resumed:
-        file.write(json.dumps({run}) + "\\n" + json.dumps({{"case": {{}}, "impl": "first", "cores": cores}}) + "\\n")
+        file.write(json.dumps({run}) + "\\n" + json.dumps({{"case": {{}}, "impl": "first"}}) + "\\n")
         file.flush()
         time.sleep({seconds})
     file.write(json.dumps({{"case": {{}}, "impl": "second"}}) + "\\n" + json.dumps({{"end": "now"}}) + "\\n")
@@ -99,59 +96,6 @@ def test_a_plan_ends_with_what_is_host_timed():
         times = [(start, start + task.seconds) for start, on, task in starts if on == gpu]
         assert all(end <= start for (_, end), (start, _) in pairwise(times))
     assert {gpu for _, gpu, _ in of[True]} == {0}
-    end = min(start for start, *_ in of[True])
-    assert end <= 1.05 * sum(task.seconds for *_, task in of[False]) / 4
-
-
-def split(monkeypatch, tmp_path, n_gpus, visible, siblings=None):
-    """Split the visible cores of a machine whose siblings files say so; without them it has no such files."""
-    for core in visible if siblings else ():
-        path = tmp_path / f"cpu{core}/topology/thread_siblings_list"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{siblings(core)}\n")
-    monkeypatch.setattr(record_all, "SYSTEM_CPUS", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*visible}, raising=False)
-    return record_all.split_cores(n_gpus)
-
-
-@pytest.mark.parametrize(
-    ("siblings", "expected"),
-    [
-        (None, {*range(16)}),
-        (lambda core: f"{core % 32},{core % 32 + 32}", {*range(8), *range(32, 40)}),
-        (lambda core: f"{core // 2 * 2}-{core // 2 * 2 + 1}", {*range(16)}),
-        (lambda core: f"{core}", {*range(16)}),
-    ],
-)
-def test_gpus_share_no_physical_core(monkeypatch, tmp_path, siblings, expected):
-    found = split(monkeypatch, tmp_path, 4, range(64), siblings)
-    assert found[0] == expected
-    assert sorted(core for cores in found for core in cores) == [*range(64)]
-
-
-def test_cores_that_are_not_visible_are_left_out(monkeypatch, tmp_path):
-    visible = [*range(8, 24), *range(40, 48)]  # of 23 the sibling 55 is another process's
-    found = split(monkeypatch, tmp_path, 2, visible, lambda core: f"{core % 32},{core % 32 + 32}")
-    assert found == [{*range(8, 16), *range(40, 48)}, {*range(16, 24)}]
-    assert split(monkeypatch, tmp_path, 1, visible) == [{*visible}]
-
-
-def test_too_few_cores_are_not_split(monkeypatch, tmp_path):
-    assert len(split(monkeypatch, tmp_path, 2, range(16))) == 2
-    assert split(monkeypatch, tmp_path, 2, range(15)) == []
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert record_all.split_cores(1) == []
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins no processes")
-def test_tasks_are_pinned_to_the_cores_of_their_gpu(folder):
-    before = os.sched_getaffinity(0)
-    core = max(before)
-    record_all.run((Task("a", "rope", "0", 9),), folder, ["0"], 100.0, [{core}])
-    assert folder.lines(Task("a", "rope", "0", 9))[1]["cores"] == [core]
-    assert os.sched_getaffinity(0) == before
-    record_all.run((Task("b", "rope", "0", 9),), folder, ["0"], 100.0)
-    assert folder.lines(Task("b", "rope", "0", 9))[1]["cores"] == sorted(before)
 
 
 @pytest.fixture
@@ -179,16 +123,13 @@ def test_tasks_run_side_by_side_and_join(folder, capsys):
     assert sum("impl" in line for line in lines) == 4
 
 
-def test_host_timed_tasks_start_when_others_ended_one_at_a_time_and_unpinned(folder, capsys, monkeypatch):
-    pinned = []
-    monkeypatch.setattr(record_all, "pinned", lambda cores: pinned.append(cores) or nullcontext())
+def test_host_timed_tasks_start_when_others_ended_one_at_a_time(folder, capsys):
     host_timed = [Task(name, "rope", "1", 9, is_host_timed=True) for name in "cd"]
     tasks = (*host_timed, Task("a", "rope", "2", 9), Task("b", "rope", "0", 9))
-    record_all.run(tasks, folder, ["0", "1"], 100.0, [{0}, {1}])
+    record_all.run(tasks, folder, ["0", "1"], 100.0)
     said = [line.split()[2:4] for line in capsys.readouterr().out.splitlines()]
     events = "".join(name[0] if what == "started" else name[0].upper() for name, what in said)
     assert events == "abBAcCdD"
-    assert pinned == [{0}, {1}, None, None]
 
 
 def test_a_task_that_is_late_is_stopped_and_goes_on(folder, capsys, monkeypatch):

@@ -2,9 +2,8 @@
 
 python tools/record_all.py FOLDER [--plan] [--limit 560] [--only attention,host] [--gpus 4] [--quick]
 
-A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Where
-there are enough cores, each GPU has some, and its tasks are pinned to them. Tasks whose times are the host's run last,
-one at a time, on any cores. Call it again to go on: a task is done when its record has its end.
+A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Tasks
+whose times are the host's run last, one at a time. Call it again to go on: a task is done when its record has its end.
 Each call joins the parts into FOLDER/BENCHMARK-GPU.jsonl: copy those to results/, then run `python tools/overview.py`.
 """
 
@@ -17,10 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +31,6 @@ SCRIPTS = ("serving", "blocks")  # benchmarks that are tools, and not commands
 RESUMABLE = ("rope", "attention", "host")
 SAME = ("device", "commit", "dirty", "torch", "triton", "cuda")  # of all runs that are joined
 LONGEST, MARGIN = 3, 30  # a task may take so many times its predicted seconds, and so many more
-FEWEST_CORES = 8  # of a GPU whose tasks are pinned: compilers and autograd have threads beside the one that is timed
-SYSTEM_CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -181,41 +176,6 @@ def short_name(device: str) -> str:
     return words[0] if words and maker != "cpu" else maker
 
 
-def split_cores(n_gpus: int) -> list[set[int]]:
-    """Return cores of this process for each GPU, none of which share a physical core; empty: there are too few."""
-    if not hasattr(os, "sched_getaffinity"):  # macOS
-        return []
-    visible = os.sched_getaffinity(0)
-    siblings = {frozenset(_siblings(core) & visible) for core in visible}
-    physical = sorted(siblings, key=min)
-    ends = [len(physical) * gpu // n_gpus for gpu in range(n_gpus + 1)]
-    found = [set[int]().union(*physical[start:end]) for start, end in pairwise(ends)]
-    return found if all(len(cores) >= FEWEST_CORES for cores in found) else []
-
-
-def _siblings(core: int) -> set[int]:
-    """Return the hyperthreads of a core's physical core; the file says "3,35" or "6-7"."""
-    path = SYSTEM_CPUS / f"cpu{core}/topology/thread_siblings_list"
-    if not path.exists():
-        return {core}
-    spans = (part.partition("-") for part in path.read_text(encoding="ascii").strip().split(","))
-    return {core, *(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))}
-
-
-@contextmanager
-def pinned(cores: set[int] | None) -> Iterator[None]:
-    """Pin this thread, and so the processes that it starts inside, to cores; None: to none."""
-    if cores is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def plan(tasks: Sequence[Task], n_gpus: int) -> list[tuple[float, int, Task]]:
     """Return when each task starts, on which GPU, if all take as long as predicted."""
     free, found = [0.0] * n_gpus, []
@@ -228,13 +188,10 @@ def plan(tasks: Sequence[Task], n_gpus: int) -> list[tuple[float, int, Task]]:
     return found
 
 
-def run(
-    tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float, cores: Sequence[set[int]] = ()
-) -> None:
-    """Run tasks side by side, one on each GPU and its cores, if any, and start none that would not end in time."""
+def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float) -> None:
+    """Run tasks side by side, one on each GPU, and start none that would not end in time."""
     begun = time.monotonic()
     waiting, running = list(tasks), dict[str, tuple[Task, subprocess.Popen[bytes], float]]()
-    cores_of = dict(zip(gpus, cores, strict=True)) if cores else {}
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:5.0f} s  {text}", flush=True)
@@ -245,10 +202,7 @@ def run(
 
     def start(task: Task, gpu: str) -> None:
         waiting.remove(task)
-        with (
-            (folder.parts / f"{task.name}.log").open("ab") as log,
-            pinned(None if task.is_host_timed else cores_of.get(gpu)),
-        ):
+        with (folder.parts / f"{task.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 folder.command(task),
                 stdout=log,
@@ -332,7 +286,7 @@ def main() -> None:
             print(f"{start:5.0f} s  GPU {gpus[gpu]}  {kind:10}  {task.seconds:4} s  {task.name}")
         print(f"{max((start + task.seconds for start, _, task in starts), default=0):5.0f} s  end")
         return
-    run(tasks, folder, gpus, options.limit, split_cores(len(gpus)))
+    run(tasks, folder, gpus, options.limit)
     for path in folder.join(every):
         print(f"record: {path}")
     left = [task.name for task in every if not folder.is_done(task)]

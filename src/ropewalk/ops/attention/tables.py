@@ -118,7 +118,7 @@ def with_rows(call: AttentionCall) -> AttentionCall:
 def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, Tensor]:
     """Rotate q and k by the call's tables, and weigh the features of k. Differentiable without `on`.
 
-    With `on` features wait for `triton.weigh`, whose kernel takes a quarter of the operator's time.
+    With `on` k's features are not weighed: `triton/weigh.py:map_and_weigh` does it by a kernel.
     k comes back as it is where it was rotated before. It is not paged.
     """
     call = with_rows(call)

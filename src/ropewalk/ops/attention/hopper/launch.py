@@ -130,8 +130,9 @@ FORWARD_CHANGED = FORWARD | {
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
-# Lengths of short rows, which three groups have no registers for either: those of BERT.
-FORWARD_SHORT_LENGTHS, SHORT = FORWARD_SCORE_MOD._replace(LAGS=True), 1024
+# Key lengths of so many keys, those of BERT, and causal dropout: three groups have no registers for either.
+FORWARD_TWO_LAGGING = FORWARD_SCORE_MOD._replace(LAGS=True)
+SHORT_LENGTHS = 1024
 # A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
 FORWARD_LISTS = {
     64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
@@ -144,7 +145,7 @@ FORWARD_RANGES = {64: FORWARD_LISTS_WHOLE, 128: FORWARD_LISTS[128]}
 # With dropout, and lists or not, P is converted before the wait for O: 16 bits of each number are masked in registers.
 FORWARD_DROPOUT = {
     (64, False): FORWARD_SCORE_MOD,
-    (64, True): FORWARD_SHORT_LENGTHS,
+    (64, True): FORWARD_TWO_LAGGING,
     **{(widest, causal): FORWARD_CHANGED[widest, False] for widest in (128, 192, 256) for causal in (False, True)},
 }
 
@@ -404,8 +405,8 @@ def _forward_config(call: AttentionCall, widest: int) -> ForwardConfig:
     is_changed = source is not None and (score_mod is not None or not source.is_factor)
     if is_changed or call.softcap is not None or call.row_logits is not None:
         return FORWARD_CHANGED[key]
-    is_short = widest == 64 and not call.causal and call.key_lengths is not None and call.k.shape[2] <= SHORT
-    return FORWARD_SHORT_LENGTHS if is_short else FORWARD[key]
+    has_lengths = widest == 64 and not call.causal and call.key_lengths is not None
+    return FORWARD_TWO_LAGGING if has_lengths and call.k.shape[2] <= SHORT_LENGTHS else FORWARD[key]
 
 
 def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:

@@ -289,8 +289,8 @@ def lagging_softmax(s, row_max, row_sum, q_idx, n_start, mask, scores, flags, sc
     OPERANDS: gl.constexpr = _exponential_operands(N)
     DTYPES: gl.constexpr = _exponential_dtypes(N, DTYPE)
     columns = _split_columns(gl.permute(gl.reshape(s, [s.shape[0], N, 4, 2]), (0, 2, 3, 1)))
-    ANY: gl.constexpr = 0
-    row_layout: gl.constexpr = gl.SliceLayout(2, columns[ANY].type.layout)
+    FIRST: gl.constexpr = 0  # all columns have one layout
+    row_layout: gl.constexpr = gl.SliceLayout(2, columns[FIRST].type.layout)
     if scores.slope is not None:
         rest = gl.convert_layout(rest, row_layout)[:, :, None]
     operands = columns + (gl.convert_layout(row_max, row_layout)[:, :, None], rest, scores.exp2_scale)  # noqa: RUF005

@@ -39,7 +39,7 @@ class ScoreMod(NamedTuple):
     is_slope: bool = False
     # Whether scores are multiplied by something that is not below 0: a scale above 0 may then come later.
     multiplies: bool = False
-    reads_positions: bool = True
+    reads_positions: bool = True  # whether its result depends on positions
 
 
 @triton.jit

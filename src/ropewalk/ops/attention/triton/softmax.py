@@ -32,7 +32,7 @@ def logit_factor(scores, MOD: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return a factor above 0 that makes a row's largest score of the loops its largest scaled score."""
     factor = scores.scale
     if scores.scale is None:
-        factor = scores.exp2_scale * 0.6931471805599453
+        factor = scores.exp2_scale * 0.6931471805599453  # scale · log2(e) · ln(2)
     elif SOFTCAP or MOD is not None:  # the loops multiplied by `scale`
         factor = scores.softcap
     return factor
