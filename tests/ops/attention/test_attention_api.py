@@ -1069,12 +1069,15 @@ def test_masks_become_lists_where_calls_are_long(monkeypatch, tokens, first):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "backward", "first"), [(128, False, "triton"), (512, False, "gluon"), (128, True, "sdpa")]
+    ("tokens", "backward", "first"),
+    [(128, False, "triton"), (512, False, "gluon"), (128, True, "sdpa"), (512, True, "sdpa"), (1023, True, "sdpa")],
 )
 def test_short_calls_go_to_kernels_where_a_library_costs_the_host_more(monkeypatch, tokens, backward, first):
     call = imagined(monkeypatch, (9, 0), queries=tokens, keys=tokens)
     call.needs_backward = backward
-    assert backend_order(call)[0] == first
+    order = backend_order(call)
+    assert order[0] == first
+    assert order.index("triton") < order.index("flash") or not backward
     call.tables = call.tables._replace(q=RopeTable(torch.zeros(1), torch.zeros(1)))
     assert backend_order(call)[0] in ("triton", "gluon")
 

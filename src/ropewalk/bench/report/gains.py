@@ -18,7 +18,7 @@ AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alo
 KERNELS = ("triton", "gluon")
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
 _GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
-_BEFORE_FLASH = 1024  # tokens from which gluon goes before flash
+_BEFORE_FLASH = 512  # tokens from which gluon goes before flash
 _FLASH_FROM = {64: 8192, 128: 16384}  # tokens from which flash goes before it in training, up to so many features
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
