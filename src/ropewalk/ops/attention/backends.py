@@ -90,7 +90,7 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(FLASH_THEN_GLUON, tokens=1024, backward=True),
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(GLUON_FIRST, tokens=1024),
-        # So short, flash-attn 4 costs the host twice to three times as much as the others, and gains nothing.
+        # So short, flash-attn 4 costs the host two to three times as much as the others.
         Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
         Rule(TRITON_FIRST, below=1024, host_bound=True),
         Rule(CUDNN_THEN_TRITON, below=1024),
