@@ -180,3 +180,18 @@ def test_an_interrupted_call_stops_its_tasks(folder, capsys, monkeypatch):
         record_all.run((task,), folder, ["0"], 100.0)
     assert "a: stopped" in capsys.readouterr().out
     assert not folder.is_done(task)
+
+
+@pytest.mark.parametrize(
+    ("device", "modules", "reason"),
+    [
+        ("h200", ["json"], None),
+        ("", [], None),
+        ("h100", [], "--device is 'h100', and the GPU is 'NVIDIA H200'"),
+        ("h200", ["json", "no_such_peer"], "--needs names 'no_such_peer', which cannot be imported: No module named"),
+    ],
+)
+def test_a_run_on_another_gpu_or_without_a_peer_does_not_begin(device, modules, reason):
+    """Else its record would have to be thrown away."""
+    found = record_all.why_not_here(device, "NVIDIA H200", modules)
+    assert found is None if reason is None else found.startswith(reason)

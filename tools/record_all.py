@@ -1,6 +1,7 @@
 """Measure everything that the pages show, on all GPUs of a machine, into one record a benchmark.
 
 python tools/record_all.py FOLDER [--plan] [--limit 560] [--only attention,host] [--gpus 4] [--quick]
+    [--device h200] [--needs flash_attn.cute,quack,liger_kernel]
 
 A task is one process on one GPU with a record of its own, FOLDER/parts/TASK.jsonl, and its output beside that. Tasks
 whose times are the host's run last, one at a time. Call it again to go on: a task is done when its record has its end.
@@ -10,6 +11,7 @@ Each call joins the parts into FOLDER/BENCHMARK-GPU.jsonl: copy those to results
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -170,6 +172,18 @@ class Folder:
         return [self.path / name for name in found]
 
 
+def why_not_here(device: str, gpu: str, modules: Sequence[str]) -> str | None:
+    """Say why a run would not be the one that is wanted: by the GPU's name in records, and modules of peers."""
+    if device and short_name(gpu) != device:
+        return f"--device is {device!r}, and the GPU is {gpu!r}"
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a peer's module may raise anything
+            return f"--needs names {module!r}, which cannot be imported: {error}"
+    return None
+
+
 def short_name(device: str) -> str:
     """Return the name of a GPU in names of records: "h200" of "NVIDIA H200", "h100" of "NVIDIA H100 80GB HBM3"."""
     maker, *words = device.lower().split()
@@ -268,6 +282,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of tasks' names, with commas between")
     parser.add_argument("--gpus", type=int, help="how many to use; by default all")
     parser.add_argument("--quick", action="store_true", help="small cases on a CPU, for correctness")
+    parser.add_argument("--device", default="", help="stop where the GPU has another name, as in names of records")
+    parser.add_argument("--needs", default="", help="modules of peers, with commas between: stop where one is missing")
     options = parser.parse_args()
     folder, names = Folder(options.folder), options.only.split(",")
     every = QUICK if options.quick else TASKS
@@ -286,6 +302,9 @@ def main() -> None:
             print(f"{start:5.0f} s  GPU {gpus[gpu]}  {kind:10}  {task.seconds:4} s  {task.name}")
         print(f"{max((start + task.seconds for start, _, task in starts), default=0):5.0f} s  end")
         return
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if reason := why_not_here(options.device, gpu, [name for name in options.needs.split(",") if name]):
+        raise SystemExit(reason)
     run(tasks, folder, gpus, options.limit)
     for path in folder.join(every):
         print(f"record: {path}")
