@@ -125,14 +125,6 @@ ORDERED_CALLS = {
     f"ordered-{name}": {**(CALLS | FAR_CALLS)[name], "deterministic": True}
     for name in ("rope-causal", "starts", "packed-causal", "bands-decay", "dropout", "self-extend")
 }
-# Few queries, whose programs take one tile of keys after another; all other calls here have one a program.
-SHORT_CALLS = {
-    f"short-{name}": CALLS[name]
-    for name in (
-        *("plain", "rope-causal", "lengths", "starts", "window-sides", "alibi-causal", "t5", "bands-decay"),
-        *("softcap-sinks", "alibi-positions"),
-    )
-}
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -141,10 +133,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    others = LONE_CALLS | FAR_CALLS | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS | SHORT_CALLS
-    keywords = dict((CALLS | others)[name])
-    if name not in SHORT_CALLS:
-        monkeypatch.setattr(hopper_launch, "SHORT_QUERIES", 0)
+    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS)[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
@@ -276,7 +265,6 @@ DROPOUT_CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in _WIDE_DROPPED),
 ]
 ORDERED_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in ORDERED_CALLS]
-SHORT_CASES = [(64, torch.bfloat16, name) for name in SHORT_CALLS]
 LIST_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in LIST_CALLS]
 FAR_CASES = [(head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in FAR_CALLS]
 RANGE_CASES = [

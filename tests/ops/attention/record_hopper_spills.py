@@ -27,11 +27,9 @@ def main(cases: list[tuple[Any, torch.dtype, str]]) -> None:
     spills: dict[str, int] = {}
     for head_dim, dtype, name in cases:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-            forward = [("forward", hopper.forward_launch_of(patch, head_dim, dtype, name)[0])]
-            if name in hopper.SHORT_CALLS:  # whose forward is the others'
-                forward = []
+            forward, _ = hopper.forward_launch_of(patch, head_dim, dtype, name)
             backward = hopper.backward_launches_of(patch, head_dim, dtype, name)
-            for direction, launch in (*forward, *hopper.kernels_of(backward)):
+            for direction, launch in (("forward", forward), *hopper.kernels_of(backward)):
                 report = hopper.ptxas_report(hopper.compile_gluon(launch), Path(folder))
                 key = hopper.spill_key(direction, launch, name)
                 spills[key] = max(spills.get(key, 0), hopper.spilled_bytes(report))
@@ -46,7 +44,6 @@ if __name__ == "__main__":
     ORDERED = [case for case in hopper.ORDERED_CASES if case[2] == "ordered-dropout"]
     DROPPED = [case for case in hopper.CASES if case[2].startswith("dropout")] + ORDERED
     EVERY = hopper.CASES + hopper.FAR_CASES + hopper.RANGE_CASES + hopper.WIDE_CASES + hopper.LIST_CASES + ORDERED
-    EVERY += hopper.SHORT_CASES
     LEARNED = [case for case in EVERY if "learned" in case[2]]
     SOME = {
         "wide": hopper.WIDE_CASES,
@@ -54,6 +51,5 @@ if __name__ == "__main__":
         "ranges": hopper.RANGE_CASES,
         "dropout": DROPPED,
         "learned": LEARNED,
-        "short": hopper.SHORT_CASES,
     }
     main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

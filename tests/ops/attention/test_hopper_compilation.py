@@ -24,7 +24,6 @@ from helpers.compile_hopper import (
     ORDERED_CASES,
     RANGE_CALLS,
     RANGE_CASES,
-    SHORT_CASES,
     SPILLS,
     WIDE,
     WIDE_CASES,
@@ -134,7 +133,7 @@ def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned)
         assert others == 0
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + RANGE_CASES + LIST_CASES + SHORT_CASES)
+@pytest.mark.parametrize(("head_dim", "dtype", "name"), CASES + FAR_CASES + RANGE_CASES + LIST_CASES)
 def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     _, launch, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
     arguments = arguments_of(launch)

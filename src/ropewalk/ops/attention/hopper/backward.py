@@ -22,14 +22,12 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     KvSmem,
     QuerySmem,
     ReduceSmem,
-    Work,
-    count_work,
     has_keys,
     load_warp,
     loop_over_queries,
     loops_before,
     reduce_dq_warp,
-    tile_of_work,
+    tile_of_program,
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
@@ -56,7 +54,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, range_positions
-from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring, make_ring_beside
+from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
 from ropewalk.ops.attention.hopper.scores import (
     HeadScores,
@@ -120,7 +118,6 @@ class Options(NamedTuple):
 
     BLOCK_M: Any
     DEFER_DQ: Any
-    PERSISTENT: Any
     HAS_FUTURE: Any
 
 
@@ -567,51 +564,21 @@ def _mainloop_listed_q(
 
 @gluon.jit
 def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
-    """Compute dK and dV of the program's tiles, and a chunk of each step's dQ."""
-    use = 0
-    kv_use = 0
-    if options.PERSISTENT:
-        for work_idx in range(gl.program_id(0), count_work(problem.schedule), gl.num_programs(0)):
-            work = Work(work_idx, kv_use, use)
-            use = _compute_tile(
-                work, grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER
-            )
-            kv_use += 1
-    else:
-        work = Work(gl.program_id(0), kv_use, use)
-        _compute_tile(work, grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER)
-
-
-@gluon.jit
-def _compute_tile(
-    work,
-    grads,
-    rotation,
-    smem,
-    kv,
-    dq_smem,
-    problem,
-    flags,
-    score_flags,
-    options,
-    CONSUMER: gl.constexpr,
-):
-    """Compute dK and dV of WG_ROWS keys of a tile, and a chunk of each step's dQ; return the next use of the rings."""
+    """Compute dK and dV of WG_ROWS keys of the tile, and a chunk of each step's dQ."""
     # === prologue
     DTYPE: gl.constexpr = kv.k.dtype
-    BLOCK_D: gl.constexpr = kv.k.shape[4]
+    BLOCK_D: gl.constexpr = kv.k.shape[3]
     BLOCK_M: gl.constexpr = options.BLOCK_M
     s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(BLOCK_D)
-    tile, kv_capacity, _, seqlens = tile_of_work(work.index, problem, BLOCK_M)
-    stage = work.kv_use % kv.k.shape[0]
-    k_tile = kv.k.index(stage).reshape([BLOCK_N, BLOCK_D])
-    wg_v = kv.v.index(stage).reshape([BLOCK_N, BLOCK_D]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    k_tile = kv.k.reshape([BLOCK_N, BLOCK_D])
+    wg_v = kv.v.reshape([BLOCK_N, BLOCK_D]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
     dq_smem = DqSmem(dq_smem.ds, dq_smem.dq.index(CONSUMER))
     wg_start = tile.start + CONSUMER * WG_ROWS
     k_idx = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, s_layout))
-    if options.PERSISTENT or has_keys(tile.start, seqlens):
-        mbarrier.wait(kv.full.index(stage), work.kv_use // kv.k.shape[0] & 1)
+    if has_keys(tile.start, seqlens):
+        mbarrier.wait(kv.full, 0)
         if flags.PARTIAL_TILES:
             zero_missing_rows(k_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
             zero_missing_rows(wg_v, wg_start, seqlens.kv_start, seqlens.n_keys, WG_ROWS, flags.HAS_STARTS)
@@ -619,9 +586,9 @@ def _compute_tile(
     # === mainloop
     mainloop: gl.constexpr = _mainloop_q if problem.lists.ptr is None else _mainloop_listed_q
     zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
-    state = (zeros, zeros, work.use)
+    state = (zeros, zeros, 0)
     if problem.far_window is not None:
-        far_tile = kv.k_far.index(stage).reshape([BLOCK_N, BLOCK_D])
+        far_tile = kv.k_far.reshape([BLOCK_N, BLOCK_D])
         zero_missing_rows(far_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
         keys = KeyTile(far_tile, wg_v, k_idx)
         state = mainloop(
@@ -677,8 +644,6 @@ def _compute_tile(
 
     # === epilogue
     acc_dk, acc_dv, use = state
-    if options.PERSISTENT:  # another loop follows, as after a range of pairs
-        named_barrier_sync(RANGE_DONE, 0)
     exists = key_mask(k_idx, seqlens, dk_layout)
     acc_dk = acc_dk * problem.grad_scale
     if problem.dropout is not None:
@@ -701,15 +666,8 @@ def _compute_tile(
             rotation.INTERLEAVED,
         )
         acc_dk = inverse_rotate(acc_dk, cos, sin, rotation.INTERLEAVED)
-        if options.PERSISTENT:
-            smem.q.release(use)
-        use += 1
     wg_v.store(acc_dk.to(DTYPE))
     store_rows(grads.dk, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
-    if options.PERSISTENT:
-        fence_async_shared()
-        mbarrier.arrive(kv.empty.index(stage), count=1)
-    return use
 
 
 @gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
@@ -756,7 +714,6 @@ def backward_kernel(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
-    PERSISTENT: gl.constexpr,  # a program has more than one tile of keys
     R: gl.constexpr,  # features that are rotated
     INTERLEAVED: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -776,25 +733,18 @@ def backward_kernel(
     do_ring = make_ring_beside(q_ring, do)
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stats_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
-    k_tile = allocate_chunks(k, KV_STAGES)
+    k_tile = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
     k_far_tile = k_tile  # never read
     if k_far is not None:
-        k_far_tile = allocate_chunks(k, KV_STAGES)
-    v_tile = allocate_chunks(v, KV_STAGES)
+        k_far_tile = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, v.block_shape, v.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
     ds_tiles = gl.allocate_shared_memory(k.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
     dq_chunks = gl.allocate_shared_memory(gl.float32, [2] + dq_accum.block_shape, dq_accum.layout)  # noqa: RUF005
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
-    kv_empty = kv_full  # never waited for
-    if PERSISTENT:
-        kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(stats_full.index(stage), count=1)
-    for stage in gl.static_range(KV_STAGES):
-        mbarrier.init(kv_full.index(stage), count=1)
-        if PERSISTENT:
-            mbarrier.init(kv_empty.index(stage), count=2)
+    mbarrier.init(kv_full, count=1)
     listed_ring = None
     starts = None
     if lists.ptr is not None:
@@ -824,7 +774,7 @@ def backward_kernel(
                     KvGrads(dk, dk_far, dv, feature_weights_ptr),
                     KeyRotation(table, far_table, cos, R, INTERLEAVED),
                     QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, param_sums),
-                    KvSmem(k_tile, k_far_tile, v_tile, kv_full, kv_empty),
+                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     DqSmem(ds_tiles, dq_chunks),
                     Problem(
                         packed,
@@ -844,7 +794,7 @@ def backward_kernel(
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
-                    Options(BLOCK_M, DEFER_DQ, PERSISTENT, q_far_future is not None),
+                    Options(BLOCK_M, DEFER_DQ, q_far_future is not None),
                     role,
                 ),
             )
@@ -854,7 +804,7 @@ def backward_kernel(
                 (
                     Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
                     QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
-                    KvSmem(k_tile, k_far_tile, v_tile, kv_full, kv_empty),
+                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
                     Problem(
                         packed,
                         bounds,
@@ -872,7 +822,6 @@ def backward_kernel(
                         dq_order_ptr,
                     ),
                     FLAGS,
-                    PERSISTENT,
                 ),
             )
             if role == 2
@@ -902,7 +851,6 @@ def backward_kernel(
                     BLOCK_M,
                     BLOCK_D,
                     q_far_future is not None,
-                    PERSISTENT,
                 ),
             )
             for role in (0, 1, 2, 3)

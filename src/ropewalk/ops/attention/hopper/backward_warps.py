@@ -54,19 +54,10 @@ class QuerySmem(NamedTuple):
 class KvSmem(NamedTuple):
     """Shared memory of a program's keys and values."""
 
-    k: Any  # [stages, ...]: one, or two of persistent programs, whose next tile is loaded early
+    k: Any
     k_far: Any  # the same as k where no pair is far
     v: Any
-    full: Any  # mbarrier of each stage
-    empty: Any  # likewise, of persistent programs
-
-
-class Work(NamedTuple):
-    """A program's next tile."""
-
-    index: Any  # of the work item
-    kv_use: Any  # of the keys' and values' stages
-    use: Any  # of the queries' rings
+    full: Any  # mbarrier
 
 
 class DqSmem(NamedTuple):
@@ -93,16 +84,11 @@ class Workspace(NamedTuple):
 
 @gluon.jit
 def tile_of_program(problem, BLOCK_M: gl.constexpr):
-    """Return `tile_of_work` of a program that has one tile."""
-    return tile_of_work(gl.program_id(0), problem, BLOCK_M)
-
-
-@gluon.jit
-def tile_of_work(work_idx, problem, BLOCK_M: gl.constexpr):
-    """Return a work item's tile, its sequence's `kv_capacity`, first row in a workspace, and extents.
+    """Return this program's tile, its sequence's `kv_capacity`, first row in a workspace, and extents.
 
     In causal attention the first keys have the longest loops, and come first; last where dQ has an order.
     """
+    work_idx = gl.program_id(0)
     if problem.dq_order is not None:
         work_idx = gl.num_programs(0) - 1 - work_idx
     tile, batch, kv_head, sequence = work_to_tile(work_idx, problem.packed, problem.schedule, False)
@@ -142,12 +128,6 @@ def wg_query_range(wg_start, seqlens, flags, BLOCK_M: gl.constexpr):
         full = tile_range.start
         full_stop = tile_range.start
     return TileRange(tile_range.start, full, full_stop, tile_range.stop)
-
-
-@gluon.jit
-def count_work(schedule):
-    """Return how many tiles all programs have together, in a dense batch."""
-    return schedule.n_tiles * schedule.n_rows
 
 
 @gluon.jit
@@ -231,56 +211,36 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.co
 
 @gluon.jit
 def _load_rotation(use, cos, sin, smem, batch, first_row):
-    """Load the keys' rotation tables into the rings' next stages; return the next use of those."""
+    """Load the keys' rotation tables into the rings' next stages."""
     ROWS: gl.constexpr = cos.block_shape[2]
     for start in gl.static_range(0, BLOCK_N, ROWS):
         coordinates = [gl.minimum(batch, cos.shape[0] - 1), 0, first_row + start, 0]
         smem.q.fill(use, cos, coordinates)
         smem.do.load(use, sin, coordinates)
-        mbarrier.arrive(smem.stats_full.index(use % smem.q.stages), count=1)  # in step with the rings' uses
         use += 1
-    return use
 
 
 @gluon.jit
-def load_warp(inputs, smem, kv, problem, flags, PERSISTENT: gl.constexpr):
-    """Load what the program's tiles need."""
-    use = 0
-    kv_use = 0
-    if PERSISTENT:
-        for work_idx in range(gl.program_id(0), count_work(problem.schedule), gl.num_programs(0)):
-            use = _load_of_tile(Work(work_idx, kv_use, use), inputs, smem, kv, problem, flags, PERSISTENT)
-            kv_use += 1
-    else:
-        _load_of_tile(Work(gl.program_id(0), kv_use, use), inputs, smem, kv, problem, flags, PERSISTENT)
-
-
-@gluon.jit
-def _load_of_tile(work, inputs, smem, kv, problem, flags, PERSISTENT: gl.constexpr):
-    """Load keys and values, the steps of each range of pairs, and the keys' rotation tables; return the next use."""
+def load_warp(inputs, smem, kv, problem, flags):
+    """Load keys and values, the steps of each range of pairs, and the keys' rotation tables."""
     q, k, v, far = inputs.q, inputs.k, inputs.v, inputs.far
-    tile, _, _, seqlens = tile_of_work(work.index, problem, q.block_shape[2])
-    stage = work.kv_use % kv.k.shape[0]
-    if PERSISTENT:
-        mbarrier.wait(kv.empty.index(stage), (work.kv_use // kv.k.shape[0] & 1) ^ 1)
-    if PERSISTENT or has_keys(tile.start, seqlens):
+    tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
+    if has_keys(tile.start, seqlens):
         N_TILES: gl.constexpr = 2 if far.k is None else 3
-        full = kv.full.index(stage)
-        mbarrier.expect(full, N_TILES * k.block_type.nbytes)
+        mbarrier.expect(kv.full, N_TILES * k.block_type.nbytes)
         coordinates = [tile.batch, tile.kv_head, tile.k_offset + tile.start, 0]
-        load_tile(k, coordinates, full, kv.k.index(stage))
-        load_tile(v, coordinates, full, kv.v.index(stage))
+        load_tile(k, coordinates, kv.full, kv.k)
+        load_tile(v, coordinates, kv.full, kv.v)
         if far.k is not None:
-            load_tile(far.k, coordinates, full, kv.k_far.index(stage))
-    use = work.use
+            load_tile(far.k, coordinates, kv.full, kv.k_far)
+    use = 0
     if problem.far_window is not None:
         use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, problem, flags, FAR_PAST)
         if far.q_future is not None:
             use = _load_loop(use, far.q_future, inputs, smem, tile, seqlens, problem, flags, FAR_FUTURE)
     use = _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, ALL if problem.far_window is None else NEAR)
     if inputs.cos is not None:
-        use = _load_rotation(use, inputs.cos, inputs.sin, smem, tile.batch, tile.k_offset + tile.start)
-    return use
+        _load_rotation(use, inputs.cos, inputs.sin, smem, tile.batch, tile.k_offset + tile.start)
 
 
 @gluon.jit
@@ -398,32 +358,9 @@ def reduce_dq_warp(
     BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
     HAS_FUTURE: gl.constexpr,
-    PERSISTENT: gl.constexpr,
 ):
-    """Add dQ of each step of the program's tiles to the workspaces."""
-    if PERSISTENT:
-        for work_idx in range(gl.program_id(0), count_work(problem.schedule), gl.num_programs(0)):
-            _reduce_tile(work_idx, dq_accum, smem, workspace_rows, problem, flags, BLOCK_M, BLOCK_D, HAS_FUTURE)
-    else:
-        work_idx = gl.program_id(0)
-        _reduce_tile(work_idx, dq_accum, smem, workspace_rows, problem, flags, BLOCK_M, BLOCK_D, HAS_FUTURE)
-    await_stores(0)
-
-
-@gluon.jit
-def _reduce_tile(
-    work_idx,
-    dq_accum,
-    smem,
-    workspace_rows,
-    problem,
-    flags,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    HAS_FUTURE: gl.constexpr,
-):
-    """Add each step's dQ of a tile to the workspaces: one for each range of pairs."""
-    tile, _, workspace_row, seqlens = tile_of_work(work_idx, problem, BLOCK_M)
+    """Add each step's dQ to the workspaces: one for each range of pairs."""
+    tile, _, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
     LINES_PER_ROW: gl.constexpr = BLOCK_D // dq_accum.block_shape[1]
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
     line = (head * workspace_rows + workspace_row) * LINES_PER_ROW
@@ -467,3 +404,4 @@ def _reduce_tile(
         HAS_FUTURE,
         ALL if problem.far_window is None else NEAR,
     )
+    await_stores(0)

@@ -158,12 +158,8 @@ class BackwardConfig(NamedTuple):
     STAGES: int
     CONSUMER_REGISTERS: int
     OTHER_REGISTERS: int
-    PERSISTENT: bool = False  # one program for each multiprocessor, which takes one tile after another
 
 
-# Programs of few queries, for up to 64 features: beginning and end of a tile take half of their time.
-SHORT_QUERIES = 1024  # of a key head's tile of keys, of all its query heads
-BACKWARD_SHORT = BackwardConfig(128, True, 2, 240, 24, PERSISTENT=True)
 # By the block of features, as measured.
 BACKWARD = {64: BackwardConfig(128, True, 2, 240, 24), 128: BackwardConfig(64, False, 2, 240, 24)}
 # Queries of a step of the backward kernel, and keys of its warp groups: what is far to one kernel is so to the other.
@@ -441,8 +437,6 @@ def _launch_kernel(
     blocks, block_n = cut_features(saved.q.shape[3], v.shape[3]), BLOCK_N.value
     block_d = blocks.block_d
     config = BACKWARD[block_d]
-    if _is_short(call, saved, param_sums):
-        config = BACKWARD_SHORT
     dq_accum, dq_order = dq_sums
     rotation = call.tables.k if rotates else None
     table, width = rope_table_args(rotation)
@@ -454,8 +448,6 @@ def _launch_kernel(
     weights = call.tables.feature_weights
     dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
     n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
-    if config.PERSISTENT:
-        n_programs = min(n_programs, on.num_sms(saved.q))
     on.launch(
         backward_kernel,
         n_programs,
@@ -481,19 +473,6 @@ def _launch_kernel(
         INTERLEAVED=call.tables.interleaved,
         **config._asdict(),
     )
-
-
-def _is_short(call: AttentionCall, saved: Saved, param_sums: Tensor | None) -> bool:
-    """Say whether a tile of keys has so few steps that its beginning and end take much of its time.
-
-    Dropout and sums for parameters take the shared memory of a second tile's keys and values.
-    """
-    if call.cu_seqlens_q is not None or call.blocks is not None or saved.q_past is not None or call.deterministic:
-        return False
-    if param_sums is not None or call.dropout_p > 0 or goes_by_ranges(call):
-        return False
-    queries = saved.q.shape[2] * (saved.q.shape[1] // saved.k.shape[1])
-    return max(saved.q.shape[3], call.v.shape[3]) <= 64 and queries <= SHORT_QUERIES
 
 
 def _launch_wide_kernels(
