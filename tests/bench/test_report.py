@@ -5,11 +5,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("bokeh")
@@ -19,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import targets  # noqa: E402
 
-from ropewalk import device as gpu  # noqa: E402
+from ropewalk.bench.attention import candidates  # noqa: E402
 from ropewalk.bench.attention.cases import CASES, AttentionCase  # noqa: E402
 from ropewalk.bench.core.load import label, read_record  # noqa: E402
 from ropewalk.bench.core.records import RecordWriter  # noqa: E402
@@ -36,8 +34,7 @@ from ropewalk.bench.report.gains import (  # noqa: E402
 from ropewalk.bench.report.page import duration, render  # noqa: E402
 from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
 from ropewalk.cli import app  # noqa: E402
-from ropewalk.ops.attention.backends import backend_order  # noqa: E402
-from ropewalk.ops.attention.call import NO_TABLES, FarRange, RopeTable  # noqa: E402
+from ropewalk.ops.attention.backends import CUDNN_FIRST, GLUON_FIRST, Rule  # noqa: E402
 
 RUN = {"device": "some GPU", "date": "2026-11-21T03:37:22+00:00", "peers": {"flash_attn_4": "4.0"}}
 BY_NAME = {case.name: case for case in CASES}
@@ -120,7 +117,7 @@ def test_choices_are_what_was_measured(tmp_path: Path) -> None:
     assert choice.picks == ((9.5, "gluon"), (9.5, "gluon"), (9.0, "flash"))
     assert choice.peers == {"flash_attn_4": 9.9}
     auto = read_record(path).rows[0]
-    assert after_flash(auto, {"capability": "8.0"}) == "sdpa"
+    assert after_flash({**auto, "capability": "8.0"}) == "sdpa"
 
 
 def test_a_pick_of_flash_is_gluons_where_that_goes_first_today(tmp_path: Path) -> None:
@@ -131,33 +128,32 @@ def test_a_pick_of_flash_is_gluons_where_that_goes_first_today(tmp_path: Path) -
     assert gain.ours["impl"] == "gluon"
 
 
-@pytest.mark.parametrize("mode", ["train", "rerope-fwd", "rerope-train", "layer-fwd", "layer-train"])
-def test_the_order_is_the_registrys(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu, "is_nvidia", lambda device: True)
-    dense = [case for case in BY_NAME.values() if case.form == "dense" and not case.padded and mode in case.modes]
-    assert dense
-    for case in dense:
-        far = FarRange(case.far_window) if mode.startswith("rerope") else None
-        call = SimpleNamespace(
-            q=SimpleNamespace(device=torch.device("cuda"), shape=(1, 8, case.tokens, case.head_dim)),
-            k=SimpleNamespace(shape=(1, 8, case.tokens, case.head_dim)),
-            far=far,
-            value_dim=case.v_head_dim or case.head_dim,
-            has_window=case.window is not None,
-            needs_backward=mode.endswith("train"),
-            mask=None,
-            block_table=None,
-            dropout_p=0.0,
-            tables=NO_TABLES._replace(q=RopeTable(torch.zeros(1), torch.zeros(1))),
-            score_mod=None,
-            cu_seqlens_q=None,
-            blocks=None,
-        )
-        order = [name for name in backend_order(call) if name in ("flash", "gluon")]
-        position = "rerope" if far else "rope"
-        row = {"case": vars(case), "mode": mode, "position": position, "capability": "9.0"}
-        assert is_before_flash(row) == (order[0] == "gluon"), case.name
+@pytest.mark.parametrize(
+    ("name", "mode", "position", "capability", "first"),
+    [
+        ("causal-4k-d128", "train", "rope", "9.0", "gluon"),
+        ("causal-16k-d128", "train", "rope", "9.0", "flash"),
+        ("causal-16k-d128", "fwd", "none", "9.0", "gluon"),
+        ("causal-8k-d64", "train", "rope", "9.0", "flash"),
+        ("bert-512", "train", "rope", "9.0", "gluon"),
+        ("gemma3-27b", "train", "rope", "9.0", "gluon"),
+        ("mla-8k-d192", "train", "rope", "9.0", "gluon"),
+        ("rerope-8k-d64", "rerope-train", "rerope", "9.0", "gluon"),
+        ("causal-4k-d128", "train", "rope", "8.0", "flash"),
+        ("causal-4k-d128", "train", "rope", None, "flash"),
+    ],
+)
+def test_the_order_is_the_registrys(
+    name: str, mode: str, position: str, capability: str | None, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = BY_NAME[name]
+    row = {"benchmark": "attention", "case": vars(case), "mode": mode, "position": position, "capability": capability}
+    assert is_before_flash(row) == (first == "gluon")
+    monkeypatch.setattr(
+        candidates, "ORDER", {(9, 0): (Rule(GLUON_FIRST), Rule(GLUON_FIRST, far=True)), (8, 0): (Rule(CUDNN_FIRST),)}
+    )
+    assert is_before_flash(row) == (capability == "9.0")
+    assert after_flash(row) == {"9.0": "gluon"}.get(str(capability), "sdpa")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from ropewalk.bench.rope.gate import NORM_EPS, rotate_plainly
 from ropewalk.bench.rope.peers import Peer, compile_whole
 from ropewalk.compat.rerope import rerope_attention
 from ropewalk.frequencies import inverse_frequencies, rope_table
-from ropewalk.ops.attention.api import attention, explain_choice
+from ropewalk.ops.attention.api import attention, explain_choice, make_call
+from ropewalk.ops.attention.backends import ORDER, measured_order
 from ropewalk.ops.attention.libraries.flash import flash_version
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.schemes import Rope
@@ -291,3 +292,17 @@ def _paged(inputs: AttentionInputs, size: int) -> dict[str, Any]:
         return [x[table.flatten().long().argsort()] for x in whole]
 
     return {"first": lambda q, k, v: (q, *pages()), "block_table": table}
+
+
+def backends_of_today(case: AttentionCase, mode: str, position: str, capability: str | None) -> tuple[str, ...]:
+    """Return the order in which `impl=None` tries backends for a dense case, on a GPU of a capability such as "9.0"."""
+    features = ((case.q_heads, case.head_dim), (case.k_heads, case.head_dim), (case.k_heads, case.out_head_dim))
+    q, k, v = (
+        torch.empty(case.batch, case.tokens, *of, dtype=case.torch_dtype, device="meta", requires_grad=True)
+        for of in features
+    )
+    keywords, _ = SETTINGS[position].make(case, q.device)
+    with torch.set_grad_enabled("train" in mode):
+        call = make_call(q, k, v, causal=case.causal, window=case.window, **keywords)
+    major, _, minor = (capability or "0.0").partition(".")
+    return measured_order(call, ORDER.get((int(major), int(minor)), ()))

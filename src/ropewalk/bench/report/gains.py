@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ropewalk.bench.attention.candidates import AUTO, COMPILED
+from ropewalk.bench.attention.candidates import AUTO, COMPILED, backends_of_today
 from ropewalk.bench.attention.cases import AttentionCase
 from ropewalk.bench.core.load import Record, Row, groups, label, read_record, variant_of
 from ropewalk.bench.core.timing import COPY
@@ -17,9 +17,6 @@ SAME = 0.02  # times within so much of each other are taken for equal
 AHEAD, LEVEL, BEHIND, ABSENT, ALONE = "ahead", "level", "behind", "absent", "alone"
 KERNELS = ("triton", "gluon")
 FLASH, FLASH_PEER = "flash", "flash_attn_4"  # the library as our backend, and as a peer
-_GLUON_FROM = {"rope": 512, "rerope": 4096}  # tokens, on Hopper
-_BEFORE_FLASH = 512  # tokens from which gluon goes before flash
-_FLASH_FROM = {64: 8192, 128: 16384}  # tokens from which flash goes before it in training, up to so many features
 # The title; ours and the peers' positions, and ours by name where it is one implementation that users get.
 Compared = tuple[str, str, str, "str | None"]
 _PLAIN: tuple[str, str, None] = ("none", "none", None)
@@ -98,13 +95,17 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def describe_case(row: Row) -> str:
-    fields = dict(row["case"])
+    fields = row["case"]
     if row["benchmark"] == "training":
         return f"{fields.get('words', '')}, batch {fields.get('batch')} of {fields.get('tokens')} tokens".lstrip(", ")
-    kind: Any = Case if row["benchmark"] == "rope" else AttentionCase
-    case = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    text = ", ".join(filter(None, (case.description, variant_of(fields))))
+    text = ", ".join(filter(None, (_case_of(row).description, variant_of(fields))))
     return text.replace(", bthd", "").replace(", positions by index", "")
+
+
+def _case_of(row: Row) -> Any:
+    """Return the case of a row, of rotation or of attention."""
+    kind: Any = Case if row["benchmark"] == "rope" else AttentionCase
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row["case"].items()})
 
 
 def share_of_roof(row: Row) -> float | None:
@@ -199,7 +200,7 @@ def _choose(group: Sequence[Row], run: Row) -> Choice | None:
     picked = pick["time"]["p50"], str(pick.get("served_by", pick["impl"]))
     times = {row["impl"]: row["time"]["p50"] for row in peers}
     if picked[1] == FLASH:
-        return Choice(auto, (kernels, by_name.get(after_flash(auto, run)), picked), times)
+        return Choice(auto, (kernels, by_name.get(after_flash(auto)), picked), times)
     has_flash = not str((run.get("peers") or {}).get(FLASH_PEER, "missing")).startswith("missing")
     return Choice(auto, (kernels, picked, picked if has_flash else None), times)
 
@@ -214,19 +215,15 @@ def taken(ours: Sequence[Row]) -> Row | None:
 
 
 def is_before_flash(auto: Row) -> bool:
-    """Say whether gluon goes before flash in the order of a dense call; a test compares it with the registry."""
-    case, tokens = auto["case"], auto["case"]["tokens"]
-    if auto.get("capability") != "9.0" or tokens < _BEFORE_FLASH:
-        return False
-    if auto["position"] == "rerope":
-        return bool(tokens >= _GLUON_FROM["rerope"])
-    features = max(case["head_dim"], case.get("v_head_dim") or 0)
-    if "train" not in auto["mode"] or features > 128 or case.get("window") is not None:
-        return True
-    return bool(tokens < next(limit for most, limit in _FLASH_FROM.items() if features <= most))
+    """Say whether gluon goes before flash for a row's call, in the registry's order of today."""
+    order = _order_of(auto)
+    return order.index("gluon") < order.index(FLASH)
 
 
-def after_flash(auto: Row, run: Row) -> str:
-    """The backend that follows `flash` in the order of a dense call; a test compares it with the registry."""
-    least = _GLUON_FROM["rerope" if auto["position"] == "rerope" else "rope"]
-    return "gluon" if run.get("capability") == "9.0" and auto["case"]["tokens"] >= least else "sdpa"
+def after_flash(auto: Row) -> str:
+    """Return the backend that `impl=None` takes for a row's call where flash-attn is missing."""
+    return next(name for name in _order_of(auto) if name != FLASH)
+
+
+def _order_of(auto: Row) -> tuple[str, ...]:
+    return backends_of_today(_case_of(auto), auto["mode"], auto["position"], auto.get("capability"))

@@ -66,7 +66,7 @@ FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
 FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
 CUDNN_THEN_TRITON = ("sdpa", "triton", "gluon", "flash", "reference")
-CUDNN_THEN_GLUON = ("sdpa", "flash", "gluon", "triton", "reference")
+CUDNN_FLASH_GLUON = ("sdpa", "flash", "gluon", "triton", "reference")
 GLUON_FIRST = ("gluon", "flash", "sdpa", "triton", "reference")
 TRITON_FIRST = ("triton", "flash", "sdpa", "gluon", "reference")
 CPU = ("sdpa", "reference")  # Triton is its interpreter there, for tests
@@ -94,7 +94,7 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
         Rule(TRITON_FIRST, below=1024, host_bound=True),
         Rule(CUDNN_THEN_TRITON, below=1024),
-        Rule(CUDNN_THEN_GLUON, few=True),  # the decode kernels split keys, which gains nothing then
+        Rule(CUDNN_FLASH_GLUON, few=True),  # the decode kernels split keys, which gains nothing then
         Rule(CUDNN_FIRST),
     ),
 }
@@ -149,7 +149,12 @@ def backend_order(call: AttentionCall) -> tuple[str, ...]:
         if call.far is None and call.q.shape[2] >= FEW_QUERIES.stop:
             return GLUON_FIRST
         call = describe(call)
-    return next((rule.order for rule in _rules(device) if rule.fits(call)), FLASH_FIRST)
+    return measured_order(call, _rules(device))
+
+
+def measured_order(call: AttentionCall, rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    """Return the order of the first rule that fits a call; all other GPUs, and calls, try flash-attn first."""
+    return next((rule.order for rule in rules if rule.fits(call)), FLASH_FIRST)
 
 
 def _rules(device: torch.device) -> tuple[Rule, ...]:
