@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from ropewalk.bench.report.compare import compare_records  # noqa: E402
 from ropewalk.bench.report.gains import (  # noqa: E402
     after_flash,
     find_gains,
-    is_before_flash,
     newest_choices,
     read_records,
+    taken,
 )
 from ropewalk.bench.report.page import duration, render  # noqa: E402
 from ropewalk.bench.rope.cases import CASES as ROTATIONS  # noqa: E402
@@ -129,31 +130,35 @@ def test_a_pick_of_flash_is_gluons_where_that_goes_first_today(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "position", "capability", "first"),
+    ("case", "mode", "position", "capability", "first"),
     [
-        ("causal-4k-d128", "train", "rope", "9.0", "gluon"),
-        ("causal-16k-d128", "train", "rope", "9.0", "flash"),
-        ("causal-16k-d128", "fwd", "none", "9.0", "gluon"),
-        ("causal-8k-d64", "train", "rope", "9.0", "flash"),
-        ("bert-512", "train", "rope", "9.0", "gluon"),
-        ("gemma3-27b", "train", "rope", "9.0", "gluon"),
-        ("mla-8k-d192", "train", "rope", "9.0", "gluon"),
-        ("rerope-8k-d64", "rerope-train", "rerope", "9.0", "gluon"),
-        ("causal-4k-d128", "train", "rope", "8.0", "flash"),
-        ("causal-4k-d128", "train", "rope", None, "flash"),
+        (BY_NAME["causal-4k-d128"], "train", "rope", "9.0", "gluon"),
+        (BY_NAME["causal-16k-d128"], "train", "rope", "9.0", "auto"),
+        (BY_NAME["causal-16k-d128"], "fwd", "none", "9.0", "gluon"),
+        (BY_NAME["causal-8k-d64"], "train", "rope", "9.0", "auto"),
+        (BY_NAME["bert-512"], "train", "rope", "9.0", "gluon"),
+        (replace(BY_NAME["bert-512"], tokens=256), "train", "rope", "9.0", "triton"),
+        (BY_NAME["gemma3-27b"], "train", "rope", "9.0", "gluon"),
+        (BY_NAME["mla-8k-d192"], "train", "rope", "9.0", "gluon"),
+        (BY_NAME["rerope-8k-d64"], "rerope-train", "rerope", "9.0", "gluon"),
+        (BY_NAME["causal-4k-d128"], "train", "rope", "8.0", "auto"),
+        (BY_NAME["causal-4k-d128"], "train", "rope", None, "auto"),
     ],
+    ids=lambda one: f"{one.name}-{one.tokens}" if isinstance(one, AttentionCase) else one,
 )
 def test_the_order_is_the_registrys(
-    name: str, mode: str, position: str, capability: str | None, first: str, monkeypatch: pytest.MonkeyPatch
+    case: AttentionCase, mode: str, position: str, capability: str | None, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = BY_NAME[name]
-    row = {"benchmark": "attention", "case": vars(case), "mode": mode, "position": position, "capability": capability}
-    assert is_before_flash(row) == (first == "gluon")
-    monkeypatch.setattr(
-        candidates, "ORDER", {(9, 0): (Rule(GLUON_FIRST), Rule(GLUON_FIRST, far=True)), (8, 0): (Rule(CUDNN_FIRST),)}
-    )
-    assert is_before_flash(row) == (capability == "9.0")
-    assert after_flash(row) == {"9.0": "gluon"}.get(str(capability), "sdpa")
+    """Of a record whose "auto" was flash."""
+    times = {(impl, position): 9.0 for impl in ("auto", "gluon", "triton")}
+    run = {"benchmark": "attention", "case": vars(case), "capability": capability}
+    rows = [row | run for row in attention(case, mode, times)]
+    assert taken(rows)["impl"] == first
+    rules = (Rule(GLUON_FIRST), Rule(GLUON_FIRST, far=True))
+    monkeypatch.setattr(candidates, "ORDER", {(9, 0): rules, (8, 0): (Rule(CUDNN_FIRST),)})
+    is_hopper = capability == "9.0"
+    assert taken(rows)["impl"] == ("gluon" if is_hopper else "auto")
+    assert after_flash(rows[0]) == ("gluon" if is_hopper else "sdpa")
 
 
 @pytest.mark.parametrize(

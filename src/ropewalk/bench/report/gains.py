@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,18 +207,13 @@ def _choose(group: Sequence[Row], run: Row) -> Choice | None:
 
 
 def taken(ours: Sequence[Row]) -> Row | None:
-    """Return the row of what `impl=None` takes: "auto", or gluon's where flash was picked and goes after it today."""
+    """Return the row of what `impl=None` takes: "auto"; where that was flash, what goes before it today, if timed."""
     by_name = {row["impl"]: row for row in ours}
     auto = by_name.get(AUTO)
-    if auto is None or auto.get("served_by") != FLASH or "time" not in by_name.get("gluon", {}):
+    if auto is None or auto.get("served_by") != FLASH:
         return auto
-    return by_name["gluon"] if is_before_flash(auto) else auto
-
-
-def is_before_flash(auto: Row) -> bool:
-    """Say whether gluon goes before flash for a row's call, in the registry's order of today."""
-    order = _order_of(auto)
-    return order.index("gluon") < order.index(FLASH)
+    sooner = takewhile(lambda name: name != FLASH, _order_of(auto))
+    return next((by_name[name] for name in sooner if "time" in by_name.get(name, {})), auto)
 
 
 def after_flash(auto: Row) -> str:
