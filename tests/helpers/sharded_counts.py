@@ -62,7 +62,7 @@ def count(method: str) -> dict[str, int]:
         if x.name.startswith("aten::") and not (x.cpu_parent and x.cpu_parent.name.startswith("aten::"))
     ]
     exchanges = sum(x.name.startswith("c10d::") for x in profile.events())
-    calls = stub_gpu.python_calls(call)
+    calls = min(stub_gpu.python_calls(call) for _ in range(8))  # which differs by some 20 from one to another
     return {
         "operators": len(outermost),
         "copies": outermost.count("aten::copy_"),
