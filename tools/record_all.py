@@ -302,7 +302,7 @@ def main() -> None:
             print(f"{start:5.0f} s  GPU {gpus[gpu]}  {kind:10}  {task.seconds:4} s  {task.name}")
         print(f"{max((start + task.seconds for start, _, task in starts), default=0):5.0f} s  end")
         return
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.get_device_name() if options.device and torch.cuda.is_available() else "cpu"
     if reason := why_not_here(options.device, gpu, [name for name in options.needs.split(",") if name]):
         raise SystemExit(reason)
     run(tasks, folder, gpus, options.limit)

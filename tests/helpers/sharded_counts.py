@@ -35,7 +35,8 @@ class OwnMemory(SymmetricMemory):
 def count(method: str) -> dict[str, int]:
     """Count what forward and backward of a call ask for, once they are planned.
 
-    operators: those of PyTorch that no other one calls, and copies among them; calls: of functions of Python.
+    operators: those of PyTorch that no other one calls, and copies among them; calls: of functions of Python, the least
+    of eight counts, which differ by some 20.
     """
     cache.on_cpu = True
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
@@ -62,7 +63,7 @@ def count(method: str) -> dict[str, int]:
         if x.name.startswith("aten::") and not (x.cpu_parent and x.cpu_parent.name.startswith("aten::"))
     ]
     exchanges = sum(x.name.startswith("c10d::") for x in profile.events())
-    calls = min(stub_gpu.python_calls(call) for _ in range(8))  # which differs by some 20 from one to another
+    calls = min(stub_gpu.python_calls(call) for _ in range(8))
     return {
         "operators": len(outermost),
         "copies": outermost.count("aten::copy_"),
