@@ -27,24 +27,24 @@ from ropewalk.ops.attention.hopper import ranges
 from ropewalk.ops.attention.triton import launch_common
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend, T5Bias
 
-H, T = 4, 256
+H, T = 4, 1152  # whole tiles of 128 and of 192 queries
 CALLS = {
     "plain": {},
     "ragged": {"tokens": T - 1},
     "rope-causal": {"position": Rope(), "causal": True},
     "window": {"window": 64},
     "causal-window": {"causal": True, "window": 64},
-    "window-sides": {"window": (64, 20)},
+    "window-sides": {"window": (1100, 20)},
     "lengths": {"key_lengths": torch.tensor([T, 100])},
     "starts": {
         "position": Rope(),
         "causal": True,
-        "key_lengths": torch.tensor([T, 100]),
+        "key_lengths": torch.tensor([200, 100]),
         "key_starts": torch.tensor([0, 3]),
         "query_starts": torch.tensor([0, 0]),
     },
-    "packed": {"position": Rope(), "cu_seqlens_q": torch.tensor([0, 128, 512])},
-    "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 512])},
+    "packed": {"position": Rope(), "cu_seqlens_q": torch.tensor([0, 128, 2 * T])},
+    "packed-causal": {"position": Rope(), "causal": True, "cu_seqlens_q": torch.tensor([0, 128, 2 * T])},
     "alibi": {"position": Alibi()},
     "alibi-causal": {"position": Alibi(), "causal": True},
     "t5": {"position": T5Bias(torch.zeros(32, H))},
@@ -65,7 +65,12 @@ CALLS = {
     "dropout-causal": {"position": Rope(), "causal": True, "dropout_p": 0.1},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
-LISTS = BlockLists(torch.ones(1, H, 2, dtype=torch.int32), torch.zeros(1, H, 2, 1, dtype=torch.int32))
+# Whose forward has another configuration, and whose backward is the same: with many keys, with few queries.
+_SHORT = ("plain", "rope-causal", "causal-window", "starts", "alibi-causal", "t5", "t5-causal", "bands-learned")
+FORWARD_CALLS = {"long-lengths": {"key_lengths": torch.tensor([2 * T, 100]), "tokens": 2 * T}} | {
+    f"short-{name}": CALLS[name] | {"tokens": 256, "n_sms": 1} for name in (*_SHORT, "softcap", "softcap-sinks")
+}
+LISTS = BlockLists(torch.ones(1, H, T // 128, dtype=torch.int32), torch.zeros(1, H, T // 128, 1, dtype=torch.int32))
 # Of each head; cut by spans, and by bits.
 LIST_CALLS = {
     "lists": {"blocks": LISTS},
@@ -98,7 +103,7 @@ RANGE_CALLS = {
     "ranges-packed": {
         "position": SelfExtend(48, 4),
         "causal": True,
-        "cu_seqlens_q": torch.tensor([0, 128, 512]),
+        "cu_seqlens_q": torch.tensor([0, 128, 2 * T]),
         "positions_q": torch.arange(2 * T),
     },
 }
@@ -133,8 +138,10 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    keywords = dict((CALLS | LONE_CALLS | FAR_CALLS | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS)[name])
+    every = CALLS | FORWARD_CALLS | LONE_CALLS | FAR_CALLS | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS
+    keywords = dict(every[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
+    n_sms = keywords.pop("n_sms", 132)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
@@ -146,7 +153,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
     rotate_anywhere(monkeypatch)
     monkeypatch.setattr(launch_common, "schedule_kernel", Recorder(launch_common.schedule_kernel, schedules))
     monkeypatch.setattr(launch_common, "sum_parts_kernel", Recorder(launch_common.sum_parts_kernel, []))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: n_sms)
     for kernel in ("bias_table_kernel", "relative_positions_kernel"):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
     monkeypatch.setattr(ranges, "mark_ranges_kernel", Recorder(ranges.mark_ranges_kernel, schedules))
@@ -163,7 +170,6 @@ def forward_launch_of(monkeypatch, head_dim, dtype, name):
     launches = []
     monkeypatch.setattr(hopper_launch, "forward_kernel", Recorder(hopper_launch.forward_kernel, launches))
     monkeypatch.setattr(hopper_launch, "counter_of", lambda device: torch.zeros(1, dtype=torch.int32))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     hopper_launch.forward(call)
     (launch,) = launches
     return launch, schedules
@@ -249,6 +255,10 @@ CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in (64, 128) for name in CALLS),
     *((head_dim, torch.float16, "rope-causal") for head_dim in (64, 128)),
     *((96, torch.bfloat16, name) for name in ("rope-causal", "dropout-causal")),
+]
+FORWARD_CASES = [
+    *((64, torch.bfloat16, name) for name in FORWARD_CALLS),
+    *((128, torch.bfloat16, name) for name in ("short-plain", "short-rope-causal", "short-t5")),
 ]
 WIDE = [(192, 128), 256]  # head dims above 128
 WIDE_CALLS = (

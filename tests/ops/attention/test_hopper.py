@@ -57,6 +57,7 @@ from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.backends import REFERENCE
 from ropewalk.ops.attention.call import as_bhtd, flatten
+from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper import support as hopper_support
 from ropewalk.ops.attention.hopper.support import why_not_on
 from ropewalk.ops.attention.libraries import flash
@@ -359,6 +360,55 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert backends.explain(call, "gluon").others["triton"] == "impl is 'gluon'"
 
 
+def shaped(batch, tokens, heads=12, head_dim=64, **keywords):
+    """A call of a shape, as if on a GPU."""
+    q = torch.empty(batch, heads, tokens, head_dim, dtype=torch.bfloat16)
+    return call_on_gpu((q, q, q), **keywords)
+
+
+HALVES, TWO, THREE = hopper_launch.FORWARD_HALVES, hopper_launch.FORWARD_SCORE_MOD, hopper_launch.FORWARD[64, True]
+BY_SHAPE = {
+    "few queries": (HALVES, lambda: shaped(32, 256)),
+    "one more tile": (HALVES, lambda: shaped(32, 512, causal=True)),
+    "as many rows": (THREE, lambda: shaped(32, 384, causal=True)),
+    "many queries": (THREE, lambda: shaped(32, 2048)),
+    "few tiles": (TWO, lambda: shaped(4, 512)),
+    "narrow window": (HALVES, lambda: shaped(8, 2048, causal=True, window=256)),
+    "wide window": (THREE, lambda: shaped(8, 4096, causal=True, window=2048)),
+    "one side": (THREE, lambda: shaped(8, 2048, window=(256, -1))),
+    "lengths": (TWO, lambda: shaped(32, 512, key_lengths=torch.full((32,), 9))),
+    "causal lengths": (HALVES, lambda: shaped(32, 512, causal=True, key_lengths=torch.full((32,), 9))),
+    "long lengths": (THREE._replace(LAGS=True), lambda: shaped(8, 4096, key_lengths=torch.full((8,), 9))),
+    "slopes": (TWO, lambda: shaped(32, 512, position=Alibi())),
+    "causal slopes": (HALVES, lambda: shaped(32, 512, position=Alibi(), causal=True)),
+    "long slopes": (THREE, lambda: shaped(8, 4096, position=Alibi())),
+    "long causal slopes": (THREE._replace(LAGS=True), lambda: shaped(8, 4096, position=Alibi(), causal=True)),
+    "softcap": (HALVES, lambda: shaped(32, 512, softcap=5.0)),
+    "far pairs": (THREE, lambda: shaped(32, 512, position=ReRope(64))),
+    "score function": (TWO, lambda: shaped(32, 512, position=ExpoSB(distance_decay=True))),
+}
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_forwards_at_64_features_have_the_configuration_of_their_shape(hopper, name):
+    expected, make = BY_SHAPE[name]
+    assert hopper_launch._forward_config(make(), 64, n_sms=132) == expected
+
+
+def test_packed_sequences_are_as_long_as_their_mean(hopper):
+    for count, expected in ((16, HALVES), (2, THREE)):
+        q = torch.empty(4096, 96, 64, dtype=torch.bfloat16)
+        starts = torch.arange(count + 1, dtype=torch.int32) * (4096 // count)
+        call = call_on_gpu((q, q, q), layout="thd", cu_seqlens_q=starts)
+        assert hopper_launch._forward_config(call, 64, n_sms=132) == expected
+
+
+def test_maxima_lag_at_128_features_where_there_are_many_keys(hopper):
+    for tokens, lags in ((512, False), (1024, True)):
+        config = hopper_launch._forward_config(shaped(8, tokens, head_dim=128), 128, n_sms=132)
+        assert config == hopper_launch.FORWARD[128, False]._replace(LAGS=lags)
+
+
 def test_few_queries_go_by_heads_and_keys(hopper):
     def choose(queries, batch=2, heads=64, key_heads=64, keys=8192, **call):
         row = torch.zeros(1, dtype=torch.bfloat16)
@@ -568,6 +618,23 @@ def test_every_call(kernels, device, head_dim, name):
     check_supported(kernels, draw(device, head_dim=head_dim), **CALLS[name](device))
 
 
+# Names of the launcher as they would be for other shapes than those of the calls.
+OTHER_SHAPES = {
+    (64, "many-tiles"): {"HALVES_TILES_PER_SM": 0},
+    (64, "long"): {"_wastes_tiles_of_three": lambda call: False, "LENGTHS_OF_TWO": 0},
+    (128, "long"): {"SHORT_KEYS": 0},
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("shape", OTHER_SHAPES, ids=str)
+def test_every_call_as_if_of_other_shapes(monkeypatch, device, shape, name):
+    for constant, value in OTHER_SHAPES[shape].items():
+        monkeypatch.setattr(hopper_launch, constant, value)
+    check_supported(GLUON, draw(device, head_dim=shape[0]), **CALLS[name](device))
+
+
 @on_hopper
 @pytest.mark.parametrize("start", [0, 20_000, 39_936])
 def test_decays_of_distances_whose_powers_float32_does_not_hold(kernels, device, start):
@@ -707,7 +774,8 @@ def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
 @pytest.mark.parametrize("growth", [3, 9, 60, 200])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
-def test_maxima_that_grow_from_tile_to_tile(kernels, device, head_dim, dtype, growth, position):
+def test_maxima_that_grow_from_tile_to_tile(monkeypatch, kernels, device, head_dim, dtype, growth, position):
+    monkeypatch.setattr(hopper_launch, "SHORT_KEYS", 0)  # so that maxima lag
     """By few powers of two, which add up before anything is multiplied, or many; in some rows of a warp, or in none."""
     q, k, v = draw(device, dtype, keys=900, head_dim=head_dim)
     some = torch.arange(TQ, device=device) % 3 == 0

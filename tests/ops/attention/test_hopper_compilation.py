@@ -18,6 +18,7 @@ from helpers.compile_hopper import (
     CASES,
     DROPOUT_CASES,
     FAR_CASES,
+    FORWARD_CASES,
     LIST_CALLS,
     LIST_CASES,
     LONE_CALLS,
@@ -92,7 +93,9 @@ def order_of_work(instructions):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "name"), CASES + FAR_CASES + RANGE_CASES + WIDE_CASES + LIST_CASES, ids=str
+    ("head_dim", "dtype", "name"),
+    CASES + FORWARD_CASES + FAR_CASES + RANGE_CASES + WIDE_CASES + LIST_CASES,
+    ids=str,
 )
 def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, dtype, name):
     launch, schedules = forward_launch_of(monkeypatch, head_dim, dtype, name)

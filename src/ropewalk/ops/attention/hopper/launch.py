@@ -130,14 +130,19 @@ FORWARD_CHANGED = FORWARD | {
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
-# Key lengths of so many keys, those of BERT, and causal dropout: three groups have no registers for either.
+# Causal dropout, for which three groups have no registers, either.
 FORWARD_TWO_LAGGING = FORWARD_SCORE_MOD._replace(LAGS=True)
-SHORT_LENGTHS = 1024
+# At 64 features: two halves with tiles of 128 queries, each of which begins and ends beside the other's steps.
+FORWARD_HALVES = ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2)
+HALVES_COST = 1.09  # their time for a tile's row, of that of three groups, whose tiles have 192 rows
+HALVES_TILES_PER_SM = 4  # with fewer tiles some multiprocessors have two, and others none
+NARROW_WINDOW = 1024  # keys: tiles of 192 queries have more pairs outside of windows up to that
+LENGTHS_OF_TWO = 2048  # keys: up to so many, two groups are the fastest with key lengths
+SHORT_KEYS = 768  # up to so many, each step of 128 features has its maxima, which takes less time than lagging ones
+# A bias by distance at 128 features.
+FORWARD_BIAS = FORWARD[128, True]._replace(PINGPONG=True)
 # A tile of queries is one block of lists. By `FeatureBlocks.widest`, as measured.
-FORWARD_LISTS = {
-    64: ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2),
-    128: FORWARD[128, True],
-}
+FORWARD_LISTS = {64: FORWARD_HALVES, 128: FORWARD[128, True]}
 # Bits and a score function at 64 features take more registers than two halves have.
 FORWARD_LISTS_WHOLE = ForwardConfig(2, 128, 3, 3, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
 # Tiles of lists, of ranges of pairs by positions.
@@ -196,7 +201,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     key_heads, keys = saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
     score_mod = _score_mod_of(call)
-    config = _forward_config(call, blocks.widest)
+    config = _forward_config(call, blocks.widest, on.num_sms(call.q))
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -386,7 +391,7 @@ def backward(
     return grads._replace(gate=grad_gate)
 
 
-def _forward_config(call: AttentionCall, widest: int) -> ForwardConfig:
+def _forward_config(call: AttentionCall, widest: int, n_sms: int) -> ForwardConfig:
     """Return the configuration of a call's forward."""
     key, source, score_mod = (widest, call.causal), load_score_mod(call), _score_mod_of(call)
     if call.dropout_p > 0:
@@ -397,16 +402,46 @@ def _forward_config(call: AttentionCall, widest: int) -> ForwardConfig:
         config = FORWARD_LISTS[widest]
         is_whole = config.HALVES > 1 and (call.blocks.bits is not None or source is not None)
         return FORWARD_LISTS_WHOLE if is_whole else config
-    if widest == 64 and score_mod is not None:
-        return FORWARD_SCORE_MOD
-    has_slopes = score_mod is None and source is not None and source.is_slope
-    if has_slopes and call.causal:
-        return FORWARD[key]._replace(LAGS=FORWARD[key].LAGS or widest == 64)
-    is_changed = source is not None and (score_mod is not None or not source.is_factor)
-    if is_changed or call.softcap is not None or call.row_logits is not None:
+    if widest == 64:
+        return _forward_config_64(call, n_sms)
+    is_short = widest == 128 and call.far is None and call.k.shape[2] <= SHORT_KEYS
+    if score_mod is None and source is not None and source.bias is not None and widest == 128 and not is_short:
+        return FORWARD_BIAS
+    keeps_lagging = source is None or (score_mod is None and (source.is_factor or (source.is_slope and call.causal)))
+    if not keeps_lagging or call.softcap is not None or call.row_logits is not None:
         return FORWARD_CHANGED[key]
-    has_lengths = widest == 64 and not call.causal and call.key_lengths is not None
-    return FORWARD_TWO_LAGGING if has_lengths and call.k.shape[2] <= SHORT_LENGTHS else FORWARD[key]
+    return FORWARD[key]._replace(LAGS=False) if is_short else FORWARD[key]
+
+
+def _forward_config_64(call: AttentionCall, n_sms: int) -> ForwardConfig:
+    """Return the configuration of a forward at up to 64 features, without dropout and lists."""
+    source = load_score_mod(call)
+    if _score_mod_of(call) is not None:
+        return FORWARD_SCORE_MOD
+    has_slopes, has_bias = source is not None and source.is_slope, source is not None and source.bias is not None
+    has_lengths = not call.causal and call.key_lengths is not None
+    if has_lengths and call.k.shape[2] <= LENGTHS_OF_TWO:
+        return FORWARD_SCORE_MOD
+    if call.far is None and _wastes_tiles_of_three(call):
+        batch, heads, queries, _ = call.q.shape
+        n_tiles = batch * heads * triton.cdiv(queries, FORWARD_HALVES.block_m)
+        takes_registers = has_bias if call.causal else has_slopes
+        is_whole = takes_registers or n_tiles < HALVES_TILES_PER_SM * n_sms
+        return FORWARD_SCORE_MOD if is_whole else FORWARD_HALVES
+    lags = has_bias or (has_slopes and call.causal) or (has_lengths and source is None and call.softcap is None)
+    return FORWARD[64, call.causal]._replace(LAGS=lags)
+
+
+def _wastes_tiles_of_three(call: AttentionCall) -> bool:
+    """Say whether tiles of three groups have so many rows or pairs too many that those of two are faster."""
+    left, right = call.window_left, 0 if call.causal else call.window_right
+    if left is not None and right is not None and left + right <= NARROW_WINDOW:
+        return True
+    queries = call.q.shape[2]
+    if call.cu_seqlens_q is not None:
+        queries //= call.cu_seqlens_q.shape[0] - 1
+    of_two, of_three = (triton.cdiv(queries, x.block_m) * x.block_m for x in (FORWARD_HALVES, FORWARD[64, True]))
+    return bool(HALVES_COST * of_two < of_three)
 
 
 def _with_lists_of_mask(call: AttentionCall, of: str, on: Steps) -> AttentionCall:
