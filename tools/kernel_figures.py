@@ -120,6 +120,8 @@ HOPPER_CALLS = {
 }
 HOPPER_SCORES = {name: HOPPER_CALLS[name] for name in ("ALiBi, causal", "ExpoSB with decay, causal", "softcap")}
 HOPPER_BIASES = {"T5's bias, learned": "t5-learned"}
+# Of 256 queries, in many rows.
+HOPPER_SHORT = {"RoPE, causal, short": "short-rope-causal", "key lengths, causal, short": "short-starts"}
 HOPPER_LEARNED = {
     "ALiBi, learned": "alibi-learned",
     "ALiBi, learned, causal": "alibi-learned-causal",
@@ -189,6 +191,7 @@ ROWS: dict[str, list[Row]] = {
     "attention-forward-hopper": [
         *_hopper_rows("forward_kernel", HOPPER_CALLS, (64, 128, (192, 128), 256)),
         *_hopper_rows("forward_kernel", HOPPER_BIASES),
+        *_hopper_rows("forward_kernel", HOPPER_SHORT, (64,)),
         *_hopper_rows("bias_table_kernel", HOPPER_BIASES, (128,)),
         *_hopper_rows("relative_positions_kernel", {"ALiBi, causal": "alibi-positions"}, (128,)),
         *_hopper_rows("mark_ranges_kernel", {"ReRoPE, causal, by positions": "ranges-rerope"}, (128,)),

@@ -984,7 +984,15 @@ def test_explaining_computes_nothing(device):
 
 
 def imagined(
-    monkeypatch, capability=(9, 0), queries=4096, keys=4096, rocm=False, device="cuda", far_window=None, mask=None
+    monkeypatch,
+    capability=(9, 0),
+    queries=4096,
+    keys=4096,
+    rocm=False,
+    device="cuda",
+    far_window=None,
+    mask=None,
+    **given,
 ):
     """A call on a GPU that this machine may lack."""
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
@@ -1001,11 +1009,13 @@ def imagined(
         "blocks": None,
         "cu_seqlens_q": None,
         "score_mod": None,
+        "key_lengths": None,
+        "goes_by_index": True,
         "dropout_p": 0.0,
         "value_dim": 128,
         "has_window": False,
     }
-    return SimpleNamespace(q=q, k=k, **made)
+    return SimpleNamespace(q=q, k=k, **made | given)
 
 
 def test_orders_name_every_backend_that_a_device_may_have(monkeypatch):
@@ -1041,6 +1051,9 @@ def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
     assert not Rule(order, host_bound=True).fits(call)
     call.tables = call.tables._replace(q=RopeTable(torch.zeros(1), torch.zeros(1)))
     assert Rule(order, host_bound=True).fits(call)
+    assert Rule(order, plain=True).fits(call)
+    for keywords in ({"key_lengths": torch.ones(1)}, {"score_mod": "somewhere:SCORES"}):
+        assert not Rule(order, plain=True).fits(imagined(monkeypatch, **keywords))
     call = imagined(monkeypatch, far_window=100)
     assert Rule(order, far=True).fits(call)
     assert not Rule(order).fits(call)
@@ -1052,7 +1065,7 @@ def test_a_rule_fits_the_calls_that_it_describes(monkeypatch):
 
 
 @pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize("tokens", [1, 100, 5000])
+@pytest.mark.parametrize("tokens", [300, 5000])
 def test_wide_heads_go_to_triton(monkeypatch, tokens, compiling):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     call = imagined(monkeypatch, queries=tokens, keys=tokens)
@@ -1068,18 +1081,22 @@ def test_masks_become_lists_where_calls_are_long(monkeypatch, tokens, first):
     assert next(name for name in backend_order(call) if name in ("gluon", "triton")) == first
 
 
-@pytest.mark.parametrize(
-    ("tokens", "backward", "first"),
-    [(128, False, "triton"), (512, False, "gluon"), (128, True, "sdpa"), (512, True, "sdpa"), (1023, True, "sdpa")],
-)
-def test_short_calls_go_to_kernels_where_a_library_costs_the_host_more(monkeypatch, tokens, backward, first):
-    call = imagined(monkeypatch, (9, 0), queries=tokens, keys=tokens)
-    call.needs_backward = backward
-    order = backend_order(call)
-    assert order[0] == first
-    assert min(order.index("triton"), order.index("gluon")) < order.index("flash")
+LENGTHS, SCORES = {"key_lengths": torch.ones(1)}, {"score_mod": "somewhere:SCORES"}
+SHORT = [
+    *[(1, {}, "triton"), (255, {}, "triton"), (256, {}, "gluon"), (1023, {}, "gluon")],
+    *[(511, LENGTHS, "triton"), (511, SCORES, "triton"), (512, LENGTHS, "gluon"), (512, SCORES, "gluon")],
+]
+
+
+@pytest.mark.parametrize(("tokens", "keywords", "first"), SHORT)
+def test_short_calls_go_to_kernels_where_a_library_costs_the_host_more(monkeypatch, tokens, keywords, first):
+    call = imagined(monkeypatch, (9, 0), queries=tokens, keys=tokens, **keywords)
+    call.needs_backward = False
+    assert backend_order(call)[0] == first
+    call.needs_backward = True
+    assert backend_order(call)[0] == (first if first == "gluon" else "sdpa")
     call.tables = call.tables._replace(q=RopeTable(torch.zeros(1), torch.zeros(1)))
-    assert backend_order(call)[0] in ("triton", "gluon")
+    assert backend_order(call)[0] == first
 
 
 def test_two_encodings_are_run_by_gluon_where_they_are_long(monkeypatch):

@@ -345,8 +345,9 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert [chosen(call_on_gpu(**call)) for call in calls] == ["triton", "triton", "triton"]
     assert [chosen(call_on_gpu(**call), "gluon") for call in calls] == ["gluon"] * 3
     learning = [x.requires_grad_() for x in draw("cpu", queries=256, keys=256)]
-    assert chosen(call_on_gpu(learning)) == "sdpa"
-    assert chosen(call_on_gpu(learning, position=Rope())) == "triton"
+    assert chosen(call_on_gpu(learning)) == "gluon"
+    assert chosen(call_on_gpu(learning, position=Rope(), key_lengths=torch.tensor([200, 256]))) == "triton"
+    assert chosen(call_on_gpu(learning, position=Alibi())) == "triton"
     long = draw("cpu", queries=1024, keys=2048)
     assert [chosen(call_on_gpu(long, **call)) for call in calls] == ["gluon", "gluon", "triton"]
     assert chosen(call_on_gpu(draw("cpu", queries=4096, keys=4096), **calls[2])) == "gluon"
@@ -373,10 +374,16 @@ BY_SHAPE = {
     "as many rows": (THREE, lambda: shaped(32, 384, causal=True)),
     "many queries": (THREE, lambda: shaped(32, 2048)),
     "few tiles": (TWO, lambda: shaped(4, 512)),
+    "one tile of keys": (TWO, lambda: shaped(128, 128)),
     "narrow window": (HALVES, lambda: shaped(8, 2048, causal=True, window=256)),
     "wide window": (THREE, lambda: shaped(8, 4096, causal=True, window=2048)),
     "one side": (THREE, lambda: shaped(8, 2048, window=(256, -1))),
-    "lengths": (TWO, lambda: shaped(32, 512, key_lengths=torch.full((32,), 9))),
+    "lengths": (HALVES, lambda: shaped(32, 384, key_lengths=torch.full((32,), 9))),
+    "lengths of few": (TWO, lambda: shaped(4, 384, key_lengths=torch.full((4,), 9))),
+    "far pairs of lengths": (
+        TWO,
+        lambda: shaped(32, 512, position=ReRope(64), key_lengths=torch.full((32,), 9)),
+    ),
     "causal lengths": (HALVES, lambda: shaped(32, 512, causal=True, key_lengths=torch.full((32,), 9))),
     "long lengths": (THREE._replace(LAGS=True), lambda: shaped(8, 4096, key_lengths=torch.full((8,), 9))),
     "slopes": (TWO, lambda: shaped(32, 512, position=Alibi())),
@@ -396,7 +403,7 @@ def test_forwards_at_64_features_have_the_configuration_of_their_shape(hopper, n
 
 
 def test_packed_sequences_are_as_long_as_their_mean(hopper):
-    for count, expected in ((16, HALVES), (2, THREE)):
+    for count, expected in ((32, HALVES), (16, HALVES), (4, THREE)):
         q = torch.empty(4096, 96, 64, dtype=torch.bfloat16)
         starts = torch.arange(count + 1, dtype=torch.int32) * (4096 // count)
         call = call_on_gpu((q, q, q), layout="thd", cu_seqlens_q=starts)
@@ -621,7 +628,7 @@ def test_every_call(kernels, device, head_dim, name):
 # Names of the launcher as they would be for other shapes than those of the calls.
 OTHER_SHAPES = {
     (64, "many-tiles"): {"HALVES_TILES_PER_SM": 0},
-    (64, "long"): {"_wastes_tiles_of_three": lambda call: False, "LENGTHS_OF_TWO": 0},
+    (64, "long"): {"_wastes_tiles_of_three": lambda call: False, "SHORT_LENGTHS": 0},
     (128, "long"): {"SHORT_KEYS": 0},
 }
 

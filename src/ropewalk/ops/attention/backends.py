@@ -35,6 +35,7 @@ class Rule(NamedTuple):
     below: float = math.inf  # fewer than so many, of queries and of keys
     backward: bool = False  # only where a backward will come
     host_bound: bool = False  # only with a rotation or without a backward, where a library's call costs the host more
+    plain: bool = False  # only without a score mod and key lengths
     far: bool = False  # only with a two-range encoding; without, only where there is none
     masked: bool = False  # only with a bool mask
     paged: bool = False  # only with pages that are read in place
@@ -58,6 +59,8 @@ class Rule(NamedTuple):
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
             return False
         if self.host_bound and call.needs_backward and call.tables.q is None:
+            return False
+        if self.plain and (call.score_mod is not None or call.key_lengths is not None):
             return False
         return call.needs_backward or not self.backward
 
@@ -91,7 +94,8 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(GLUON_FIRST, tokens=1024),
         # So short, flash-attn 4 costs the host two to three times as much as the others.
-        Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
+        Rule(GLUON_FIRST, tokens=512, below=1024),
+        Rule(GLUON_FIRST, tokens=256, below=1024, plain=True),
         Rule(TRITON_FIRST, below=1024, host_bound=True),
         Rule(CUDNN_THEN_TRITON, below=1024),
         Rule(CUDNN_FLASH_GLUON, few=True),  # the decode kernels split keys, which gains nothing then

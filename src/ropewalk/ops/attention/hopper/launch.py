@@ -137,7 +137,7 @@ FORWARD_HALVES = ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_E
 HALVES_COST = 1.09  # their time for a tile's row, of that of three groups, whose tiles have 192 rows
 HALVES_TILES_PER_SM = 4  # with fewer tiles some multiprocessors have two, and others none
 NARROW_WINDOW = 1024  # keys: tiles of 192 queries have more pairs outside of windows up to that
-LENGTHS_OF_TWO = 2048  # keys: up to so many, two groups are the fastest with key lengths
+SHORT_LENGTHS = 2048  # keys: up to so many, tiles of three groups are not the fastest with key lengths
 SHORT_KEYS = 768  # up to so many, each step of 128 features has its maxima, which takes less time than lagging ones
 # A bias by distance at 128 features.
 FORWARD_BIAS = FORWARD[128, True]._replace(PINGPONG=True)
@@ -415,19 +415,19 @@ def _forward_config(call: AttentionCall, widest: int, n_sms: int) -> ForwardConf
 
 def _forward_config_64(call: AttentionCall, n_sms: int) -> ForwardConfig:
     """Return the configuration of a forward at up to 64 features, without dropout and lists."""
-    source = load_score_mod(call)
+    source, (batch, heads, queries, _), keys = load_score_mod(call), call.q.shape, call.k.shape[2]
     if _score_mod_of(call) is not None:
         return FORWARD_SCORE_MOD
-    has_slopes, has_bias = source is not None and source.is_slope, source is not None and source.bias is not None
     has_lengths = not call.causal and call.key_lengths is not None
-    if has_lengths and call.k.shape[2] <= LENGTHS_OF_TWO:
-        return FORWARD_SCORE_MOD
-    if call.far is None and _wastes_tiles_of_three(call):
-        batch, heads, queries, _ = call.q.shape
-        n_tiles = batch * heads * triton.cdiv(queries, FORWARD_HALVES.block_m)
+    is_short = has_lengths and keys <= SHORT_LENGTHS
+    if call.far is not None:
+        return FORWARD_SCORE_MOD if is_short else FORWARD[64, call.causal]
+    has_slopes, has_bias = source is not None and source.is_slope, source is not None and source.bias is not None
+    if is_short or _wastes_tiles_of_three(call):
         takes_registers = has_bias if call.causal else has_slopes
-        is_whole = takes_registers or n_tiles < HALVES_TILES_PER_SM * n_sms
-        return FORWARD_SCORE_MOD if is_whole else FORWARD_HALVES
+        n_tiles = batch * heads * triton.cdiv(queries, FORWARD_HALVES.block_m)
+        is_small = keys <= FORWARD_SCORE_MOD.BLOCK_N or n_tiles < HALVES_TILES_PER_SM * n_sms
+        return FORWARD_SCORE_MOD if takes_registers or is_small else FORWARD_HALVES
     lags = has_bias or (has_slopes and call.causal) or (has_lengths and source is None and call.softcap is None)
     return FORWARD[64, call.causal]._replace(LAGS=lags)
 
@@ -437,10 +437,12 @@ def _wastes_tiles_of_three(call: AttentionCall) -> bool:
     left, right = call.window_left, 0 if call.causal else call.window_right
     if left is not None and right is not None and left + right <= NARROW_WINDOW:
         return True
+    sizes = (FORWARD_HALVES.block_m, FORWARD[64, call.causal].block_m)
     queries = call.q.shape[2]
-    if call.cu_seqlens_q is not None:
-        queries //= call.cu_seqlens_q.shape[0] - 1
-    of_two, of_three = (triton.cdiv(queries, x.block_m) * x.block_m for x in (FORWARD_HALVES, FORWARD[64, True]))
+    if call.cu_seqlens_q is None:
+        of_two, of_three = (triton.cdiv(queries, size) * size for size in sizes)
+    else:  # half of a sequence's last tile is empty, in the mean
+        of_two, of_three = (queries / (call.cu_seqlens_q.shape[0] - 1) + size / 2 for size in sizes)
     return bool(HALVES_COST * of_two < of_three)
 
 
