@@ -345,7 +345,8 @@ def test_it_is_taken_where_it_was_measured_to_be_the_fastest(hopper):
     assert [chosen(call_on_gpu(**call)) for call in calls] == ["triton", "triton", "triton"]
     assert [chosen(call_on_gpu(**call), "gluon") for call in calls] == ["gluon"] * 3
     learning = [x.requires_grad_() for x in draw("cpu", queries=256, keys=256)]
-    assert chosen(call_on_gpu(learning)) == "gluon"
+    assert chosen(call_on_gpu(learning)) == "sdpa"
+    assert chosen(call_on_gpu(learning, position=Rope())) == "gluon"
     assert chosen(call_on_gpu(learning, position=Rope(), key_lengths=torch.tensor([200, 256]))) == "triton"
     assert chosen(call_on_gpu(learning, position=Alibi())) == "triton"
     long = draw("cpu", queries=1024, keys=2048)

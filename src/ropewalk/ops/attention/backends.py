@@ -68,6 +68,7 @@ class Rule(NamedTuple):
 FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
 FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
+CUDNN_THEN_GLUON = ("sdpa", "gluon", "triton", "flash", "reference")
 CUDNN_THEN_TRITON = ("sdpa", "triton", "gluon", "flash", "reference")
 CUDNN_FLASH_GLUON = ("sdpa", "flash", "gluon", "triton", "reference")
 GLUON_FIRST = ("gluon", "flash", "sdpa", "triton", "reference")
@@ -94,9 +95,10 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(GLUON_FIRST, tokens=1024),
         # So short, flash-attn 4 costs the host two to three times as much as the others.
-        Rule(GLUON_FIRST, tokens=512, below=1024),
-        Rule(GLUON_FIRST, tokens=256, below=1024, plain=True),
+        Rule(GLUON_FIRST, tokens=512, below=1024, host_bound=True),
+        Rule(GLUON_FIRST, tokens=256, below=1024, host_bound=True, plain=True),
         Rule(TRITON_FIRST, below=1024, host_bound=True),
+        Rule(CUDNN_THEN_GLUON, tokens=512, below=1024),
         Rule(CUDNN_THEN_TRITON, below=1024),
         Rule(CUDNN_FLASH_GLUON, few=True),  # the decode kernels split keys, which gains nothing then
         Rule(CUDNN_FIRST),
