@@ -513,6 +513,7 @@ def test_triton_compiles_with_few_more_spills(monkeypatch, tmp_path, head_dim, n
         assert spilled_bytes(resources(compiled, tmp_path), "sm_90") <= 128  # of dQ at D 64; 64 elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("strides", GATED)
 @pytest.mark.parametrize(("head_dim", "name"), [(128, "rope-causal"), (64, "rope-causal"), (128, "packed-causal")])

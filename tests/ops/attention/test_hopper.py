@@ -404,9 +404,9 @@ def test_forwards_at_64_features_have_the_configuration_of_their_shape(hopper, n
 
 
 def test_packed_sequences_are_as_long_as_their_mean(hopper):
-    for count, expected in ((32, HALVES), (16, HALVES), (4, THREE)):
+    for count, expected in ((32, HALVES), (16, HALVES), (4, THREE), (0, THREE)):
         q = torch.empty(4096, 96, 64, dtype=torch.bfloat16)
-        starts = torch.arange(count + 1, dtype=torch.int32) * (4096 // count)
+        starts = torch.arange(count + 1, dtype=torch.int32) * (4096 // max(1, count))
         call = call_on_gpu((q, q, q), layout="thd", cu_seqlens_q=starts)
         assert hopper_launch._forward_config(call, 64, n_sms=132) == expected
 

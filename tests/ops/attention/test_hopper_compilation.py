@@ -125,6 +125,7 @@ def test_the_forward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, d
         assert min(before for before, _ in loops) >= block_n // 2  # a thread's scores, of 64 rows among 128 threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [False, True])
 def test_exponentials_sink_unless_they_are_pinned(monkeypatch, tmp_path, pinned):
     """What the check above looks for is there to be found."""
@@ -213,6 +214,7 @@ def test_the_backward_of_wide_head_dims_compiles_as_it_was_tuned(monkeypatch, tm
             assert not any(line.startswith("RED") for line in instructions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "dtype", "name"), DROPOUT_CASES, ids=str)
 def test_dropout_fits_beside_everything(monkeypatch, tmp_path, head_dim, dtype, name):
     """The launcher asks for so much shared memory; near and far keys of 128 features leave 1.5 KiB of it."""
@@ -226,6 +228,7 @@ def test_dropout_fits_beside_everything(monkeypatch, tmp_path, head_dim, dtype, 
         assert not barriers_among_tiles(instructions_of(compiled, tmp_path), compiled.metadata.shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "dtype", "name"), ORDERED_CASES)
 def test_the_backward_in_order_compiles(monkeypatch, tmp_path, head_dim, dtype, name):
     preprocess, launch, _ = backward_launches_of(monkeypatch, head_dim, dtype, name)
@@ -246,6 +249,7 @@ def test_the_backward_in_order_compiles(monkeypatch, tmp_path, head_dim, dtype, 
     assert ends == 2 * ranges  # of each step but the last, and of that
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LONE_CALLS))
 @pytest.mark.parametrize("head_dim", [64, 128, *WIDE], ids=str)
 def test_one_head_and_one_sequence_compile(monkeypatch, head_dim, name):

@@ -341,6 +341,7 @@ def test_triton_compiles_without_spills(monkeypatch, tmp_path, head_dim, name):
     assert spilled_bytes(resources(compiled, tmp_path), "sm_90") <= 64  # as without
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["rope-causal", "plain", "softcap", "alibi-causal", "packed-causal", "rerope-causal"])

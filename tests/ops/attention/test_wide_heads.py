@@ -105,6 +105,7 @@ def rows(tensors):
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [Rope(), Alibi()], ids=["rope", "alibi"])
 def test_lists_of_blocks(device, scheme):
     tensors = rows(draw(device, DTYPE, queries=T, keys=T))

@@ -441,8 +441,9 @@ def _wastes_tiles_of_three(call: AttentionCall) -> bool:
     queries = call.q.shape[2]
     if call.cu_seqlens_q is None:
         of_two, of_three = (triton.cdiv(queries, size) * size for size in sizes)
-    else:  # half of a sequence's last tile is empty, in the mean
-        of_two, of_three = (queries / (call.cu_seqlens_q.shape[0] - 1) + size / 2 for size in sizes)
+    else:  # half of a sequence's last tile is empty, in the mean; tokens may be of no sequence
+        mean = queries / max(1, call.cu_seqlens_q.shape[0] - 1)
+        of_two, of_three = (mean + size / 2 for size in sizes)
     return bool(HALVES_COST * of_two < of_three)
 
 
