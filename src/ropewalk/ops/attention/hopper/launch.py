@@ -130,12 +130,12 @@ FORWARD_CHANGED = FORWARD | {
 }
 # A score function at 64 features takes more registers than three compute warp groups have.
 FORWARD_SCORE_MOD = ForwardConfig(2, 128, 2, 2, 240, 24, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=True)
-# Causal dropout, for which three groups have no registers, either.
+# Causal dropout: three groups have no registers for it.
 FORWARD_TWO_LAGGING = FORWARD_SCORE_MOD._replace(LAGS=True)
 # At 64 features: two halves with tiles of 128 queries, each of which begins and ends beside the other's steps.
 FORWARD_HALVES = ForwardConfig(2, 64, 4, 4, 112, 32, PIN_EXP2=False, CONVERT_P_EARLY=True, PINGPONG=False, HALVES=2)
 HALVES_COST = 1.09  # their time for a tile's row, of that of three groups, whose tiles have 192 rows
-HALVES_TILES_PER_SM = 4  # with fewer tiles some multiprocessors have two, and others none
+HALVES_TILES_PER_SM = 4  # with fewer tiles, halves fill the multiprocessors unevenly
 NARROW_WINDOW = 1024  # keys: tiles of 192 queries have more pairs outside of windows up to that
 SHORT_LENGTHS = 2048  # keys: up to so many, tiles of three groups are not the fastest with key lengths
 SHORT_KEYS = 768  # up to so many, each step of 128 features has its maxima, which takes less time than lagging ones
