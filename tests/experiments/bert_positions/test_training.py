@@ -170,6 +170,9 @@ def test_the_learning_rate_rises_and_falls():
     cosine = dataclasses.replace(config, decay="cosine")
     rates = [learning_rate(cosine, step) for step in (4, 5, 10, 15, 20)]
     assert rates == pytest.approx([1.0, 1.0, 0.75, 0.25, 0.0])
+    quadratic = dataclasses.replace(config, decay="quadratic")
+    rates = [learning_rate(quadratic, step) for step in (4, 5, 8, 11, 20)]
+    assert rates == pytest.approx([1.0, 1.0, 0.64, 0.36, 0.0])
 
 
 def test_what_has_one_dimension_does_not_decay():

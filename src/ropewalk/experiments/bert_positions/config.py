@@ -54,7 +54,7 @@ class Config:
     steps: int = 200
     learning_rate: float = 3e-3
     warmup: float | int = 0.1  # of the steps
-    decay: Literal["linear", "cosine"] = "linear"  # of the learning rate, to 0
+    decay: Literal["linear", "cosine", "quadratic"] = "linear"  # of the learning rate, to 0
     weight_decay: float | int = 0.01
     max_grad_norm: float | int = 1.0
     mask_probability: float = 0.15

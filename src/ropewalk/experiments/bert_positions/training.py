@@ -79,12 +79,15 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the share of the rate at a step, from 0 on: along a line up to 1, then along one or a cosine to 0."""
+    """Return the share of the rate at a step, from 0 on: along a line up to 1, then to 0 as `decay` says.
+
+    `decay` is a line, half a period of a cosine, or the square of the share of the steps that is left.
+    """
     warmup = round(config.warmup * config.steps)
     if step < warmup:
         return (step + 1) / warmup
     left = (config.steps - step) / max(1, config.steps - warmup)
-    return left if config.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
+    return {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "quadratic": left**2}[config.decay]
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
