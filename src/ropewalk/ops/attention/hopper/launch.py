@@ -661,7 +661,6 @@ def _backward_args(
         "n_queries": queries,
         "n_keys": keys,
         "workspace_rows": workspace_rows,
-        "ALTERNATES": _alternates(call, heads // key_heads),
         "CAUSAL": call.causal,
         "WINDOWED": call.has_window,
         "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
@@ -670,16 +669,6 @@ def _backward_args(
         "SOFTCAP": call.softcap is not None,
         "num_warps": 4,
     }
-
-
-def _alternates(call: AttentionCall, heads_per_key: int) -> bool:
-    """Say whether the backward takes a tile of queries of all heads that share keys, and then the next: `Walk`.
-
-    Scores of a head, dropout and lists are read once for all steps of a head; an order of dQ is that of heads, too.
-    """
-    by_head = load_score_mod(call) is not None or call.dropout_p > 0 or call.blocks is not None or goes_by_ranges(call)
-    is_dense = call.cu_seqlens_q is None and call.far is None
-    return heads_per_key > 1 and is_dense and not by_head and not call.deterministic
 
 
 def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
