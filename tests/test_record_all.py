@@ -12,6 +12,7 @@ import typer
 from record_all import TASKS, Folder, Task
 
 from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.host.bench import HostBench
 from ropewalk.bench.rope.bench import NormBench, RopeBench, SweepBench
 from ropewalk.bench.training.bench import TrainingBench
 from ropewalk.cli.bench import app
@@ -65,6 +66,11 @@ def units_of(benchmark, bench):
 )
 def test_the_tasks_have_every_case_and_mode_once(benchmark, bench):
     measured, known = units_of(benchmark, bench)
+    assert measured == known
+
+
+def test_tasks_time_every_small_call_on_the_host_once():
+    measured, known = ([unit for unit in units if "small" in unit[0]] for units in units_of("host", HostBench))
     assert measured == known
 
 

@@ -96,6 +96,14 @@ TASKS: tuple[Task, ...] = (
         is_host_timed=True,
     ),
     Task(
+        "host-settings",
+        "host",
+        "--case small --mode dropout-fwd,dropout-train,sinks-fwd,sinks-train,alibi-learned-fwd,alibi-learned-train "
+        "--peers sdpa_default,cudnn --rounds 50",
+        60,
+        is_host_timed=True,
+    ),
+    Task(
         "host-models",
         "host",
         _cases("bert-lengths decode-1 decode-8 small-lengths small-packed small-window small-rerope") + f" {_FEW}",
