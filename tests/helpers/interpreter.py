@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it does for nothing, most of its time."""
+"""Triton's interpreter without work that it does for nothing, three quarters of its time."""
 
 from __future__ import annotations
 
