@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import os
 import re
@@ -127,7 +128,9 @@ def imports_of(importer, source):
     return list(visit(ast.parse(source), True))
 
 
-IMPORTS = [found for name, path in MODULES.items() for found in imports_of(name, path.read_text())]
+@functools.cache
+def all_imports():
+    return [found for name, path in MODULES.items() for found in imports_of(name, path.read_text())]
 
 
 def matches(module, patterns):
@@ -190,7 +193,9 @@ def loads_optional(found):
     return found.at_once and package != "ropewalk" and package not in REQUIRED
 
 
-HEAVY = {found.importer for found in IMPORTS if loads_optional(found)}
+@functools.cache
+def heavy_modules():
+    return {found.importer for found in all_imports() if loads_optional(found)}
 
 
 def test_every_module_has_a_layer_and_every_layer_a_module():
@@ -199,31 +204,31 @@ def test_every_module_has_a_layer_and_every_layer_a_module():
 
 
 def test_imports_keep_to_the_layers():
-    assert not [str(found) for found in IMPORTS if breaks_layers(found)]
+    assert not [str(found) for found in all_imports() if breaks_layers(found)]
 
 
 def test_kernels_import_no_launcher_of_others():
-    assert not [str(found) for found in IMPORTS if loads_a_launcher(found)]
+    assert not [str(found) for found in all_imports() if loads_a_launcher(found)]
 
 
 def test_no_module_imports_itself_in_a_circle():
-    assert find_circle(IMPORTS) is None
+    assert find_circle(all_imports()) is None
 
 
 def test_what_may_be_missing_is_loaded_by_those_who_may_miss_it():
-    assert not [module for module in HEAVY if not matches(module, (*MAY_USE_OPTIONAL, *KERNELS))]
-    triton = {found.importer for found in IMPORTS if found.imported.partition(".")[0] == "triton"}
+    assert not [module for module in heavy_modules() if not matches(module, (*MAY_USE_OPTIONAL, *KERNELS))]
+    triton = {found.importer for found in all_imports() if found.imported.partition(".")[0] == "triton"}
     assert triton
     assert not [module for module in triton if not matches(module, (*KERNELS, *MAY_USE_OPTIONAL, "ropewalk.device"))]
 
 
 def test_the_library_needs_no_package_of_the_commands():
-    users = {found.importer for found in IMPORTS if found.imported.partition(".")[0] in COMMANDS}
+    users = {found.importer for found in all_imports() if found.imported.partition(".")[0] in COMMANDS}
     assert users
     assert not [module for module in users if not matches(module, MAY_USE_COMMANDS)]
     reached = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if matches(found.imported, MAY_USE_COMMANDS) and not matches(found.importer, (*MAY_USE_COMMANDS, *ROOTS))
     ]
     assert not [str(found) for found in reached]
@@ -232,13 +237,13 @@ def test_the_library_needs_no_package_of_the_commands():
 def test_who_loads_what_may_be_missing_is_loaded_when_called():
     kernels = {module for module in MODULES if matches(module, KERNELS) and not matches(module, NO_TRITON)}
     trained = {module for module in MODULES if matches(module, ("ropewalk.experiments.bert_positions.*",))}
-    lazy = HEAVY | kernels | trained | {"ropewalk.ops.rope.cuda.build"}
+    lazy = heavy_modules() | kernels | trained | {"ropewalk.ops.rope.cuda.build"}
 
     def are_loaded_together(found):
         both_kernels = all(matches(module, KERNELS) for module in (found.importer, found.imported))
         return found.importer in lazy and (both_kernels or layer(found.importer) == layer(found.imported))
 
-    early = [found for found in IMPORTS if found.at_once and found.imported in lazy]
+    early = [found for found in all_imports() if found.at_once and found.imported in lazy]
     assert not [str(found) for found in early if not are_loaded_together(found)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -15,6 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 TIMEOUT = datetime.timedelta(seconds=120)
+# A server imports these once, which takes seconds, and forks. What they import later they do not share.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["sympy", "torch.distributed", "torch.multiprocessing", "triton", "ropewalk.parallel"])
 
 
 def _work(
@@ -33,7 +37,13 @@ def _work(
     os._exit(0)  # PyTorch's meshes keep groups: their threads may abort a process that ends as Python does
 
 
-def run(size: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo") -> None:
-    """Call function(rank, *arguments) in each of `size` processes; an error of any is raised here."""
+def run(
+    size: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo", start_method: str = "forkserver"
+) -> None:
+    """Call function(rank, *arguments) in each of `size` processes; an error of any is raised here.
+
+    Those of a server have its environment, whatever a test has set; "spawn" starts others.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_work, (size, str(Path(folder, "store")), backend, function, arguments), size)
+        work = (size, str(Path(folder, "store")), backend, function, arguments)
+        torch.multiprocessing.start_processes(_work, work, size, start_method=start_method)

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from helpers.processes import FORKED
+
 SOURCE = Path(__file__).with_name("stub_cuda.c")
 BUILD = Path(__file__).parents[2] / "build/stub_gpu"  # kept: kernels compile once
-HEAP = {  # the allocator of CPU tensors is quick then, as PyTorch's is on a GPU
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_TOP_PAD_": "268435456",
-}
+# Of glibc's mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD. The allocator of CPU tensors is quick then, as
+# PyTorch's is on a GPU.
+HEAP = {-3: 2**31 - 1, -1: 2**31 - 1, -2: 2**28}
 
 
 # In the test's process.
@@ -43,23 +43,19 @@ HEAP = {  # the allocator of CPU tensors is quick then, as PyTorch's is on a GPU
 
 def run(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a module's function in a child process that has the stub, and return its result; both by JSON."""
-    command = [sys.executable, "-m", "helpers.stub_gpu", f"{function.__module__}:{function.__name__}"]
-    done = subprocess.run([*command, json.dumps(arguments)], capture_output=True, text=True, env=environment())
-    if done.returncode != 0:
-        pytest.fail(f"{function.__name__} failed on the stub of a GPU:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        task = (f"{function.__module__}:{function.__name__}", json.dumps(arguments), Path(folder), environment())
+        process = FORKED.Process(target=_work, args=task)
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            pytest.fail(f"{function.__name__} failed on the stub of a GPU:\n{Path(folder, 'output').read_text()}")
+        return json.loads(Path(folder, "result").read_text())
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that has the stub."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    return {
-        **kept,
-        **HEAP,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TRITON_LIBCUDA_PATH": str(build()),
-        "TRITON_CACHE_DIR": str(BUILD / "triton"),
-    }
+    """Return what the environment of a process that has the stub has beside this one's."""
+    return {"TRITON_LIBCUDA_PATH": str(build()), "TRITON_CACHE_DIR": str(BUILD / "triton"), "TRITON_INTERPRET": "0"}
 
 
 def build() -> Path:
@@ -231,6 +227,8 @@ class _Properties:
 def install() -> None:
     """Patch what looks at devices, in PyTorch, Triton and Ropewalk. The path enters as many functions as on a GPU."""
     _driver()
+    for parameter, value in HEAP.items():
+        assert ctypes.CDLL(None).mallopt(parameter, value) == 1
     torch.set_num_threads(1)
     stream, properties, zero = _Stream(), _Properties(), (0).__mul__
     # A CPU's PyTorch lacks them; those of C stay without a frame of Python.
@@ -309,15 +307,13 @@ def _patch(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def main() -> None:
-    """Run the function that the command line names, and print its result."""
+def _work(name: str, arguments: str, folder: Path, environment: dict[str, str]) -> None:
+    """Run a function, and write its result, and what is printed."""
+    with Path(folder, "output").open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.environ.update(environment)
     install()
-    module, _, name = sys.argv[1].partition(":")
-    result = getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    from helpers import stub_gpu  # the module that the function imports, rather than __main__
-
-    stub_gpu.main()
+    module, _, function = name.partition(":")
+    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    Path(folder, "result").write_text(json.dumps(result))

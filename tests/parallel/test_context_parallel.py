@@ -54,7 +54,7 @@ def test_nodes_exchange_heads_within_and_keys_between() -> None:
 def test_kernels_differentiate_by_the_merged_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    processes.run(2, sharded_calls.compare_kernels)
+    processes.run(2, sharded_calls.compare_kernels, start_method="spawn")
 
 
 @pytest.mark.slow

@@ -195,7 +195,8 @@ def run(rank, task, store):
 
 def in_processes(task, tmp_path):
     """Run a task in as many processes as there are; what one raises is raised here."""
-    processes = torch.multiprocessing.spawn(run, (task, str(tmp_path / "store")), nprocs=WORLD, join=False)
+    work = (task, str(tmp_path / "store"))
+    processes = torch.multiprocessing.start_processes(run, work, WORLD, join=False, start_method="forkserver")
     deadline = time.monotonic() + SECONDS
     try:
         while not processes.join(timeout=1):

@@ -43,7 +43,7 @@ def train(impl: str) -> dict[str, Any]:
             del out
         records[name] = stub_gpu.launches()
         records[f"functions, {name}"] = len(next(iter(plans.CALLS.found.values())).plan.plan.launches)
-    return {**records, "missing": launcher.why_missing()}
+    return {**records, "missing": launcher.why_missing(), "imports Dynamo": "torch._dynamo" in sys.modules}
 
 
 def without_addresses(records: list[Any]) -> list[Any]:
@@ -62,6 +62,7 @@ def without_addresses(records: list[Any]) -> list[Any]:
 def test_it_launches_as_triton_does(impl: str) -> None:
     recorded = stub_gpu.run(train, impl)
     assert recorded["missing"] is None
+    assert not recorded["imports Dynamo"]  # which takes seconds
     assert without_addresses(recorded["ours"]) == without_addresses(recorded["Triton's"])
     assert len(recorded["ours"]) > 3
     assert (recorded["functions, Triton's"], recorded["functions, ours"]) == (2, 1)
