@@ -93,6 +93,10 @@ def _no_stream(index: int) -> int:
 class _OnlyViews(TorchDispatchMode):
     """Refuses every operator but allocations and views: tensors without memory would swallow its effect."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler, in seconds; no compiled code makes plans
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not function.is_view and not function.__name__.startswith(("empty", "new_empty")):
             raise UnplannableError(f"{function} is neither an allocation nor a view")
