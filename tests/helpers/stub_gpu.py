@@ -54,7 +54,7 @@ def run(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def environment() -> dict[str, str]:
-    """Return what the environment of a process that has the stub has beside this one's."""
+    """Return the variables that a process with the stub has beside this one's environment."""
     return {"TRITON_LIBCUDA_PATH": str(build()), "TRITON_CACHE_DIR": str(BUILD / "triton"), "TRITON_INTERPRET": "0"}
 
 
