@@ -57,9 +57,12 @@ from ropewalk.ops.attention.hopper.lists import LISTED, make_listed_ring, range_
 from ropewalk.ops.attention.hopper.pipeline import make_ring, make_ring_beside
 from ropewalk.ops.attention.hopper.scheduler import Problem
 from ropewalk.ops.attention.hopper.scores import (
+    HeadScores,
     differentiate_mod,
+    exp2_scale_of_head,
+    load_bias,
     load_positions,
-    scores_of_head,
+    load_slope,
 )
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
 from ropewalk.ops.attention.hopper.tiles import (
@@ -88,7 +91,7 @@ from ropewalk.ops.attention.triton.masking import (
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.softmax import begin_dropout
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class KvGrads(NamedTuple):
@@ -413,7 +416,12 @@ def _mainloop_q(
                 _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             m_start = start + n_skipped * BLOCK_M
             head = tile.kv_head * problem.schedule.heads_per_key + member
-            scores = scores_of_head(problem.scores, tile.batch, head, wg_start, tile.start, positions)
+            scores = problem.scores
+            params = params_of_head(scores, tile.batch, head)
+            bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
+            slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
+            exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+            scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
             if smem.param_sums is not None:
                 begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
             for i in range(n_skipped, steps_per_head):
@@ -494,7 +502,12 @@ def _mainloop_listed_q(
         if bits is not None:
             slots += tile.start // LISTED
         tiles = smem.listed.receive(listed_use + member)
-        scores = scores_of_head(problem.scores, tile.batch, head, wg_start, tile.start, positions)
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         if smem.param_sums is not None:
             begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
         for _step in range(tiles.count + tiles.n_partial):

@@ -50,8 +50,11 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, chunks_of, load_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem
 from ropewalk.ops.attention.hopper.scores import (
+    HeadScores,
+    exp2_scale_of_head,
+    load_bias,
     load_positions,
-    scores_of_head,
+    load_slope,
     shift_lse,
 )
 from ropewalk.ops.attention.hopper.softmax import TileMask, recompute_p
@@ -67,7 +70,7 @@ from ropewalk.ops.attention.hopper.tiles import (
 )
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, mask_flags, range_flags
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class Inputs(NamedTuple):
@@ -293,7 +296,12 @@ def _mainloop_dv(
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
         head = tile.kv_head * problem.schedule.heads_per_key + member
-        scores = scores_of_head(problem.scores, tile.batch, head, n_start, tile.start, positions)
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, n_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, n_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         for _skipped in range(n_skipped):
@@ -814,7 +822,12 @@ def _mainloop_dk(
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
     for member in range(problem.schedule.heads_per_key):
         head = tile.kv_head * problem.schedule.heads_per_key + member
-        scores = scores_of_head(problem.scores, tile.batch, head, n_start, tile.start, positions)
+        scores = problem.scores
+        params = params_of_head(scores, tile.batch, head)
+        bias = load_bias(scores, tile.batch, head, n_start, tile.start)
+        slope = load_slope(scores, tile.batch, head, n_start, tile.start)
+        exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
+        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * steps_per_head
         m_start = tile_range.start

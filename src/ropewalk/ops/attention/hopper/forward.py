@@ -27,7 +27,7 @@ from ropewalk.ops.attention.hopper.lists import (
 )
 from ropewalk.ops.attention.hopper.pipeline import allocate_chunks, make_ring
 from ropewalk.ops.attention.hopper.scheduler import Problem, make_scheduler, next_work, work_to_tile
-from ropewalk.ops.attention.hopper.scores import exp2_scale_of_head, load_positions, scores_of_head
+from ropewalk.ops.attention.hopper.scores import HeadScores, exp2_scale_of_head, load_bias, load_positions, load_slope
 from ropewalk.ops.attention.hopper.softmax import TileMask, lagging_softmax, online_softmax, rescale
 from ropewalk.ops.attention.hopper.tiles import WG_ROWS, store_rows, sum_in_threads, wgmma_layout, zero_missing_rows
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags, Tile
@@ -45,7 +45,7 @@ from ropewalk.ops.attention.triton.masking import (
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
 from ropewalk.ops.attention.triton.softmax import begin_dropout, logit_factor
-from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid
+from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
 
 class Rings(NamedTuple):
@@ -302,7 +302,12 @@ def _mainloop_kv(
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, q_idx, False)
     first = wg_start + seqlens.causal_offset
-    scores = scores_of_head(problem.scores, tile.batch, tile.head, first, first, positions)
+    scores = problem.scores
+    params = params_of_head(scores, tile.batch, tile.head)
+    bias = load_bias(scores, tile.batch, tile.head, first, first)
+    slope = load_slope(scores, tile.batch, tile.head, first, first)
+    exp2_scale = exp2_scale_of_head(scores, tile.batch, tile.head)
+    scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
     dropout = None
     if problem.dropout is not None:
         row = tile.batch * problem.schedule.n_heads + tile.head

@@ -117,8 +117,8 @@ def relative_positions_kernel(
 
 
 @gluon.jit
-def _load_bias(scores, batch, head, start, tile_start):
-    """Return the `Bias` of a head; None without any."""
+def load_bias(scores, batch, head, start, tile_start):
+    """Return the `Bias` of a head, for a warp group and a tile whose first rows have key indices; None without any."""
     bias = None
     if scores.largest is not None:
         ptr = params_of_head(scores, batch, head)
@@ -128,7 +128,7 @@ def _load_bias(scores, batch, head, start, tile_start):
 
 
 @gluon.jit
-def _load_slope(scores, batch, head, start, tile_start):
+def load_slope(scores, batch, head, start, tile_start):
     """Return the `Slope` of a head, likewise."""
     slope = None
     if scores.slopes is not None:
@@ -150,16 +150,6 @@ def exp2_scale_of_head(scores, batch, head):
         factor = gl.load(numbers_of_head(scores.factors, scores, batch, head))
         exp2_scale *= gl.maximum(factor, 1e-30)  # times 0 a score of -inf would be NaN
     return exp2_scale
-
-
-@gluon.jit
-def scores_of_head(scores, batch, head, start, tile_start, positions):
-    """Return the `HeadScores` of a head, for a warp group and a tile whose first rows have key indices."""
-    params = params_of_head(scores, batch, head)
-    bias = _load_bias(scores, batch, head, start, tile_start)
-    slope = _load_slope(scores, batch, head, start, tile_start)
-    exp2_scale = exp2_scale_of_head(scores, batch, head)
-    return HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
 
 
 @gluon.jit
