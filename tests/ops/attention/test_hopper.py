@@ -59,6 +59,7 @@ from ropewalk.ops.attention.backends import REFERENCE
 from ropewalk.ops.attention.call import as_bhtd, flatten
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper import support as hopper_support
+from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING, BY_HEADS, STAGGERED
 from ropewalk.ops.attention.hopper.support import why_not_on
 from ropewalk.ops.attention.libraries import flash
 from ropewalk.testing import assert_close_to_truth
@@ -434,6 +435,37 @@ def test_few_queries_go_by_heads_and_keys(hopper):
     assert [choose(16, **other) for other in others] == ["triton"] * 4 + ["gluon"]
 
 
+WALKS = {  # of heads that share keys, keys, and features
+    "many heads": (ALTERNATING, (8, 8192, 128), {"causal": True}),
+    "few heads": (BY_HEADS, (4, 8192, 128), {"causal": True}),
+    "many keys": (BY_HEADS, (8, 8193, 128), {"causal": True}),
+    "wide": (ALTERNATING, (2, 16384, 256), {"causal": True, "position": Rope(), "softcap": 5.0}),
+    "wide, many keys": (BY_HEADS, (2, 16385, 256), {"causal": True}),
+    "wide, one head": (BY_HEADS, (1, 8192, 256), {"causal": True}),
+    "narrow": (BY_HEADS, (8, 8192, 64), {"causal": True}),
+    "causal lengths": (ALTERNATING, (8, 8192, 128), {"causal": True, "key_lengths": torch.tensor([9, 9])}),
+    "window": (BY_HEADS, (8, 8192, 128), {"causal": True, "window": 64}),
+    "in order": (BY_HEADS, (8, 8192, 128), {"causal": True, "deterministic": True}),
+    "slopes": (BY_HEADS, (8, 8192, 128), {"causal": True, "position": Alibi()}),
+    "dropout": (BY_HEADS, (8, 8192, 128), {"causal": True, "dropout_p": 0.1}),
+    "far pairs": (BY_HEADS, (8, 8192, 128), {"causal": True, "position": ReRope(64)}),
+    "lists": (BY_HEADS, (8, 8192, 128), {"causal": True, "blocks": BlockLists.sliding_window(TQ, window=130)}),
+    "full": (STAGGERED, (8, 8192, 128), {}),
+    "full slopes": (STAGGERED, (1, 65536, 128), {"position": Alibi()}),
+    "full, narrow": (BY_HEADS, (1, 8192, 64), {}),
+    "full, wide": (BY_HEADS, (8, 8192, 256), {}),
+    "full, in order": (BY_HEADS, (1, 8192, 128), {"deterministic": True}),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_steps_of_the_backward_have_the_order_that_was_measured(hopper, name):
+    expected, (heads_per_key, keys, features), keywords = WALKS[name]
+    queries = keys = TQ if "blocks" in keywords else keys
+    call = call_on_gpu(draw("cpu", queries=queries, keys=keys, heads=1, key_heads=1, head_dim=features), **keywords)
+    assert hopper_launch._choose_walk(call, heads_per_key, keys, features) == expected.value
+
+
 def test_score_mods_by_positions_are_slower_without_a_backward(hopper):
     """At 64 features."""
 
@@ -802,6 +834,25 @@ def test_heads_share_keys(kernels, device, heads):
     for scheme in (Alibi(), Alibi(ones), ExpoSB(band_weights=ones)):
         position = for_heads(scheme, heads[0], device)
         check_supported(kernels, tensors, position=position, causal=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("sections", ["one", "many"])
+@pytest.mark.parametrize("keys", [640, 999])
+@pytest.mark.parametrize("name", ["plain", "rope", "lengths", "starts", "softcap", "full", "full lengths"])
+@pytest.mark.parametrize("head_dim", [96, 128, (192, 128), 256], ids=str)
+def test_steps_in_every_order(monkeypatch, device, head_dim, name, keys, sections):
+    """Heads alternate, and walk back in one section of heads, and on in the next."""
+    if sections == "many":
+        monkeypatch.setattr(hopper_launch, "_key_heads_per_l2_section", lambda *_: 1)
+    lengths = {"key_lengths": integers(device, keys - 3, 130)}
+    starts = {"key_starts": integers(device, 0, 140), "query_starts": integers(device, 30, 0)}
+    extra = {"rope": {"position": Rope()}, "lengths": lengths, "starts": lengths | starts, "softcap": {"softcap": 5.0}}
+    call = {"causal": not name.startswith("full"), **extra.get(name, lengths if "lengths" in name else {})}
+    tensors = draw(device, queries=keys - 99, keys=keys, heads=16, head_dim=head_dim)
+    made = make_call(*tensors, layout="bhtd", **call)
+    assert hopper_launch._choose_walk(made, 8, keys, 128) != BY_HEADS.value
+    check_supported(GLUON, tensors, **call)
 
 
 @on_hopper

@@ -41,6 +41,7 @@ from helpers.compile_hopper import (
 )
 
 from ropewalk.ops.attention.hopper import launch as hopper_launch
+from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING
 
 pytestmark = pytest.mark.compile
 RANGES = {"rerope-causal": 2, "self-extend": 3, "lists-rerope": 2}  # of pairs: far ones behind, those ahead, near ones
@@ -153,11 +154,12 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     assert not barriers_among_tiles(instructions, compiled.metadata.shared)
     # Steps of 16, of two consumers: over features for the scores and for the gradients of probabilities; over queries
     # for the gradients of keys and of values; over keys for those of queries, and once more after the loop if late, or
-    # of one consumer before it in a walk that may begin with queries which attend none of its keys.
+    # of one consumer before it in a walk that may begin with queries which attend none of its keys, or end with them.
     products = sum(line.startswith("HGMMA") for line in instructions)
     ranges = RANGES.get(name, 1)
     skips_none = arguments["DEFER_DQ"] or name in LIST_CALLS | RANGE_CALLS
     skipping = 0 if skips_none else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
+    skipping *= 1 + (arguments["WALK"] == ALTERNATING.value)
     extra_dq = 2 * ranges if arguments["DEFER_DQ"] else skipping
     assert products == (ranges * 2 * (2 * block + 2 * queries + keys) + extra_dq * keys) // 16
     # Of each consumer, in a step: scores and the gradients of probabilities; gradients of values and queries; of keys.

@@ -17,6 +17,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.backward_warps import (
+    ALTERNATING,
     DqSmem,
     Inputs,
     KvSmem,
@@ -26,8 +27,10 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     load_warp,
     loop_over_queries,
     loops_before,
+    next_in_loop,
     reduce_dq_warp,
     tile_of_program,
+    walk_queries,
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
@@ -86,6 +89,7 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
+    PAST,
     mask_flags,
     range_flags,
     slots_of_head,
@@ -396,12 +400,16 @@ def _mainloop_q(
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
-    start = tile_range.start
     wg_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    n_skipped = 0  # steps of each head: the first ones, in which no query attends a key of this warp group
-    if not options.DEFER_DQ:
-        n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
+    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group skips
+    # none: the tile's steps begin with those of its keys.
+    IS_PART: gl.constexpr = flags.SIDE == PAST or flags.WINDOWED or RANGE != ALL
+    SKIPS: gl.constexpr = CONSUMER == 1 and IS_PART and not options.DEFER_DQ
+    n_skipped = 0
+    if SKIPS:
+        n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)
+    walk = walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
     positions = None
     if problem.scores.q_pos is not None:
@@ -409,12 +417,13 @@ def _mainloop_q(
     if n_steps > 0:
         if options.DEFER_DQ:  # for what was stored before the first step
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
-        for member in range(problem.schedule.heads_per_key):
-            head_use = first_use + member * steps_per_head
+        for member in range(walk.loops):
+            loop_use = first_use + member * walk.steps
             dropout = begin_dropout_of_head(problem, tile, member)
-            for skipped in range(n_skipped):
-                _store_zero_ds(head_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
-            m_start = start + n_skipped * BLOCK_M
+            for skipped in range(walk.skipped_first):
+                _store_zero_ds(loop_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
+            m_start = walk.first
+            alternate = 0  # the member of the group, if heads alternate
             head = tile.kv_head * problem.schedule.heads_per_key + member
             scores = problem.scores
             params = params_of_head(scores, tile.batch, head)
@@ -424,8 +433,8 @@ def _mainloop_q(
             scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
             if smem.param_sums is not None:
                 begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
-            for i in range(n_skipped, steps_per_head):
-                step = Step(head_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
+            for i in range(walk.skipped_first, walk.steps - walk.skipped_last):
+                step = Step(loop_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
                     (acc_dk, acc_dv),
@@ -439,7 +448,10 @@ def _mainloop_q(
                     score_flags,
                     CONSUMER,
                 )
-                m_start += BLOCK_M
+                m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
+            if problem.WALK == ALTERNATING and SKIPS:
+                for skipped in range(walk.steps - walk.skipped_last, walk.steps):
+                    _store_zero_ds(loop_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             if smem.param_sums is not None:
                 store_sums(smem.param_sums, tile, head, problem, BLOCK_M, CONSUMER)
         if options.DEFER_DQ:
@@ -716,6 +728,7 @@ def backward_kernel(
     OTHER_REGISTERS: gl.constexpr,
     R: gl.constexpr,  # features that are rotated
     INTERLEAVED: gl.constexpr,
+    WALK: gl.constexpr,  # a field of `Problem`
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
@@ -791,6 +804,7 @@ def backward_kernel(
                         lists,
                         dropout,
                         dq_order_ptr,
+                        WALK,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -820,6 +834,7 @@ def backward_kernel(
                         lists,
                         dropout,
                         dq_order_ptr,
+                        WALK,
                     ),
                     FLAGS,
                 ),
@@ -846,6 +861,7 @@ def backward_kernel(
                         lists,
                         None,
                         dq_order_ptr,
+                        WALK,
                     ),
                     FLAGS,
                     BLOCK_M,

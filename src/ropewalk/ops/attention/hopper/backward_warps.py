@@ -9,7 +9,7 @@ from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barri
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
 from ropewalk.ops.attention.hopper.lists import line_of_tile, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
-from ropewalk.ops.attention.hopper.scheduler import work_to_tile
+from ropewalk.ops.attention.hopper.scheduler import section_of_tile, work_to_tile
 from ropewalk.ops.attention.hopper.scores import shift_lse
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N, WG_ROWS
 from ropewalk.ops.attention.triton.arguments import Tile, TileRange
@@ -72,6 +72,37 @@ class ReduceSmem(NamedTuple):
 
     dq: Any  # as in `DqSmem`
     listed: Any  # ListedRing; None without lists
+
+
+# Values of `Problem.WALK`: orders of a program's steps, which `Walk` describes.
+BY_HEADS = gl.constexpr(0)
+STAGGERED = gl.constexpr(1)
+ALTERNATING = gl.constexpr(2)
+
+
+class Walk(NamedTuple):
+    """The order in which a program takes the queries that attend its keys, of all heads that share the keys.
+
+    BY_HEADS: head after head, from the first queries to the last. In causal attention a program begins with the queries
+    at its keys, so programs of other keys are at other queries.
+
+    STAGGERED: head after head, and in a head the programs of later keys begin at later queries; each goes on with the
+    first queries after the last. If all queries attend all keys, programs would add to the same rows of dQ at the same
+    time otherwise.
+
+    ALTERNATING: a tile of queries of all heads, and then the next tile. In causal attention programs have loops of all
+    lengths, and by heads they would soon be at queries of all heads, which exceed the L2 cache. Here they meet. The
+    programs of the first section of heads start together, and walk back from the last queries; so they end one after
+    another, the shortest loops first. Those of the next section start so, the longest loops first, walk on from their
+    first queries, catch up with each other, and end together.
+    """
+
+    loops: Any  # over heads that follow each other
+    steps: Any  # of each loop
+    skipped_first: Any  # of these: the first ones, in which no query attends a key of a warp group
+    skipped_last: Any  # the last ones likewise
+    first: Any  # the first query of a loop's first step that is not skipped
+    stride: Any  # from a tile of queries to the next
 
 
 class Workspace(NamedTuple):
@@ -137,11 +168,48 @@ def has_keys(start, seqlens):
 
 
 @gluon.jit
-def next_step(m_start, member, tile_range, BLOCK_M: gl.constexpr):
+def walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M: gl.constexpr):
+    """Return the `Walk` of a program, given how many of a head's first steps a warp group skips."""
+    heads_per_key = problem.schedule.heads_per_key
+    first = tile_range.start + n_skipped * BLOCK_M
+    if problem.WALK == ALTERNATING:
+        steps = steps_per_head * heads_per_key
+        skipped = n_skipped * heads_per_key
+        walks_back = section_of_tile(tile, problem.schedule) % 2 == 0
+        last = tile_range.start + (steps_per_head - 1) * BLOCK_M
+        skipped_first = gl.where(walks_back, 0, skipped)
+        first = gl.where(walks_back, last, first)
+        stride = gl.where(walks_back, -BLOCK_M, BLOCK_M)
+        walk = Walk(1, steps, skipped_first, skipped - skipped_first, first, stride)
+    else:
+        if problem.WALK == STAGGERED:
+            first += tile.start // BLOCK_N % gl.maximum(steps_per_head, 1) * BLOCK_M
+        walk = Walk(heads_per_key, steps_per_head, n_skipped, 0, first, BLOCK_M)
+    return walk
+
+
+@gluon.jit
+def next_step(m_start, member, walk, tile_range, problem):
     """Return the next step's queries, and the member of the key head's group that they are of."""
-    m_start += BLOCK_M
-    is_last = m_start >= tile_range.stop
-    return gl.where(is_last, tile_range.start, m_start), gl.where(is_last, member + 1, member)
+    if problem.WALK == ALTERNATING:
+        is_last = member + 1 == problem.schedule.heads_per_key
+        following = gl.where(is_last, m_start + walk.stride, m_start)
+        member = gl.where(is_last, 0, member + 1)
+    else:
+        following = m_start + walk.stride
+        following = gl.where(following >= tile_range.stop, tile_range.start, following)
+        member = gl.where(following == walk.first, member + 1, member)
+    return following, member
+
+
+@gluon.jit
+def next_in_loop(m_start, member, walk, tile_range, problem):
+    """Return what `next_step` does, within one loop of the walk."""
+    if problem.WALK == BY_HEADS:
+        m_start += walk.stride
+    else:
+        m_start, member = next_step(m_start, member, walk, tile_range, problem)
+    return m_start, member
 
 
 @gluon.constexpr_function
@@ -179,18 +247,19 @@ def _load_step(use, q, inputs, smem, tile, head, m_start, is_partial, column, se
 def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.constexpr):
     """Load each step's Q, dO, lse and delta; return the next use of the rings."""
     BLOCK_M: gl.constexpr = q.block_shape[2]
-    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
     lists = problem.lists
     if lists.ptr is None:
-        m_start = tile_range.start
+        walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
+        m_start = walk.first
         member = 0
         for _step in range(n_steps):
             head = tile.kv_head * heads_per_key + member
             _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem, flags)
-            m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+            m_start, member = next_step(m_start, member, walk, tile_range, problem)
             use += 1
     else:
         listed_use = loops_before(RANGE, inputs.far.q_future is not None) * heads_per_key
@@ -289,10 +358,11 @@ def _reduce_in_order(
     the first queries of their keys, so that the tile of keys behind is ahead of this one. Its program began sooner:
     nobody waits for a program that has yet to begin. Tiles of keys that attend queries are neighbours.
     """
-    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     _, behind, _, _ = loop_over_queries(tile.start + BLOCK_N, seqlens, problem, flags, BLOCK_M, RANGE)
     key_tile = tile.start // BLOCK_N + 1
-    m_start = tile_range.start
+    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = walk.first
     member = 0
     ptr = problem.dq_order
     for step in range(n_steps):
@@ -306,7 +376,7 @@ def _reduce_in_order(
         for consumer in gl.static_range(2):
             named_barrier_sync(DQ_FULL, consumer)
             tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], smem.dq.index(consumer))
-        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+        m_start, member = next_step(m_start, member, walk, tile_range, problem)
     if n_steps > 0:
         gl.inline_asm_elementwise(_SAY_ADDED, "=r,l,r", [ptr.to(gl.int64), key_tile], gl.int32, False, 1)
 
@@ -325,17 +395,18 @@ def _reduce_loop(
     RANGE: gl.constexpr,
 ):
     """Add each compute warp group's chunks of dQ to the workspace of a range of pairs."""
-    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     lists = problem.lists
     if problem.dq_order is not None:
         _reduce_in_order(dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M, RANGE)
     elif lists.ptr is None:
-        m_start = tile_range.start
+        walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
+        m_start = walk.first
         member = 0
         for _step in range(n_steps):
             row = member * workspace.rows + m_start
             _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
-            m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+            m_start, member = next_step(m_start, member, walk, tile_range, problem)
     else:
         heads_per_key = problem.schedule.heads_per_key
         listed_use = loops_before(RANGE, HAS_FUTURE) * heads_per_key

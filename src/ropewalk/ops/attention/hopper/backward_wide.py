@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.backward import begin_dropout_of_head, differentiate_scores, init_dp, p_operand
 from ropewalk.ops.attention.hopper.backward_warps import (
+    ALTERNATING,
     Workspace,
     has_keys,
     loop_over_queries,
+    next_in_loop,
     next_step,
     tile_of_program,
+    walk_queries,
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
@@ -69,7 +72,7 @@ from ropewalk.ops.attention.hopper.tiles import (
     zero_of_step,
 )
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
-from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, mask_flags, range_flags
+from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, PAST, mask_flags, range_flags
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
@@ -132,11 +135,12 @@ class Targets(NamedTuple):
 def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RANGE: gl.constexpr):
     """Load each step's dO, Q, lse and delta; return the next use of the rings."""
     BLOCK_M: gl.constexpr = q.block_shape[2]
-    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
-    m_start = tile_range.start
+    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = walk.first
     member = 0
     for _step in range(n_steps):
         head = tile.kv_head * heads_per_key + member
@@ -164,7 +168,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         mbarrier.arrive(smem.stats_full.index(stage), count=1)
         if inputs.v is None:
             smem.do.fill(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
-        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+        m_start, member = next_step(m_start, member, walk, tile_range, problem)
         use += 1
     return use
 
@@ -257,6 +261,16 @@ def _start_s(wg_k, q_tiles, m_start, seqlens, flags, options, BLOCK_M: gl.conste
 
 
 @gluon.jit
+def _skip_step(use, smem):
+    """Release a step's queries, which attend none of the warp group's keys."""
+    mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
+    smem.q.wait_full(use)
+    smem.q.release(use)
+    smem.do.wait_full(use)
+    smem.do.release(use)
+
+
+@gluon.jit
 def _mainloop_dv(
     state,
     k_idx,
@@ -286,15 +300,19 @@ def _mainloop_dv(
     seqlens, tile_range, steps_per_head, n_steps = loop_over_queries(
         tile.start, seqlens, problem, flags, BLOCK_M, RANGE
     )
-    start = tile_range.start
     n_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    # Steps of each head: the first ones, in which no query attends a key of this warp group.
-    n_skipped = gl.minimum((wg_range.start - start) // BLOCK_M, steps_per_head)
+    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group skips
+    # none: the tile's steps begin with those of its keys.
+    SKIPS: gl.constexpr = CONSUMER == 1 and (flags.SIDE == PAST or flags.WINDOWED or RANGE != ALL)
+    n_skipped = 0
+    if SKIPS:
+        n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)
+    walk = walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
     positions = None
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
-    for member in range(problem.schedule.heads_per_key):
+    for member in range(walk.loops):
         head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
         params = params_of_head(scores, tile.batch, head)
@@ -303,16 +321,13 @@ def _mainloop_dv(
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
         scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
-        use = first_use + member * steps_per_head
-        for _skipped in range(n_skipped):
-            mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
-            smem.q.wait_full(use)
-            smem.q.release(use)
-            smem.do.wait_full(use)
-            smem.do.release(use)
+        use = first_use + member * walk.steps
+        for _skipped in range(walk.skipped_first):
+            _skip_step(use, smem)
             use += 1
-        if n_skipped < steps_per_head:
-            m_start = start + n_skipped * BLOCK_M
+        if walk.skipped_first + walk.skipped_last < walk.steps:
+            m_start = walk.first
+            alternate = 0  # the member of the group, if heads alternate
             mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
             lse = smem.stats.index(2 * (use % smem.q.stages)).load(lse_layout)
             smem.q.wait_full(use)
@@ -330,7 +345,7 @@ def _mainloop_dv(
             if dropped is not None:
                 p = negate_dropped(p, dropped)
             p_half = p_operand(p, dropped, DTYPE, p_layout)
-            for _step in range(n_skipped + 1, steps_per_head):
+            for _step in range(walk.skipped_first + 1, walk.steps - walk.skipped_last):
                 stage = (use + 1) % smem.q.stages
                 mbarrier.wait(smem.stats_full.index(stage), (use + 1) // smem.q.stages & 1)
                 lse = smem.stats.index(2 * stage).load(lse_layout)
@@ -338,7 +353,7 @@ def _mainloop_dv(
                 smem.do.wait_full(use)
                 if flags.PACKED:
                     zero_missing_rows(smem.do.tile(use), m_start, 0, seqlens.n_queries, BLOCK_M, False)
-                m_start += BLOCK_M
+                m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
                 k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
                 q_tiles = smem.q.chunk_tiles(use + 1)
                 s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
@@ -364,6 +379,11 @@ def _mainloop_dv(
             acc_dv = warpgroup_mma(p_half, smem.do.tile(use), acc_dv, is_async=True)
             acc_dv, p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half))
             smem.do.release(use)
+            use += 1
+        if problem.WALK == ALTERNATING and SKIPS:
+            for _skipped in range(walk.skipped_last):
+                _skip_step(use, smem)
+                use += 1
     return acc_dv, first_use + n_steps
 
 
@@ -813,6 +833,7 @@ def _mainloop_dk(
     )
     n_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
+    walk = walk_queries(tile, tile_range, steps_per_head, 0, problem, BLOCK_M)
     FUSED: gl.constexpr = targets.dv is not None
     DEFERS_DQ: gl.constexpr = defers_dq(options.D_CHUNKS, FUSED)
     if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
@@ -820,7 +841,7 @@ def _mainloop_dk(
     positions = None
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
-    for member in range(problem.schedule.heads_per_key):
+    for member in range(walk.loops):
         head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
         params = params_of_head(scores, tile.batch, head)
@@ -829,9 +850,10 @@ def _mainloop_dk(
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
         scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
-        use = first_use + member * steps_per_head
-        m_start = tile_range.start
-        for _step in range(steps_per_head):
+        use = first_use + member * walk.steps
+        m_start = walk.first
+        alternate = 0  # the member of the group, if heads alternate
+        for _step in range(walk.steps):
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
             take_step: gl.constexpr = _step_fused if FUSED else _step_whole if DEFERS_DQ else _step_chunks
             acc = take_step(
@@ -847,7 +869,7 @@ def _mainloop_dk(
                 CONSUMER,
             )
             use += 1
-            m_start += BLOCK_M
+            m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
     if DEFERS_DQ and n_steps > 0:
         _flush_dq(first_use + n_steps, smem, options, CONSUMER)
     if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
@@ -1028,8 +1050,9 @@ def _reduce_loop(
     LINES: gl.constexpr = dq_accum.block_shape[0]  # of a piece
     PIECES: gl.constexpr = BLOCK_M * workspace.LINES_PER_ROW // LINES // 2
     STEPS_LATE: gl.constexpr = 1 if defers_dq(options.D_CHUNKS, FUSED) else 0
-    _, tile_range, _, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    m_start = tile_range.start
+    _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
+    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = walk.first
     member = 0
     for _step in range(n_steps):
         line = workspace.line + (member * workspace.rows + m_start) * workspace.LINES_PER_ROW
@@ -1038,7 +1061,7 @@ def _reduce_loop(
         # Of three chunks the last one is a warp group's in every second step.
         if options.D_CHUNKS > 1 and (use + STEPS_LATE + CONSUMER) % 2 == 0:
             _reduce_piece(dq_accum, line + 2 * LINES, smem, CONSUMER)
-        m_start, member = next_step(m_start, member, tile_range, BLOCK_M)
+        m_start, member = next_step(m_start, member, walk, tile_range, problem)
         use += 1
     return use
 
@@ -1140,6 +1163,7 @@ def backward_wide_kernel(
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
+    WALK: gl.constexpr,  # a field of `Problem`
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
@@ -1220,6 +1244,8 @@ def backward_wide_kernel(
                         None,
                         None,
                         dropout,
+                        None,
+                        WALK,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -1259,6 +1285,8 @@ def backward_wide_kernel(
                         None,
                         None,
                         dropout,
+                        None,
+                        WALK,
                     ),
                     FLAGS,
                     Options(D_CHUNKS, q_far_future is not None),
@@ -1295,6 +1323,10 @@ def backward_wide_kernel(
                         n_queries,
                         n_keys,
                         None,
+                        None,
+                        None,
+                        None,
+                        WALK,
                     ),
                     FLAGS,
                     Options(D_CHUNKS, q_far_future is not None),

@@ -32,6 +32,7 @@ class Problem(NamedTuple):
     lists: Any = None  # Lists; None in the kernels that have none
     dropout: Any = None  # Dropout; None: nothing is dropped
     dq_order: Any = None  # pointer to a number of each tile of dQ; None: programs add in any order
+    WALK: Any = 0  # the order of a backward's steps: `Walk`; 0 is BY_HEADS
 
 
 @aggregate
@@ -92,6 +93,19 @@ def next_work(counter_ptr, n_work, HALVES: gl.constexpr):
 
 
 @triton.jit
+def _last_section(schedule):
+    """Return the number of the last section of heads, which has as many as the others, or more."""
+    return tl.maximum(schedule.n_rows // schedule.heads_per_l2_section, 1) - 1
+
+
+@triton.jit
+def section_of_tile(tile, schedule):
+    """Return the number of the section that a tile's head of keys is in, in a dense batch."""
+    row = tile.batch * schedule.n_heads + tile.kv_head
+    return tl.minimum(row // schedule.heads_per_l2_section, _last_section(schedule))
+
+
+@triton.jit
 def work_to_tile(work_idx, packed, schedule, LAST_FIRST: tl.constexpr):
     """Return a work item's tile of tokens, batch row, head and sequence.
 
@@ -101,7 +115,7 @@ def work_to_tile(work_idx, packed, schedule, LAST_FIRST: tl.constexpr):
     """
     if packed is None:
         section_heads = schedule.heads_per_l2_section
-        last_section = tl.maximum(schedule.n_rows // section_heads, 1) - 1
+        last_section = _last_section(schedule)
         section = tl.minimum(work_idx // (schedule.n_tiles * section_heads), last_section)
         first_row = section * section_heads
         width = tl.where(section < last_section, section_heads, schedule.n_rows - first_row)
