@@ -65,14 +65,12 @@ CALLS = {
     "dropout-causal": {"position": Rope(), "causal": True, "dropout_p": 0.1},
     "softcap-sinks": {"causal": True, "softcap": 50.0, "sinks": torch.zeros(H)},
 }
-# Heads that share keys alternate in the backward: with 128 features in groups of 8, with more in those of the calls
-# above, but not where each head has keys of its own.
+# Groups of 8 heads alternate in the backward, where those of the other calls follow each other.
 SHARED_CALLS = {
     "shared-rope-causal": CALLS["rope-causal"] | {"heads": 16},
     "shared-starts": CALLS["starts"] | {"heads": 16},
     "shared-softcap": {"causal": True, "softcap": 50.0, "heads": 16},
 }
-ALONE_CALLS = {"alone-rope-causal": CALLS["rope-causal"] | {"key_heads": H}}
 # Whose forward has another configuration, and whose backward is the same: with many keys, with few queries.
 _SHORT = ("plain", "rope-causal", "causal-window", "starts", "alibi-causal", "t5", "t5-causal", "bands-learned")
 FORWARD_CALLS = {"long-lengths": {"key_lengths": torch.tensor([2 * T, 100]), "tokens": 2 * T}} | {
@@ -146,13 +144,13 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    every = CALLS | SHARED_CALLS | ALONE_CALLS | FORWARD_CALLS | LONE_CALLS | FAR_CALLS
+    every = CALLS | SHARED_CALLS | FORWARD_CALLS | LONE_CALLS | FAR_CALLS
     every = every | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS
     keywords = dict(every[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
     n_sms = keywords.pop("n_sms", 132)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
-    kv_heads = keywords.pop("key_heads", min(heads, 2))
+    kv_heads = min(heads, 2)
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     shapes = ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
     q, k, v = (torch.randn(batch, tokens, *shape).to(dtype) for shape in shapes)
@@ -273,7 +271,7 @@ FORWARD_CASES = [
 WIDE = [(192, 128), 256]  # head dims above 128
 WIDE_CALLS = (
     *("plain", "rope-causal", "window-sides", "starts", "packed-causal", "alibi-causal", "bands-decay"),
-    *("dropout", "dropout-causal", *ALONE_CALLS),
+    *("dropout", "dropout-causal", *SHARED_CALLS),
 )
 WIDE_CASES = [
     *((head_dim, torch.bfloat16, name) for head_dim in WIDE for name in (*WIDE_CALLS, "softcap-sinks", *FAR_CALLS)),

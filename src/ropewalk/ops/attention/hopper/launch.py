@@ -677,7 +677,7 @@ def _choose_walk(call: AttentionCall, heads_per_key: int, keys: int, widest: int
     """Choose the order of a backward's steps, a value of `Problem.WALK`, as measured.
 
     Where heads alternate, nothing of a step may depend on its head. Programs of a section must run at the same time.
-    With 128 features the order costs a few instructions, which groups of 8 heads gain on both H100 and H200.
+    The order costs a few instructions of a step: smaller groups and longer walks do not gain them on an H200.
     """
     if call.cu_seqlens_q is not None or call.far is not None or call.blocks is not None or goes_by_ranges(call):
         return int(BY_HEADS.value)
@@ -686,7 +686,7 @@ def _choose_walk(call: AttentionCall, heads_per_key: int, keys: int, widest: int
     if not call.causal:
         return int((STAGGERED if widest == 128 else BY_HEADS).value)
     heads_differ = load_score_mod(call) is not None or call.dropout_p > 0
-    fewest_heads, most_tiles = (2, 128) if widest > 128 else (8, 64)
+    fewest_heads, most_tiles = (4, 128) if widest > 128 else (8, 64)
     alternates = widest >= 128 and heads_per_key >= fewest_heads and triton.cdiv(keys, BLOCK_N.value) <= most_tiles
     return int((ALTERNATING if alternates and not heads_differ else BY_HEADS).value)
 
