@@ -48,7 +48,7 @@ if __name__ == "__main__":
     EVERY = hopper.CASES + hopper.FAR_CASES + hopper.RANGE_CASES + hopper.WIDE_CASES + hopper.LIST_CASES + ORDERED
     EVERY += hopper.FORWARD_CASES
     LEARNED = [case for case in EVERY if "learned" in case[2]]
-    WALKS = [case for case in hopper.CASES if case[0] in (96, 128)] + hopper.WIDE_CASES
+    STEP_ORDERS = [case for case in hopper.CASES if case[0] in (96, 128)] + hopper.WIDE_CASES
     SOME = {
         "forward": hopper.FORWARD_CASES,
         "wide": hopper.WIDE_CASES,
@@ -56,6 +56,6 @@ if __name__ == "__main__":
         "ranges": hopper.RANGE_CASES,
         "dropout": DROPPED,
         "learned": LEARNED,
-        "walks": WALKS,
+        "orders": STEP_ORDERS,
     }
     main(SOME[sys.argv[1]] if sys.argv[1:] else EVERY)

@@ -435,7 +435,7 @@ def test_few_queries_go_by_heads_and_keys(hopper):
     assert [choose(16, **other) for other in others] == ["triton"] * 4 + ["gluon"]
 
 
-WALKS = {  # of heads that share keys, keys, and features
+STEP_ORDERS = {  # of heads that share keys, keys, and features
     "many heads": (ALTERNATING, (8, 8192, 128), {"causal": True}),
     "few heads": (BY_HEADS, (4, 8192, 128), {"causal": True}),
     "many keys": (BY_HEADS, (8, 8193, 128), {"causal": True}),
@@ -458,12 +458,12 @@ WALKS = {  # of heads that share keys, keys, and features
 }
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", STEP_ORDERS)
 def test_steps_of_the_backward_have_the_order_that_was_measured(hopper, name):
-    expected, (heads_per_key, keys, features), keywords = WALKS[name]
+    expected, (heads_per_key, keys, features), keywords = STEP_ORDERS[name]
     queries = keys = TQ if "blocks" in keywords else keys
     call = call_on_gpu(draw("cpu", queries=queries, keys=keys, heads=1, key_heads=1, head_dim=features), **keywords)
-    assert hopper_launch._choose_walk(call, heads_per_key, keys, features) == expected.value
+    assert hopper_launch._choose_step_order(call, heads_per_key, keys, features) == expected.value
 
 
 def test_score_mods_by_positions_are_slower_without_a_backward(hopper):
@@ -851,7 +851,7 @@ def test_steps_in_every_order(monkeypatch, device, head_dim, name, keys, section
     call = {"causal": not name.startswith("full"), **extra.get(name, lengths if "lengths" in name else {})}
     tensors = draw(device, queries=keys - 99, keys=keys, heads=16, head_dim=head_dim)
     made = make_call(*tensors, layout="bhtd", **call)
-    assert hopper_launch._choose_walk(made, 8, keys, 128) != BY_HEADS.value
+    assert hopper_launch._choose_step_order(made, 8, keys, 128) != BY_HEADS.value
     check_supported(GLUON, tensors, **call)
 
 

@@ -159,7 +159,7 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
     ranges = RANGES.get(name, 1)
     skips_none = arguments["DEFER_DQ"] or name in LIST_CALLS | RANGE_CALLS
     skipping = 0 if skips_none else SIDED_RANGES.get(name, int(arguments["CAUSAL"] or arguments["WINDOWED"]))
-    skipping *= 1 + (arguments["WALK"] == ALTERNATING.value)
+    skipping *= 1 + (arguments["STEP_ORDER"] == ALTERNATING.value)
     extra_dq = 2 * ranges if arguments["DEFER_DQ"] else skipping
     assert products == (ranges * 2 * (2 * block + 2 * queries + keys) + extra_dq * keys) // 16
     # Of each consumer, in a step: scores and the gradients of probabilities; gradients of values and queries; of keys.

@@ -28,9 +28,9 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     loop_over_queries,
     loops_before,
     next_in_loop,
+    order_steps,
     reduce_dq_warp,
     tile_of_program,
-    walk_queries,
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
@@ -409,7 +409,7 @@ def _mainloop_q(
     n_skipped = 0
     if SKIPS:
         n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)
-    walk = walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
+    order = order_steps(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
     wg_kv = _wg_kv(keys, BLOCK_M, CONSUMER)
     positions = None
     if problem.scores.q_pos is not None:
@@ -417,12 +417,12 @@ def _mainloop_q(
     if n_steps > 0:
         if options.DEFER_DQ:  # for what was stored before the first step
             named_barrier_arrive(DS_STORED, 2 * CONSUMER, (first_use + 1) % 2)
-        for member in range(walk.loops):
-            loop_use = first_use + member * walk.steps
+        for member in range(order.loops):
+            loop_use = first_use + member * order.steps
             dropout = begin_dropout_of_head(problem, tile, member)
-            for skipped in range(walk.skipped_first):
+            for skipped in range(order.skipped_first):
                 _store_zero_ds(loop_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
-            m_start = walk.first
+            m_start = order.first
             alternate = 0  # the member of the group, if heads alternate
             head = tile.kv_head * problem.schedule.heads_per_key + member
             scores = problem.scores
@@ -433,7 +433,7 @@ def _mainloop_q(
             scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
             if smem.param_sums is not None:
                 begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
-            for i in range(walk.skipped_first, walk.steps - walk.skipped_last):
+            for i in range(order.skipped_first, order.steps - order.skipped_last):
                 step = Step(loop_use + i, first_use, m_start, wg_range.full, wg_range.full_stop, wg_start, dropout)
                 take_step: gl.constexpr = step_d64 if options.DEFER_DQ else step_d128
                 acc_dk, acc_dv = take_step(
@@ -448,9 +448,9 @@ def _mainloop_q(
                     score_flags,
                     CONSUMER,
                 )
-                m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
-            if problem.WALK == ALTERNATING and SKIPS:
-                for skipped in range(walk.steps - walk.skipped_last, walk.steps):
+                m_start, alternate = next_in_loop(m_start, alternate, order, tile_range, problem)
+            if problem.STEP_ORDER == ALTERNATING and SKIPS:
+                for skipped in range(order.steps - order.skipped_last, order.steps):
                     _store_zero_ds(loop_use + skipped, first_use, smem, dq_smem, wg_kv, BLOCK_M, CONSUMER)
             if smem.param_sums is not None:
                 store_sums(smem.param_sums, tile, head, problem, BLOCK_M, CONSUMER)
@@ -728,7 +728,7 @@ def backward_kernel(
     OTHER_REGISTERS: gl.constexpr,
     R: gl.constexpr,  # features that are rotated
     INTERLEAVED: gl.constexpr,
-    WALK: gl.constexpr,  # a field of `Problem`
+    STEP_ORDER: gl.constexpr,  # a field of `Problem`
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
@@ -804,7 +804,7 @@ def backward_kernel(
                         lists,
                         dropout,
                         dq_order_ptr,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -834,7 +834,7 @@ def backward_kernel(
                         lists,
                         dropout,
                         dq_order_ptr,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                 ),
@@ -861,7 +861,7 @@ def backward_kernel(
                         lists,
                         None,
                         dq_order_ptr,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                     BLOCK_M,

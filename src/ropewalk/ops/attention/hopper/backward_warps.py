@@ -74,13 +74,13 @@ class ReduceSmem(NamedTuple):
     listed: Any  # ListedRing; None without lists
 
 
-# Values of `Problem.WALK`: orders of a program's steps, which `Walk` describes.
+# Values of `Problem.STEP_ORDER`: orders of a program's steps, which `StepOrder` describes.
 BY_HEADS = gl.constexpr(0)
 STAGGERED = gl.constexpr(1)
 ALTERNATING = gl.constexpr(2)
 
 
-class Walk(NamedTuple):
+class StepOrder(NamedTuple):
     """The order in which a program takes the queries that attend its keys, of all heads that share the keys.
 
     BY_HEADS: head after head, from the first queries to the last. In causal attention a program begins with the queries
@@ -168,47 +168,47 @@ def has_keys(start, seqlens):
 
 
 @gluon.jit
-def walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M: gl.constexpr):
-    """Return the `Walk` of a program, given how many of a head's first steps a warp group skips."""
+def order_steps(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M: gl.constexpr):
+    """Return the `StepOrder` of a program, given how many of a head's first steps a warp group skips."""
     heads_per_key = problem.schedule.heads_per_key
     first = tile_range.start + n_skipped * BLOCK_M
-    if problem.WALK == ALTERNATING:
+    if problem.STEP_ORDER == ALTERNATING:
         steps = steps_per_head * heads_per_key
         skipped = n_skipped * heads_per_key
-        walks_back = section_of_tile(tile, problem.schedule) % 2 == 0
+        goes_back = section_of_tile(tile, problem.schedule) % 2 == 0
         last = tile_range.start + (steps_per_head - 1) * BLOCK_M
-        skipped_first = gl.where(walks_back, 0, skipped)
-        first = gl.where(walks_back, last, first)
-        stride = gl.where(walks_back, -BLOCK_M, BLOCK_M)
-        walk = Walk(1, steps, skipped_first, skipped - skipped_first, first, stride)
+        skipped_first = gl.where(goes_back, 0, skipped)
+        first = gl.where(goes_back, last, first)
+        stride = gl.where(goes_back, -BLOCK_M, BLOCK_M)
+        order = StepOrder(1, steps, skipped_first, skipped - skipped_first, first, stride)
     else:
-        if problem.WALK == STAGGERED:
+        if problem.STEP_ORDER == STAGGERED:
             first += tile.start // BLOCK_N % gl.maximum(steps_per_head, 1) * BLOCK_M
-        walk = Walk(heads_per_key, steps_per_head, n_skipped, 0, first, BLOCK_M)
-    return walk
+        order = StepOrder(heads_per_key, steps_per_head, n_skipped, 0, first, BLOCK_M)
+    return order
 
 
 @gluon.jit
-def next_step(m_start, member, walk, tile_range, problem):
+def next_step(m_start, member, order, tile_range, problem):
     """Return the next step's queries, and the member of the key head's group that they are of."""
-    if problem.WALK == ALTERNATING:
+    if problem.STEP_ORDER == ALTERNATING:
         is_last = member + 1 == problem.schedule.heads_per_key
-        following = gl.where(is_last, m_start + walk.stride, m_start)
+        following = gl.where(is_last, m_start + order.stride, m_start)
         member = gl.where(is_last, 0, member + 1)
     else:
-        following = m_start + walk.stride
+        following = m_start + order.stride
         following = gl.where(following >= tile_range.stop, tile_range.start, following)
-        member = gl.where(following == walk.first, member + 1, member)
+        member = gl.where(following == order.first, member + 1, member)
     return following, member
 
 
 @gluon.jit
-def next_in_loop(m_start, member, walk, tile_range, problem):
-    """Return what `next_step` does, within one loop of the walk."""
-    if problem.WALK == BY_HEADS:
-        m_start += walk.stride
+def next_in_loop(m_start, member, order, tile_range, problem):
+    """Return what `next_step` does, within one loop."""
+    if problem.STEP_ORDER == BY_HEADS:
+        m_start += order.stride
     else:
-        m_start, member = next_step(m_start, member, walk, tile_range, problem)
+        m_start, member = next_step(m_start, member, order, tile_range, problem)
     return m_start, member
 
 
@@ -253,13 +253,13 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, problem, flags, RANGE: gl.co
     heads_per_key = problem.schedule.heads_per_key
     lists = problem.lists
     if lists.ptr is None:
-        walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
-        m_start = walk.first
+        order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
+        m_start = order.first
         member = 0
         for _step in range(n_steps):
             head = tile.kv_head * heads_per_key + member
             _load_step(use, q, inputs, smem, tile, head, m_start, None, column, seqlens, problem, flags)
-            m_start, member = next_step(m_start, member, walk, tile_range, problem)
+            m_start, member = next_step(m_start, member, order, tile_range, problem)
             use += 1
     else:
         listed_use = loops_before(RANGE, inputs.far.q_future is not None) * heads_per_key
@@ -361,8 +361,8 @@ def _reduce_in_order(
     _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     _, behind, _, _ = loop_over_queries(tile.start + BLOCK_N, seqlens, problem, flags, BLOCK_M, RANGE)
     key_tile = tile.start // BLOCK_N + 1
-    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
-    m_start = walk.first
+    order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = order.first
     member = 0
     ptr = problem.dq_order
     for step in range(n_steps):
@@ -376,7 +376,7 @@ def _reduce_in_order(
         for consumer in gl.static_range(2):
             named_barrier_sync(DQ_FULL, consumer)
             tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], smem.dq.index(consumer))
-        m_start, member = next_step(m_start, member, walk, tile_range, problem)
+        m_start, member = next_step(m_start, member, order, tile_range, problem)
     if n_steps > 0:
         gl.inline_asm_elementwise(_SAY_ADDED, "=r,l,r", [ptr.to(gl.int64), key_tile], gl.int32, False, 1)
 
@@ -400,13 +400,13 @@ def _reduce_loop(
     if problem.dq_order is not None:
         _reduce_in_order(dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M, RANGE)
     elif lists.ptr is None:
-        walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
-        m_start = walk.first
+        order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
+        m_start = order.first
         member = 0
         for _step in range(n_steps):
             row = member * workspace.rows + m_start
             _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
-            m_start, member = next_step(m_start, member, walk, tile_range, problem)
+            m_start, member = next_step(m_start, member, order, tile_range, problem)
     else:
         heads_per_key = problem.schedule.heads_per_key
         listed_use = loops_before(RANGE, HAS_FUTURE) * heads_per_key

@@ -25,8 +25,8 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     loop_over_queries,
     next_in_loop,
     next_step,
+    order_steps,
     tile_of_program,
-    walk_queries,
     wg_query_range,
 )
 from ropewalk.ops.attention.hopper.barriers import (
@@ -139,8 +139,8 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     column = gl.arange(0, BLOCK_M, layout=layout)
     heads_per_key = problem.schedule.heads_per_key
-    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
-    m_start = walk.first
+    order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = order.first
     member = 0
     for _step in range(n_steps):
         head = tile.kv_head * heads_per_key + member
@@ -168,7 +168,7 @@ def _load_loop(use, q, inputs, smem, tile, seqlens, n_heads, problem, flags, RAN
         mbarrier.arrive(smem.stats_full.index(stage), count=1)
         if inputs.v is None:
             smem.do.fill(use, inputs.do, [tile.batch, head, tile.q_offset + m_start, 0])
-        m_start, member = next_step(m_start, member, walk, tile_range, problem)
+        m_start, member = next_step(m_start, member, order, tile_range, problem)
         use += 1
     return use
 
@@ -308,11 +308,11 @@ def _mainloop_dv(
     n_skipped = 0
     if SKIPS:
         n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)
-    walk = walk_queries(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
+    order = order_steps(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M)
     positions = None
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
-    for member in range(walk.loops):
+    for member in range(order.loops):
         head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
         params = params_of_head(scores, tile.batch, head)
@@ -321,12 +321,12 @@ def _mainloop_dv(
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
         scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
-        use = first_use + member * walk.steps
-        for _skipped in range(walk.skipped_first):
+        use = first_use + member * order.steps
+        for _skipped in range(order.skipped_first):
             _skip_step(use, smem)
             use += 1
-        if walk.skipped_first + walk.skipped_last < walk.steps:
-            m_start = walk.first
+        if order.skipped_first + order.skipped_last < order.steps:
+            m_start = order.first
             alternate = 0  # the member of the group, if heads alternate
             mbarrier.wait(smem.stats_full.index(use % smem.q.stages), use // smem.q.stages & 1)
             lse = smem.stats.index(2 * (use % smem.q.stages)).load(lse_layout)
@@ -345,7 +345,7 @@ def _mainloop_dv(
             if dropped is not None:
                 p = negate_dropped(p, dropped)
             p_half = p_operand(p, dropped, DTYPE, p_layout)
-            for _step in range(walk.skipped_first + 1, walk.steps - walk.skipped_last):
+            for _step in range(order.skipped_first + 1, order.steps - order.skipped_last):
                 stage = (use + 1) % smem.q.stages
                 mbarrier.wait(smem.stats_full.index(stage), (use + 1) // smem.q.stages & 1)
                 lse = smem.stats.index(2 * stage).load(lse_layout)
@@ -353,7 +353,7 @@ def _mainloop_dv(
                 smem.do.wait_full(use)
                 if flags.PACKED:
                     zero_missing_rows(smem.do.tile(use), m_start, 0, seqlens.n_queries, BLOCK_M, False)
-                m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
+                m_start, alternate = next_in_loop(m_start, alternate, order, tile_range, problem)
                 k_tiles = chunks_of(smem.k, zero_of_step(use), options.D_CHUNKS)
                 q_tiles = smem.q.chunk_tiles(use + 1)
                 s = _start_s(_wg_rows(k_tiles, CONSUMER), q_tiles, m_start, seqlens, flags, options, BLOCK_M)
@@ -380,8 +380,8 @@ def _mainloop_dv(
             acc_dv, p_half = warpgroup_mma_wait(0, deps=(acc_dv, p_half))
             smem.do.release(use)
             use += 1
-        if problem.WALK == ALTERNATING and SKIPS:
-            for _skipped in range(walk.skipped_last):
+        if problem.STEP_ORDER == ALTERNATING and SKIPS:
+            for _skipped in range(order.skipped_last):
                 _skip_step(use, smem)
                 use += 1
     return acc_dv, first_use + n_steps
@@ -833,7 +833,7 @@ def _mainloop_dk(
     )
     n_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    walk = walk_queries(tile, tile_range, steps_per_head, 0, problem, BLOCK_M)
+    order = order_steps(tile, tile_range, steps_per_head, 0, problem, BLOCK_M)
     FUSED: gl.constexpr = targets.dv is not None
     DEFERS_DQ: gl.constexpr = defers_dq(options.D_CHUNKS, FUSED)
     if DEFERS_DQ and n_steps > 0:  # for what was stored before the first step
@@ -841,7 +841,7 @@ def _mainloop_dk(
     positions = None
     if problem.scores.q_pos is not None:
         positions = load_positions(problem.scores, tile, seqlens, k_idx, True)
-    for member in range(walk.loops):
+    for member in range(order.loops):
         head = tile.kv_head * problem.schedule.heads_per_key + member
         scores = problem.scores
         params = params_of_head(scores, tile.batch, head)
@@ -850,10 +850,10 @@ def _mainloop_dk(
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
         scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
-        use = first_use + member * walk.steps
-        m_start = walk.first
+        use = first_use + member * order.steps
+        m_start = order.first
         alternate = 0  # the member of the group, if heads alternate
-        for _step in range(walk.steps):
+        for _step in range(order.steps):
             masked = (m_start < wg_range.full) | (m_start >= wg_range.full_stop)
             take_step: gl.constexpr = _step_fused if FUSED else _step_whole if DEFERS_DQ else _step_chunks
             acc = take_step(
@@ -869,7 +869,7 @@ def _mainloop_dk(
                 CONSUMER,
             )
             use += 1
-            m_start, alternate = next_in_loop(m_start, alternate, walk, tile_range, problem)
+            m_start, alternate = next_in_loop(m_start, alternate, order, tile_range, problem)
     if DEFERS_DQ and n_steps > 0:
         _flush_dq(first_use + n_steps, smem, options, CONSUMER)
     if RANGE != ALL and RANGE != NEAR:  # the far keys' memory is written next
@@ -1051,8 +1051,8 @@ def _reduce_loop(
     PIECES: gl.constexpr = BLOCK_M * workspace.LINES_PER_ROW // LINES // 2
     STEPS_LATE: gl.constexpr = 1 if defers_dq(options.D_CHUNKS, FUSED) else 0
     _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
-    walk = walk_queries(tile, tile_range, per_head, 0, problem, BLOCK_M)
-    m_start = walk.first
+    order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
+    m_start = order.first
     member = 0
     for _step in range(n_steps):
         line = workspace.line + (member * workspace.rows + m_start) * workspace.LINES_PER_ROW
@@ -1061,7 +1061,7 @@ def _reduce_loop(
         # Of three chunks the last one is a warp group's in every second step.
         if options.D_CHUNKS > 1 and (use + STEPS_LATE + CONSUMER) % 2 == 0:
             _reduce_piece(dq_accum, line + 2 * LINES, smem, CONSUMER)
-        m_start, member = next_step(m_start, member, walk, tile_range, problem)
+        m_start, member = next_step(m_start, member, order, tile_range, problem)
         use += 1
     return use
 
@@ -1163,7 +1163,7 @@ def backward_wide_kernel(
     D_CHUNKS: gl.constexpr,  # of q's and k's features, as wide as their tiles
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
-    WALK: gl.constexpr,  # a field of `Problem`
+    STEP_ORDER: gl.constexpr,  # a field of `Problem`
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
@@ -1245,7 +1245,7 @@ def backward_wide_kernel(
                         None,
                         dropout,
                         None,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
@@ -1286,7 +1286,7 @@ def backward_wide_kernel(
                         None,
                         dropout,
                         None,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                     Options(D_CHUNKS, q_far_future is not None),
@@ -1326,7 +1326,7 @@ def backward_wide_kernel(
                         None,
                         None,
                         None,
-                        WALK,
+                        STEP_ORDER,
                     ),
                     FLAGS,
                     Options(D_CHUNKS, q_far_future is not None),

@@ -662,7 +662,7 @@ def _backward_args(
         "n_queries": queries,
         "n_keys": keys,
         "workspace_rows": workspace_rows,
-        "WALK": _choose_walk(call, heads // key_heads, keys, blocks.widest),
+        "STEP_ORDER": _choose_step_order(call, heads // key_heads, keys, blocks.widest),
         "CAUSAL": call.causal,
         "WINDOWED": call.has_window,
         "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
@@ -673,11 +673,11 @@ def _backward_args(
     }
 
 
-def _choose_walk(call: AttentionCall, heads_per_key: int, keys: int, widest: int) -> int:
-    """Choose the order of a backward's steps, a value of `Problem.WALK`, as measured.
+def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, widest: int) -> int:
+    """Choose the order of a backward's steps, a value of `Problem.STEP_ORDER`, as measured.
 
     Where heads alternate, nothing of a step may depend on its head. Programs of a section must run at the same time.
-    The order costs a few instructions of a step: smaller groups and longer walks do not gain them on an H200.
+    The order costs a few instructions of a step: smaller groups and longer loops do not gain them on an H200.
     """
     if call.cu_seqlens_q is not None or call.far is not None or call.blocks is not None or goes_by_ranges(call):
         return int(BY_HEADS.value)

@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     lists: Any = None  # Lists; None in the kernels that have none
     dropout: Any = None  # Dropout; None: nothing is dropped
     dq_order: Any = None  # pointer to a number of each tile of dQ; None: programs add in any order
-    WALK: Any = 0  # the order of a backward's steps: `Walk`; 0 is BY_HEADS
+    STEP_ORDER: Any = 0  # the order of a backward's steps: `StepOrder`; 0 is BY_HEADS
 
 
 @aggregate
