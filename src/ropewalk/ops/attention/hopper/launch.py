@@ -679,16 +679,15 @@ def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, wides
     Where heads alternate, nothing of a step may depend on its head. Programs of a section must run at the same time.
     The order costs a few instructions of a step: smaller groups and longer loops do not gain them on an H200.
     """
-    if call.cu_seqlens_q is not None or call.far is not None or call.blocks is not None or goes_by_ranges(call):
-        return int(BY_HEADS.value)
-    if call.has_window or call.deterministic:
+    is_dense = call.cu_seqlens_q is None and call.blocks is None and not goes_by_ranges(call)
+    has_scores = load_score_mod(call) is not None or call.far is not None or call.dropout_p > 0
+    if not is_dense or has_scores or call.has_window or call.deterministic:
         return int(BY_HEADS.value)
     if not call.causal:
         return int((STAGGERED if widest == 128 else BY_HEADS).value)
-    heads_differ = load_score_mod(call) is not None or call.dropout_p > 0
     fewest_heads, most_tiles = (4, 128) if widest > 128 else (8, 64)
     alternates = widest >= 128 and heads_per_key >= fewest_heads and triton.cdiv(keys, BLOCK_N.value) <= most_tiles
-    return int((ALTERNATING if alternates and not heads_differ else BY_HEADS).value)
+    return int((ALTERNATING if alternates else BY_HEADS).value)
 
 
 def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
