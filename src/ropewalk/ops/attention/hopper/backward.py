@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ropewalk.ops.attention.hopper.backward_warps import (
     ALTERNATING,
+    BY_HEADS,
     DqSmem,
     Inputs,
     KvSmem,
@@ -402,10 +403,10 @@ def _mainloop_q(
     )
     wg_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group skips
-    # none: the tile's steps begin with those of its keys.
-    IS_PART: gl.constexpr = flags.SIDE == PAST or flags.WINDOWED or RANGE != ALL
-    SKIPS: gl.constexpr = CONSUMER == 1 and IS_PART and not options.DEFER_DQ
+    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group has none:
+    # the tile's steps begin with those of its keys. As a constant that saves loops where others have two.
+    IS_PART: gl.constexpr = problem.STEP_ORDER == BY_HEADS or (CONSUMER == 1 and flags.SIDE == PAST)
+    SKIPS: gl.constexpr = IS_PART and not options.DEFER_DQ
     n_skipped = 0
     if SKIPS:
         n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ropewalk.ops.attention.hopper.backward import begin_dropout_of_head, differentiate_scores, init_dp, p_operand
 from ropewalk.ops.attention.hopper.backward_warps import (
     ALTERNATING,
+    BY_HEADS,
     Workspace,
     has_keys,
     loop_over_queries,
@@ -302,9 +303,8 @@ def _mainloop_dv(
     )
     n_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(n_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group skips
-    # none: the tile's steps begin with those of its keys.
-    SKIPS: gl.constexpr = CONSUMER == 1 and (flags.SIDE == PAST or flags.WINDOWED or RANGE != ALL)
+    # Of each head's steps the first ones, in which no query attends a key of this warp group; see `backward.py`.
+    SKIPS: gl.constexpr = problem.STEP_ORDER == BY_HEADS or (CONSUMER == 1 and flags.SIDE == PAST)
     n_skipped = 0
     if SKIPS:
         n_skipped = gl.minimum((wg_range.start - tile_range.start) // BLOCK_M, steps_per_head)
