@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -58,6 +59,15 @@ def is_fake(x: Tensor) -> bool:
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache
+def memory_bandwidth(device: torch.device) -> float:
+    """Return the bandwidth of a GPU's memory, by its bus and clock, in bytes a second; infinity for a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    properties = torch.cuda.get_device_properties(device)
+    return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8  # kHz, two transfers a clock
 
 
 @functools.cache

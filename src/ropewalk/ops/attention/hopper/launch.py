@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
 from ropewalk.ops.attention.blocks.mask_kernel import list_mask
 from ropewalk.ops.attention.call import AttentionCall
@@ -64,6 +65,7 @@ from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, ScoreMod
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
+_FAST_MEMORY = 4e12  # bytes a second: an H100 has 3.35e12, an H200 4.9e12
 _LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
 _CHUNK_LINES = DQ_CHUNK.value**2 // _LINE
 
@@ -677,7 +679,8 @@ def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, wides
     """Choose the order of a backward's steps, a value of `Problem.STEP_ORDER`, as measured.
 
     Where heads alternate, nothing of a step may depend on its head. Programs of a section must run at the same time.
-    The order costs a few instructions of a step: smaller groups and longer loops do not gain them on an H200.
+    The order costs a few instructions of a step, and gains loads: smaller groups gain them from an H100's memory, not
+    from an H200's. Longer loops gain on neither.
     """
     is_dense = call.cu_seqlens_q is None and call.blocks is None and not goes_by_ranges(call)
     has_scores = load_score_mod(call) is not None or call.far is not None or call.dropout_p > 0
@@ -685,7 +688,8 @@ def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, wides
         return int(BY_HEADS.value)
     if not call.causal:
         return int((STAGGERED if widest == 128 else BY_HEADS).value)
-    fewest_heads, most_tiles = (4, 128) if widest > 128 else (8, 64)
+    fewest_heads = 4 if widest > 128 or gpu.memory_bandwidth(call.q.device) < _FAST_MEMORY else 8
+    most_tiles = 128 if widest > 128 else 64
     alternates = widest >= 128 and heads_per_key >= fewest_heads and triton.cdiv(keys, BLOCK_N.value) <= most_tiles
     return int((ALTERNATING if alternates else BY_HEADS).value)
 
