@@ -58,13 +58,13 @@ def is_fake(x: Tensor) -> bool:
 @functools.lru_cache
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 1 for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache
 def memory_bandwidth(device: torch.device) -> float:
     """Return the bandwidth of a GPU's memory, by its bus and clock, in bytes a second; infinity for a CPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return math.inf
     properties = torch.cuda.get_device_properties(device)
     return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8  # kHz, two transfers a clock

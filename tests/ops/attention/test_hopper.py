@@ -470,7 +470,7 @@ def test_steps_of_the_backward_have_the_order_that_was_measured(hopper, monkeypa
     expected, (heads_per_key, keys, features), keywords = STEP_ORDERS[name]
     queries = keys = TQ if "blocks" in keywords else keys
     call = call_on_gpu(draw("cpu", queries=queries, keys=keys, heads=1, key_heads=1, head_dim=features), **keywords)
-    assert hopper_launch._choose_step_order(call, heads_per_key, keys, features) == expected.value
+    assert hopper_launch._choose_step_order(call, call.q.device, heads_per_key, keys, features) == expected.value
 
 
 def test_score_mods_by_positions_are_slower_without_a_backward(hopper):
@@ -860,7 +860,7 @@ def test_steps_in_every_order(monkeypatch, device, head_dim, name, keys, section
     made = make_call(*tensors, layout="bhtd", **call)
     widest = 128 if head_dim in (96, 128) else 256
     expected = ALTERNATING if call["causal"] else STAGGERED if widest == 128 else BY_HEADS
-    assert hopper_launch._choose_step_order(made, 8, keys, widest) == expected.value
+    assert hopper_launch._choose_step_order(made, device, 8, keys, widest) == expected.value
     check_supported(GLUON, tensors, **call)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.rope.api import apply_rope
 
@@ -82,8 +81,8 @@ class Steps(Protocol):
     def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
         """Return memory that belongs to the stream of each run, on the device of a tensor."""
 
-    def num_sms(self, like: Tensor) -> int:
-        """Return the number of multiprocessors of a tensor's GPU."""
+    def device_of(self, like: Tensor) -> torch.device:
+        """Return the device of a tensor that may be a plan's, without memory."""
 
     def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
         """Return a function's numbers, which a plan of caches of all lengths takes anew in each run."""
@@ -111,9 +110,9 @@ class AtOnce:
         """Return the memory of the current stream."""
         return make(like.device)
 
-    def num_sms(self, like: Tensor) -> int:
-        """Return the number of multiprocessors of a tensor's GPU."""
-        return gpu.num_sms(like.device)
+    def device_of(self, like: Tensor) -> torch.device:
+        """Return the tensor's device."""
+        return like.device
 
     def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
         """Call the function."""

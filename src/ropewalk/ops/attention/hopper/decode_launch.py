@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
@@ -98,7 +99,9 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         k, v = k.view(torch.int16), v.view(torch.int16)
     rows, n_keys = n_queries * (n_heads // n_kv_heads), kv_capacity(call)
     columns = 8 if rows <= 8 else 16
-    tiles = choose_tiles(k.shape[3] * k.element_size(), columns, batch, n_kv_heads, n_keys, on.num_sms(q))
+    tiles = choose_tiles(
+        k.shape[3] * k.element_size(), columns, batch, n_kv_heads, n_keys, gpu.num_sms(on.device_of(q))
+    )
     rotary_table, rotary_dim = rope_table_args(call.tables.q)
     block_n = tiles.warps // tiles.heads * tiles.blocks * int(WARP_KEYS.value)
     min_share = -(-MIN_SHARE // (block_n * tiles.heads))
@@ -123,7 +126,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     )
     most = -(-batch * -(-n_keys // block_n) // min_share)
     n_programs = n_kv_heads // tiles.heads  # of a share
-    n_shares = max(1, min(on.num_sms(q) * tiles.programs // n_programs, most))
+    n_shares = max(1, min(gpu.num_sms(on.device_of(q)) * tiles.programs // n_programs, most))
     sides = n_shares * n_kv_heads * 2
     partials = Partials(
         torch.empty(sides, config.N, dim, dtype=torch.float32, device=q.device),

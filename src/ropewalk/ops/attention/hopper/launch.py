@@ -204,7 +204,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     key_heads, keys = saved.k.shape[1:3]
     blocks = cut_features(head_dim, v.shape[3])
     score_mod = _score_mod_of(call)
-    config = _forward_config(call, blocks.widest, on.num_sms(call.q))
+    config = _forward_config(call, blocks.widest, gpu.num_sms(on.device_of(call.q)))
     packed, n_tiles = schedule_tiles(call, "q", batch, queries, config.block_m, on)
     n_work = n_tiles * heads
     schedule = Schedule(
@@ -217,7 +217,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
     bounds = bounds_args(call)
     on.launch(
         forward_kernel,
-        min(n_work, on.num_sms(saved.q)),
+        min(n_work, gpu.num_sms(on.device_of(saved.q))),
         **_describe_inputs(saved, v, WG_ROWS.value, config.BLOCK_N, blocks),
         out=_describe(out, WG_ROWS.value, blocks.block_dv) if packed is None else row_target(out),
         lse_ptr=saved.lse,
@@ -592,7 +592,7 @@ def _bias_grad(
     block_m, block_n = BIAS_GRAD[blocks.widest]
     rows = heads * (batch if packed is None else packed.n_sequences)
     diagonals = (2 * scores.largest + block_m + block_n) // block_n + 1
-    splits = triton.next_power_of_2(triton.cdiv(on.num_sms(saved.q), rows * diagonals))
+    splits = triton.next_power_of_2(triton.cdiv(gpu.num_sms(on.device_of(saved.q)), rows * diagonals))
     n_params = triton.next_power_of_2(call.n_learned_params)
     parts = torch.empty(rows * diagonals * splits, n_params, dtype=torch.float32, device=params.device)
     on.launch(
@@ -664,7 +664,7 @@ def _backward_args(
         "n_queries": queries,
         "n_keys": keys,
         "workspace_rows": workspace_rows,
-        "STEP_ORDER": _choose_step_order(call, heads // key_heads, keys, blocks.widest),
+        "STEP_ORDER": _choose_step_order(call, on.device_of(saved.q), heads // key_heads, keys, blocks.widest),
         "CAUSAL": call.causal,
         "WINDOWED": call.has_window,
         "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
@@ -675,7 +675,7 @@ def _backward_args(
     }
 
 
-def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, widest: int) -> int:
+def _choose_step_order(call: AttentionCall, device: torch.device, heads_per_key: int, keys: int, widest: int) -> int:
     """Choose the order of a backward's steps, a value of `Problem.STEP_ORDER`, as measured.
 
     Where heads alternate, nothing of a step may depend on its head. Programs of a section must run at the same time.
@@ -688,7 +688,7 @@ def _choose_step_order(call: AttentionCall, heads_per_key: int, keys: int, wides
         return int(BY_HEADS.value)
     if not call.causal:
         return int((STAGGERED if widest == 128 else BY_HEADS).value)
-    fewest_heads = 4 if widest > 128 or gpu.memory_bandwidth(call.q.device) < _FAST_MEMORY else 6
+    fewest_heads = 4 if widest > 128 or gpu.memory_bandwidth(device) < _FAST_MEMORY else 6
     most_tiles = 128 if widest > 128 else 64
     alternates = widest >= 128 and heads_per_key >= fewest_heads and triton.cdiv(keys, BLOCK_N.value) <= most_tiles
     return int((ALTERNATING if alternates else BY_HEADS).value)

@@ -158,9 +158,9 @@ class Builder:
         self.streams.append((make, twin))
         return twin
 
-    def num_sms(self, like: Tensor) -> int:
-        """Return the number of multiprocessors of the plan's GPU."""
-        return gpu.num_sms(self.device)
+    def device_of(self, like: Tensor) -> torch.device:
+        """Return the plan's device."""
+        return self.device
 
     def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
         """Return numbers, those of a plan of many lengths with the index that each has among a run's addresses."""
