@@ -38,11 +38,10 @@ check-tests:
 	$(PYTEST) --cover few -m "not slow and not target" tests/test_imports.py tests/test_house.py $(COMPILED)
 	$(INTERPRETED) --cover few -m "not slow"
 
-# Every test once, in one mode, but for slow ones. Of tests with many cases, some; sm_90 alone, with two Tritons.
+# Every test once, in one mode, but for slow ones. Of tests with many cases, some; sm_90 alone, with one Triton.
 test: lint
 	$(PYTEST) --cover some -m "not ($(ONLY_IN_ALL))" tests
 	$(INTERPRETED) --cover some -m "not slow"
-	$(MAKE) $(OLDEST_TRITON:%=test-few-triton-%)
 
 # Most cases, slow tests, all targets, all Tritons, the browser, what the documentation shows, and distributions.
 test-all: lint

@@ -12,7 +12,7 @@ Row = tuple[object, ...]  # a value of each axis
 # At most so many cases of a test, by what it does and how deep the run is.
 LIMITS = {
     "compiles": {"some": 2, "most": 10},
-    "interprets": {"few": 1, "some": 2, "most": 8},
+    "interprets": {"few": 1, "some": 1, "most": 8},
     "other": {"some": 4},
 }
 
