@@ -65,7 +65,7 @@ from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, ScoreMod
 
 L2_SECTION_BYTES = 24 << 20  # half of the L2 cache: tensors of the heads that programs work on at a time
 _PROGRAMS_PER_SECTION = 128  # nearly one for each multiprocessor of an H100 or H200
-_FAST_MEMORY = 4e12  # bytes a second: an H100 has 3.35e12, an H200 4.9e12
+_FAST_MEMORY = 4e12  # bytes a second: an H100 has 3.35e12, an H200 4.8e12
 _LINE = 32  # float32 elements of a line of the dQ workspace: as many as a swizzled row of shared memory has
 _CHUNK_LINES = DQ_CHUNK.value**2 // _LINE
 
