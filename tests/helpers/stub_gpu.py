@@ -261,6 +261,8 @@ def install() -> None:
     _patch(gpu, "capability", lambda device: (9, 0))
     _patch(gpu, "is_nvidia", lambda device: True)
     _patch(gpu, "num_sms", lambda device: 132)
+    # An H100's, which changes the order of steps; a plan's tensors are on another device, and must not be asked.
+    _patch(gpu, "memory_bandwidth", lambda device: 3.35e12 if device.type == "cpu" else 4.8e12)
     _patch(gpu, "why_no_triton", lambda device: None)
     _patch(support, "why_not_on", lambda device: None)
     _patch(validate, "_has_values", lambda x: False)

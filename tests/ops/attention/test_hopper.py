@@ -8,6 +8,7 @@ import random
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -471,6 +472,15 @@ def test_steps_of_the_backward_have_the_order_that_was_measured(hopper, monkeypa
     queries = keys = TQ if "blocks" in keywords else keys
     call = call_on_gpu(draw("cpu", queries=queries, keys=keys, heads=1, key_heads=1, head_dim=features), **keywords)
     assert hopper_launch._choose_step_order(call, call.q.device, heads_per_key, keys, features) == expected.value
+
+
+def test_the_bandwidth_is_that_of_the_card(monkeypatch):
+    """Of an H100's clock, in kHz, and bus, in bits."""
+    card = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    bandwidth = gpu.memory_bandwidth.__wrapped__  # what it keeps would outlive the test
+    assert bandwidth(torch.device("cuda")) == 3_352_320_000_000
+    assert bandwidth(torch.device("cpu")) == math.inf
 
 
 def test_score_mods_by_positions_are_slower_without_a_backward(hopper):

@@ -403,8 +403,9 @@ def _mainloop_q(
     )
     wg_start = tile.start + CONSUMER * WG_ROWS
     wg_range = wg_query_range(wg_start, seqlens, range_flags(flags, RANGE), BLOCK_M)
-    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group has none:
-    # the tile's steps begin with those of its keys. As a constant that saves loops where others have two.
+    # Of each head's steps the first ones, in which no query attends a key of this warp group. The first group has none,
+    # as the tile's steps begin with those of its keys. Where heads follow each other it counts them all the same: a
+    # constant costs registers there (note 096).
     IS_PART: gl.constexpr = problem.STEP_ORDER == BY_HEADS or (CONSUMER == 1 and flags.SIDE == PAST)
     SKIPS: gl.constexpr = IS_PART and not options.DEFER_DQ
     n_skipped = 0
