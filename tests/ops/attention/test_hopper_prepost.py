@@ -20,6 +20,7 @@ pytestmark = needs_kernels
 B, H = 2, 3
 SEQUENCES = [0, 5, 5, 197, 261, 270]  # and three tokens that belong to none
 TOKENS = 273
+N_SUMS = 20_001  # a program has more than one block of them, and the last one fewer
 
 
 class Shape(NamedTuple):
@@ -127,6 +128,7 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
     with unchanged(given), poisoned_memory():
         delta = torch.empty_like(lse)
         sums = torch.empty(workspaces * size * H, n_rows * FEATURES, device=device)
+        param_sums = torch.full((N_SUMS + 1,), 7.0, device=device)
         order = torch.full((workspaces * size * H, n_rows // TILE), 7, dtype=torch.int32, device=device)
         do_ungated, grad_gate = (None, None) if gate is None else (torch.empty_like(grad_out), torch.empty_like(gate))
         bwd_preprocess_kernel[(n_tiles * H,)](
@@ -141,7 +143,10 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
             grad_gate=gate_args(grad_gate, D),
             do_ungated=None if do_ungated is None else store_target(do_ungated, TILE, D, packed),
             **arguments_of(batch, shape),
+            param_sums_ptr=param_sums if with_lse else None,
+            n_sums=N_SUMS,
             WORKSPACES=workspaces,
+            OVERLAPS=False,
         )
     truth = (out.double() * grad_out.double()).sum(3)
     plain = (out.float() * grad_out.float()).sum(3)
@@ -150,6 +155,8 @@ def test_rows(device, batch, shape, with_lse, workspaces, gated):
         truth, plain = truth - taken.double(), plain - taken
     assert_close_to_truth(delta, truth, plain)
     assert (sums[:, place(rows[:, None], torch.arange(FEATURES, device=device), FEATURES)] == 0).all()
+    assert param_sums.unique().tolist() == ([0, 7] if with_lse else [7])
+    assert (param_sums[:N_SUMS] == (0 if with_lse else 7)).all()
     assert (order[:, (rows // TILE).unique()] == (0 if with_lse else 7)).all()
     if gate is not None:
         for mine, exact, plain in zip(
@@ -323,6 +330,7 @@ def finish(batch, shape, sums, *tables, workspace=0, of_factor=None, **keywords)
         grad_scale=0.3,
         workspace=workspace,
         **arguments_of(batch, shape),
+        OVERLAPS=False,
         **keywords,
     )
     return grad_q

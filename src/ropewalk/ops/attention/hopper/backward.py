@@ -39,6 +39,8 @@ from ropewalk.ops.attention.hopper.barriers import (
     DQ_FULL,
     DS_STORED,
     RANGE_DONE,
+    await_kernel_before,
+    let_next_kernel_begin,
     named_barrier_arrive,
     named_barrier_sync,
 )
@@ -50,10 +52,12 @@ from ropewalk.ops.attention.hopper.dropout import (
     to_half_or_zero,
 )
 from ropewalk.ops.attention.hopper.gluon_compat import (
+    await_stores,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    store_tile,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -102,9 +106,9 @@ from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_hea
 class KvGrads(NamedTuple):
     """Targets of the gradients of keys and values."""
 
-    dk: Any  # RowTarget
+    dk: Any  # descriptor, for tiles of WG_ROWS; or RowTarget, as `Options.GRADS_BY_TMA` says
     dk_far: Any  # RowTarget; None: rebased and added to dk
-    dv: Any  # RowTarget
+    dv: Any  # as dk
     feature_weights: Any  # pointer to (D,), of the keys' features; or None
 
 
@@ -119,11 +123,12 @@ class KeyRotation(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of the pipeline: `launch.BackwardConfig`, and whether keys ahead may be far."""
+    """Constants of the pipeline: `launch.BackwardConfig`, whether keys ahead may be far, and how dK and dV leave."""
 
     BLOCK_M: Any
     DEFER_DQ: Any
     HAS_FUTURE: Any
+    GRADS_BY_TMA: Any
 
 
 class WgKv(NamedTuple):
@@ -577,9 +582,23 @@ def _mainloop_listed_q(
 
 
 @gluon.jit
+def _store_grad(target, memory, grad, tile, kv_capacity, CONSUMER: gl.constexpr, BY_TMA: gl.constexpr):
+    """Store a warp group's part of dK or dV, by way of its part of a tile's memory, which no warp reads any more."""
+    start = tile.start + CONSUMER * WG_ROWS
+    rows = memory.reshape([BLOCK_N, memory.shape[3]]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+    rows.store(grad.to(memory.dtype))
+    if BY_TMA:
+        fence_async_shared()
+        store_tile(target, [tile.batch, tile.kv_head, start, 0], memory.slice(CONSUMER * WG_ROWS, WG_ROWS, 2))
+    else:
+        store_rows(target, rows, tile.batch, tile.kv_head, tile.k_offset, start, kv_capacity)
+
+
+@gluon.jit
 def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, CONSUMER: gl.constexpr):
     """Compute dK and dV of WG_ROWS keys of the tile, and a chunk of each step's dQ."""
     # === prologue
+    await_kernel_before()
     DTYPE: gl.constexpr = kv.k.dtype
     BLOCK_D: gl.constexpr = kv.k.shape[3]
     BLOCK_M: gl.constexpr = options.BLOCK_M
@@ -664,9 +683,9 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
         acc_dv = acc_dv * problem.dropout.rescale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
-        acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
-    wg_v.store(gl.where(exists, acc_dv, 0.0).to(DTYPE))
-    store_rows(grads.dv, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+        head_dim = grads.dk.shape[3] if options.GRADS_BY_TMA else grads.dk.head_dim
+        acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < head_dim, other=0.0)[None, :]
+    _store_grad(grads.dv, kv.v, gl.where(exists, acc_dv, 0.0), tile, kv_capacity, CONSUMER, options.GRADS_BY_TMA)
     acc_dk = gl.where(exists, acc_dk, 0.0)
     if rotation.cos is not None:
         use += CONSUMER * WG_ROWS // BLOCK_M
@@ -680,8 +699,13 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
             rotation.INTERLEAVED,
         )
         acc_dk = inverse_rotate(acc_dk, cos, sin, rotation.INTERLEAVED)
-    wg_v.store(acc_dk.to(DTYPE))
-    store_rows(grads.dk, wg_v, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+    dk_memory = kv.v
+    if options.GRADS_BY_TMA:  # which may still read dV from there
+        dk_memory = kv.k
+        named_barrier_sync(RANGE_DONE, 0)  # the last product of dQ of each warp group reads all keys
+    _store_grad(grads.dk, dk_memory, acc_dk, tile, kv_capacity, CONSUMER, options.GRADS_BY_TMA)
+    if options.GRADS_BY_TMA:
+        await_stores(0)
 
 
 @gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
@@ -695,9 +719,9 @@ def backward_kernel(
     do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
     dq_accum,  # the workspaces, as lines of 32 elements, for tiles of a chunk: near pairs, far ones behind, then ahead
     dq_order_ptr,  # a number of each tile of the workspaces, 0 before; or None: programs add in any order
-    dk,  # RowTarget
+    dk,  # descriptor of (B, K, Tk, D), for tiles of WG_ROWS; RowTarget without GRADS_BY_TMA
     dk_far,  # RowTarget, of far keys; None: added to dk
-    dv,  # RowTarget
+    dv,  # as dk
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
     feature_weights_ptr,  # (D,), of the keys' features; or None
@@ -725,6 +749,7 @@ def backward_kernel(
     workspace_rows,  # of each head
     BLOCK_M: gl.constexpr,  # queries of a step
     DEFER_DQ: gl.constexpr,  # compute dQ a step late: warp groups may be a step apart
+    GRADS_BY_TMA: gl.constexpr,  # dk and dv are descriptors
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
@@ -743,6 +768,7 @@ def backward_kernel(
     `step_d128` and `step_d64` (DEFER_DQ) show the timeline of a step.
     """
     BLOCK_D: gl.constexpr = k.block_shape[3]
+    let_next_kernel_begin()
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     q_ring = make_ring(q, STAGES, 2)
     do_ring = make_ring_beside(q_ring, do)
@@ -810,7 +836,7 @@ def backward_kernel(
                     ),
                     FLAGS,
                     ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
-                    Options(BLOCK_M, DEFER_DQ, q_far_future is not None),
+                    Options(BLOCK_M, DEFER_DQ, q_far_future is not None, GRADS_BY_TMA),
                     role,
                 ),
             )

@@ -5,7 +5,13 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from typing import Any, NamedTuple
 
-from ropewalk.ops.attention.hopper.barriers import DQ_FREE, DQ_FULL, named_barrier_arrive, named_barrier_sync
+from ropewalk.ops.attention.hopper.barriers import (
+    DQ_FREE,
+    DQ_FULL,
+    await_kernel_before,
+    named_barrier_arrive,
+    named_barrier_sync,
+)
 from ropewalk.ops.attention.hopper.gluon_compat import await_stores, gl, gluon, load_tile, mbarrier, tma_add
 from ropewalk.ops.attention.hopper.lists import line_of_tile, start_of_tile, tell_tiles
 from ropewalk.ops.attention.hopper.prepost import workspace_start
@@ -293,6 +299,8 @@ def _load_rotation(use, cos, sin, smem, batch, first_row):
 def load_warp(inputs, smem, kv, problem, flags):
     """Load keys and values, the steps of each range of pairs, and the keys' rotation tables."""
     q, k, v, far = inputs.q, inputs.k, inputs.v, inputs.far
+    if problem.packed is not None:  # whose schedule is written between the pass before and this kernel
+        await_kernel_before()
     tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
     if has_keys(tile.start, seqlens):
         N_TILES: gl.constexpr = 2 if far.k is None else 3
@@ -302,6 +310,8 @@ def load_warp(inputs, smem, kv, problem, flags):
         load_tile(v, coordinates, kv.full, kv.v)
         if far.k is not None:
             load_tile(far.k, coordinates, kv.full, kv.k_far)
+    if problem.packed is None:
+        await_kernel_before()
     use = 0
     if problem.far_window is not None:
         use = _load_loop(use, far.q_past, inputs, smem, tile, seqlens, problem, flags, FAR_PAST)
@@ -431,6 +441,7 @@ def reduce_dq_warp(
     HAS_FUTURE: gl.constexpr,
 ):
     """Add each step's dQ to the workspaces: one for each range of pairs."""
+    await_kernel_before()
     tile, _, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
     LINES_PER_ROW: gl.constexpr = BLOCK_D // dq_accum.block_shape[1]
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key

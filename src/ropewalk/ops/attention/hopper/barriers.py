@@ -1,6 +1,6 @@
-"""Named barriers of the kernels for Hopper: their numbers, and how many threads each counts.
+"""Named barriers of the kernels for Hopper, by number and count of threads, and waits of a kernel for another.
 
-A program has 16. Triton takes number 0, number 1, and one for each partition of warps but the first.
+A program has 16 barriers. Triton takes number 0, number 1, and one for each partition of warps but the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NamedBarrier:
 # Forward. One for each compute warp group: it may issue its matrix products.
 PINGPONG = gl.constexpr(NamedBarrier(10, threads=256))  # 10-12
 
-# Backward. Both compute warp groups: they are done with a range of pairs.
+# Backward. Both compute warp groups: they are done with a range of pairs, or with all.
 RANGE_DONE = gl.constexpr(NamedBarrier(7, threads=256))
 # Both compute warp groups: dS is in shared memory. With DEFER_DQ two for each group, of even and odd steps.
 DS_STORED = gl.constexpr(NamedBarrier(8, threads=256))  # 8-11
@@ -66,3 +66,17 @@ def pingpong_sync(CONSUMER: gl.constexpr):
 def pingpong_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the next compute warp group issue its matrix products."""
     named_barrier_arrive(PINGPONG, (CONSUMER + 1) % CONSUMERS)
+
+
+@gluon.jit
+def let_next_kernel_begin():
+    """Let the next kernel of the stream begin, as far as it does not wait, if its launch has `launch_pdl`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def await_kernel_before():
+    """Wait until the kernel before this one has ended, and what it wrote can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)

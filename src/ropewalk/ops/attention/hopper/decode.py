@@ -19,6 +19,7 @@ product.
 
 from typing import Any, NamedTuple
 
+from ropewalk.ops.attention.hopper.barriers import await_kernel_before, let_next_kernel_begin
 from ropewalk.ops.attention.hopper.gluon_compat import (
     associative_scan,
     commit_copies,
@@ -188,20 +189,6 @@ def _column_scales(d, warps):
     registers = [*_group_bases(d), [0, 1, 0], [0, 8, 0]]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, _warp_bases(warps), [], [warps, 16, _groups(d)])
-
-
-@gluon.jit
-def _let_next_kernel_begin():
-    """Let the kernel that combines shares begin, as far as it does not wait."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _await_parts():
-    """Wait until the kernel before this one has ended."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
 
 
 # === extents and shares
@@ -1002,7 +989,7 @@ def decode_pages_kernel(
 ):
     """Attend with one share of all rows' tiles, for one key head."""
     BLOCK_N: gl.constexpr = CONFIG.WARPS // CONFIG.HEADS * CONFIG.BLOCKS * WARP_KEYS
-    _let_next_kernel_begin()
+    let_next_kernel_begin()
     n_programs = n_kv_heads // CONFIG.HEADS  # of a share
     kv_head = gl.program_id(0) % n_programs * CONFIG.HEADS
     share_idx = gl.program_id(0) // n_programs
@@ -1160,7 +1147,7 @@ def combine_shares_kernel(
     n_tiles = _extent_of(batch, True, bounds, n_queries, n_keys, window, window_right, CONFIG).n_tiles
     first_share = start // length
     last_share = (start + n_tiles - 1) // length
-    _await_parts()
+    await_kernel_before()
     if first_share < last_share:
         head = kv_head * CONFIG.HEADS_PER_KEY + query_row % CONFIG.HEADS_PER_KEY
         token = query_row // CONFIG.HEADS_PER_KEY

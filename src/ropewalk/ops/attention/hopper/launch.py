@@ -264,6 +264,8 @@ def backward(
     elsewhere what this backward does not support.
     """
     call = _with_lists_of_mask(with_rows(call), "columns", on)
+    bounds = bounds_args(call)
+    call = call._replace(**bounds._asdict())
     lse, given, tables = saved.lse, gives_far_features(call), call.tables
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
     v, out, grad_out = (aligned(x) for x in (call.v, out, grad_out))
@@ -292,7 +294,7 @@ def backward(
     of_rows: dict[str, Any] = {
         "dq_accum_ptr": dq_accum,
         "packed": packed,
-        "bounds": bounds_args(call),
+        "bounds": bounds,
         "n_heads": heads,
         "n_queries": queries,
         "n_keys": keys,
@@ -302,7 +304,16 @@ def backward(
         "BLOCK_D": blocks.block_d,
         "D_CHUNKS": blocks.d_chunks,
         "BLOCK_DV": blocks.block_dv,
+        "OVERLAPS": not gpu.is_interpreted(),
     }
+    score_mod = load_score_mod(call) if wanted.score_mod_params else None
+    is_factor = score_mod is not None and score_mod.is_factor
+    param_sums = None
+    if score_mod is not None and not is_factor and not is_wide:
+        n_slots, of_slot = triton.cdiv(keys, BLOCK_N.value), 2 if score_mod.bias is None else 4
+        if call.cu_seqlens_k is not None:
+            n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
+        param_sums = torch.empty(batch * heads, n_slots, of_slot, dtype=torch.float32, device=lse.device)
     do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
     on.launch(
         bwd_preprocess_kernel,
@@ -313,10 +324,12 @@ def backward(
         grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
         delta_ptr=delta,
         dq_order_ptr=dq_order,
+        param_sums_ptr=param_sums,
         gate=gate_args(call.gate, v.shape[3]),
         grad_gate=gate_args(grad_gate, v.shape[3]),
         do_ungated=None if do_ungated is None else store_target(do_ungated, block_m, blocks.block_dv, packed),
         **of_rows,
+        n_sums=0 if param_sums is None else param_sums.numel(),
         WORKSPACES=workspaces,
         num_warps=8 if is_wide else 4,
     )
@@ -324,20 +337,11 @@ def backward(
         grad_out = do_ungated
     kv_grads = (grad_k, far_grads[2], grad_v)
     scores = _scores_args(call, packed, on)
-    score_mod = load_score_mod(call) if wanted.score_mod_params else None
-    is_factor = score_mod is not None and score_mod.is_factor
-    param_sums = None
     if is_wide:
         _launch_wide_kernels(
             call, saved, v, grad_out, (dq_accum, dq_order), kv_grads, scores, delta, rotates, workspace_rows, on
         )
     else:
-        if score_mod is not None and not is_factor:
-            n_slots, of_slot = triton.cdiv(keys, BLOCK_N.value), 2 if score_mod.bias is None else 4
-            if call.cu_seqlens_k is not None:
-                n_slots = keys // BLOCK_N.value + call.cu_seqlens_k.shape[0]
-            param_sums = torch.empty(batch * heads, n_slots, of_slot, dtype=torch.float32, device=lse.device)
-            on.operate(Tensor.zero_, param_sums)
         _launch_kernel(
             call,
             saved,
@@ -376,6 +380,7 @@ def backward(
                 INTERLEAVED=call.tables.interleaved,
                 **of_rows,
                 num_warps=8 if is_wide or future_table is not None else 4,
+                launch_pdl=True,
             )
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
@@ -466,7 +471,7 @@ def _launch_kernel(
     v: Tensor,
     grad_out: Tensor,
     dq_sums: tuple[Tensor, Tensor | None],
-    kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kv_grads: tuple[Tensor, Tensor | None, Tensor],
     param_sums: Tensor | None,
     scores: Scores,
     delta: Tensor,
@@ -487,8 +492,12 @@ def _launch_kernel(
     )
     far = None if call.far is None or not rotates else call.far.tables
     weights = call.tables.feature_weights
-    dk, dk_far, dv = (None if x is None else row_target(x) for x in kv_grads)
+    grad_k, grad_k_far, grad_v = kv_grads
     n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
+    packed = arguments["packed"]
+    # At 128 features, and with score functions, it takes registers of the loop (note 097).
+    by_tma = block_d == 64 and packed is None and _has_plain_scores(call)
+    dk, dv = (_describe(x, WG_ROWS.value, block_d) if by_tma else row_target(x) for x in (grad_k, grad_v))
     on.launch(
         backward_kernel,
         n_programs,
@@ -497,9 +506,9 @@ def _launch_kernel(
         dq_accum=_describe_workspace(dq_accum, _CHUNK_LINES),
         dq_order_ptr=dq_order,
         dk=dk,
-        dk_far=dk_far,
+        dk_far=None if grad_k_far is None else row_target(grad_k_far),
         dv=dv,
-        lists=_lists_args(call, "columns", arguments["packed"], on),
+        lists=_lists_args(call, "columns", packed, on),
         dropout=dropout_args(call),
         lse_ptr=saved.lse,
         delta_ptr=delta,
@@ -512,7 +521,9 @@ def _launch_kernel(
         **arguments,
         R=width,
         INTERLEAVED=call.tables.interleaved,
+        GRADS_BY_TMA=by_tma,
         **config._asdict(),
+        launch_pdl=True,  # keys and values are loaded beside the end of the kernel before
     )
 
 
@@ -522,7 +533,7 @@ def _launch_wide_kernels(
     v: Tensor,
     grad_out: Tensor,
     dq_sums: tuple[Tensor, Tensor | None],
-    kv_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kv_grads: tuple[Tensor, Tensor | None, Tensor],
     scores: Scores,
     delta: Tensor,
     rotates: bool,
@@ -539,8 +550,7 @@ def _launch_wide_kernels(
     arguments |= {"do": _describe(grad_out, config.BLOCK_M, blocks.block_dv), "lse_ptr": saved.lse}
     arguments["dropout"] = dropout_args(call)
     # With 192 features one kernel has registers for dK and dV, unless scores or a second range take more of them.
-    is_plain = load_score_mod(call) is None and call.softcap is None and call.far is None and call.dropout_p == 0
-    is_fused = blocks.d_chunks > 1 and is_plain
+    is_fused = blocks.d_chunks > 1 and _has_plain_scores(call)
     if not is_fused:
         on.launch(
             backward_wide_kernel,
@@ -705,6 +715,11 @@ def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
         return score_mod
     by_index = call.goes_by_index and (score_mod.bias is not None or score_mod.is_slope)
     return None if by_index or (score_mod.is_factor and not score_mod.reads_positions) else score_mod
+
+
+def _has_plain_scores(call: AttentionCall) -> bool:
+    """Say whether scores are products, of one range of pairs, and none is dropped."""
+    return load_score_mod(call) is None and call.softcap is None and call.far is None and call.dropout_p == 0
 
 
 def _takes_products(call: AttentionCall) -> bool:

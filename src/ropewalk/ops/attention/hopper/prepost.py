@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.tiles import (
@@ -70,7 +71,19 @@ def _from_thread_order(elements, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.reshape(tl.permute(pieces, (0, 2, 6, 4, 1, 3, 5, 7)), (BLOCK_M, BLOCK_D))
 
 
-@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements"))
+@triton.jit
+def _zero_share(ptr, n_elements):
+    """Write this program's share of zeros."""
+    BLOCK: tl.constexpr = 256
+    share = tl.cdiv(n_elements, tl.num_programs(0))
+    start = tl.program_id(0) * share
+    stop = tl.minimum(start + share, n_elements)
+    for first in range(start, stop, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        tl.store(ptr + offsets, tl.zeros((BLOCK,), tl.float32), offsets < stop)
+
+
+@triton.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "workspace_rows", "n_elements", "n_sums"))
 def bwd_preprocess_kernel(
     out,  # descriptors of (B, H, Tq, Dv); gated if there is a gate
     do,
@@ -79,6 +92,7 @@ def bwd_preprocess_kernel(
     delta_ptr,  # likewise; written here
     dq_accum_ptr,  # the workspaces; zeroed here
     dq_order_ptr,  # a number of each of their tiles; zeroed here; or None
+    param_sums_ptr,  # for the gradient of a score mod's parameters; zeroed here; or None
     gate,  # Gate
     grad_gate,  # likewise, of the gradient; written here
     do_ungated,  # descriptor, RowTarget or None: the gradient of the output before the gate; written here
@@ -89,13 +103,17 @@ def bwd_preprocess_kernel(
     n_keys,
     workspace_rows,  # of each head
     n_elements,  # of a workspace
+    n_sums,  # of parameters
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,  # features of a chunk of dQ
     D_CHUNKS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     WORKSPACES: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # let the next kernel begin, as far as it does not wait; the interpreter cannot
 ):
-    """Zero the workspaces, compute delta = rowsum(dO · O) - grad_lse of each query, and differentiate the gate."""
+    """Write zeros and delta = rowsum(dO · O) - grad_lse of each query, and differentiate the gate."""
+    if OVERLAPS:
+        gdc_launch_dependents()
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
     row_offsets = wide(batch * n_heads + head) * n_queries
     q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
@@ -137,6 +155,8 @@ def bwd_preprocess_kernel(
         index = (row * workspace_rows + start) // BLOCK_M
         for workspace in tl.static_range(WORKSPACES):
             tl.store(dq_order_ptr + workspace * (n_elements // (BLOCK_M * BLOCK_D * D_CHUNKS)) + index, 0)
+    if param_sums_ptr is not None:
+        _zero_share(param_sums_ptr, n_sums)
 
 
 @triton.jit
@@ -178,12 +198,15 @@ def bwd_postprocess_kernel(
     BLOCK_DV: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # wait for the kernel before, beside whose end this one begins; the interpreter cannot
 ):
     """Store dQ of a tile of queries, from one workspace or from all of them.
 
     Where the scores are w times others, S, the gradient of w is Σ dS · S, by pairs; as S is w · scale · q · k, that is
     Σ q · dQ / w, by queries. No square has a gradient where w is 0.
     """
+    if OVERLAPS:
+        gdc_wait()
     tile, batch, head, sequence = tile_of_program(packed, n_queries, n_heads, BLOCK_M, False)
     q_offset, _, _, seqlens = sequence_info(sequence, packed, bounds, n_queries, n_keys, 0, None)
     n_queries = seqlens.n_queries
