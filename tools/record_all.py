@@ -244,7 +244,7 @@ def run(tasks: Sequence[Task], folder: Folder, gpus: Sequence[str], limit: float
             process.wait()
         said = "stopped" if is_late else f"failed with exit {process.returncode}, see {task.name}.log"
         if folder.is_done(task):
-            said = "done, but one of ours was wrong or failed" if process.returncode else "done"
+            said = "done, but one of ours was wrong or failed" if process.returncode and not is_late else "done"
         say(f"{task.name}: {said}, {time.monotonic() - started:.0f} s (predicted {task.seconds})")
 
     try:
