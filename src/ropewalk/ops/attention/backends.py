@@ -89,8 +89,7 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more
         Rule(GLUON_FIRST, tokens=1024, features=129),
         Rule(GLUON_FIRST, tokens=1024, backward=True, windowed=True),
-        Rule(GLUON_FIRST, tokens=1024, below=8192, backward=True),
-        Rule(GLUON_FIRST, tokens=1024, below=16384, features=65, backward=True),
+        Rule(GLUON_FIRST, tokens=1024, below=16384, backward=True),
         Rule(FLASH_THEN_GLUON, tokens=1024, backward=True),
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(GLUON_FIRST, tokens=1024),
