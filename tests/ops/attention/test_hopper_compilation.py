@@ -152,6 +152,8 @@ def test_the_backward_compiles_as_it_was_tuned(monkeypatch, tmp_path, head_dim, 
 
     instructions = instructions_of(compiled, tmp_path)
     assert not barriers_among_tiles(instructions, compiled.metadata.shared)
+    # Each role waits for the pass before, which the kernel may begin beside; nothing waits twice.
+    assert sum(line.startswith("ACQBULK") for line in instructions) == 4
     # Steps of 16, of two consumers: over features for the scores and for the gradients of probabilities; over queries
     # for the gradients of keys and of values; over keys for those of queries, and once more after the loop if late, or
     # of one consumer before it in a walk that may begin with queries which attend none of its keys, or end with them.
@@ -308,9 +310,19 @@ def test_sections_of_the_backward_fill_the_cache_or_the_processors(tokens, heads
     assert hopper_launch._key_heads_per_l2_section(q, heads_per_key, tokens, head_dim) == section
 
 
+@pytest.mark.parametrize("name", ["alibi-learned", "rerope-causal"])
+def test_the_pass_behind_waits_before_it_reads(monkeypatch, name):
+    """Its launch may begin beside the end of the backward kernel."""
+    before, _, behind = backward_launches_of(monkeypatch, 64, torch.bfloat16, name)
+    assert behind[2]["launch_pdl"]
+    ptx = compile_launch(*behind, TARGETS["sm_90"]).asm["ptx"]
+    assert 0 <= ptx.find("griddepcontrol.wait") < ptx.find("ld.global")
+    assert "griddepcontrol.launch_dependents" in compile_launch(*before, TARGETS["sm_90"]).asm["ptx"]
+
+
 def test_no_length_makes_another_binary():
     of_schedule = {"n_tiles", "n_rows", "heads_per_l2_section", "n_work", "workspace_rows"}
-    of_lengths = of_schedule | {"n_queries", "n_keys", "window", "far_window", "n_elements", "workspace"}
+    of_lengths = of_schedule | {"n_queries", "n_keys", "window", "far_window", "n_elements", "n_sums", "workspace"}
     passes = (hopper_launch.bwd_preprocess_kernel, hopper_launch.bwd_postprocess_kernel)
     kernels = (hopper_launch.forward_kernel, hopper_launch.backward_kernel, hopper_launch.backward_wide_kernel)
     for kernel in (*kernels, *passes):

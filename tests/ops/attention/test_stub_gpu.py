@@ -93,6 +93,9 @@ def test_training_is_recorded(impl: str, kernels: list[str]) -> None:
     assert {recorded["addresses"][name] for name in ("v", "lengths")} <= addresses_of(forward)
     assert recorded["addresses"]["v"] not in addresses_of(rotation)
     assert TOKENS in forward.args
+    # Attribute 6 is CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+    begin_early = [launch.name for launch in first if any(identity == 6 for identity, *_ in launch.attributes)]
+    assert begin_early == (kernels[3:] if impl == "gluon" else [])
 
     # The same call launches the same; fewer tokens change scalars and descriptors.
     assert [*map(without_addresses, first)] == [*map(without_addresses, second)]

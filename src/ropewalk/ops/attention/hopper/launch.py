@@ -264,7 +264,7 @@ def backward(
     elsewhere what this backward does not support.
     """
     call = _with_lists_of_mask(with_rows(call), "columns", on)
-    bounds = bounds_args(call)
+    bounds = bounds_args(call)  # with copies made here: the backward kernel reads them before it waits
     call = call._replace(**bounds._asdict())
     lse, given, tables = saved.lse, gives_far_features(call), call.tables
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
@@ -495,7 +495,7 @@ def _launch_kernel(
     grad_k, grad_k_far, grad_v = kv_grads
     n_programs, arguments = _backward_args(call, saved, blocks, scores, workspace_rows, on)
     packed = arguments["packed"]
-    # At 128 features, and with score functions, it takes registers of the loop (note 097).
+    # At 128 features it was slower, and with score functions it spills more (note 097).
     by_tma = block_d == 64 and packed is None and _has_plain_scores(call)
     dk, dv = (_describe(x, WG_ROWS.value, block_d) if by_tma else row_target(x) for x in (grad_k, grad_v))
     on.launch(
@@ -718,7 +718,7 @@ def _score_mod_of(call: AttentionCall) -> ScoreMod | None:
 
 
 def _has_plain_scores(call: AttentionCall) -> bool:
-    """Say whether scores are products, of one range of pairs, and none is dropped."""
+    """Say whether a call has no score function, soft cap, far pairs or dropout."""
     return load_score_mod(call) is None and call.softcap is None and call.far is None and call.dropout_p == 0
 
 
