@@ -43,7 +43,6 @@ class Rule(NamedTuple):
     by_positions: bool = False  # only up to 64 features, with a score mod but T5's bias that reads positions per token
     dropout: bool = False  # only with dropout
     features: int = 0  # at least so many, of a head of queries and keys or of values
-    windowed: bool = False  # only with a window
 
     def fits(self, call: AttentionCall) -> bool:
         """Say whether the rule is for such a call."""
@@ -53,7 +52,7 @@ class Rule(NamedTuple):
             return False
         if (self.few and not _is_few(call)) or (self.by_positions and not _goes_by_positions(call)):
             return False
-        if max(call.q.shape[3], call.value_dim) < self.features or (self.windowed and not call.has_window):
+        if max(call.q.shape[3], call.value_dim) < self.features:
             return False
         tokens = call.q.shape[2], call.k.shape[2]
         if not (min(tokens) >= self.tokens and max(tokens) < self.below):
@@ -66,7 +65,6 @@ class Rule(NamedTuple):
 
 
 FLASH_FIRST = ("flash", "sdpa", "triton", "gluon", "reference")
-FLASH_THEN_GLUON = ("flash", "gluon", "sdpa", "triton", "reference")
 CUDNN_FIRST = ("sdpa", "flash", "triton", "gluon", "reference")
 CUDNN_THEN_GLUON = ("sdpa", "gluon", "triton", "flash", "reference")
 CUDNN_THEN_TRITON = ("sdpa", "triton", "gluon", "flash", "reference")
@@ -87,10 +85,7 @@ ORDER: dict[tuple[int, int], tuple[Rule, ...]] = {
         Rule(GLUON_FIRST, tokens=4096, far=True),
         Rule(TRITON_FIRST, far=True),
         Rule(TRITON_FIRST, below=1024, masked=True),  # to read a mask into lists takes two launches more
-        Rule(GLUON_FIRST, tokens=1024, features=129),
-        Rule(GLUON_FIRST, tokens=1024, backward=True, windowed=True),
-        Rule(GLUON_FIRST, tokens=1024, below=16384, backward=True),
-        Rule(FLASH_THEN_GLUON, tokens=1024, backward=True),
+        Rule(GLUON_FIRST, tokens=1024, backward=True),
         Rule(TRITON_FIRST, tokens=1024, by_positions=True),
         Rule(GLUON_FIRST, tokens=1024),
         # So short, flash-attn 4 costs the host two to three times as much as the others.
