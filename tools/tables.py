@@ -477,9 +477,9 @@ def memory(book: Book) -> Table:
     """Bytes at the peak of training, over those of inputs, outputs, gradients and rotated q and k."""
     found = []
     for lead, rows in book.each("attention", "memory"):
-        for row in rows.values():
-            name = f"`impl=None`, {row['served_by']}" if row["impl"] == "auto" else row["impl"]
-            title = f"{in_words(lead)}: {name}, {'ReRoPE' if row['position'] == 'rerope' else 'RoPE'}"
+        by_backend = {(row.get("served_by", row["impl"]), row["position"]): row for row in rows.values()}
+        for (backend, position), row in by_backend.items():
+            title = f"{in_words(lead)}: {backend}, {'ReRoPE' if position == 'rerope' else 'RoPE'}"
             found.append([title, f"{row['peak_bytes'] / row['floor_bytes']:.3f}"])
     return Table(["case", "peak, of what training must hold"], found, (1,))
 
