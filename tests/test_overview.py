@@ -186,6 +186,16 @@ def test_the_overview_names_what_is_slower():
         assert set(one.peers) <= set(overview.PEERS)
 
 
+def test_readme_and_results_have_one_factor_for_a_case():
+    [book, *_] = tables.books()
+    factors = {row[0]: row[-1].strip("*") for row in tables.choices(book).rows}
+    shown = [one for one in overview.comparisons() if one.line.in_table and one.choice is not None]
+    assert len(shown) > 2
+    for one in shown:
+        case = f"{tables.in_words(one.choice.lead)}, {tables.MODES[one.choice.lead['mode']]}"
+        assert f"[{factors[case]}](" in overview.make_overview([one])
+
+
 def test_numbers_have_three_digits_and_losses_are_bold():
     assert [tables.us(x) for x in (0.79812, 7.7, 85.94, 149.4, 17231.0)] == ["0.798", "7.70", "85.9", "149", "17231"]
     assert [tables.ratio(x, 1.0) for x in (1.04, 0.985, 0.97)] == ["1.04 ×", "0.98 ×", "**0.97 ×**"]
