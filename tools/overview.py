@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, PEERS, RESULTS, Book, books, hot_choices, make, show_pick, time_of, time_of_pick
+from tables import CARD, PEERS, RESULTS, Book, books, hot_choices, make, show_pick, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.report.gains import Choice
@@ -105,8 +105,7 @@ def make_overview(found: Sequence[Comparison]) -> str:
     ]
     for one in (one for one in found if one.line.in_table):
         name = min(one.peers, key=one.peers.__getitem__)
-        picked = None if one.choice is None else time_of_pick(one.choice)
-        ratio = one.peers[name] / (picked or one.ours)
+        ratio = one.peers[name] / one.ours if one.choice is None or one.choice.times is None else one.choice.times
         verdict = f"[{ratio:.2f} ×](results/{one.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
         same = [duration(one.ours), "the same", "the same"]
         picks = same if one.choice is None else map(show_pick, one.choice.picks)

@@ -363,9 +363,11 @@ def kernels(mode: str) -> Callable[[Book], Table]:
     def make(book: Book) -> Table:
         found = []
         for lead, rows in book.each("attention", mode):
-            (ours, _), (theirs, name) = (best(rows.values(), kind) for kind in ("ours", "peer"))
+            _, name = best(rows.values(), "ours")
+            others = [row for row in rows.values() if row["kind"] == "peer"]
+            times, other = g.against_peers(rows[name], others) if name else (None, None)
             cells = (number(rows.get(one), "tflops") for one in ("gluon", "triton", *peers))
-            verdict = NOTHING if theirs is None else f"{ratio(theirs, ours)} {PEERS[name][0]}"
+            verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {PEERS[other['impl']][0]}"
             found.append([in_words(lead), *cells, verdict])
         headings = ["case", "gluon", "triton", *(PEERS[one][0] for one in peers), "our faster one, × the best other"]
         return Table(headings, found, (1, 7))
@@ -379,8 +381,7 @@ def choices(book: Book) -> Table:
     for one in hot_choices(book):
         peers = (duration(one.peers.get(name)) for name in CHOICE_PEERS)
         case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
-        verdict = ratio(min(one.peers.values(), default=None), time_of_pick(one))
-        found.append([case, *map(show_pick, one.picks), *peers, verdict])
+        found.append([case, *map(show_pick, one.picks), *peers, ratio(one.times, 1.0)])
     headings = ["case", "our kernels", "`impl=None` without flash-attn 4", "with flash-attn 4"]
     return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7))
 
@@ -390,11 +391,6 @@ def hot_choices(book: Book) -> list[g.Choice]:
     order = {case.name: number for number, case in enumerate(CASES["attention"])}
     found = (choice for choice in g.newest_choices(book.compared) if choice.lead["protocol"] == "hot")
     return sorted(found, key=lambda choice: order.get(choice.lead["case"]["name"], len(order)))
-
-
-def time_of_pick(choice: g.Choice) -> float | None:
-    """Return the time of what `impl=None` picks where most is installed, as far as that was measured."""
-    return next((pick[0] for pick in reversed(choice.picks) if pick is not None), None)
 
 
 def show_pick(pick: tuple[float, str] | None) -> str:
