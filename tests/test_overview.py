@@ -189,10 +189,15 @@ def test_the_overview_names_what_is_slower():
 def test_readme_and_results_have_one_factor_for_a_case():
     [book, *_] = tables.books()
     factors = {row[0]: row[-1].strip("*") for row in tables.choices(book).rows}
+    gains = g.find_gains(row for record in book.compared for row in record.rows)
+    times = {
+        (one.lead["case"]["name"], one.lead["mode"]): one.times for one in gains if one.lead.get("protocol") == "hot"
+    }
     shown = [one for one in overview.comparisons() if one.line.in_table and one.choice is not None]
     assert len(shown) > 2
     for one in shown:
         case = f"{tables.in_words(one.choice.lead)}, {tables.MODES[one.choice.lead['mode']]}"
+        assert factors[case] == f"{times[one.line.case, one.line.mode]:.2f} ×"
         assert f"[{factors[case]}](" in overview.make_overview([one])
 
 

@@ -104,8 +104,11 @@ def make_overview(found: Sequence[Comparison]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for one in (one for one in found if one.line.in_table):
-        name = min(one.peers, key=one.peers.__getitem__)
-        ratio = one.peers[name] / one.ours if one.choice is None or one.choice.times is None else one.choice.times
+        if one.choice is not None and one.choice.best_peer is not None:
+            ratio, name = one.choice.best_peer
+        else:
+            name = min(one.peers, key=one.peers.__getitem__)
+            ratio = one.peers[name] / one.ours
         verdict = f"[{ratio:.2f} ×](results/{one.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
         same = [duration(one.ours), "the same", "the same"]
         picks = same if one.choice is None else map(show_pick, one.choice.picks)

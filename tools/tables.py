@@ -365,7 +365,7 @@ def kernels(mode: str) -> Callable[[Book], Table]:
         for lead, rows in book.each("attention", mode):
             _, name = best(rows.values(), "ours")
             others = [row for row in rows.values() if row["kind"] == "peer"]
-            times, other = g.against_peers(rows[name], others) if name else (None, None)
+            times, other = (g.against_peers(rows[name], others) if name else None) or (None, None)
             cells = (number(rows.get(one), "tflops") for one in ("gluon", "triton", *peers))
             verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {PEERS[other['impl']][0]}"
             found.append([in_words(lead), *cells, verdict])
@@ -381,7 +381,8 @@ def choices(book: Book) -> Table:
     for one in hot_choices(book):
         peers = (duration(one.peers.get(name)) for name in CHOICE_PEERS)
         case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
-        found.append([case, *map(show_pick, one.picks), *peers, ratio(one.times, 1.0)])
+        times = None if one.best_peer is None else one.best_peer[0]
+        found.append([case, *map(show_pick, one.picks), *peers, ratio(times, 1.0)])
     headings = ["case", "our kernels", "`impl=None` without flash-attn 4", "with flash-attn 4"]
     return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7))
 
@@ -477,6 +478,7 @@ def memory(book: Book) -> Table:
     """Bytes at the peak of training, over those of inputs, outputs, gradients and rotated q and k."""
     found = []
     for lead, rows in book.each("attention", "memory"):
+        # "auto" goes by what it took in this record: today it may take another backend.
         by_backend = {(row.get("served_by", row["impl"]), row["position"]): row for row in rows.values()}
         for (backend, position), row in by_backend.items():
             title = f"{in_words(lead)}: {backend}, {'ReRoPE' if position == 'rerope' else 'RoPE'}"

@@ -118,6 +118,7 @@ def test_choices_are_what_was_measured(tmp_path: Path) -> None:
     [choice] = newest_choices(read_records([path]))
     assert choice.picks == ((9.5, "gluon"), (9.8, "sdpa"), (9.0, "flash"))
     assert choice.peers == {"flash_attn_4": 9.9}
+    assert choice.best_peer == (pytest.approx(1.1), "flash_attn_4")
 
 
 def test_a_pick_of_flash_is_gluons_where_that_goes_first_today(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Choice(NamedTuple):
     lead: Row
     picks: tuple[tuple[float, str] | None, ...]  # time and backend of the three
     peers: dict[str, float]
-    times: float | None  # how many times as fast the last pick is as the fastest peer
+    best_peer: tuple[float, str] | None  # how many times as fast the last pick is as the fastest peer, and that one
 
 
 def _compared(row: Row) -> Compared:
@@ -165,18 +165,18 @@ def _compare(group: Sequence[Row]) -> Gain | None:
         said = "; ".join(f"{label(row)} is {row['status']}: {row.get('reason')}" for row in bad or ours)
         gain = Gain(lead, None, fastest, None, "time", names, said or "none was asked for")
         return gain if fastest is not None or bad else None
-    times, peer = against_peers(best, peers, quantity)
+    times, peer = against_peers(best, peers, quantity) or (None, None)
     return Gain(lead, best, peer, times, quantity, names)
 
 
-def against_peers(ours: Row, peers: Iterable[Row], quantity: str = "time") -> tuple[float, Row] | tuple[None, None]:
-    """Return how many times as fast ours is as the fastest peer, and that one.
+def against_peers(ours: Row, peers: Iterable[Row], quantity: str = "time") -> tuple[float, Row] | None:
+    """Return how many times as fast ours is as the fastest peer, and that one; None: no peer was timed.
 
     That is the median over rounds if the record has it, else the quotient of both medians.
     """
     ratios, own = ours.get("ratios", {}), ours[quantity]["p50"]
     over = [(ratios.get(label(row), row[quantity]["p50"] / own), row) for row in peers if quantity in row]
-    return min(over, key=lambda one: one[0], default=(None, None))
+    return min(over, key=lambda one: one[0], default=None)
 
 
 def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -207,11 +207,13 @@ def _choose(group: Sequence[Row], run: Row) -> Choice | None:
     by_name = {row["impl"]: (row["time"]["p50"], row["impl"]) for row in ours if row is not auto}
     kernels = min((by_name[impl] for impl in KERNELS if impl in by_name), default=None)
     picked = pick["time"]["p50"], str(pick.get("served_by", pick["impl"]))
-    of_peers, (times, _) = {row["impl"]: row["time"]["p50"] for row in peers}, against_peers(pick, peers)
+    found = against_peers(pick, peers)
+    best_peer = None if found is None else (found[0], found[1]["impl"])
+    of_peers = {row["impl"]: row["time"]["p50"] for row in peers}
     if picked[1] == FLASH:
-        return Choice(auto, (kernels, by_name.get(after_flash(auto)), picked), of_peers, times)
+        return Choice(auto, (kernels, by_name.get(after_flash(auto)), picked), of_peers, best_peer)
     has_flash = not str((run.get("peers") or {}).get(FLASH_PEER, "missing")).startswith("missing")
-    return Choice(auto, (kernels, picked, picked if has_flash else None), of_peers, times)
+    return Choice(auto, (kernels, picked, picked if has_flash else None), of_peers, best_peer)
 
 
 def taken(ours: Sequence[Row]) -> Row | None:
