@@ -13,6 +13,8 @@ class PlainKernels:
     """Attention after a rotation, causal or full; nothing else of a call is read."""
 
     name = "plain"
+    backward_reads = ("q", "k", "v", "causal", "scale", "tables", "keys_rotated", "deterministic")
+    reads = (*backward_reads, "scheme", "positions_q", "positions_k", "return_lse", "needs_backward")
 
     def why_not(self, call):
         return None

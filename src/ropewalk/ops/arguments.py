@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -37,6 +38,29 @@ def check_pair_block(pair_block: int | None, rotary_dim: int | None, interleaved
         raise ValueError(f"pair_block is {pair_block}, but must be even and at least 2")
     if rotary_dim is not None and rotary_dim % pair_block:
         raise ValueError(f"pair_block is {pair_block}, but must divide the number of rotated features, {rotary_dim}")
+
+
+def is_set(value: Any, neutral: Any) -> bool:
+    """Say whether a value is another than the one with which an argument or a field changes nothing."""
+    if value is neutral or neutral is None or value is None or isinstance(value, Tensor):
+        return value is not neutral
+    if isinstance(value, tuple) and isinstance(neutral, tuple):
+        return any(is_set(x, nothing) for x, nothing in zip(value, neutral, strict=True))
+    return bool(value != neutral)
+
+
+@functools.cache
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a function's arguments: with these they change nothing."""
+    return {name: x.default for name, x in inspect.signature(function).parameters.items()}
+
+
+def find_unread(function: Callable[..., Any], keywords: Mapping[str, Any], read: Collection[str]) -> str | None:
+    """Return the first of a function's keywords that is set, and that what stands in for the function does not read."""
+    for name, value in keywords.items():
+        if name not in read and is_set(value, defaults_of(function).get(name)):
+            return name
+    return None
 
 
 def without_unknown(function: Function) -> Function:

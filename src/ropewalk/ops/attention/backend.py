@@ -5,14 +5,17 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk import device as gpu
+from ropewalk.ops.arguments import is_set
+from ropewalk.ops.attention.call import NOT_IN_PROGRAM, AttentionCall
 from ropewalk.ops.rope.api import apply_rope
 
 LN_2 = math.log(2)
@@ -27,6 +30,38 @@ class Refusal(NamedTuple):
 
     code: str
     reason: str
+
+
+def why_unread(
+    call: AttentionCall, reads: tuple[str, ...], sentences: Mapping[str, str] | None = None
+) -> Refusal | None:
+    """Refuse a call in which a field is set that is not among those that are read; None if there is none.
+
+    sentences: the reasons for fields that have one of their own, in the order in which they are looked at.
+    """
+    sentences = {} if sentences is None else sentences
+    neutral = call._field_defaults
+    for name in _list_unread(call._fields, reads, tuple(sentences)):
+        if is_set(getattr(call, name), neutral.get(name)):
+            return Refusal(name, sentences.get(name, f"{name} is not supported"))
+    return None
+
+
+@gpu.assume_constant
+def _list_unread(fields: tuple[str, ...], reads: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the fields that are not among those that are read, some of them first."""
+    return _find_unread(fields, reads, first)
+
+
+@functools.cache
+def _find_unread(fields: tuple[str, ...], reads: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
+    rest = (name for name in fields if name not in first)
+    return tuple(name for name in (*first, *rest) if name not in reads)
+
+
+def why_unread_backward(call: AttentionCall, reads: tuple[str, ...]) -> Refusal | None:
+    """Refuse a call in which a field is set that a backward would have to read, and does not; None if there is none."""
+    return why_unread(call, (*reads, *NOT_IN_PROGRAM))
 
 
 class Saved(NamedTuple):
@@ -130,6 +165,7 @@ class Backend(Protocol):
     """One implementation of attention. `ropewalk.ops.attention.backends` lists them."""
 
     name: str  # what `impl=` takes
+    reads: tuple[str, ...]  # the fields that it honours, or refuses by itself: a call with another one is refused
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why it does not run a call; None if it does. It imports no Triton."""
@@ -143,12 +179,14 @@ class LibraryBackend(Backend, Protocol):
 
     def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return the output as a function of q, k and v, (B, H, T, D), for eager calls with all else as in one call."""
-        rest = call[3:]
+        _q, _k, _v, *rest = call
         return lambda q, k, v: self.attend(AttentionCall(q, k, v, *rest))[0]
 
 
 class KernelBackend(Backend, Protocol):
     """A backend with a forward and a backward of its own. All of them save the same."""
+
+    backward_reads: tuple[str, ...]  # as `reads`; a backward gets no field of `NOT_IN_PROGRAM`
 
     def why_no_backward(self, call: AttentionCall, wanted: Wanted) -> Refusal | None:
         """Say why its backward does not run where its forward did; None if it does."""

@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Backend, KernelBackend, LibraryBackend, Refusal, Wanted
+from ropewalk.ops.attention.backend import (
+    Backend,
+    KernelBackend,
+    LibraryBackend,
+    Refusal,
+    Wanted,
+    why_unread,
+    why_unread_backward,
+)
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.support import Gluon
 from ropewalk.ops.attention.libraries.flash import Flash
@@ -165,13 +173,22 @@ def why_not(backend: Backend, call: AttentionCall) -> Refusal | None:
     """Say why a backend does not run a call; None if it does."""
     if backend is not REFERENCE and not torch.compiler.is_compiling() and is_transformed():
         return Refusal("transform", "torch.func transforms and forward-mode differentiation are not supported")
-    return backend.why_not(call)
+    refusal = backend.why_not(call)
+    if refusal is None:
+        refusal = why_unread(call, backend.reads)
+    if refusal is None and call.needs_backward and backend.name in KERNELS:
+        refusal = why_unread_backward(call, TRITON.backward_reads)  # it follows where their own does not run
+    return refusal
 
 
 def choose(call: AttentionCall, impl: str | None) -> Backend:
     """Return the backend that runs a call: `impl`, or the first in order that can."""
     if impl is None:
-        return next(BACKENDS[name] for name in backend_order(call) if why_not(BACKENDS[name], call) is None)
+        for name in backend_order(call):
+            if why_not(BACKENDS[name], call) is None:
+                return BACKENDS[name]
+        refusal = why_not(REFERENCE, call)
+        raise ValueError(f"no backend can run this call: {'' if refusal is None else refusal.reason}")
     if impl not in BACKENDS:
         raise ValueError(f"impl is {impl!r}, but must be None or one of {', '.join(map(repr, BACKENDS))}")
     backend = BACKENDS[impl]
@@ -208,4 +225,6 @@ def why_missing(impl: str, device: torch.device) -> str | None:
 
 def backward_of(backend: KernelBackend, call: AttentionCall, wanted: Wanted) -> KernelBackend:
     """Return the backend whose backward follows a forward: its own, or Triton's, which runs whatever others refuse."""
-    return backend if backend.why_no_backward(call, wanted) is None else TRITON
+    if backend.why_no_backward(call, wanted) is None and why_unread_backward(call, backend.backward_reads) is None:
+        return backend
+    return TRITON

@@ -6,6 +6,7 @@ dim, S packed sequences.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -85,34 +86,37 @@ class AttentionCall(NamedTuple):
     q is (B, H, Tq, D), k (B, K, Tk, D), v (B, K, Tk, Dv); packed sequences are one batch row; k and v may be pages,
     (pages, K, page_size, D or Dv). Packed queries over a cache have cu_seqlens_q, key_lengths and a block_table, (S,
     n_pages), but no cu_seqlens_k. Read it by name alone.
+
+    A field's default is its neutral value, with which it changes nothing. A backend lists the fields that it reads, and
+    a call in which another one is set is refused (`backend.why_unread`).
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    scheme: PositionScheme | None
-    causal: bool
-    window_left: int | None  # keys before its own that a query attends; None: all
-    window_right: int | None  # those after it; None with `causal`
-    mask: Tensor | None  # (B or 1, H or 1, Tq, Tk), bool
-    key_lengths: Tensor | None  # (B,): where the keys end
-    key_starts: Tensor | None  # (B,): where the keys start; None: at 0
-    query_starts: Tensor | None  # (B,): the key index of the first query; None: Tk − Tq
-    cu_seqlens_q: Tensor | None  # (S + 1,); None: the batch is dense
-    cu_seqlens_k: Tensor | None  # (S + 1,)
-    block_table: Tensor | None  # (B, n_pages); None: k and v are not paged
-    positions_q: Tensor | None  # (B or 1, Tq); None: as `token_positions` says
-    positions_k: Tensor | None  # (B or 1, Tk)
-    blocks: BlockTables | None  # the blocks of pairs that are attended; None: all
-    scale: float
-    softcap: float | None
-    k_scale: Tensor | None  # of quantised pages, as `append_kv` has them
-    v_scale: Tensor | None
-    gate: Tensor | None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
-    sinks: Tensor | None  # (H,)
-    dropout_p: float
-    seed: Tensor | None  # (1,), int64: of dropout
-    keys_rotated: bool
+    scheme: PositionScheme | None = None
+    causal: bool = False
+    window_left: int | None = None  # keys before its own that a query attends; None: all
+    window_right: int | None = None  # those after it; None with `causal`
+    mask: Tensor | None = None  # (B or 1, H or 1, Tq, Tk), bool
+    key_lengths: Tensor | None = None  # (B,): where the keys end
+    key_starts: Tensor | None = None  # (B,): where the keys start; None: at 0
+    query_starts: Tensor | None = None  # (B,): the key index of the first query; None: Tk − Tq
+    cu_seqlens_q: Tensor | None = None  # (S + 1,); None: the batch is dense
+    cu_seqlens_k: Tensor | None = None  # (S + 1,)
+    block_table: Tensor | None = None  # (B, n_pages); None: k and v are not paged
+    positions_q: Tensor | None = None  # (B or 1, Tq); None: as `token_positions` says
+    positions_k: Tensor | None = None  # (B or 1, Tk)
+    blocks: BlockTables | None = None  # the blocks of pairs that are attended; None: all
+    scale: float = 1.0
+    softcap: float | None = None
+    k_scale: Tensor | None = None  # of quantised pages, as `append_kv` has them
+    v_scale: Tensor | None = None
+    gate: Tensor | None = None  # (B, H, Tq, Dv) or (B, H, Tq); kernels multiply the output by its sigmoid
+    sinks: Tensor | None = None  # (H,)
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # (1,), int64: of dropout
+    keys_rotated: bool = False
     score_mod: str | None = None  # “module:NAME” of the ScoreMod that kernels apply
     score_mod_params: Tensor | None = None  # (H, n) or (B, H, n), float32: the ScoreMod's numbers
     n_learned_params: int = 0  # how many columns of them, from the first, may need a gradient; 0: all
@@ -146,16 +150,6 @@ class AttentionCall(NamedTuple):
         return not self.reads_positions or (self.positions_q is None and self.positions_k is None)
 
 
-def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    """Every tensor that the caller passed, as far as kernels read it."""
-    given = () if call.far is None or call.far.given is None else call.far.given
-    masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
-    indices = (call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.positions_q, call.positions_k)
-    rest = (*(call.blocks or NO_BLOCKS)[:5], call.k_scale, call.v_scale, call.gate, call.sinks)
-    of_scheme = (call.seed, call.score_mod_params)
-    return (call.q, call.k, call.v, *masks, *indices, *rest, *of_scheme, *given)
-
-
 def rope_tables(call: AttentionCall) -> list[Tensor]:
     """All tables and weights that map features."""
     far = call.far.tables if call.far is not None else None
@@ -165,11 +159,12 @@ def rope_tables(call: AttentionCall) -> list[Tensor]:
 
 
 # The program that runs needs neither the scheme object nor the fields that shape results and choose a backend.
-_NOT_IN_PROGRAM = {"scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits"}
+NOT_IN_PROGRAM = ("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits")
 _SCHEMA_TYPES = {
     (Tensor, False): "Tensor",
     (Tensor, True): "Tensor?",
     (bool, False): "bool",
+    (bool, True): "bool?",
     (int, False): "int",
     (int, True): "SymInt?",
     (float, False): "float",
@@ -178,72 +173,98 @@ _SCHEMA_TYPES = {
 }
 
 
-def _list_leaves(record: Any, prefix: str, optional: bool) -> list[tuple[str, type, bool]]:
-    """The name, type and optionality of each field of a record, those of nested records in its place."""
-    leaves: list[tuple[str, type, bool]] = []
+class Field(NamedTuple):
+    """A field of a record."""
+
+    name: str
+    kind: Any  # its type, without None
+    is_optional: bool  # whether it may be None
+    fields: tuple[Field, ...] = ()  # of the record that it holds, if it holds one
+
+
+class Leaf(NamedTuple):
+    """A tensor or a number of a record, or of one that it holds."""
+
+    name: str  # with the names of the fields that hold it before its own
+    kind: Any
+    is_optional: bool
+
+
+def fields_of(record: type[Any], leave_out: Collection[str] = ()) -> tuple[Field, ...]:
+    """Return the fields of a record, but for some."""
+    fields = []
     for name, hint in get_type_hints(record).items():
-        if name in _NOT_IN_PROGRAM:
-            continue
-        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-        may_lack = optional or len(get_args(hint)) > 1
-        if hasattr(kinds[0], "_fields"):
-            leaves += _list_leaves(kinds[0], f"{prefix}{name}_", may_lack)
-        else:  # a number of a record that may be absent has a default, and needs no None
-            leaves.append((prefix + name, kinds[0], may_lack if kinds[0] is not bool else False))
-    return leaves
+        if name not in leave_out:
+            kind, *_ = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+            inner = fields_of(kind) if hasattr(kind, "_fields") else ()
+            fields.append(Field(name, kind, type(None) in get_args(hint), inner))
+    return tuple(fields)
 
 
-_LEAVES = _list_leaves(AttentionCall, "", False)
-LEAVES = tuple(name for name, _, _ in _LEAVES)
-IS_TENSOR = tuple(kind is Tensor for _, kind, _ in _LEAVES)
-SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind, optional]} {name}" for name, kind, optional in _LEAVES)
-_NO_TABLE = (None, None)
+def leaves_of(fields: tuple[Field, ...], prefix: str = "", is_optional: bool = False) -> tuple[Leaf, ...]:
+    """Return the leaves of a record, those of a record that it holds in its place; all may be None if it may."""
+    leaves: list[Leaf] = []
+    for field in fields:
+        name, may_lack = prefix + field.name, is_optional or field.is_optional
+        leaves += leaves_of(field.fields, f"{name}_", may_lack) or [Leaf(name, field.kind, may_lack)]
+    return tuple(leaves)
+
+
+def schema_of(leaves: tuple[Leaf, ...]) -> str:
+    """Return leaves as arguments in the schema of an operator."""
+    return ", ".join(f"{_SCHEMA_TYPES[leaf.kind, leaf.is_optional]} {leaf.name}" for leaf in leaves)
+
+
+def flatten_fields(record: Any, fields: tuple[Field, ...]) -> list[Any]:
+    """Return the leaves' values of a record; None gives None for each."""
+    values: list[Any] = []
+    for field in fields:
+        value = None if record is None else getattr(record, field.name)
+        if field.fields:
+            values += flatten_fields(value, field.fields)
+        else:
+            values.append(value)
+    return values
+
+
+def unflatten_fields(record: Any, fields: tuple[Field, ...], values: Iterator[Any], is_optional: bool = False) -> Any:
+    """Undo `flatten_fields`. A record that may be None is None where it would hold nothing."""
+    given = {}
+    is_empty = is_optional
+    for name, kind, may_lack, inner in fields:
+        given[name] = value = unflatten_fields(kind, inner, values, may_lack) if inner else next(values)
+        is_empty = is_empty and value is None
+    return None if is_empty else record(**given)
+
+
+_FIELDS = fields_of(AttentionCall, NOT_IN_PROGRAM)
+_LEAVES = leaves_of(_FIELDS)
+LEAVES = tuple(leaf.name for leaf in _LEAVES)
+IS_TENSOR = tuple(leaf.kind is Tensor for leaf in _LEAVES)
+SCHEMA = schema_of(_LEAVES)
 NO_BLOCKS = (None,) * len(BlockTables._fields)
 
 
 def flatten(call: AttentionCall) -> tuple[Any, ...]:
     """The call as a flat tuple of tensors and numbers, in the order of `LEAVES`."""
-    tables, far = call.tables, call.far
-    leaves = (
-        *call[:3],
-        *call[4:16],
-        *(call.blocks or NO_BLOCKS),
-        *call[17:29],
-        *(tables.q or _NO_TABLE),
-        *(tables.k or _NO_TABLE),
-        *tables[2:],
-    )
-    if far is None:
-        return *leaves, *_NO_FAR_LEAVES, call.deterministic
-    far_tables = (x for table in far.tables or (None, None, None) for x in table or _NO_TABLE)
-    return *leaves, far.window, *far_tables, *(far.given or (None, None, None)), call.deterministic
-
-
-_NO_FAR_LEAVES = (None,) * 10
+    return tuple(flatten_fields(call, _FIELDS))
 
 
 def unflatten(leaves: Any) -> AttentionCall:
     """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    q, k, v, *masks = leaves[:15]
-    blocks = None if leaves[15] is None else BlockTables._make(leaves[15:22])
-    plain = leaves[22:34]
-    cos_q, sin_q, cos_k, sin_k, *rest = leaves[34:43]
-    tables = Tables(_table(cos_q, sin_q), _table(cos_k, sin_k), *rest)
-    window, *features = leaves[43:53]
-    far = None
-    if window is not None:
-        q_past, q_future, k_far = features[6:]
-        if q_past is None:
-            pairs = (_table(cos, sin) for cos, sin in zip(features[0:6:2], features[1:6:2], strict=True))
-            far = FarRange(window, FarTables(*pairs))
-        else:
-            far = FarRange(window, None, FarQK(q_past, q_future, k_far))
-    call = AttentionCall(q, k, v, None, *(*masks, blocks, *plain))
-    return call._replace(tables=tables, far=far, deterministic=leaves[53])
+    call: AttentionCall = unflatten_fields(AttentionCall, _FIELDS, iter(leaves))
+    return call
 
 
-def _table(cos: Tensor | None, sin: Tensor | None) -> RopeTable | None:
-    return None if cos is None or sin is None else RopeTable(cos, sin)
+_TENSORS = tuple(field.name for field in _FIELDS if field.kind is Tensor)
+_BLOCK_TENSORS = tuple(field.name for field in fields_of(BlockTables) if field.kind is Tensor)
+
+
+def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    """Every tensor that the caller passed, as far as kernels read it."""
+    given = () if call.far is None or call.far.given is None else call.far.given
+    of_blocks = () if call.blocks is None else tuple(getattr(call.blocks, name) for name in _BLOCK_TENSORS)
+    return (*(getattr(call, name) for name in _TENSORS), *of_blocks, *given)
 
 
 def as_bhtd(x: Tensor, layout: str) -> Tensor:

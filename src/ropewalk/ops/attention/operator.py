@@ -21,10 +21,8 @@ from ropewalk.ops.attention.call import LEAVES, SCHEMA, AttentionCall, FarQK, fl
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 # The log-sum-exp is to base 2. The rotated features are what the backward reads; each is empty where the call leaves
 # its features alone, or was given them, and without `save`: then no backward may come.
-_RESULTS = (
-    "Tensor out, Tensor lse, Tensor rotated_q, Tensor rotated_k, Tensor rotated_q_past, Tensor rotated_q_future, "
-    "Tensor rotated_k_far"
-)
+_ROTATED = ("rotated_q", "rotated_k", "rotated_q_past", "rotated_q_future", "rotated_k_far")
+_RESULTS = ", ".join(f"Tensor {name}" for name in ("out", "lse", *_ROTATED))
 _LIBRARY.define(f"attend({SCHEMA}, bool save, str impl) -> ({_RESULTS})")
 # The same, and each row's largest scaled score, which has no gradient.
 _LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RESULTS}, Tensor row_logits)")
@@ -36,8 +34,10 @@ _LIBRARY.define(
     "Tensor grad_k, Tensor grad_v, Tensor grad_q_past, Tensor grad_q_future, Tensor grad_k_far, Tensor grad_params, "
     "Tensor grad_sinks, Tensor grad_gate)"
 )
-_PARAMS, _SINKS, _GATE = (LEAVES.index(name) for name in ("score_mod_params", "sinks", "gate"))
-_GIVEN = LEAVES.index("far_given_q_past")  # the first of three
+# The leaves that the results of attend_backward are the gradients of.
+_LEARNED = ("score_mod_params", "sinks", "gate")
+_OF_FAR = ("far_given_q_past", "far_given_q_future", "far_given_k")
+_DIFFERENTIABLE = ("q", "k", "v", *_OF_FAR, *_LEARNED)
 
 
 def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
@@ -83,7 +83,7 @@ def empty_row_logits(call: AttentionCall) -> Tensor:
 def _attend_call(call: AttentionCall, save: bool, impl: str) -> tuple[Tensor, ...]:
     with torch.no_grad():
         out, saved = KERNELS[impl].forward(call, save)
-        mine = (saved.q, saved.k, *saved[3:])
+        mine = (saved.q, saved.k, saved.q_past, saved.q_future, saved.k_far)
         rotated = (
             _laid_out_like(x, result) if save and is_rotated and result is not None else call.q.new_empty(0)
             for (x, is_rotated), result in zip(_features(call), mine, strict=True)
@@ -100,7 +100,8 @@ def _attend_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _attend_with_row_logits_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    return *_attend_fake(*arguments), empty_row_logits(unflatten(arguments[:-2]))
+    *leaves, _, _ = arguments
+    return *_attend_fake(*arguments), empty_row_logits(unflatten(leaves))
 
 
 def _output_of(q: Tensor, value_dim: int) -> Tensor:
@@ -113,10 +114,12 @@ def _output_of(q: Tensor, value_dim: int) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *leaves, ctx.save, ctx.impl = inputs
     call = unflatten(leaves)
-    out, lse, *rotated = output[:7]
-    given = (None, None, None) if call.far is None or call.far.given is None else call.far.given
-    k_far = call.k if call.far is not None and call.far.tables is not None else given[2]
-    plain = (call.q, call.k, *given[:2], k_far)
+    out, lse, *rotated = output
+    rotated = rotated[: len(_ROTATED)]  # row logits may follow, which have no gradient
+    q_past, q_future, k_far = (None, None, None) if call.far is None or call.far.given is None else call.far.given
+    if call.far is not None and call.far.tables is not None:
+        k_far = call.k
+    plain = (call.q, call.k, q_past, q_future, k_far)
     q, k, q_past, q_future, k_far = (
         mine if is_rotated else x for x, mine, (_, is_rotated) in zip(plain, rotated, _features(call), strict=True)
     )
@@ -139,17 +142,19 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     reads_v = grad_out is not None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    needed = ctx.needs_input_grad
+    *needed_of_leaves, _, _ = ctx.needs_input_grad
+    needed = dict(zip(LEAVES, needed_of_leaves, strict=True))
     grads = torch.ops.ropewalk.attend_backward(
         *(grad_out, grad_lse, out, lse, q_past, q_future, k_far),
-        *([needed[_PARAMS], needed[_SINKS], needed[_GATE]], ctx.impl, *leaves),
+        *([needed[name] for name in _LEARNED], ctx.impl, *leaves),
     )
-    of_leaves: list[Tensor | None] = [None] * len(LEAVES)
-    of_leaves[:3] = grads[0], grads[1], grads[2] if reads_v else None  # as `autograd` does
-    indices = (_GIVEN, _GIVEN + 1, _GIVEN + 2, _PARAMS, _SINKS, _GATE)
-    for index, grad in zip(indices, grads[3:], strict=True):
-        of_leaves[index] = grad if needed[index] else None
-    return *of_leaves, None, None
+    of_leaves = dict(zip(_DIFFERENTIABLE, grads, strict=True))
+    if not reads_v:  # as `autograd` does
+        del of_leaves["v"]
+    for name in (*_OF_FAR, *_LEARNED):
+        if not needed[name]:
+            del of_leaves[name]
+    return *(of_leaves.get(name) for name in LEAVES), None, None
 
 
 def _attend_backward(
@@ -176,8 +181,8 @@ def _attend_backward(
             return lse.new_empty(0) if x is None or grad is None else _laid_out_like(x, grad)
 
         return (
-            *(of(x, grad) for x, grad in zip((call.q, call.k, call.v), grads[:3], strict=True)),
-            *(of(x, grad) for x, grad in zip((q_past, q_future, k_far), grads[5:8], strict=True)),
+            *(of(x, grad) for x, grad in ((call.q, grads.q), (call.k, grads.k), (call.v, grads.v))),
+            *(of(x, grad) for x, grad in ((q_past, grads.q_past), (q_future, grads.q_future), (k_far, grads.k_far))),
             grads.score_mod_params
             if wants.score_mod_params and grads.score_mod_params is not None
             else lse.new_empty(0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ropewalk.ops.attention.backend import why_unread
 from ropewalk.ops.attention.call import AttentionCall, RopeTable, kv_capacity
 
 # The least that a copy pays for: queries times heads that share a key, for each row of the block table, ...
@@ -17,6 +18,13 @@ MIN_ROWS = 512
 MIN_PROGRAM_ROWS = 4096
 # Kernels that read pages in place take so many times as long for packed queries, and for quantised keys.
 SLOWER = 2
+# The fields of a call that Triton's decode kernels read; any other one takes a copy of pages, and the forward kernel.
+DECODE_READS = (
+    *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts"),
+    *("query_starts", "block_table", "positions_q", "positions_k", "scale", "softcap", "k_scale", "v_scale", "gate"),
+    *("sinks", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far", "return_lse"),
+    *("deterministic", "needs_backward"),
+)
 
 
 def is_copied(call: AttentionCall) -> bool:
@@ -43,6 +51,8 @@ def needs_copy(call: AttentionCall) -> bool:
     if call.tables.feature_weights is not None and not call.keys_rotated:
         return True
     if call.k_scale is not None and any(_has_odd_strides(x) for x in (call.k, call.v)):
+        return True
+    if call.cu_seqlens_q is None and why_unread(call, DECODE_READS) is not None:
         return True
     if call.cu_seqlens_q is not None:
         return call.k_scale is not None or call.tables.k is not None or call.far is not None

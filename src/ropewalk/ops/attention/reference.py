@@ -23,6 +23,14 @@ class Reference(LibraryBackend):
     """The backend "reference"."""
 
     name = "reference"
+    # Score mod, tables and far range are the scheme's, which it reads itself.
+    reads = (
+        *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts"),
+        *("query_starts", "cu_seqlens_q", "cu_seqlens_k", "block_table", "positions_q", "positions_k", "blocks"),
+        *("scale", "softcap", "k_scale", "v_scale", "sinks", "dropout_p", "seed", "keys_rotated", "score_mod"),
+        *("score_mod_params", "n_learned_params", "tables", "far", "return_lse", "deterministic", "needs_backward"),
+        "return_max_logits",
+    )
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """It runs every call."""

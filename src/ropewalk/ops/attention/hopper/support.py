@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted
+from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted, why_unread
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.pages import describe, is_copied
 from ropewalk.ops.attention.triton.support import Triton
@@ -29,11 +29,38 @@ _LEARNED_SCORE_MODS = _SCORE_MODS - {
     f"ropewalk.ops.attention.triton.score_mods:{name}" for name in ("UNCHANGED", "EXPOSB_DECAY")
 }
 
+# What both directions read. Keys that are rotated have no table.
+_IN_BOTH = (
+    *("q", "k", "v", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts", "query_starts"),
+    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", "scale", "softcap", "gate", "sinks"),
+    *("dropout_p", "seed", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far"),
+    "deterministic",
+)
+# What the kernels read that decode from pages in place; tables are of q alone.
+DECODE_READS = (
+    *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "key_lengths", "key_starts", "query_starts"),
+    *("block_table", "positions_q", "positions_k", "scale", "k_scale", "v_scale", "gate", "sinks", "keys_rotated"),
+    *("tables", "return_lse", "deterministic", "needs_backward"),
+)
+_NOT_DECODED = {
+    "mask": "masks are not supported",
+    "blocks": "lists of blocks are not supported",
+    "score_mod": "score mods and softcap are not supported",
+    "softcap": "score mods and softcap are not supported",
+    "far": "two-range encodings are not supported",
+    "cu_seqlens_q": "packed queries are not supported",
+}
+
 
 class Gluon:
     """The backend "gluon"."""
 
     name = "gluon"
+    reads = (
+        *(*_IN_BOTH, "block_table", "k_scale", "v_scale"),
+        *("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits"),
+    )
+    backward_reads = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why the kernels for Hopper do not run a call; None if they do."""
@@ -106,18 +133,14 @@ def _why_not_paged(call: AttentionCall) -> Refusal | None:
     q, k, table = call.q, call.k, call.block_table
     dims = call.q.shape[3], call.value_dim
     page_size, rows = k.shape[2], q.shape[2] * (q.shape[1] // k.shape[1])
-    features = {
-        "masks": call.mask is not None,
-        "lists of blocks": call.blocks is not None,
-        "score mods and softcap": call.score_mod is not None or call.softcap is not None,
-        "two-range encodings": call.far is not None,
-        "keys that are not rotated yet": call.tables.k is not None,
-        "packed queries": call.cu_seqlens_q is not None,
-        "empty caches": k.shape[0] == 0 or table is None or table.shape[1] == 0,
-    }
-    reason = next((name for name, is_there in features.items() if is_there), None)
-    if reason is not None:
-        reason = f"{reason} are not supported"
+    refusal = why_unread(call, DECODE_READS, _NOT_DECODED)
+    reason = None
+    if refusal is not None:
+        reason = refusal.reason
+    elif call.tables.k is not None:
+        reason = "keys that are not rotated yet are not supported"
+    elif k.shape[0] == 0 or table is None or table.shape[1] == 0:
+        reason = "empty caches are not supported"
     elif q.dtype not in DTYPES or (call.k_scale is None and not q.dtype == k.dtype == call.v.dtype):
         reason = "q must be of float16 or bfloat16"
     elif dims[0] != dims[1] or dims[0] not in PAGED_DIMS:

@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Refusal
+from ropewalk.ops.attention.backend import Refusal, why_unread
 from ropewalk.ops.attention.call import AttentionCall, rope_tables
 
 HALF = (torch.float16, torch.bfloat16)
 
-# Arguments that no library is called for, though some have a form of their own.
-_UNSUPPORTED = {
+# Fields that every library reads.
+READS = (
+    *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "positions_q", "positions_k", "scale"),
+    *("keys_rotated", "tables", "deterministic", "needs_backward"),
+)
+# Reasons for others, which some libraries have a form of.
+_SENTENCES = {
+    "far": "a two-range encoding is not supported: no log-sum-exp to merge its ranges by",
     "cu_seqlens_q": "packed sequences (cu_seqlens_q) are not supported",
     "block_table": "paged keys (block_table) are not supported",
     "blocks": "lists of blocks (blocks) are not supported",
@@ -20,29 +26,24 @@ _UNSUPPORTED = {
     "query_starts": "query_starts, a key index of the first query per batch row, are not supported",
     "softcap": "softcap is not supported",
     "sinks": "sinks are not supported",
+    "dropout_p": "dropout (dropout_p) is not supported: its seed would mean another mask",
+    "mask": "mask, which may leave rows without a key, is not supported",
+    "key_lengths": "key_lengths, which may leave rows without a key, is not supported",
+    "return_lse": "a differentiable log-sum-exp is not supported",
+    "return_max_logits": "max logits (return_max_logits) are not supported",
 }
 
-
-# Arguments that a mask of pairs can stand for.
+# Fields that a mask of pairs can stand for.
 MASKS = ("mask", "key_lengths", "key_starts", "query_starts")
 
 
-def why_no_library(call: AttentionCall, takes: tuple[str, ...] = ()) -> Refusal | None:
-    """Say why a library that takes some more arguments does not run a call; None if it may."""
-    for name, reason in _UNSUPPORTED.items():
-        if getattr(call, name) is not None and name not in takes:
-            return Refusal(name, reason)
-    if call.dropout_p > 0:
-        return Refusal("dropout_p", "dropout (dropout_p) is not supported: its seed would mean another mask")
+def why_no_library(call: AttentionCall, reads: tuple[str, ...]) -> Refusal | None:
+    """Say why a library that reads these fields does not run a call; None if it may."""
     if call.scheme is not None and call.scheme.has_score_mod():
         return Refusal("score_mod", f"the score mod of {type(call.scheme).__name__} is not supported")
-    for name in ("mask", "key_lengths"):
-        if getattr(call, name) is not None and name not in takes:
-            return Refusal(name, f"{name}, which may leave rows without a key, is not supported")
-    if call.return_lse:
-        return Refusal("return_lse", "a differentiable log-sum-exp is not supported")
-    if call.return_max_logits:
-        return Refusal("return_max_logits", "max logits (return_max_logits) are not supported")
+    refusal = why_unread(call, reads, _SENTENCES)
+    if refusal is not None:
+        return refusal
     if call.q.numel() == 0 or call.k.numel() == 0:
         return Refusal("empty", "empty tensors are not supported")
     if not call.scale > 0:

@@ -16,7 +16,14 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.libraries import flash_two_range
-from ropewalk.ops.attention.libraries.common import HALF, refuse_dtype, refuse_values, why_misaligned, why_no_library
+from ropewalk.ops.attention.libraries.common import (
+    HALF,
+    READS,
+    refuse_dtype,
+    refuse_values,
+    why_misaligned,
+    why_no_library,
+)
 from ropewalk.ops.attention.tables import map_far_features, map_features
 
 _LATENT = (192, 128)  # head dims of q and k, and of v, in DeepSeek's attention with latent keys and values
@@ -27,6 +34,7 @@ class Flash(LibraryBackend):
     """The backend "flash"."""
 
     name = "flash"
+    reads = (*READS, "far")
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why flash-attn does not run a call; None if it does."""
@@ -38,7 +46,7 @@ class Flash(LibraryBackend):
             return Refusal("missing", "flash-attn is not installed, or has no kernels for this GPU")
         if torch.compiler.is_compiling() or gpu.is_fake(q):
             return Refusal("compile", "flash-attn's functions are no operators that torch.compile can trace")
-        refusal = why_no_library(call)
+        refusal = why_no_library(call, self.reads)
         if refusal is not None:
             return refusal
         if (call.causal or call.has_window) and q.shape[2] > k.shape[2]:

@@ -15,6 +15,7 @@ from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, exist
 from ropewalk.ops.attention.libraries.common import (
     HALF,
     MASKS,
+    READS,
     refuse_dtype,
     refuse_values,
     why_misaligned,
@@ -31,6 +32,7 @@ class Sdpa(LibraryBackend):
     """The backend "sdpa"."""
 
     name = "sdpa"
+    reads = (*READS, *MASKS, "cu_seqlens_q", "cu_seqlens_k")  # on a CPU
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why PyTorch's kernels do not run a call; None if they do."""
@@ -38,9 +40,7 @@ class Sdpa(LibraryBackend):
         is_cpu = q.device.type == "cpu"
         if call.has_window and not is_cpu:
             return Refusal("window", "window is not supported")
-        if call.far is not None:
-            return Refusal("far", "a two-range encoding is not supported: no log-sum-exp to merge its ranges by")
-        refusal = why_no_library(call, _taken_on_a_cpu(call) if is_cpu else ())
+        refusal = why_no_library(call, _read_on_a_cpu(call) if is_cpu else READS)
         if refusal is not None:
             return refusal
         if call.tables.q is not None and q.shape[3] > MAX_ROTATED:
@@ -110,11 +110,14 @@ class Sdpa(LibraryBackend):
         return lambda q, k, v: attend(*map_qk(q, k), v)
 
 
-def _taken_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
-    """Return the arguments that a CPU runs and a GPU does not. Where sequences end is read: a traced call cannot."""
+def _read_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
+    """Return the fields that are read on a CPU; a GPU reads fewer.
+
+    Where sequences end is a value, which a traced call cannot read.
+    """
     bounds = (call.cu_seqlens_q, call.cu_seqlens_k)
     may_read = call.cu_seqlens_q is None or (is_plain_eager(call.q, *bounds) and not is_transformed())
-    return (*MASKS, "cu_seqlens_q") if may_read else MASKS
+    return Sdpa.reads if may_read else (*READS, *MASKS)
 
 
 def _needs_mask(call: AttentionCall) -> bool:

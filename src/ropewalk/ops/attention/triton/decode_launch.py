@@ -14,8 +14,9 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
+from ropewalk.ops.attention.backend import AT_ONCE, Steps, why_unread
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
+from ropewalk.ops.attention.pages import DECODE_READS
 from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
@@ -148,7 +149,7 @@ _TILES_TO_INTERPRET = DecodeTiles(16, 1, 1)
 def supports(call: AttentionCall) -> bool:
     """Return whether a call is for these kernels: pages, or few queries and many keys. Reads no values."""
     q, k = call.q, call.k
-    if call.dropout_p > 0 or call.cu_seqlens_q is not None or call.blocks is not None:
+    if why_unread(call, DECODE_READS) is not None:
         return False
     if call.far is not None and (not call.causal or call.positions_q is not None):
         return False

@@ -57,7 +57,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     """Attend. Without `save`, the saved q and k are undefined."""
     if is_copied(call):
         call = copy_pages(call, on)
-    if not save and call.row_logits is None and decode_launch.supports(call):
+    if not save and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
         if call.gate is not None and out.numel():
             (gated,) = gate_kernel.forward(out, call.gate, on)

@@ -16,11 +16,23 @@ MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_OF_QUANTISED = 256  # as `ops.cache` writes them
 MAX_HEAD_DIM_OF_FLOAT32 = 256  # on GPUs: products without tensor cores hold whole rows in registers
 
+# What both directions read. Keys that are rotated have no table.
+_IN_BOTH = (
+    *("q", "k", "v", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts", "query_starts"),
+    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", "scale", "softcap", "gate", "sinks"),
+    *("dropout_p", "seed", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far"),
+    "deterministic",
+)
+_OF_CACHES = ("block_table", "k_scale", "v_scale")
+_OF_RESULTS = ("return_lse", "needs_backward", "return_max_logits", "row_logits")
+
 
 class Triton:
     """The backend "triton"."""
 
     name = "triton"
+    reads = (*_IN_BOTH, *_OF_CACHES, *_OF_RESULTS, "scheme")
+    backward_reads = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why the Triton kernels do not run a call; None if they do."""
