@@ -55,11 +55,13 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: x.default for name, x in inspect.signature(function).parameters.items()}
 
 
-def find_unread(function: Callable[..., Any], keywords: Mapping[str, Any], read: Collection[str]) -> str | None:
-    """Return the first of a function's keywords that is set, and that what stands in for the function does not read."""
+def why_unread(function: Callable[..., Any], keywords: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    """Say that a keyword of a function is set which what stands in for the function does not read; None: none is."""
     for name, value in keywords.items():
-        if name not in read and is_set(value, defaults_of(function).get(name)):
-            return name
+        neutral = None if name in reads else defaults_of(function).get(name)
+        if name not in reads and is_set(value, neutral):
+            given = f"is {value!r}" if isinstance(value, (bool, int, float, str)) else "was given"
+            return f"{name} {given}, but must be {neutral!r}"
     return None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ropewalk.ops.arguments import why_unread
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.schemes import PositionScheme
 from ropewalk.schemes.heads import OfHeads
@@ -24,6 +25,16 @@ from ropewalk.schemes.heads import OfHeads
 _HEADS = {"bthd": 2, "bhtd": 1, "thd": 1}  # the dimension of heads
 _TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # that of tokens
 _PER_ROW = ("key_lengths", "key_starts", "query_starts")
+# The keywords of `attention` and of `apply_rope` that ranks read: a call in which another one is set is refused.
+ATTENTION_READS = (
+    *("position", "causal", "window", "scale", "mask", *_PER_ROW, "cu_seqlens_q", "cu_seqlens_k", "positions_q"),
+    *("positions_k", "block_table", "softcap", "sinks", "keys_rotated", "norm", "gate", "k_scale", "v_scale"),
+    *("return_lse", "return_max_logits", "layout", "deterministic", "impl"),
+)
+ROTATION_READS = (
+    *("cos", "sin", "positions", "offsets", "axes", "cu_seqlens", "norm", "layout", "interleaved", "pair_block"),
+    *("inverse", "rotary_dim", "rotary_offset", "impl"),
+)
 
 
 class _Shards(NamedTuple):
@@ -179,13 +190,20 @@ def _of_positions(shards: _Shards, x: Any) -> Any:
     return shards.of_rows(shards.shared(x), 1 if x.ndim == 3 else 0)
 
 
+def _of_scale(shards: _Shards, scale: Tensor) -> Tensor:
+    """Return the scales of this rank's key heads: (), (K,), or those of each token, (pages, page_size, K, …)."""
+    shared = shards.shared(scale)
+    return shared if shared.ndim == 0 else shards.of_heads(shared, 0 if shared.ndim == 1 else 2)
+
+
 def attend(attention: Callable[..., Any], q: Any, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Any:
     """Run `attention` on this rank's parts."""
-    shards, parts, local = to_parts(q, k, v, keywords)
+    shards, parts, local = to_parts(attention, q, k, v, keywords)
     return to_dtensors(shards, attention(*parts, **local), keywords)
 
 
 def to_parts(
+    attention: Callable[..., Any],
     q: Any,
     k: Tensor,
     v: Tensor,
@@ -203,8 +221,9 @@ def to_parts(
         raise ValueError(f"dropout_p is {keywords['dropout_p']}, but must be 0 for DTensors: ranks would drop alike")
     if keywords["block_table"] is not None and shards.rows > 1:
         raise ValueError("block_table was given, but must be None where the batch is sharded")
-    if keywords["blocks"] is not None:
-        raise ValueError("blocks was given, but must be None for DTensors")
+    unread = why_unread(attention, keywords, (*ATTENTION_READS, "dropout_p"))
+    if unread is not None:
+        raise ValueError(f"{unread} for DTensors")
     local = dict(keywords)
     if keywords["gate"] is not None:
         local["gate"] = shards.local("gate", keywords["gate"])
@@ -224,6 +243,9 @@ def to_parts(
         local["mask"] = mask
     if keywords["sinks"] is not None:
         local["sinks"] = shards.of_heads(shards.shared(keywords["sinks"]), 0)
+    for name in ("k_scale", "v_scale"):
+        if keywords[name] is not None:
+            local[name] = _of_scale(shards, keywords[name])
     local["position"] = _of_scheme(shards, keywords["position"], q.shape[heads])
     local["norm"] = _of_norm(shards, keywords["norm"])
     for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"):
@@ -252,6 +274,9 @@ def rotate(apply_rope: Callable[..., Any], q: Any, k: Any, keywords: dict[str, A
     shards = _read(q, layout, 0 if k is None else k.shape[heads])
     if keywords["inplace"]:
         raise ValueError("inplace is True, but must be False for DTensors")
+    unread = why_unread(apply_rope, keywords, (*ROTATION_READS, "inplace"))
+    if unread is not None:
+        raise ValueError(f"{unread} for DTensors")
     local = dict(keywords)
     is_looked_up = isinstance(keywords["positions"], Tensor) or keywords["offsets"] is not None
     for name in ("cos", "sin"):

@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from ropewalk.parallel.layout import SequenceLayout
 
+# What ranks must have alike in a call: names, for errors, and values.
+Kind = tuple[tuple[str, Any], ...]
 
-def needs_agreement(layout: SequenceLayout, kind: tuple[Any, ...] | None, agreed: set[Any] | None = None) -> bool:
+
+def needs_agreement(layout: SequenceLayout, kind: Kind | None, agreed: set[Any] | None = None) -> bool:
     """Say whether ranks compare a call of a kind."""
     return not (
         torch.compiler.is_compiling() or layout.size == 1 or kind in (layout.agreed if agreed is None else agreed)
@@ -20,7 +23,7 @@ def needs_agreement(layout: SequenceLayout, kind: tuple[Any, ...] | None, agreed
 
 def agree(
     layout: SequenceLayout,
-    kind: tuple[Any, ...] | None,
+    kind: Kind | None,
     error: Exception | None,
     agreed: set[Any] | None = None,
 ) -> None:
@@ -45,17 +48,26 @@ def agree(
         if layout.device.type != "cpu":
             agreed.add(kind)
         return
-    texts: list[Any] = [None] * layout.size
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=layout.group)
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    values = {name: repr(value) for name, value in kind or ()}
+    of_ranks: list[Any] = [None] * layout.size
+    dist.all_gather_object(of_ranks, (text, values), group=layout.group)
     if error is not None:
         return  # the caller raises it
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise ValueError(f"the call cannot run on rank {layout.rank}, because rank {rank} raised {text}")
+    for rank, (other_text, _) in enumerate(of_ranks):
+        if other_text is not None:
+            raise ValueError(f"the call cannot run on rank {layout.rank}, because rank {rank} raised {other_text}")
+    others = [rank for rank, other in enumerate(numbers) if other != number]
+    other = min(others)
+    _, values_there = of_ranks[other]
+    names = [name for name in (*values, *values_there) if values.get(name) != values_there.get(name)]
+    differences = (
+        f"{name} is {values.get(name)} on rank {layout.rank} and {values_there.get(name)} on rank {other}"
+        for name in dict.fromkeys(names)
+    )
     raise ValueError(
-        f"the call has other shapes or keywords on ranks "
-        f"{[rank for rank, other in enumerate(numbers) if other != number]} than on rank {layout.rank}, but must have "
-        f"the same on all"
+        f"the call has other shapes or keywords on ranks {others} than on rank {layout.rank}, but must have the same "
+        f"on all: {'; '.join(differences)}"
     )
 
 

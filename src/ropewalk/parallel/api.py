@@ -6,6 +6,7 @@ Letters: B batch, T tokens, H query heads, K key heads, D head dim, n ranks.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.ops.arguments import why_unread
 from ropewalk.ops.attention import api
 from ropewalk.ops.attention.backends import choose as choose_backend
 from ropewalk.ops.attention.call import NO_TABLES, from_bhtd
@@ -23,7 +25,7 @@ from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_dtensor
 from ropewalk.parallel import call as calls
-from ropewalk.parallel.agreement import agree, needs_agreement, refuse
+from ropewalk.parallel.agreement import Kind, agree, needs_agreement, refuse
 from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain, flatten_nodes
 from ropewalk.parallel.gathered import attend_gathered, attend_halo
@@ -37,6 +39,11 @@ _RUN = {"gather": attend_gathered, "halo": attend_halo, "ulysses": attend_by_hea
 _TOKENS = {"bthd": 1, "bhtd": 2, "thd": 0}  # their dimension
 # Arguments of `attention` that speak of the keys of one process.
 _LOCAL = ("mask", "key_lengths", "key_starts", "query_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+# Those that a sharded call reads: within `context_parallel` a call in which another one is set is refused.
+READS = (
+    *("position", "causal", "window", "scale", "softcap", "sinks", "norm", "gate", "dropout_p", "positions_q"),
+    *("positions_k", "return_lse", "layout", "deterministic", "impl"),
+)
 
 
 def context_parallel_attention(
@@ -136,13 +143,19 @@ def _attend(
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
     if is_dtensor(q):
         return _attend_dtensors(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
+    if not torch.compiler.is_compiling():
+        layout.n_calls += 1
     options = {"scale": given.scale, "softcap": given.softcap, "deterministic": deterministic, "impl": impl}
     q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
     try:
         call = _check(q, k, v, layout, given._replace(gate=gate), norm, options)
         call = flatten_nodes(call, method)
         method = choose(call, method)
-        kind = (method, sum_gradients, return_lse, given.layout, gate is not None, *_kind(call, norm))
+        kind = (
+            *_kind(call, norm),
+            *(("gate", _describe(gate)), ("return_lse", return_lse), ("layout_of_tensors", given.layout)),
+            *(("sum_gradients", sum_gradients), ("method", method)),
+        )
         if sum_gradients:
             call, norm = _sum_gradients(call, norm)
         q, k, v, scheme = prepare_features(call, norm)
@@ -179,7 +192,9 @@ def _attend_dtensors(
 
     keywords = {**given._asdict(), "norm": norm, "return_lse": return_lse, "return_max_logits": False}
     try:
-        shards, parts, local = dtensor.to_parts(q, k, v, keywords, partial(is_over, layout), not sum_gradients)
+        shards, parts, local = dtensor.to_parts(
+            api.attention, q, k, v, keywords, partial(is_over, layout), not sum_gradients
+        )
     except Exception as error:
         refuse(layout, error)
     norm = local.pop("norm")
@@ -203,11 +218,7 @@ def _check(
         raise ValueError(f"layout_of_tensors is {given.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.ndim == len(given.layout):
-            if x.shape[tokens] != layout.n_local:
-                raise ValueError(
-                    f"{name} has {x.shape[tokens]} tokens, but must have the {layout.n_local} of a shard, for "
-                    f"{layout}: shard the whole sequence once"
-                )
+            layout.check_tokens(name, x.shape[tokens])
             if x.device != layout.device:
                 raise ValueError(f"{name} is on {x.device}, but must be on the layout's device, {layout.device}")
     if given.layout == "thd":
@@ -259,14 +270,20 @@ def _check_attention(call: ShardedCall) -> None:
             choose_backend(made, impl)
 
 
-def _kind(call: ShardedCall, norm: QKNorm | None) -> tuple[Any, ...]:
-    """Return what ranks must have alike."""
+def _kind(call: ShardedCall, norm: QKNorm | None) -> Kind:
+    """Return what ranks must have alike, first what others follow from."""
     layout = call.layout
-    shapes = (call.q.shape, call.k.shape, call.v.shape, str(call.q.dtype))
-    of_call = (call.causal, call.window, call.dropout_p, *map(_describe, call.options.values()))
-    held = (_describe(call.scheme), _describe(norm), _describe(call.sinks))
-    needs_grad = tuple(x.requires_grad for x in (call.q, call.k, call.v)) if torch.is_grad_enabled() else ()
-    return (*shapes, *of_call, *held, *needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    needs_grad = torch.is_grad_enabled()
+    return (
+        *layout.named,
+        ("the dtype of q", str(call.q.dtype)),
+        *((f"the shape of {name}, (B, H, T, D),", tuple(x.shape)) for name, x in tensors.items()),
+        *(("causal", call.causal), ("window", call.window), ("dropout_p", call.dropout_p)),
+        *((name, _describe(x)) for name, x in call.options.items()),
+        *(("position", _describe(call.scheme)), ("norm", _describe(norm)), ("sinks", _describe(call.sinks))),
+        *((f"{name}.requires_grad", x.requires_grad and needs_grad) for name, x in tensors.items()),
+    )
 
 
 def _describe(x: Any) -> Any:
@@ -309,7 +326,10 @@ def context_parallel(layout: SequenceLayout) -> Iterator[None]:
         layout: which tokens each rank holds.
 
     Raises:
-        TypeError: a layout of another type. Within the context, what `context_parallel_attention` raises.
+        TypeError: a layout of another type. Within the context, what `context_parallel_attention` raises; any other
+            argument of `attention` that is set raises NotImplementedError.
+
+    It warns on exit if no attention of Ropewalk ran: whatever else a model attends by would see each shard alone.
 
     Source: the methods of `context_parallel_attention`.
 
@@ -326,24 +346,33 @@ def context_parallel(layout: SequenceLayout) -> Iterator[None]:
     """
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
+    before = layout.n_calls
     with calls.inside(layout, _attend_in_context):
         yield
+    if layout.n_calls == before:
+        warnings.warn(
+            "no attention of Ropewalk ran within context_parallel: a model that attends by another one, such as "
+            "transformers' 'sdpa', attends each shard alone; pass attn_implementation='ropewalk', or call "
+            "ropewalk.attention",
+            stacklevel=3,
+        )
 
 
 def _attend_in_context(shards_of: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     """Run a call of `attention` that was made within a context; `layout` is that of its tensors."""
     for name in _LOCAL:
-        if keywords.pop(name) is not None:
+        if keywords[name] is not None:
             text = "it speaks of local tokens; documents are SequenceLayout(…, cu_seqlens=…)"
             refuse(shards_of, ValueError(f"{name} was given within context_parallel, but must be None: {text}"))
-    if keywords.pop("blocks") is not None:
+    if keywords["blocks"] is not None:
         text = "blocks was given within context_parallel, but must be None: lists of blocks are not supported"
         refuse(shards_of, NotImplementedError(text))
-    for name in ("keys_rotated", "return_max_logits"):
-        if keywords.pop(name):
-            refuse(shards_of, NotImplementedError(f"{name} is True, but must be False within context_parallel"))
-    rest = {name: keywords.pop(name) for name in ("norm", "return_lse", "deterministic", "impl")}
-    return _attend(q, k, v, shards_of, Arguments(**keywords), **rest)
+    unread = why_unread(api.attention, keywords, READS)
+    if unread is not None:
+        refuse(shards_of, NotImplementedError(f"{unread} within context_parallel"))
+    given = Arguments(**{name: keywords[name] for name in READS if name in Arguments._fields})
+    rest = {name: keywords[name] for name in READS if name not in Arguments._fields}
+    return _attend(q, k, v, shards_of, given, **rest)
 
 
 def explain_context_parallel(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> ContextParallelChoice:
@@ -380,7 +409,7 @@ def explain_context_parallel(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -
     keywords["layout"] = keywords.pop("layout_of_tensors", "bthd")
     for name in ("sum_gradients", "return_lse"):
         keywords.pop(name, None)
-    unknown = [name for name in keywords if name not in Arguments._fields or name in _LOCAL]
+    unknown = [name for name in keywords if name not in Arguments._fields or name not in READS]
     if unknown:
         raise TypeError(f"explain_context_parallel got {unknown[0]}, which is no argument of it")
     given = Arguments(**keywords)

@@ -143,6 +143,7 @@ class SequenceLayout:
             self._piece = -(-piece // multiple) * multiple
             self.n_local = self._piece * len(self._pieces[0])
             self._runs = [self._find_runs(rank) for rank in range(self.size)]
+        self.n_calls = 0  # of sharded attention, but for traced ones
         self.agreed: set[Any] = set()  # kinds of calls of attention that all ranks have made alike
         self.agreed_gathers: set[Any] = set()  # likewise of unshard_sequence
         self.indices = self.indices_of(self.rank).to(device)
@@ -163,6 +164,20 @@ class SequenceLayout:
             f"SequenceLayout({self.n_tokens} tokens, {self.kind!r}, rank {self.rank} of {self.size}, "
             f"{self.n_local} local tokens{documents})"
         )
+
+    @property
+    def named(self) -> tuple[tuple[str, Any], ...]:
+        """What all ranks' layouts must have alike, by name."""
+        return ("layout.n_tokens", self.n_tokens), ("layout.kind", self.kind), ("layout.cu_seqlens", self.bounds)
+
+    def check_tokens(self, name: str, n_tokens: int) -> None:
+        """Raise unless a tensor has as many tokens as a shard."""
+        if n_tokens != self.n_local:
+            raise ValueError(
+                f"{name} has {n_tokens} tokens, but must have the {self.n_local} of a shard, for {self}: pass the "
+                f"whole sequence to shard_sequence once, before the model; there is no generation within "
+                f"context_parallel"
+            )
 
     def indices_of(self, rank: int) -> Tensor:
         """Return the indices of a rank's tokens, (T_local,), on the CPU."""

@@ -99,7 +99,10 @@ def unshard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
     except (TypeError, ValueError) as error:
         refuse(layout, error, layout.agreed_gathers)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    kind = (x.shape, str(x.dtype), dim, needs_grad, layout.n_tokens, layout.kind, layout.bounds)
+    kind = (
+        *(("the shape of x", tuple(x.shape)), ("the dtype of x", str(x.dtype)), ("dim", dim)),
+        *(("x.requires_grad", needs_grad), *layout.named),
+    )
     agree(layout, kind, None, layout.agreed_gathers)
     whole: Tensor = _Gather.apply(layout, x.movedim(dim, 0))[0]
     return whole.movedim(0, dim)

@@ -324,8 +324,12 @@ def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
     assert layout is not None
     if position_ids is None or position_ids.ndim != 2 or getattr(module, "layer_idx", 0) != 0:
         return
+    try:
+        layout.check_tokens("position_ids", position_ids.shape[1])
+    except ValueError as error:
+        refuse(layout, error)
     is_wrong = (position_ids != layout.positions) & layout.valid
-    if position_ids.shape[1] == layout.n_local and bool(is_wrong.any()):
+    if bool(is_wrong.any()):
         text = "must be layout.positions[None] within context_parallel: the model rotates by them"
         refuse(layout, ValueError(f"position_ids are not the layout's, but {text}"))
 
