@@ -27,6 +27,9 @@ TESTS = [
     path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)
 ]
 
+# Files that read records on the host.
+RECORDS = [OPS / "attention" / f"{name}.py" for name in ("call", "operator", "backend", "backends", "pages")]
+
 MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 120
 # Their arguments are the public contract; a command's are the options that its help lists.
 MANY_ARGUMENTS = re.compile(
@@ -99,6 +102,24 @@ def numbered_fields(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{ast.unparse(node)} in {function.name} has no name"
 
 
+def _as_integer(node: ast.expr | None) -> int:
+    """The absolute value of a number in the source; 0 for anything else."""
+    text = "" if node is None else ast.unparse(node)
+    return abs(int(text)) if re.fullmatch(r"-?\d+", text) else 0
+
+
+def numbered_records(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Subscripts and slices by numbers above 1 on the host: a field in the middle of a record would move what follows.
+
+    Shapes and strides are sequences.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not re.search(r"(shape|stride\(\))$", ast.unparse(node.value)):
+            bounds = (node.slice.lower, node.slice.upper) if isinstance(node.slice, ast.Slice) else (node.slice,)
+            if max(map(_as_integer, bounds)) > 1:
+                yield node.lineno, f"{ast.unparse(node)} has no name"
+
+
 def weak_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Docstrings whose first word is no verb and no noun."""
     for node in ast.walk(tree):
@@ -165,6 +186,7 @@ BY_TREE = {
     "launches by keyword": (positional_launches, SOURCES),
     "host parameters": (long_host, SOURCES),
     "fields by name": (numbered_fields, SOURCES),
+    "records by name": (numbered_records, RECORDS),
     "first words": (weak_docstrings, SOURCES),
     "old parts of names": (old_parts, [path for path in SOURCES if OPS in path.parents]),
 }
@@ -218,6 +240,7 @@ BAD = {
     "launches by keyword": "forward_kernel[grid](q, k, v, BLOCK_M=64)",
     "host parameters": f"def prepare({TWENTY}):\n    pass",
     "fields by name": "@gluon.jit\ndef count(lengths):\n    return lengths[2]",
+    "records by name": "masks = call[4:16]",
     "first words": 'def f():\n    """What it does."""',
     "old parts of names": "def turn_keys(keys):\n    pass",
     "old names": "the scheme's `change_scores`",
@@ -232,6 +255,7 @@ GOOD = {
     "launches by keyword": "forward_kernel[grid](q=q, BLOCK_M=64)",
     "host parameters": f"def prepare({THIRTEEN}):\n    pass",
     "fields by name": "@triton.jit\ndef count(x, seqlens):\n    return x.shape[0] + seqlens.n_keys + x[:, None]",
+    "records by name": "batch, first, rest = x.shape[:3], results[0], results[1:]",
     "first words": 'def f():\n    """Return which it is."""',
     "old parts of names": "def replace(keys, returns):\n    pass",
     "old names": "It replaces an observed server, PINNED.",

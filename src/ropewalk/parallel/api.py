@@ -143,8 +143,7 @@ def _attend(
         raise TypeError(f"layout is {type(layout).__name__}, but must be a SequenceLayout")
     if is_dtensor(q):
         return _attend_dtensors(q, k, v, layout, given, norm, method, sum_gradients, return_lse, deterministic, impl)
-    if not torch.compiler.is_compiling():
-        layout.n_calls += 1
+    _count(layout)
     options = {"scale": given.scale, "softcap": given.softcap, "deterministic": deterministic, "impl": impl}
     q, k, v, gate = api.lower_for_autocast(q, k, v, given.gate)
     try:
@@ -173,6 +172,12 @@ def _attend(
     if not return_lse:
         return out
     return out, lse.squeeze(0) if given.layout == "thd" else lse
+
+
+def _count(layout: SequenceLayout) -> None:
+    """Count a call of a layout's, for `context_parallel`; a compiled program would be for one number."""
+    if not torch.compiler.is_compiling():
+        layout.n_calls += 1
 
 
 def _attend_dtensors(
@@ -360,6 +365,7 @@ def context_parallel(layout: SequenceLayout) -> Iterator[None]:
 
 def _attend_in_context(shards_of: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     """Run a call of `attention` that was made within a context; `layout` is that of its tensors."""
+    _count(shards_of)
     for name in _LOCAL:
         if keywords[name] is not None:
             text = "it speaks of local tokens; documents are SequenceLayout(…, cu_seqlens=…)"

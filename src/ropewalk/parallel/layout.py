@@ -167,7 +167,7 @@ class SequenceLayout:
 
     @property
     def named(self) -> tuple[tuple[str, Any], ...]:
-        """What all ranks' layouts must have alike, by name."""
+        """Name what the layouts of all ranks must have alike."""
         return ("layout.n_tokens", self.n_tokens), ("layout.kind", self.kind), ("layout.cu_seqlens", self.bounds)
 
     def check_tokens(self, name: str, n_tokens: int) -> None:
