@@ -165,20 +165,6 @@ class SequenceLayout:
             f"{self.n_local} local tokens{documents})"
         )
 
-    @property
-    def named(self) -> tuple[tuple[str, Any], ...]:
-        """Name what the layouts of all ranks must have alike."""
-        return ("layout.n_tokens", self.n_tokens), ("layout.kind", self.kind), ("layout.cu_seqlens", self.bounds)
-
-    def check_tokens(self, name: str, n_tokens: int) -> None:
-        """Raise unless a tensor has as many tokens as a shard."""
-        if n_tokens != self.n_local:
-            raise ValueError(
-                f"{name} has {n_tokens} tokens, but must have the {self.n_local} of a shard, for {self}: pass the "
-                f"whole sequence to shard_sequence once, before the model; there is no generation within "
-                f"context_parallel"
-            )
-
     def indices_of(self, rank: int) -> Tensor:
         """Return the indices of a rank's tokens, (T_local,), on the CPU."""
         if self.between is not None and self.within is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ropewalk.ops.tracing import is_dtensor
-from ropewalk.parallel.agreement import agree, refuse
+from ropewalk.parallel.agreement import agree, kind_of_layout, refuse
 from ropewalk.parallel.layout import SequenceLayout, Within
 
 
@@ -101,7 +101,7 @@ def unshard_sequence(x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     kind = (
         *(("the shape of x", tuple(x.shape)), ("the dtype of x", str(x.dtype)), ("dim", dim)),
-        *(("x.requires_grad", needs_grad), *layout.named),
+        *(("x.requires_grad", needs_grad), *kind_of_layout(layout)),
     )
     agree(layout, kind, None, layout.agreed_gathers)
     whole: Tensor = _Gather.apply(layout, x.movedim(dim, 0))[0]

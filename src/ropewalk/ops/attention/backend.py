@@ -179,6 +179,7 @@ class LibraryBackend(Backend, Protocol):
 
     def bind(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return the output as a function of q, k and v, (B, H, T, D), for eager calls with all else as in one call."""
+        rest: list[Any]
         _q, _k, _v, *rest = call
         return lambda q, k, v: self.attend(AttentionCall(q, k, v, *rest))[0]
 

@@ -116,10 +116,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     call = unflatten(leaves)
     out, lse, *rotated = output
     rotated = rotated[: len(_ROTATED)]  # row logits may follow, which have no gradient
-    q_past, q_future, k_far = (None, None, None) if call.far is None or call.far.given is None else call.far.given
+    given: Any = (None, None, None) if call.far is None or call.far.given is None else call.far.given
     if call.far is not None and call.far.tables is not None:
-        k_far = call.k
-    plain = (call.q, call.k, q_past, q_future, k_far)
+        given = None, None, call.k
+    plain: tuple[Any, ...] = (call.q, call.k, *given)
     q, k, q_past, q_future, k_far = (
         mine if is_rotated else x for x, mine, (_, is_rotated) in zip(plain, rotated, _features(call), strict=True)
     )

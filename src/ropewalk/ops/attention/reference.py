@@ -24,7 +24,7 @@ class Reference(LibraryBackend):
 
     name = "reference"
     # Score mod, tables and far range are the scheme's, which it reads itself.
-    reads = (
+    reads: tuple[str, ...] = (
         *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts"),
         *("query_starts", "cu_seqlens_q", "cu_seqlens_k", "block_table", "positions_q", "positions_k", "blocks"),
         *("scale", "softcap", "k_scale", "v_scale", "sinks", "dropout_p", "seed", "keys_rotated", "score_mod"),

@@ -56,11 +56,11 @@ class Gluon:
     """The backend "gluon"."""
 
     name = "gluon"
-    reads = (
+    reads: tuple[str, ...] = (
         *(*_IN_BOTH, "block_table", "k_scale", "v_scale"),
         *("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits"),
     )
-    backward_reads = _IN_BOTH
+    backward_reads: tuple[str, ...] = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why the kernels for Hopper do not run a call; None if they do."""

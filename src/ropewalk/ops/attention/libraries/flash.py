@@ -34,7 +34,7 @@ class Flash(LibraryBackend):
     """The backend "flash"."""
 
     name = "flash"
-    reads = (*READS, "far")
+    reads: tuple[str, ...] = (*READS, "far")
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why flash-attn does not run a call; None if it does."""

@@ -32,7 +32,7 @@ class Sdpa(LibraryBackend):
     """The backend "sdpa"."""
 
     name = "sdpa"
-    reads = (*READS, *MASKS, "cu_seqlens_q", "cu_seqlens_k")  # on a CPU
+    reads: tuple[str, ...] = (*READS, *MASKS, "cu_seqlens_q", "cu_seqlens_k")  # on a CPU
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why PyTorch's kernels do not run a call; None if they do."""

@@ -31,8 +31,8 @@ class Triton:
     """The backend "triton"."""
 
     name = "triton"
-    reads = (*_IN_BOTH, *_OF_CACHES, *_OF_RESULTS, "scheme")
-    backward_reads = _IN_BOTH
+    reads: tuple[str, ...] = (*_IN_BOTH, *_OF_CACHES, *_OF_RESULTS, "scheme")
+    backward_reads: tuple[str, ...] = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
         """Say why the Triton kernels do not run a call; None if they do."""
