@@ -156,6 +156,19 @@ def check_packed_and_masks(rank: int) -> None:
         of_mine = attention(*sharded, return_max_logits=True, **keywords)
         _close(of_mine[0], out)
         _close(of_mine[1], most)
+    _check_scales_of_pages(mesh)
+
+
+def _check_scales_of_pages(mesh: DeviceMesh) -> None:
+    """Scales of each token and of each head, beside pages that are sharded by heads."""
+    q, table, lengths = _draw(1, 2, H, D).float(), torch.tensor([[2, 0, 1]]), torch.tensor([T])
+    for dtype, shape in ((torch.int8, (3, 4, K)), (torch.float8_e4m3fn, (K,)), (torch.float8_e4m3fn, ())):
+        k, v = ((8 * _draw(3, 4, K, D) + shift).to(dtype) for shift in (0, 3))
+        scales = {name: _draw(*shape).float().abs() for name in ("k_scale", "v_scale")}
+        keywords = {"block_table": table, "key_lengths": lengths, "causal": True, **scales}
+        parts = (x.chunk(mesh.size(), 2)[mesh.get_local_rank()] for x in (q, k, v))  # gloo sends no float8
+        mine = attention(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in parts), **keywords)
+        torch.testing.assert_close(mine.full_tensor(), attention(q, k, v, **keywords))
 
 
 def check_apply_rope(rank: int) -> None:

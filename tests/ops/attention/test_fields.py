@@ -100,6 +100,9 @@ def test_a_list_names_fields_and_each_has_calls_that_show_it(name):
     assert set(reads) <= set(AttentionCall._fields)
     assert {"q", "k", "v", "scale"} <= set(reads)
     assert set(reads) <= {*CHANGES, *WITHOUT_CHANGE, "needs_backward"}
+    assert ("seed" in reads) is ("dropout_p" in reads)
+    if name in backends.KERNELS:  # `attention` asks whether they run a call before it sets these
+        assert ("row_logits" in reads) is ("return_max_logits" in reads)
 
 
 def test_every_field_but_the_tensors_has_a_neutral_value():

@@ -412,7 +412,7 @@ def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
 def _takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:
     """Say whether a backend's kernels gate the output: where the gate alone needs a gradient, they would need none."""
     needs_grad = torch.is_grad_enabled() and gate.requires_grad
-    return backend.name in KERNELS and (call.needs_backward or not needs_grad)
+    return "gate" in backend.reads and (call.needs_backward or not needs_grad)
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:
