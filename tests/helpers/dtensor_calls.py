@@ -164,7 +164,7 @@ def _check_scales_of_pages(mesh: DeviceMesh) -> None:
     q, table, lengths = _draw(1, 2, H, D).float(), torch.tensor([[2, 0, 1]]), torch.tensor([T])
     for dtype, shape in ((torch.int8, (3, 4, K)), (torch.float8_e4m3fn, (K,)), (torch.float8_e4m3fn, ())):
         k, v = ((8 * _draw(3, 4, K, D) + shift).to(dtype) for shift in (0, 3))
-        scales = {name: _draw(*shape).float().abs() for name in ("k_scale", "v_scale")}
+        scales = {name: _draw(1, *shape)[0].float().abs() for name in ("k_scale", "v_scale")}
         keywords = {"block_table": table, "key_lengths": lengths, "causal": True, **scales}
         parts = (x.chunk(mesh.size(), 2)[mesh.get_local_rank()] for x in (q, k, v))  # gloo sends no float8
         mine = attention(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in parts), **keywords)

@@ -24,7 +24,7 @@ from helpers.modes import INTERPRETED, ON_GPU, needs_kernels, on_gpu
 
 from ropewalk import Rope, attention
 from ropewalk.ops.arguments import is_set
-from ropewalk.ops.attention import backends, pages
+from ropewalk.ops.attention import backends, pages, reference
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted, why_unread
 from ropewalk.ops.attention.call import (
@@ -35,10 +35,12 @@ from ropewalk.ops.attention.call import (
     AttentionCall,
     fields_of,
     flatten_fields,
+    from_bhtd,
     leaves_of,
     schema_of,
     unflatten_fields,
 )
+from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.hopper import support as hopper
 from ropewalk.testing import assert_close_to_truth
 
@@ -50,17 +52,27 @@ LISTS = {
 }
 
 
+def in_dtype(keywords: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Keywords with a gate of q's dtype."""
+    return {name: x.to(dtype) if name == "gate" else x for name, x in keywords.items()}
+
+
 def attend(xs: list[torch.Tensor], keywords: dict[str, Any], impl: str) -> list[torch.Tensor]:
     torch.manual_seed(1)  # of dropout
-    result = attention(*xs, impl=impl, **keywords)
+    result = attention(*xs, impl=impl, **in_dtype(keywords, xs[0].dtype))
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def exact(xs: list[torch.Tensor], keywords: dict[str, Any], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The same by the reference in a dtype."""
-    wide = [x.to(dtype) if x.is_floating_point() else x for x in xs]
-    given = {name: x.to(dtype) if name == "gate" else x for name, x in keywords.items()}
-    return attend(wide, given, "reference")
+def in_steps(xs: list[torch.Tensor], keywords: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """The output as the definition gives it with each step rounded to a dtype."""
+    given = in_dtype(keywords, dtype)
+    gate = given.pop("gate", None)
+    call = make_call(*xs, **given)
+    torch.manual_seed(1)
+    call = call._replace(seed=make_seed(call.q)) if call.dropout_p > 0 else call
+    out, _ = reference.attend(reference.in_dtype(call, dtype))
+    out = from_bhtd(out, given.get("layout", "bthd"))
+    return out if gate is None else out * torch.sigmoid(gate)[..., None]
 
 
 @torch.no_grad()
@@ -71,7 +83,7 @@ def check_change(field: str, impl: str, dtype: torch.dtype, device: torch.device
     if paged and kind == "dense":
         both = tuple(in_pages(xs, keywords)[1] for keywords in both)
         xs = in_pages(xs, {})[0]
-    before, after = (make_call(*xs, **keywords) for keywords in both)
+    before, after = (make_call(*xs, **in_dtype(keywords, xs[0].dtype)) for keywords in both)
     if field not in AFTER_CHOICE:
         old, new = getattr(before, field), getattr(after, field)
         are_tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
@@ -79,10 +91,9 @@ def check_change(field: str, impl: str, dtype: torch.dtype, device: torch.device
     if backends.why_not(backends.BACKENDS[impl], after) is not None:
         pytest.skip("refused here")
     first, second = (attend(xs, keywords, impl) for keywords in both)
-    if xs[1].dtype != torch.int8:  # float64 has no quantised pages
-        truth, plain = exact(xs, both[1]), exact(xs, both[1], dtype)
-    else:
-        truth = plain = attend(xs, both[1], "reference")
+    wide = torch.float32 if xs[1].dtype == torch.int8 else torch.float64  # which has no quantised pages
+    truth = attend([x.to(wide) if x.is_floating_point() else x for x in xs], both[1], "reference")
+    plain = [in_steps(xs, both[1], xs[0].dtype), *attend(xs, both[1], "reference")[1:]]
     for mine, x, y in zip(second, truth, plain, strict=True):
         assert_close_to_truth(mine, x, y, ROUNDINGS)
     is_same = len(first) == len(second) and torch.allclose(first[0], second[0], atol=1e-3)
@@ -158,24 +169,17 @@ def test_a_field_that_a_backward_lists_changes_its_gradients(device, impl, field
     dtype = torch.float32 if INTERPRETED else torch.float16
     both = keywords_of(field, device)
     xs = tensors(CHANGES[field].kind, device, dtype)
-    if backends.why_not(backends.BACKENDS[impl], make_call(*xs, **both[1])) is not None:
+    if backends.why_not(backends.BACKENDS[impl], make_call(*xs, **in_dtype(both[1], dtype))) is not None:
         pytest.skip("refused here")
     weights = torch.randn_like(xs[0], dtype=torch.float64)
 
     def differentiate(function: Any, keywords: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in xs]
-        given = {name: x.to(dtype) if name == "gate" else x for name, x in keywords.items()}
-        torch.manual_seed(1)
-        return list(torch.autograd.grad((function(*leaves, **given) * weights.to(dtype)).sum(), leaves))
+        return list(torch.autograd.grad((function(leaves, keywords) * weights.to(dtype)).sum(), leaves))
 
-    def mine(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        return attention(*tensors, impl=impl, **keywords)
-
-    def reference(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        return attention(*tensors, impl="reference", **keywords)
-
-    before, after = (differentiate(mine, keywords, dtype) for keywords in both)
-    truth, plain = (differentiate(reference, both[1], kind) for kind in (torch.float64, dtype))
+    before, after = (differentiate(lambda *call: attend(*call, impl)[0], keywords, dtype) for keywords in both)
+    truth = differentiate(lambda *call: attend(*call, "reference")[0], both[1], torch.float64)
+    plain = differentiate(lambda *call: in_steps(*call, dtype), both[1], dtype)
     for x, y, z in zip(after, truth, plain, strict=True):
         assert_close_to_truth(x, y, z, ROUNDINGS)
     changes = any(not torch.allclose(x, y, atol=1e-3) for x, y in zip(before, after, strict=True))
