@@ -14,6 +14,7 @@ import tables
 from ropewalk.bench.report import gains as g
 from ropewalk.bench.report import peers
 from ropewalk.bench.report.page import render
+from ropewalk.ops.attention import backends
 
 ROOT = Path(__file__).parents[1]
 RUN = "run python tools/overview.py"
@@ -273,6 +274,34 @@ def test_where_it_ran_and_where_it_was_compiled_is_of_the_records(path):
     assert {*re.split(", ", ran[1] or ran[2])} == cards
     compiled = re.findall(r"never run: ([^.]+)\.|\| ([^|]+) \| compiled only:", text)
     assert {*re.findall(r"sm_\d+|gfx\w+", str(compiled))} == targets - capabilities
+
+
+def test_pages_say_where_the_order_of_backends_was_measured():
+    assert {*backends.ORDER} == {(9, 0)}, "say on pages which GPUs were measured"
+    found = []
+    for path in overview.PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "fastest backend" in line and path.name != "style.md":
+                found.append(path.name)
+                assert "fastest backend that can run a call" in line, path
+                assert "expectation" in line, path
+    assert {"README.md", "platforms.md", "attention.md", "support.md", "flash-attn.md"} <= {*found}
+
+
+def test_readme_names_the_targets_that_try_it():
+    """Each `make` on a page is a target, and README has what a visitor runs first."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in (*overview.PAGES, ROOT / "CONTRIBUTING.md"))
+    for target in re.findall(r"(?:`|\$ |&& )make ([a-z-]+)", text):
+        assert re.search(rf"^{target}\b.*:", makefile, re.MULTILINE), target
+    for name in ("make demo", "make test"):
+        assert name in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_page_names_the_extra_that_its_commands_need():
+    pages = {path.name: path.read_text(encoding="utf-8") for path in overview.PAGES}
+    assert all("[train]" in pages[name] for name in pages if "ropewalk experiment bert-positions" in pages[name])
+    assert "`doctor` needs no extra" in pages["platforms.md"]
 
 
 def test_numbers_have_three_digits_and_losses_are_bold():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, COLOURS, RESULTS, Book, books, fold, hot_choices, is_peer, make, show_pick, time_of
+from tables import CARD, COLOURS, RESULTS, Book, books, hot_choices, is_peer, make, show_pick, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.report.gains import Choice
@@ -121,7 +121,7 @@ def make_overview(found: Sequence[Comparison]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     names = {name for one in found if one.line.in_table for name in one.peers}
     runs = (run for name in ("rope", "attention") for run in books()[0].runs[name])
-    return "\n".join(lines) + f"\n\n{fold(name_measured(names, runs))}"
+    return "\n".join(lines) + "\n\n" + "\n".join(name_measured(names, runs)) + "\n"
 
 
 def measured_rows(text: str) -> Iterator[tuple[str, list[str]]]:

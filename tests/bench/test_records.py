@@ -83,9 +83,9 @@ def test_a_stopped_run_keeps_its_whole_units(tmp_path: Path) -> None:
 def test_a_summary_names_rows_that_are_unsteady() -> None:
     def printed(*spreads: tuple[float, float, float]) -> str:
         console = Console(width=160, file=io.StringIO())
-        names = ("triton", "copy_", "native")
+        names, of_record = ("triton", "copy_", "native"), {"benchmark": "rope", "run": 0, "case": vars(CASES[0])}
         rows = [
-            {**new_row(CASES[0], "fwd", name, "ours"), "case": vars(CASES[0]), "time": vars(Quantiles(*spread))}
+            {**new_row(CASES[0], "fwd", name, "ours"), **of_record, "time": vars(Quantiles(*spread))}
             for name, spread in zip(names, spreads, strict=False)
         ]
         print_summary(rows, RUN, (), console)
