@@ -7,8 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ropewalk.bench.attention.candidates import AUTO, COMPILED, REROPE, backends_of_today
-from ropewalk.bench.attention.cases import AttentionCase
+from ropewalk.bench.attention.candidates import AUTO, COMPILED, backends_of_today
+from ropewalk.bench.attention.cases import REROPE, AttentionCase
 from ropewalk.bench.core.load import Record, Row, groups, label, read_record, variant_of
 from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.report.peers import EAGER
