@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 import ropewalk
 from ropewalk import __main__ as command
-from ropewalk import device
+from ropewalk import cli, device
 from ropewalk.bench.core.load import read_record
-from ropewalk.cli import app
-from ropewalk.cli.doctor import _launcher
+from ropewalk.bench.core.records import default_path
+from ropewalk.cli import app, bench
 from ropewalk.cli.options import EXTRAS
+from ropewalk.doctor import _launcher
 from ropewalk.ops.rope.cuda import build as native_build
 
 
@@ -66,7 +67,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.chmod(0o755)
     monkeypatch.setenv("CUDACXX", str(path))
     monkeypatch.setenv("NVCC_CCBIN", str(path))
-    monkeypatch.setenv("COLUMNS", "400")  # one line for each row of a table
     monkeypatch.setenv("ROPEWALK_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ROPEWALK_BUILD_ON_FIRST_USE", raising=False)
     monkeypatch.setattr(native_build, "visible_architectures", lambda: ("90",))
@@ -128,15 +128,15 @@ def test_doctor_looks_at_the_native_extension_and_builds_nothing(
         return result.stdout.partition("native extension")[2].partition("peers that")[0]
 
     first = report()
-    assert first.count(f" {compiler} ") == 2
-    assert f" {native_build.cache_dir()} " in first
+    assert first.count(f" {compiler}\n") == 2
+    assert f" {native_build.cache_dir()}\n" in first
     assert "no: it is compiled when it is first used, or by `ropewalk build`" in first
     monkeypatch.setenv("ROPEWALK_BUILD_ON_FIRST_USE", "0")
     assert "no: `ropewalk build` compiles it; ROPEWALK_BUILD_ON_FIRST_USE is '0'" in report()
     assert not native_build.cache_dir().exists()
 
     working = compiler.read_text()
-    compiler.write_text("#!/bin/sh\necho 'see [/usr/include]'\nexit 1\n")  # which rich would take for markup
+    compiler.write_text("#!/bin/sh\necho 'see [/usr/include]'\nexit 1\n")
     assert invoke("build").exit_code == 2
     failed = report()
     assert "no: the native extension was not built: compiler exited with 1" in failed
@@ -250,7 +250,26 @@ def test_every_extra_has_its_packages() -> None:
         assert f'"{distribution}>' in section
 
 
+def test_doctor_needs_no_extra() -> None:
+    code = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {set(EXTRAS)}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["ropewalk", "doctor"]
+from ropewalk import __main__ as command
+command.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "implementations of attention" in done.stdout
+    assert "transformers is not installed" in done.stdout
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ropewalk", "demo"])
     for missing, expected in (
         (("typer", "rich"), "error: typer and rich are not installed: pip install 'ropewalk[bench]'\n"),
         (("rich",), "error: rich is not installed: pip install 'ropewalk[bench]'\n"),
@@ -270,6 +289,20 @@ def test_commands_hide_torchs_warning_about_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "NumPy" not in done.stderr
+
+
+def test_what_commands_write_by_default_is_ignored_by_git() -> None:
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("this is no checkout")
+    tables = (cli._DEMO, cli._EXTRAPOLATION, cli._POSITIONS, bench.REPORT, bench.OPTIONS)
+    paths = [default for table in tables for _, default, *_ in table.values() if isinstance(default, Path)]
+    assert len(paths) >= 3
+    record = default_path({"benchmark": "rope", "device": "NVIDIA H200", "date": "2026-11-21T03:37:22+00:00"})
+    for path in (*paths, record, record.with_suffix(".png")):
+        file = path if path.suffix else path / "file"
+        done = subprocess.run(["git", "-C", root, "check-ignore", "--quiet", file])
+        assert done.returncode == 0, f"a command writes {path}, which git does not ignore"
 
 
 def test_demo_hands_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,13 @@ import overview
 import tables
 
 from ropewalk.bench.report import gains as g
+from ropewalk.bench.report import peers
 from ropewalk.bench.report.page import render
+from ropewalk.ops.attention import backends
 
 ROOT = Path(__file__).parents[1]
 RUN = "run python tools/overview.py"
+TARGETS = ROOT / "tests/helpers/targets.py"
 MARKED = [path for path in overview.PAGES if "<!-- end of " in path.read_text(encoding="utf-8")]
 KERNELS = [path for path in overview.PAGES if "kernels" in path.parts]
 
@@ -47,6 +50,11 @@ def test_times_of_kernel_pages_are_written_anew():
         overview.refresh(text.replace(line, line.replace(what[0], "no-such-case")))
 
 
+def lines_of(name, folder):
+    """The lines of a table, without what is said under it."""
+    return tables.make(name, folder).partition("\n\n")[0].splitlines()
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder with attention's record alone, in which neither memory nor FlexAttention was measured."""
@@ -58,7 +66,7 @@ def folder(tmp_path):
 
 
 def test_what_was_not_measured_is_an_empty_cell_and_a_missing_table_an_error(folder):
-    head, _, *lines = (line.split(" | ") for line in tables.make("forward", folder).splitlines())
+    head, _, *lines = (line.split(" | ") for line in lines_of("forward", folder))
     assert {cells[head.index("FlexAttention")] for cells in lines} == {tables.NOTHING}
     for name in ("memory", "rotation", "serving", "blocks", "host", "training"):
         with pytest.raises(SystemExit, match=f"the records of {tables.CARD} have no row of table '{name}'"):
@@ -77,12 +85,12 @@ def test_a_second_card_has_columns_of_its_own(folder):
         if row.get("impl") == "gluon" and "tflops" in row:
             row["tflops"] *= 2
     (folder / "attention-h100.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    head, _, *lines = (line.split(" | ") for line in tables.make("forward", folder).splitlines())
+    head, _, *lines = (line.split(" | ") for line in lines_of("forward", folder))
     at, again = (head.index(name) for name in ("gluon", "gluon, H100"))
     known = [(float(cells[again]), float(cells[at])) for cells in lines if cells[at] != tables.NOTHING]
     assert known
     assert all(twice == pytest.approx(2 * once, abs=1) for twice, once in known)
-    losses = tables.make("losses", folder).splitlines()[2:]
+    losses = lines_of("losses", folder)[2:]
     once = [line for line in losses if "H100" not in line]
     assert once
     assert losses == [*once, *(line.replace(" | ", ", H100 | ", 1) for line in once)]
@@ -106,14 +114,14 @@ def test_a_second_card_with_few_cases_has_only_columns_with_numbers(folder):
     alone = {name: tables.make(name, folder) for name in ("forward", "rerope", "settings", "records")}
     record_of("h100", folder, ("causal-4k-d128", "fwd"), ("causal-8k-d64", "schemes-fwd"))
     tables.books.cache_clear()
-    head, _, *lines = (line.split(" | ") for line in tables.make("forward", folder).splitlines())
+    head, _, *lines = (line.split(" | ") for line in lines_of("forward", folder))
     column = [cells[head.index("gluon, H100")] for cells in lines]
     assert len([cell for cell in column if cell != tables.NOTHING]) == 1
     # Of the settings' columns it has another one than the first card's first, and of ReRoPE none.
     assert all(tables.make(name, folder) == alone[name] for name in ("rerope", "settings"))
     record_of("h100", folder, ("causal-4k-d128", "schemes-fwd"))
     tables.books.cache_clear()
-    *_, last = tables.make("settings", folder).splitlines()[0].split(" | ")
+    *_, last = lines_of("settings", folder)[0].split(" | ")
     assert last == "B4 T4096 H32 D128, causal, forward, H100 |"
     one, both = alone["records"].splitlines(), tables.make("records", folder).splitlines()
     assert both[: len(one)] == one
@@ -174,16 +182,16 @@ def test_the_report_is_of_all_records():
 
 def test_the_overview_names_what_is_slower():
     found = overview.comparisons()
-    table = overview.make_overview(found)
+    table = overview.make_overview(found).partition("\n\n")[0]
     shown = [one for one in found if one.line.in_table]
     slower = [one for one in shown if min(one.peers.values()) < 0.98 * one.ours]
-    assert table.count("\n") == len(shown) + 2 > 6
+    assert len(table.splitlines()) == len(shown) + 2 > 6
     assert table.count("**slower**") == len(slower)
     of_one = overview.Comparison(shown[0].line, 2.0, None, {"vllm": 1.0})
     assert "1.00\u00a0µs, vLLM | [0.50 ×](results/rope-h200.jsonl), **slower** |" in overview.make_overview([of_one])
     for one in found:
         assert min(one.peers.values()) > 0
-        assert set(one.peers) <= set(overview.PEERS)
+        assert set(one.peers) <= set(overview.COLOURS)
 
 
 def test_readme_and_results_have_one_factor_for_a_case():
@@ -199,6 +207,101 @@ def test_readme_and_results_have_one_factor_for_a_case():
         case = f"{tables.in_words(one.choice.lead)}, {tables.MODES[one.choice.lead['mode']]}"
         assert factors[case] == f"{times[one.line.case, one.line.mode]:.2f} ×"
         assert f"[{factors[case]}](" in overview.make_overview([one])
+
+
+# Tables whose benchmark knows libraries that were not installed.
+MISSING_OF = dict.fromkeys(("forward", "backward", "choices", "rerope", "layer", "decoding"), "attention")
+MISSING_OF |= dict.fromkeys(("rotation", "decode-rotation", "host-rotation"), "rope")
+OTHERS = sorted({re.escape(name) for name in peers.NAMES.values()} | {"other library", "best other"})
+
+
+@pytest.mark.parametrize("name", [*tables.TABLES, overview.OVERVIEW])
+def test_a_table_of_factors_says_which_libraries_were_measured(name):
+    text = overview.make_overview(overview.comparisons()) if name == overview.OVERVIEW else tables.make(name)
+    table, _, said = text.partition("\n\n")
+    if name == "records" or not re.search("|".join(OTHERS), table):  # the records have a column of all versions
+        return
+    assert said.startswith("Other libraries that were measured: ")
+    measured, _, missing = " ".join(said.split()).partition("Not installed, and so not measured: ")
+    shown = [other for other in set(peers.NAMES.values()) if re.search(rf"{re.escape(other)}\b", table)]
+    eager = {peers.NAMES[one] for one in peers.EAGER}
+    assert all(other in measured for other in shown if other not in eager and not other.startswith("compiled RoPE"))
+    assert not any(other in measured for other in eager)
+    assert "FlashAttention-4" not in measured or "(a beta)" in measured or "two calls" in measured
+    benchmark = MISSING_OF.get(name)
+    runs = tables.books()[0].runs[benchmark] if benchmark else []
+    absent = {peers.NAMES[key] for run in runs for key, value in run["peers"].items() if value.startswith("missing")}
+    assert all(one in missing for one in absent)
+    assert bool(absent) is bool(benchmark)
+
+
+def test_no_verdict_is_against_eager_pytorch():
+    assert set(peers.NAMES) >= peers.EAGER
+    assert all(of == "eager PyTorch" or of.endswith(", eager") for one in peers.EAGER for of in [peers.NAMES[one]])
+    assert all("eager" not in name.lower() or key in peers.EAGER for key, name in peers.NAMES.items())
+    for book in tables.books():
+        gains = g.find_gains(row for record in book.compared for row in record.rows)
+        assert not [one for one in gains if one.peer is not None and one.peer["impl"] in peers.EAGER]
+        assert not [one for one in gains if one.timed & peers.EAGER]
+        rerope = [one for one in gains if one.lead["mode"].startswith("rerope") and one.times is not None]
+        assert {one.peer["impl"] for one in rerope} == {"flash"}
+        assert all(one.ours["impl"] != "flash" and one.times < 2 for one in rerope)
+        choices = tables.hot_choices(book)
+        assert not [one for one in choices if {*one.peers} & peers.EAGER]
+    assert not [one for one in overview.comparisons() if {*one.peers} & peers.EAGER]
+    assert "eager" not in tables.make("rotation").partition("\n\n")[0]
+
+
+def test_a_loss_shows_no_time_that_says_the_opposite():
+    for line in tables.make("losses").partition("\n\n")[0].splitlines()[2:]:
+        *_, ours, factor = line.strip("| ").split(" | ")
+        assert re.fullmatch(r"[\d.]+\u00a0(µs|ms), \w+", ours)
+        assert float(factor.partition(" × ")[0]) < 1
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/platforms.md"])
+def test_where_it_ran_and_where_it_was_compiled_is_of_the_records(path):
+    text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+    cards, capabilities = set(), set()
+    for file in tables.RESULTS.glob("*.jsonl"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith('{"format"') and (run := json.loads(line)).get("capability"):
+                cards.add(run["device"].split()[1])
+                capabilities.add(f"sm_{run['capability'].replace('.', '')}")
+    targets = {*re.findall(r'^    "(\w+)": GPUTarget', TARGETS.read_text(), re.MULTILINE)}
+    assert targets > capabilities
+    ran = re.search(r"Ran on: NVIDIA ([^.]+)\.|NVIDIA ([^|]+) \| ran:", text)
+    assert {*re.split(", ", ran[1] or ran[2])} == cards
+    compiled = re.findall(r"never run: ([^.]+)\.|\| ([^|]+) \| compiled only:", text)
+    assert {*re.findall(r"sm_\d+|gfx\w+", str(compiled))} == targets - capabilities
+
+
+def test_pages_say_where_the_order_of_backends_was_measured():
+    assert {*backends.ORDER} == {(9, 0)}, "say on pages which GPUs were measured"
+    found = []
+    for path in overview.PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "fastest backend" in line and path.name != "style.md":
+                found.append(path.name)
+                assert "fastest backend that can run a call" in line, path
+                assert "expectation" in line, path
+    assert {"README.md", "platforms.md", "attention.md", "support.md", "flash-attn.md"} <= {*found}
+
+
+def test_readme_names_the_targets_that_try_it():
+    """Each `make` on a page is a target, and README has what a visitor runs first."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in (*overview.PAGES, ROOT / "CONTRIBUTING.md"))
+    for target in re.findall(r"(?:`|\$ |&& )make ([a-z-]+)", text):
+        assert re.search(rf"^{target}\b.*:", makefile, re.MULTILINE), target
+    for name in ("make demo", "make test"):
+        assert name in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_page_names_the_extra_that_its_commands_need():
+    pages = {path.name: path.read_text(encoding="utf-8") for path in overview.PAGES}
+    assert all("[train]" in pages[name] for name in pages if "ropewalk experiment bert-positions" in pages[name])
+    assert "`doctor` needs no extra" in pages["platforms.md"]
 
 
 def test_numbers_have_three_digits_and_losses_are_bold():

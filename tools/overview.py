@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import CARD, PEERS, RESULTS, Book, books, hot_choices, make, show_pick, time_of
+from tables import CARD, COLOURS, RESULTS, Book, books, hot_choices, is_peer, make, show_pick, time_of
 
 from ropewalk.bench.attention.bench import AttentionBench
 from ropewalk.bench.report.gains import Choice
 from ropewalk.bench.report.page import duration, write_report
+from ropewalk.bench.report.peers import NAMES, name_measured
 from ropewalk.bench.rope.bench import RopeBench
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,11 @@ def compare(line: Line) -> Comparison | None:
     book = books()[0]
     if line.variant:
         rows = book.find("rope", line.case, line.mode, line.variant).values()
-        times = {(row["kind"], row["impl"]): time for row in rows if (time := time_of(row, line.time))}
+        times = {
+            (row["kind"], row["impl"]): time
+            for row in rows
+            if (row["kind"] == "ours" or is_peer(row)) and (time := time_of(row, line.time))
+        }
         ours = times.get(("ours", "native"), times.get(("ours", "triton")))
         peers, choice = {name: time for (kind, name), time in times.items() if kind == "peer"}, None
     else:
@@ -112,9 +117,11 @@ def make_overview(found: Sequence[Comparison]) -> str:
         verdict = f"[{ratio:.2f} ×](results/{one.record}.jsonl){'' if ratio >= 0.98 else ', **slower**'}"
         same = [duration(one.ours), "the same", "the same"]
         picks = same if one.choice is None else map(show_pick, one.choice.picks)
-        cells = (one.line.label, *picks, f"{duration(one.peers[name])}, {PEERS[name][0]}", verdict)
+        cells = (one.line.label, *picks, f"{duration(one.peers[name])}, {NAMES[name]}", verdict)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    names = {name for one in found if one.line.in_table for name in one.peers}
+    runs = (run for name in ("rope", "attention") for run in books()[0].runs[name])
+    return "\n".join(lines) + "\n\n" + "\n".join(name_measured(names, runs)) + "\n"
 
 
 def measured_rows(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -173,6 +180,10 @@ def page_of(path: Path) -> str:
     return refresh(fill(text)) if "kernels" in path.parts else fill(text)
 
 
+def _marker(name: str) -> str:
+    return _MARKERS[list(COLOURS).index(name) % len(_MARKERS)]
+
+
 def draw(found: list[Comparison], path: Path) -> None:
     """Draw the speed over each peer: a dot per peer, a line per comparison."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -190,7 +201,7 @@ def draw(found: list[Comparison], path: Path) -> None:
             axes.scatter(picked[0] / one.ours, y, s=90, zorder=1, **_PICKED)
         for name, ratio in ratios.items():
             used.setdefault(name)
-            colour, marker = PEERS[name][1], _MARKERS[list(PEERS).index(name) % len(_MARKERS)]
+            colour, marker = COLOURS[name], _marker(name)
             axes.scatter(ratio, y, color=colour, marker=marker, s=42, zorder=2, edgecolors="white", linewidths=0.5)
     axes.axvline(1, color="#222222", linewidth=1, zorder=0)
     axes.set_xscale("log")
@@ -206,10 +217,8 @@ def draw(found: list[Comparison], path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     handles = [axes.scatter([], [], s=90, label="impl=None with flash-attn 4", **_PICKED)]
     handles += [
-        axes.scatter(
-            [], [], color=PEERS[name][1], marker=_MARKERS[list(PEERS).index(name) % len(_MARKERS)], label=PEERS[name][0]
-        )
-        for name in sorted(used, key=list(PEERS).index)
+        axes.scatter([], [], color=COLOURS[name], marker=_marker(name), label=NAMES[name])
+        for name in sorted(used, key=list(COLOURS).index)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
     figure.savefig(path, dpi=130, facecolor="white")

@@ -8,7 +8,9 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,21 +54,22 @@ class OwnInPyTorch(PositionScheme):
 
 @dataclass(frozen=True, eq=False)
 class OwnWithFunctions(PositionScheme):
-    """A scheme of one's own with score functions, which say nothing of the gradient of what they read."""
+    """A scheme of one's own with score functions of one's own."""
 
-    numbers: Tensor
+    rates: Tensor  # (H,)
+    name: str = "LOG_BIAS"  # which says nothing of the gradient of what it reads
 
     def kernel_score_mod(self) -> str:
-        """Functions that change nothing, and have no param_grad."""
-        return "ropewalk.ops.attention.triton.score_mods:UNCHANGED"
+        """Functions that the library does not know."""
+        return f"own_score_mods:{self.name}"
 
     def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
-        """The numbers, (H, 1)."""
-        return self.numbers.to(device, torch.float32)[:, None]
+        """The rates, (H, 1)."""
+        return self.rates.to(device, torch.float32)[:, None]
 
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
-        """Change nothing."""
-        return scores + 0 * self.numbers[:, None, None]
+        """Let scores fall with the logarithm of the distance."""
+        return scores - self.rates[:, None, None].to(scores.dtype) * torch.log1p(distance.abs())
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,23 @@ class OwnRotation(PositionScheme):
         return Rotation(angles.cos(), angles.sin(), False, None)
 
 
+@dataclass(frozen=True, eq=False)
+class OwnTwoRanges(OwnRotation):
+    """A scheme of one's own whose far pairs are those of a window or more, and score as at its end."""
+
+    window: int
+
+    def far_window(self) -> int:
+        """The window."""
+        return self.window
+
+    def far_rotation(self, positions: Tensor, head_dim: int, of: str) -> Rotation | None:
+        """Queries stand a window before or behind position 0, where keys are."""
+        if of == "keys":
+            return None
+        return self.rotation(torch.full_like(positions, self.window if of == "past" else -self.window), head_dim)
+
+
 @dataclass(frozen=True)
 class Case:
     """A kind of call: how the table names it, and its keywords; its tensors, where they are not the usual ones."""
@@ -93,6 +113,7 @@ class Case:
     value_dim: int | None = None  # None: the head dim
     packed: bool = False
     page_size: int | None = None  # None: keys do not lie in pages
+    stored: torch.dtype | None = None  # of pages; None: that of q
 
     def tensors(self, device: torch.device, *, learned: bool = False) -> list[Tensor]:
         """q, k and v."""
@@ -103,7 +124,8 @@ class Case:
         if self.packed:
             rows, tokens = (B * T,) if self.page_size is None else rows, (B * T,)
         shapes = [(*tokens, H, self.head_dim), (*rows, K, self.head_dim), (*rows, K, self.value_dim or self.head_dim)]
-        return [torch.randn(shape, device=device).to(self.dtype).requires_grad_(learned) for shape in shapes]
+        q, *pages = (torch.randn(shape, device=device).to(self.dtype).requires_grad_(learned) for shape in shapes)
+        return [q, *pages] if self.stored is None else [q, *(x.detach().to(self.stored) for x in pages)]
 
     def given(self, device: torch.device) -> dict[str, Any]:
         """Its keywords; a gate has q's dtype."""
@@ -121,6 +143,26 @@ def _pages(device: torch.device, **keywords: Any) -> dict[str, Any]:
 
 def _mask(device: torch.device) -> Tensor:
     return (torch.arange(T, device=device) < T // 2).expand(B, 1, 1, T)
+
+
+def _pairs(device: torch.device, heads: int) -> Tensor:
+    places = torch.arange(T, device=device)
+    return ((places[:, None] + places) % 3 < torch.arange(1, heads + 1, device=device)[:, None, None]).repeat(
+        B, 1, 1, 1
+    )
+
+
+def _lists(device: torch.device, block: int) -> BlockLists:
+    """Lists that attend all blocks, one by one."""
+    n = -(-T // block)
+    counts, indices = torch.full((1, 1, n), n, device=device), torch.arange(n, device=device).expand(1, 1, n, n)
+    return BlockLists(counts, indices.clone(), block_q=block, block_k=block)
+
+
+def _scales(device: torch.device, *features: int) -> dict[str, Tensor]:
+    dtype = torch.float16 if features else torch.float32  # 4-bit numbers have a scale for every 32 features
+    made = torch.ones(B * T // 16, 16, K, *features, dtype=dtype, device=device)
+    return {"k_scale": made, "v_scale": made.clone()}
 
 
 def _learned(*shape: int, device: torch.device) -> Tensor:
@@ -162,6 +204,10 @@ SECTIONS: dict[str, list[Case]] = {
             lambda device: {"position": OwnWithFunctions(torch.rand(H, device=device))},
         ),
         Case(
+            "your own: `kernel_score_mod` with `param_grad`, learned",
+            lambda device: {"position": OwnWithFunctions(_learned(H, device=device), "LEARNED_LOG_BIAS")},
+        ),
+        Case(
             "your own: `kernel_score_mod` without `param_grad`, learned",
             lambda device: {"position": OwnWithFunctions(_learned(H, device=device))},
         ),
@@ -170,12 +216,19 @@ SECTIONS: dict[str, list[Case]] = {
             "your own: `rotation`, learned",
             lambda device: {"position": OwnRotation(_learned(D // 2, device=device))},
         ),
+        Case(
+            "your own: `far_window` and `far_rotation`, causal",
+            lambda device: {"position": OwnTwoRanges(torch.rand(D // 2, device=device), 16), "causal": True},
+        ),
     ],
     "Which keys a query attends": [
         Case("`causal`", lambda device: {"causal": True}),
         Case("`causal`, fewer queries than keys", lambda device: {"causal": True}, queries=64),
         Case("`window`", lambda device: {"causal": True, "window": 16}),
-        Case("`mask`", lambda device: {"mask": _mask(device)}),
+        Case("`window=(left, right)`", lambda device: {"window": (16, 8)}),
+        Case("`mask` of keys", lambda device: {"mask": _mask(device)}),
+        Case("`mask` of pairs", lambda device: {"mask": _pairs(device, 1)}),
+        Case("`mask` of pairs, per head", lambda device: {"mask": _pairs(device, H)}),
         Case("`key_lengths`", lambda device: {"key_lengths": _integers(device, T, 20)}),
         Case("`key_starts`", lambda device: {"causal": True, "key_starts": _integers(device, 0, 20)}),
         Case(
@@ -209,7 +262,9 @@ SECTIONS: dict[str, list[Case]] = {
             page_size=16,
             packed=True,
         ),
-        Case("`blocks`, lists of blocks", lambda device: {"blocks": BlockLists.causal(T, device=device)}),
+        Case("`blocks`: `BlockLists.causal`", lambda device: {"blocks": BlockLists.causal(T, device=device)}),
+        Case("`blocks`, your own lists of 128 × 128", lambda device: {"blocks": _lists(device, 128)}),
+        Case("`blocks`, your own lists of 64 × 64", lambda device: {"blocks": _lists(device, 64)}),
         Case("`block_table`", _pages, queries=1, page_size=16),
         Case(
             "`block_table`, keys not rotated", lambda device: _pages(device, position=Rope()), queries=1, page_size=16
@@ -226,13 +281,25 @@ SECTIONS: dict[str, list[Case]] = {
             queries=1,
             page_size=16,
         ),
+        Case(
+            "`block_table`, int8 pages with `k_scale` and `v_scale`",
+            lambda device: _pages(device, position=Rope(), keys_rotated=True, **_scales(device)),
+            queries=1,
+            page_size=16,
+            stored=torch.int8,
+        ),
     ],
     "Everything else": [
         Case("`softcap`", lambda device: {"softcap": 30.0}),
         Case("`sinks`", lambda device: {"sinks": _learned(H, device=device)}),
         Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device)}),
+        Case("`gate` of a number per head", lambda device: {"gate": torch.randn(B, T, H, device=device)}),
         Case("`dropout_p`", lambda device: {"dropout_p": 0.1}),
         Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
+        Case(
+            "positions of keys and queries",
+            lambda device: {"position": Rope(), "positions_q": _positions(device), "positions_k": _positions(device)},
+        ),
         Case(
             "`Rope(axes=…)`, positions on several axes",
             lambda device: {
@@ -306,18 +373,48 @@ def refusal_on_gpu(impl: str, call: AttentionCall) -> Refusal | None:
 
 def why_not(case: Case, impl: str, *, training: bool) -> str | None:
     """Say why a backend does not run a case there, with a backward or without one; None if it does."""
-    cpu = torch.device("cpu")
+    call = call_of(case, training)
+    if isinstance(call, str):
+        return call
     with torch.set_grad_enabled(training), imagined_gpu():
-        try:
-            call = make_call(*case.tensors(cpu, learned=training), **case.given(cpu))
-        except ValueError as error:
-            return str(error)
         refusal = refusal_on_gpu(impl, call)
         return None if refusal is None else refusal.reason
 
 
+@functools.cache
+def call_of(case: Case, training: bool) -> AttentionCall | str:
+    """The call of a case, or why there is none."""
+    cpu = torch.device("cpu")
+    with torch.set_grad_enabled(training), imagined_gpu():
+        try:
+            return make_call(*case.tensors(cpu, learned=training), **case.given(cpu))
+        except ValueError as error:
+            return str(error)
+
+
+# Fields that are filled in after a backend was chosen, and the rows of the arguments that they come from.
+FILLED_IN = {"gate": "`gate`", "seed": "`dropout_p`", "row_logits": "`return_max_logits`"}
+
+
+def fields_without_a_row(fields: Sequence[str] = AttentionCall._fields) -> list[str]:
+    """Name the fields of a call that are the same in the calls of all rows: the page says nothing of them."""
+    seen: dict[str, set[str]] = {}
+    cases = [case for cases in SECTIONS.values() for case in cases]
+    for case, training in itertools.product(cases, (False, True)):
+        call = call_of(case, training)
+        for name, value in () if isinstance(call, str) else call._asdict().items():
+            if len(seen.setdefault(name, set())) < 2:
+                seen[name].add(str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
+    rows = {case.name for case in cases}
+    filled_in = {name for name, row in FILLED_IN.items() if row in rows}
+    return [name for name in fields if len(seen.get(name, ())) < 2 and name not in filled_in]
+
+
 def render() -> str:
-    """The page."""
+    """The page; raise if a field of a call has no row."""
+    missing = fields_without_a_row()
+    if missing:
+        raise SystemExit(f"no row of SECTIONS sets {', '.join(missing)} of AttentionCall: add a Case for each")
     notes: dict[str, int] = {}
 
     def cell(case: Case, impl: str) -> str:

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import functools
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import targets
+
 from ropewalk.bench.attention.bench import AttentionBench
+from ropewalk.bench.attention.cases import LAYER, REROPE
 from ropewalk.bench.core.load import Record, Row, groups, label, read_record, variant_of
 from ropewalk.bench.core.records import parse_lines
 from ropewalk.bench.core.timing import COPY
 from ropewalk.bench.host.bench import HostBench
 from ropewalk.bench.report import gains as g
 from ropewalk.bench.report.page import CHOICE_PEERS, NOT_MEASURED, NOTHING, duration
+from ropewalk.bench.report.peers import EAGER, NAMES, name_measured
 from ropewalk.bench.rope.bench import MULTIPLY, NormBench, RopeBench, SweepBench
 from ropewalk.bench.training.bench import TrainingBench
 
 RESULTS = Path(__file__).parents[1] / "results"
 CARD = "h200"  # that the pages are of
+WIDTH = 120  # of a line of a page
+_TIMES = ("time", "graph", "host")
 BENCHMARKS = ("rope", "attention", "host", "training", "serving")  # with rows of one schema; blocks has its own
 
 CASES: dict[str, Sequence[Any]] = {  # of each benchmark, in the order of tables
@@ -32,29 +39,27 @@ CASES: dict[str, Sequence[Any]] = {  # of each benchmark, in the order of tables
     **{bench.name: bench.cases for bench in (AttentionBench, HostBench, TrainingBench)},
 }
 
-# By the name that records have: the name that people know, and its colour in figures.
-PEERS = {
-    "compiled": ("compiled PyTorch", "#e07b39"),
-    "huggingface": ("transformers, eager", "#c9a400"),
-    "liger_kernel": ("Liger", "#3a9d5d"),
-    "quack": ("QuACK", "#8e5ab5"),
-    "flash_attn": ("flash-attn's Triton", "#d8a0a8"),
-    "flash_attn_4": ("FlashAttention-4", "#c23b4b"),
-    "flash_attn_3": ("FlashAttention-3", "#8f2c5b"),
-    "flash_attn_2": ("FlashAttention-2", "#d07f8c"),
-    "flashinfer": ("FlashInfer", "#2aa5a5"),
-    "vllm": ("vLLM", "#4d4d4d"),
-    "cudnn": ("cuDNN", "#6b8e23"),
-    "transformer_engine": ("Transformer Engine", "#5f7d1f"),
-    "xformers": ("xFormers", "#8a6d54"),
-    "flex": ("FlexAttention", "#b5651d"),
-    "sdpa_flash": ("SDPA's FlashAttention-2", "#8a8a8a"),
-    "sdpa_default": ("SDPA", "#b0b0b0"),
-    "sdpa": ("SDPA", "#b0b0b0"),
-    "flash_attention_4": ("FlashAttention-4", "#c23b4b"),
-    "compiled RoPE + sdpa": ("compiled RoPE and SDPA", "#b0b0b0"),
-    "RoPE + eager": ("eager PyTorch", "#d4b483"),
-    "eager": ("eager PyTorch", "#d4b483"),
+# In figures.
+COLOURS = {
+    "compiled": "#e07b39",
+    "liger_kernel": "#3a9d5d",
+    "quack": "#8e5ab5",
+    "flash_attn": "#d8a0a8",
+    "flash_attn_4": "#c23b4b",
+    "flash_attn_3": "#8f2c5b",
+    "flash_attn_2": "#d07f8c",
+    "flashinfer": "#2aa5a5",
+    "vllm": "#4d4d4d",
+    "cudnn": "#6b8e23",
+    "transformer_engine": "#5f7d1f",
+    "xformers": "#8a6d54",
+    "flex": "#b5651d",
+    "sdpa_flash": "#8a8a8a",
+    "sdpa_default": "#b0b0b0",
+    "sdpa": "#b0b0b0",
+    "flash_attention_4": "#c23b4b",
+    "flash": "#c23b4b",
+    "compiled RoPE + sdpa": "#b0b0b0",
 }
 MODES = {
     "fwd": "forward",
@@ -160,6 +165,10 @@ class Book:
         """Return the name of a row's run."""
         return self.record(row["benchmark"]).name_of(row)
 
+    def run_of(self, row: Row) -> Row:
+        """Return the line about a row's run."""
+        return self.runs[row["benchmark"]][row["run"]]
+
     def blocks(self) -> dict[tuple[Any, ...], Row]:
         """Return the rows of lists of blocks by mask, head dim and implementation."""
         lines = parse_lines(self.paths["blocks"]) if "blocks" in self.paths else []
@@ -173,13 +182,15 @@ def _is_of(row: Row, case: str, variant: str) -> bool:
 class Table(NamedTuple):
     """Headings, rows of cells whose first one names the row, and the columns that a second card has too.
 
-    Without columns a second card adds rows, if rows are `of_all` cards.
+    Without columns a second card adds rows, if rows are `of_all` cards. `beside` are the rows of records that are held
+    against other libraries: under the table it says which ones were timed in them. None: the table compares ours alone.
     """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     again: tuple[int, ...] = ()
     of_all: bool = False
+    beside: Sequence[Row] | None = None
 
     def render(self, others: Mapping[str, Table]) -> str:
         """Return Markdown; `others` are the same tables of other cards, by their names."""
@@ -222,20 +233,26 @@ def ratio(theirs: float | None, ours: float | None) -> str:
     return text if theirs / ours >= 1 / (1 + g.SAME) else f"**{text}**"
 
 
+def _rows(found: Iterable[tuple[Row, Mapping[str, Row]]]) -> list[Row]:
+    """Return all rows of cases."""
+    return [row for _, rows in found for row in rows.values()]
+
+
 def number(row: Row | None, key: str, form: str = ".0f", scale: float = 1.0) -> str:
     return NOTHING if row is None or key not in row else f"{row[key] / scale:{form}}"
 
 
 def best(rows: Iterable[Row], kind: str, quantity: str = "time") -> tuple[float | None, str]:
-    """Return the least time of a kind of implementation, and its name."""
-    known = [(time, row["impl"]) for row in rows if row["kind"] == kind and (time := time_of(row, quantity))]
+    """Return the least time of a kind of implementation, and its name; eager PyTorch is in no verdict."""
+    ranked = (row for row in rows if row["kind"] == kind and row["impl"] not in EAGER)
+    known = [(time, row["impl"]) for row in ranked if (time := time_of(row, quantity))]
     return min(known, default=(None, ""))
 
 
 def versus(rows: Iterable[Row], ours: float | None, quantity: str = "time") -> str:
     """Name the fastest peer, with its time and how many times as fast ours is."""
     theirs, name = best(rows, "peer", quantity)
-    return NOTHING if theirs is None else f"{us(theirs)}, {PEERS[name][0]}, {ratio(theirs, ours)}"
+    return NOTHING if theirs is None else f"{us(theirs)}, {NAMES[name]}, {ratio(theirs, ours)}"
 
 
 def in_words(row: Row) -> str:
@@ -253,7 +270,7 @@ def rotation(book: Book) -> Table:
     headings = ["case"]
     for way in ("forward", "backward"):
         headings += [f"{way}: CUDA", "Triton", "of a copy", "best other, µs, and × of it"]
-    found, firsts = list[list[str]](), dict[str, bool]()
+    found, beside, firsts = list[list[str]](), list[Row](), dict[str, bool]()
     for lead, rows in book.each("rope", "fwd"):
         case = lead["case"]
         # One order of pairs is enough but for one shape.
@@ -268,8 +285,9 @@ def rotation(book: Book) -> Table:
             copied = max((row["copy_ratio"] for row in of.values() if row["kind"] == "ours"), default=None)
             cells += [*(us(time_of(row)) for row in kernels), NOTHING if copied is None else f"{copied:.2f}"]
             cells.append(versus(of.values(), ours))
+            beside += of.values()
         found.append(cells)
-    return Table(headings, found, again=(1, 5))
+    return Table(headings, found, again=(1, 5), beside=beside)
 
 
 def _is_norm(case: Mapping[str, Any]) -> bool:
@@ -278,9 +296,9 @@ def _is_norm(case: Mapping[str, Any]) -> bool:
 
 
 def _peers_of(table: Iterable[Mapping[str, Row]], quantity: str) -> list[str]:
-    """Return the peers with a time in any row of a table, in the order of `PEERS`."""
+    """Return the peers with a time in any row of a table, in the order of `NAMES`."""
     timed = {name for rows in table for name, row in rows.items() if row["kind"] == "peer" and quantity in row}
-    return [name for name in PEERS if name in timed]
+    return [name for name in NAMES if name in timed]
 
 
 def decode_rotation(book: Book) -> Table:
@@ -290,7 +308,7 @@ def decode_rotation(book: Book) -> Table:
     peers = _peers_of((rows for _, rows in found), "graph")
     names = [*ours, *peers]
     cells = [[in_words(lead), *(us(time_of(rows.get(name), "graph")) for name in names)] for lead, rows in found]
-    return Table(["case", *ours.values(), *(PEERS[name][0] for name in peers)], list(cells), again=(1,))
+    return Table(["case", *ours.values(), *(NAMES[name] for name in peers)], list(cells), (1,), beside=_rows(found))
 
 
 def host_rotation(book: Book) -> Table:
@@ -304,7 +322,7 @@ def host_rotation(book: Book) -> Table:
         ("`apply_rope`, out of place", "native", outside),
     ]
     for name in _peers_of(known.values(), "host"):
-        calls.append((PEERS[name][0], name, inside if any(name in known[case, inside] for case in cases) else outside))
+        calls.append((NAMES[name], name, inside if any(name in known[case, inside] for case in cases) else outside))
     found = []
     for title, name, place in calls:
         cells = [title]
@@ -314,7 +332,8 @@ def host_rotation(book: Book) -> Table:
         found.append(cells)
     recording = book.find("rope", "decode-1", "bwd", outside).get("native")
     found.append(["`apply_rope`, recording for autograd", us(time_of(recording, "host_forward")), NOTHING])
-    return Table(["eager call, µs (× `mul_`)", "one token", "64 tokens"], found, (1,))
+    beside = [row for rows in known.values() for row in rows.values() if "host" in row]
+    return Table(["eager call, µs (× `mul_`)", "one token", "64 tokens"], found, (1,), beside=beside)
 
 
 def lengths(book: Book) -> Table:
@@ -337,7 +356,7 @@ def lengths(book: Book) -> Table:
 
 def norm(book: Book) -> Table:
     """QK-norm with the rotation, and positions on three axes."""
-    found = []
+    found, beside = [], list[Row]()
     names = ("compiled", "liger_kernel", "eager")
     for mode in ("fwd", "bwd", "decode"):
         for lead, rows in book.each("rope", mode):
@@ -350,7 +369,8 @@ def norm(book: Book) -> Table:
             cells = [f"{case['name']}: {in_words(lead)}, {MODES[mode]}", us(ours)]
             cells.append(NOTHING if copied is None else f"{copied:.2f}")
             found.append([*cells, *(us(time_of(rows.get(peer), quantity)) for peer in names)])
-    return Table(["case", "Ropewalk, µs", "of a copy", *(PEERS[name][0] for name in names)], found, (1,))
+            beside += rows.values()
+    return Table(["case", "Ropewalk, µs", "of a copy", *(NAMES[name] for name in names)], found, (1,), beside=beside)
 
 
 # Attention.
@@ -367,10 +387,10 @@ def kernels(mode: str) -> Callable[[Book], Table]:
             others = [row for row in rows.values() if row["kind"] == "peer"]
             times, other = (g.against_peers(rows[name], others) if name else None) or (None, None)
             cells = (number(rows.get(one), "tflops") for one in ("gluon", "triton", *peers))
-            verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {PEERS[other['impl']][0]}"
+            verdict = NOTHING if other is None else f"{ratio(times, 1.0)} {NAMES[other['impl']]}"
             found.append([in_words(lead), *cells, verdict])
-        headings = ["case", "gluon", "triton", *(PEERS[one][0] for one in peers), "our faster one, × the best other"]
-        return Table(headings, found, (1, 7))
+        headings = ["case", "gluon", "triton", *(NAMES[one] for one in peers), "our faster one, × the best other"]
+        return Table(headings, found, (1, 7), beside=_rows(book.each("attention", mode)))
 
     return make
 
@@ -379,12 +399,13 @@ def choices(book: Book) -> Table:
     """RoPE and attention: our kernels, the picks of `impl=None`, and other libraries."""
     found = []
     for one in hot_choices(book):
-        peers = (duration(one.peers.get(name)) for name in CHOICE_PEERS)
+        peers = (duration(one.time_of(name)) for name in CHOICE_PEERS)
         case = f"{in_words(one.lead)}, {MODES[one.lead['mode']]}"
         times = None if one.best_peer is None else one.best_peer[0]
         found.append([case, *map(show_pick, one.picks), *peers, ratio(times, 1.0)])
     headings = ["case", "our kernels", "`impl=None` without flash-attn 4", "with flash-attn 4"]
-    return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7))
+    beside = [row for mode in ("train", "decode", *REROPE) for row in _rows(book.each("attention", mode))]
+    return Table([*headings, *CHOICE_PEERS.values(), "the pick, × the best other"], found, (1, 7), beside=beside)
 
 
 @functools.cache
@@ -424,8 +445,8 @@ def settings(book: Book) -> Table:
 
 def rerope(book: Book) -> Table:
     """ReRoPE beside RoPE in the same kernels, two calls of FlashAttention-4, and eager PyTorch."""
-    found = []
-    for mode in ("rerope-fwd", "rerope-train"):
+    found, beside = [], list[Row]()
+    for mode in REROPE:
         for lead, rows in book.each("attention", mode):
             cells = [f"{in_words(lead)}, {MODES[mode].partition(', ')[2]}"]
             for impl in _OURS:
@@ -433,7 +454,8 @@ def rerope(book: Book) -> Table:
                 cells.append(NOTHING if not time or not plain else f"{us(time)}, {time / plain:.2f} × RoPE")
             cells += [us(time_of(rows.get("flash + rerope"))), us(time_of(rows.get("eager + rerope")))]
             found.append(cells)
-    return Table(["case, µs", *_OURS, "two calls of FlashAttention-4", "eager PyTorch"], found, (1,))
+            beside += rows.values()
+    return Table(["case, µs", *_OURS, NAMES[g.FLASH], NAMES["eager"]], found, (1, 3), beside=beside)
 
 
 def layer(book: Book) -> Table:
@@ -445,8 +467,8 @@ def layer(book: Book) -> Table:
         "norm-gate": "norm and gate",
         "max logits": "max logits",
     }
-    found = []
-    for mode in ("layer-fwd", "layer-train"):
+    found, beside = [], list[Row]()
+    for mode in LAYER:
         for lead, rows in book.each("attention", mode):
             shape, picked = f"{in_words(lead)}, {MODES[mode]}", rows.get("auto + norm-gate", {}).get("served_by")
             for impl in ("auto", *_OURS):
@@ -455,10 +477,11 @@ def layer(book: Book) -> Table:
                 cells = [f"{us(time)} ({time / bare:.3f})" if time and bare else us(time) for time in times.values()]
                 found.append([f"{shape}: {f'`impl=None`, {picked}' if impl == 'auto' else impl}", *cells])
             for row in (row for row in rows.values() if row["kind"] == "peer"):
-                title = f"{PEERS[row['impl']][0]}, {row['position'].partition(' ')[0]} norm, RoPE and gate"
+                title = f"{NAMES[row['impl']]}, {row['position'].partition(' ')[0]} norm, RoPE and gate"
                 cells = [NOTHING] * 3 + [us(time_of(row)), NOTHING]
                 found.append([f"{shape}: {title}", *cells])
-    return Table(["µs (× bare)", *parts.values()], found, (4,))
+            beside += rows.values()
+    return Table(["µs (× bare)", *parts.values()], found, (4,), beside=beside)
 
 
 def decoding(book: Book) -> Table:
@@ -468,10 +491,10 @@ def decoding(book: Book) -> Table:
         for name, row in rows.items():
             if row["kind"] != "anchor":
                 ours = name.replace(" + rope", "").replace("auto", "`impl=None`")
-                title = PEERS[row["impl"]][0] if row["kind"] == "peer" else ours
+                title = NAMES[row["impl"]] if row["kind"] == "peer" else ours
                 cells = [us(time_of(row)), number(row, "gb_per_s"), f"{row['ratios'][COPY]:.2f}"]
                 found.append([f"{in_words(lead)}: {title}", *cells])
-    return Table(["case", "µs", "GB/s", "of a copy"], found, (1,))
+    return Table(["case", "µs", "GB/s", "of a copy"], found, (1,), beside=_rows(book.each("attention", "decode")))
 
 
 def memory(book: Book) -> Table:
@@ -492,11 +515,12 @@ def memory(book: Book) -> Table:
 def serving(book: Book) -> Table:
     """Decoding, appending and prefill over pages of each format."""
     kinds = {"bf16": "bfloat16", "fp8": "float8", "int8": "int8", "int4": "4-bit"}
-    found = []
+    found, beside = [], list[Row]()
     for mode in ("decode", "append", "prefill"):
         for lead, rows in book.each("serving", mode):
             found.append([lead["case"]["name"], *(us(time_of(rows.get(kind))) for kind in kinds)])
-    return Table(["µs", *kinds.values()], found, (1, 2, 3, 4))
+            beside += rows.values()
+    return Table(["µs", *kinds.values()], found, (1, 2, 3, 4), beside=beside)
 
 
 def append_host(book: Book) -> Table:
@@ -512,7 +536,7 @@ def append_host(book: Book) -> Table:
         for name, row in rows.items()
         if (time := time_of(row)) and unit
     ]
-    return Table(["eager call of 64 tokens", "host, µs", "× `rotary_embedding`"], found, (2,))
+    return Table(["eager call of 64 tokens", "host, µs", "× `rotary_embedding`"], found, (2,), beside=[*rows.values()])
 
 
 def blocks(book: Book) -> Table:
@@ -529,7 +553,9 @@ def blocks(book: Book) -> Table:
     headings = (
         x for way in ("forward", "backward") for x in (f"{way}, ms", f"{way}, TFLOP/s", "Triton", "FlexAttention")
     )
-    return Table(["mask", *headings], found, (2, 6))
+    plain = {"benchmark": "blocks", "run": 0, "mode": "", "time": {}}  # its rows have a schema of their own
+    beside = [{**plain, **row, "kind": "peer"} for row in rows.values() if row.get("impl") in NAMES]
+    return Table(["mask", *headings], found, (2, 6), beside=beside)
 
 
 def host(book: Book) -> Table:
@@ -550,7 +576,8 @@ def host(book: Book) -> Table:
             row = rows.get(name)
             cells.append(NOTHING if row is None else f"{us(time_of(row, 'host'))} ({row['multiple']['median']:.1f})")
         found.append(cells)
-    return Table(["case, µs (× `mul_`)", *names.values(), *(PEERS[name][0] for name in peers)], found, (1,))
+    beside = [row for group in book.rows("host") for row in group]
+    return Table(["case, µs (× `mul_`)", *names.values(), *(NAMES[name] for name in peers)], found, (1,), beside=beside)
 
 
 def rotate_host(book: Book) -> Table:
@@ -565,7 +592,7 @@ def rotate_host(book: Book) -> Table:
 
 def training(book: Book) -> Table:
     """Steps of whole models: tokens per second and memory of ours, and how many times as fast as others."""
-    found = []
+    found, beside = [], list[Row]()
     for mode in ("autocast", "bf16"):
         for lead, rows in book.each("training", mode):
             ours = rows.get("ropewalk")
@@ -577,8 +604,9 @@ def training(book: Book) -> Table:
             cells = [number(ours, "tokens_per_second", ",.0f"), number(ours, "peak_bytes", ".1f", 2**30)]
             cells += [number(sdpa, "peak_bytes", ".1f", 2**30), *(_over(ours, other) for other in others)]
             found.append([case, *cells])
+            beside += rows.values()
     headings = ["model", "tokens/s", "GiB", "SDPA's GiB", "× SDPA", "× FlashAttention-4", "× eager"]
-    return Table(headings, found, (1, 4))
+    return Table(headings, found, (1, 4), beside=beside)
 
 
 def _over(ours: Row | None, other: Row | None) -> str:
@@ -603,7 +631,13 @@ def verdicts(book: Book) -> Table:
         times = [gain.times for gain in group if gain.times is not None]
         found.append([title, *counts, *(f"{of(times):.2f} ×" for of in (statistics.median, min, max))])
     headings = ["ours over the best other library", "faster", "within 2 %", "slower", "median", "least", "most"]
-    return Table(headings, found, (1, 2, 3))
+    return Table(headings, found, (1, 2, 3), beside=_compared(book))
+
+
+def _compared(book: Book) -> list[Row]:
+    """Return the rows of the modes that verdicts are of."""
+    rows = (row for record in book.compared for row in record.rows)
+    return [row for row in rows if (row["benchmark"], row["mode"]) in g.COMPARED]
 
 
 def losses(book: Book) -> Table:
@@ -615,20 +649,23 @@ def losses(book: Book) -> Table:
     for gain in sorted(behind, key=lambda one: one.times or 0.0):
         assert gain.ours is not None
         assert gain.peer is not None
-        ours, theirs = (duration(time_of(row, gain.quantity)) for row in (gain.ours, gain.peer))
-        name = PEERS[gain.peer["impl"]][0]
         title = gain.title.removesuffix(", hot") + (", in a CUDA graph" if gain.quantity == "graph" else "")
-        by = gain.ours.get("served_by", gain.ours["impl"])
-        found.append(
-            [
-                f"{gain.lead['case']['name']}: {in_words(gain.lead)}{card}",
-                title,
-                f"{ours}, {by}",
-                f"{theirs}, {name}",
-                f"{gain.times:.2f} ×",
-            ]
-        )
-    return Table(["case", "comparison", "ours", "faster", "ours over it"], found, of_all=True)
+        case = f"{gain.lead['case']['name']}: {in_words(gain.lead)}{card}"
+        ours = f"{duration(time_of(gain.ours, gain.quantity))}, {gain.ours.get('served_by', gain.ours['impl'])}"
+        # The median over rounds alone: beside it a median of the other's own might say the opposite.
+        found.append([case, title, ours, f"{gain.times:.2f} × {NAMES[gain.peer['impl']]}"])
+    return Table(["case", "comparison", "ours", "ours, × the faster"], found, of_all=True, beside=_compared(book))
+
+
+def goals(book: Book) -> Table:
+    """Count the project's targets that the records meet and miss."""
+    found = []
+    for name in ("attention", "training", "parallel"):
+        verdicts = [one.met for one in targets.judge(book.record(name))] if name in book.paths else []
+        if verdicts:
+            file = f"{name}-{book.card}.jsonl"
+            found.append([f"[{name}-{book.card}](results/{file})", *map(str, (sum(verdicts), verdicts.count(False)))])
+    return Table(["record", "targets met", "missed"], found, of_all=True)
 
 
 def records(book: Book) -> Table:
@@ -640,10 +677,10 @@ def records(book: Book) -> Table:
             for key, length in (("commit", 7), ("date", 10), ("device", 40), ("torch", 6), ("triton", 6))
         ]
         peers = {
-            f"{PEERS[peer][0]} {version}": None
+            f"{NAMES[peer]} {version}": None
             for run in runs
             for peer, version in (run.get("peers") or {}).items()
-            if peer in PEERS and not version.startswith("missing") and version != run.get("torch", "")[: len(version)]
+            if peer in NAMES and not version.startswith("missing") and version != run.get("torch", "")[: len(version)]
         }
         if any(run.get("dirty") for run in runs):
             texts[0] += ", with changes"
@@ -674,6 +711,7 @@ TABLES: dict[str, Callable[[Book], Table]] = {
     "training": training,
     "verdicts": verdicts,
     "losses": losses,
+    "targets": goals,
     "records": records,
 }
 
@@ -693,11 +731,26 @@ def make(name: str, folder: Path = RESULTS) -> str:
     if name not in TABLES:
         raise SystemExit(f"a page has a mark {name!r}, but there are tables {', '.join(TABLES)} and README's overview")
     card, *others = books(folder)
-    table = _without_empty_rows(TABLES[name](card))
-    if not table.rows and name != "losses":
+    tables = {book: _without_empty_rows(TABLES[name](book)) for book in (card, *others)}
+    if not tables[card].rows and name != "losses":
         raise SystemExit(f"the records of {card.card} have no row of table {name!r}: tools/record_all.py measures all")
-    found = {book.card: _without_empty_rows(TABLES[name](book)) for book in others}
-    return table.render({name: other for name, other in found.items() if other.rows})
+    text = tables[card].render({book.card: tables[book] for book in others if tables[book].rows})
+    if tables[card].beside is None:
+        return text
+    rows = [(book, row) for book, table in tables.items() for row in table.beside or ()]
+    runs = {id(run): run for run in (book.run_of(row) for book, row in rows)}
+    return f"{text}\n{fold(name_measured((row['impl'] for _, row in rows if is_peer(row)), runs.values()))}"
+
+
+def is_peer(row: Row) -> bool:
+    """Say whether a row is of another library that was timed; two calls of FlashAttention-4 are, for ReRoPE."""
+    is_twice = row["impl"] == g.FLASH and row["mode"] in REROPE and row.get("position") == "rerope"
+    return (row["kind"] == "peer" or is_twice) and row["impl"] not in EAGER and any(key in row for key in _TIMES)
+
+
+def fold(sentences: Iterable[str]) -> str:
+    """Break sentences, each of which begins a line, at the width of pages."""
+    return "".join(f"{line}\n" for one in sentences for line in textwrap.wrap(one, WIDTH, break_on_hyphens=False))
 
 
 def _without_empty_rows(table: Table) -> Table:

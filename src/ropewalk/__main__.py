@@ -4,18 +4,24 @@ import sys
 import warnings
 from importlib.util import find_spec
 
-NEEDED = ("typer", "rich")
+NEEDED, NEEDED_BY_DOCTOR = ("typer", "rich"), ("torch",)
 
 
 def main() -> None:
-    """Run the command, or say in one line which extra has it."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        print(f"error: {' and '.join(missing)} {verb} not installed: pip install 'ropewalk[bench]'", file=sys.stderr)
-        raise SystemExit(2)
+    """Run the command, or say in one line which extra has it; `doctor` needs none."""
     # Ropewalk needs no NumPy; torch warns where it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    is_doctor = sys.argv[1:] == ["doctor"]
+    missing = [name for name in (NEEDED_BY_DOCTOR if is_doctor else NEEDED) if find_spec(name) is None]
+    if missing:
+        verb, package = "is" if len(missing) == 1 else "are", "torch" if is_doctor else "'ropewalk[bench]'"
+        print(f"error: {' and '.join(missing)} {verb} not installed: pip install {package}", file=sys.stderr)
+        raise SystemExit(2)
+    if is_doctor:
+        from ropewalk.doctor import doctor
+
+        doctor()
+        return
     from ropewalk.cli import app
 
     app(prog_name="ropewalk")

@@ -1,5 +1,6 @@
 """Records: written row by row, read back as they were, gone on with, and silent about the machine's paths."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from ropewalk.bench.core.load import describe, label, read_record, read_stopped, unit_of
 from ropewalk.bench.core.records import END, RecordWriter, default_path, describe_run
 from ropewalk.bench.core.runner import new_row
+from ropewalk.bench.core.summary import print_summary
 from ropewalk.bench.core.timing import Quantiles
 from ropewalk.bench.rope.cases import CASES
 
@@ -77,6 +80,25 @@ def test_a_stopped_run_keeps_its_whole_units(tmp_path: Path) -> None:
         read_stopped(path, {**RUN, "device": "CPU"})
 
 
+def test_a_summary_names_rows_that_are_unsteady() -> None:
+    def printed(*spreads: tuple[float, float, float]) -> str:
+        console = Console(width=160, file=io.StringIO())
+        names, of_record = ("triton", "copy_", "native"), {"benchmark": "rope", "run": 0, "case": vars(CASES[0])}
+        rows = [
+            {**new_row(CASES[0], "fwd", name, "ours"), **of_record, "time": vars(Quantiles(*spread))}
+            for name, spread in zip(names, spreads, strict=False)
+        ]
+        print_summary(rows, RUN, (), console)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    steady, far = (9.9, 10.0, 10.4), (61.0, 61.5, 11921.0)
+    assert "unsteady" not in printed(steady, steady)
+    text = printed(steady, far, steady)
+    assert "copy_, unsteady" in text
+    assert text.count("unsteady") == 2
+    assert "the 90 % quantile is more than 1.5 times the 10 % quantile. Is the machine at other work?" in text
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -106,7 +128,7 @@ def test_a_run_says_that_it_is_pinned(device: torch.device) -> None:
 
 
 def test_a_run_says_where_it_ran_and_tells_no_paths(device: torch.device) -> None:
-    assert default_path(RUN) == Path("results/rope-nvidia-h200-20261121T033722.jsonl")
+    assert default_path(RUN) == Path("records/rope-nvidia-h200-20261121T033722.jsonl")
     run = describe_run("rope", device, {"quack": "missing: quack is not installed"})
     for key in ("device", "python", "torch", "triton", "ropewalk", "commit", "dirty", "date", "peers"):
         assert key in run

@@ -93,6 +93,31 @@ def test_a_gain_is_against_the_best_peer_and_a_loss_is_not_hidden(tmp_path: Path
     assert "past the budget" in found["bwd", "absent"].reason
 
 
+def test_rerope_is_against_two_calls_of_flash_attention_and_not_eager_pytorch(tmp_path: Path) -> None:
+    times = {("auto", "rerope"): 10.0, ("gluon", "rerope"): 10.0, ("flash", "rerope"): 10.4, ("eager", "rerope"): 400.0}
+    rows = attention(BY_NAME["rerope-8k-d64"], "rerope-train", times)
+    for row in rows:
+        row |= {"kind": "ours" if row["impl"] == "flash" else row["kind"], "served_by": "gluon"}
+    path = write(tmp_path / "a.jsonl", rows, capability="9.0")
+    records = read_records([path])
+    [gain], [choice] = gains_of(path), newest_choices(records)
+    assert (gain.peer["impl"], gain.times) == ("flash", pytest.approx(1.04))
+    assert choice.time_of("flash_attn_4") == 10.4
+    assert choice.best_peer == (pytest.approx(1.04), "flash")
+    assert "10.4\u00a0µs, two calls of FlashAttention-4" in render(records)
+    alone = write(tmp_path / "b.jsonl", [row for row in rows if row["impl"] != "flash"], capability="9.0")
+    assert [gain.outcome for gain in gains_of(alone)] == ["alone"]
+
+
+def test_the_page_says_which_libraries_were_measured_and_which_were_not(tmp_path: Path) -> None:
+    peers = {"flash_attn_4": "4.0.0b36", "flash_attn_3": "missing: x is not installed", "cudnn": "2.11.0"}
+    rows = attention(BY_NAME["gqa-8k-d128"], "train", TRAINING)
+    page = render(read_records([write(tmp_path / "a.jsonl", rows, peers=peers, torch="2.11.0+cu130")]))
+    said = "Other libraries that were measured: FlashAttention-4 4.0.0b36 (a beta). "
+    assert f"{said}Not installed, and so not measured: FlashAttention-3." in page
+    assert "the best other library that was measured or faster in 1 of 1 comparisons" in page
+
+
 def test_a_newer_run_decides_if_it_timed_the_best_peer(tmp_path: Path) -> None:
     case = BY_NAME["gqa-8k-d128"]
     old = write(tmp_path / "old.jsonl", attention(case, "train", TRAINING))

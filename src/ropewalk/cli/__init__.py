@@ -10,8 +10,8 @@ import typer
 
 import ropewalk
 from ropewalk.cli import bench
-from ropewalk.cli.doctor import doctor
 from ropewalk.cli.options import Option, command, split_names, whole_numbers
+from ropewalk.doctor import doctor
 
 app = typer.Typer(
     help="Position encodings for transformers as fast, differentiable GPU kernels.",
@@ -28,7 +28,7 @@ _TEXT: Option = (Path | None, None, "The text to learn, not the default.", "", _
 _STEPS: Option = (int | None, None, "Training steps; by default what suits the device.", "", {"min": 1})
 _DEVICE: Option = (str | None, None, "cpu or cuda; by default the GPU if there is one.")
 _LENGTHS = "by default 1, 2, 4, 8 and 16 times the training length, on a CPU to 4 times."
-_RECORD = "The record, a new file; by default one under ./results/."
+_RECORD = "The record, a new file; by default one under ./records/."
 _CORPUS = "A text, or a folder of texts; repeat for more. By default what ships with Python."
 _FIGURE = "Where the figure goes; by default beside the record."
 _DEMO: dict[str, Option] = {

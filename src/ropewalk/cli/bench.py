@@ -31,7 +31,7 @@ OPTIONS: dict[str, Option] = {
     "precision": (split_names, "autocast,bf16", "Of autocast and bf16, with commas between."),
     "peers": (str, "auto", "auto (those that import), none, or names with commas between."),
     "protocol": (split_names, "", "hot, cool or hot,cool; by default both for the kernels alone, and hot elsewhere."),
-    "output": (Path | None, None, "The record, a new file; by default one under ./results/.", "--output -o"),
+    "output": (Path | None, None, "The record, a new file; by default one under ./records/.", "--output -o"),
     "resume": (bool, False, _RESUME, "--resume"),
     "device": (str | None, None, "cuda or cpu; by default the GPU if there is one."),
     "dtype": (str | None, None, "float16, bfloat16 or float32 for all cases; by default each case's own."),

@@ -13,6 +13,7 @@ from ropewalk import apply_rope, attention, inverse_frequencies, rope_table
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import BACKENDS
+from ropewalk.ops.attention.call import AttentionCall
 
 pytest.importorskip("triton")
 
@@ -37,6 +38,28 @@ PATCHED = [(gpu, "capability"), (support.flash, "flash_version"), (gpu, "is_fake
 
 def test_names_are_used_once():
     assert len(CASES) == sum(len(cases) for cases in support.SECTIONS.values()) > 30
+
+
+def test_each_field_of_a_call_has_a_row():
+    assert support.fields_without_a_row() == []
+    assert support.fields_without_a_row((*AttentionCall._fields, "logit_bias")) == ["logit_bias"]
+
+
+def test_a_field_without_a_row_is_an_error(monkeypatch):
+    rest = [case for case in support.SECTIONS["Everything else"] if "softcap" not in case.name]
+    monkeypatch.setitem(support.SECTIONS, "Everything else", rest)
+    with pytest.raises(SystemExit, match="no row of SECTIONS sets softcap of AttentionCall"):
+        support.render()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "your own" in name])
+def test_what_is_your_own_is_not_the_librarys(device, name):
+    given = CASES[name].given(device)
+    if "position" in given:
+        assert not type(given["position"]).__module__.startswith("ropewalk")
+    with torch.no_grad():
+        call = make_call(*CASES[name].tensors(device), **given)
+    assert call.score_mod is None or not call.score_mod.startswith("ropewalk")
 
 
 def learned_by(keywords):

@@ -30,7 +30,7 @@ class Options:
     rounds: int | None = None  # how often each call is timed, at most; None: the benchmark's own number
     seed: int = 0  # of the random inputs
     device: str | None = None  # "cuda" or "cpu"; None: the GPU if there is one
-    output: Path | None = None  # the record's file; None: one under ./results/
+    output: Path | None = None  # the record's file; None: one under ./records/
     resume: bool = False  # whether the file is a record to go on with; otherwise it must not exist
     quick: bool = False  # small cases, for correctness; of several processes alone
     processes: int | None = None  # to start, where torchrun did not; None: one for each GPU, or 2 on a CPU

@@ -87,10 +87,10 @@ def check_run_line(path: Path, line: Mapping[str, Any], benchmarks: Sequence[str
 
 
 def default_path(run: Mapping[str, Any]) -> Path:
-    """Return results/BENCHMARK-DEVICE-TIME.jsonl."""
+    """Return records/BENCHMARK-DEVICE-TIME.jsonl; git ignores that folder in a checkout."""
     device = re.sub(r"[^a-z0-9]+", "-", run["device"].lower()).strip("-")
     time = re.sub(r"[^0-9T]", "", run["date"].split("+")[0])
-    return Path("results") / f"{run['benchmark']}-{device}-{time}.jsonl"
+    return Path("records") / f"{run['benchmark']}-{device}-{time}.jsonl"
 
 
 def describe_run(benchmark: str, device: torch.device, peers: Mapping[str, str]) -> dict[str, Any]:

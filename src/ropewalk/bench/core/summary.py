@@ -13,6 +13,7 @@ from ropewalk.bench.core.load import Row, describe, groups, label, variant_of, w
 from ropewalk.bench.core.records import cpu_note
 
 NOTHING = "–"
+UNSTEADY = 1.5  # times the 10 % quantile: a 90 % quantile beyond it is no measurement of the call alone
 # A heading, and the value of a row as text; None: there is none.
 Column = tuple[str, Callable[[Row], str | None]]
 
@@ -35,6 +36,12 @@ def _at(row: Row, key: str) -> Any:
 COMMON = tuple((text, microseconds(f"time.{key}")) for text, key in (("µs", "p50"), ("10 %", "p10"), ("90 %", "p90")))
 
 
+def is_unsteady(row: Row) -> bool:
+    """Say whether the quantiles of a row's time are far apart: in a CUDA graph where it has one, else on the device."""
+    spread = row.get("graph", row.get("time"))
+    return spread is not None and spread["p90"] > UNSTEADY * spread["p10"]
+
+
 def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence[Column], console: Console) -> None:
     """Print the rows of one benchmark: what was timed, what ours do not support, what was wrong or failed."""
     ok = [row for row in rows if row["status"] == "ok"]
@@ -52,16 +59,20 @@ def print_summary(rows: Sequence[Row], run: Mapping[str, Any], columns: Sequence
             ratio = lead.get("ratios", {}).get(label(row))
             if ratio is None and row is not lead and "time" in row and "time" in lead:
                 ratio = row["time"]["p50"] / lead["time"]["p50"]
-            by = row.get("served_by")
+            by = row.get("served_by", row["impl"])
+            remarks = (f"by {by}" if by != row["impl"] else "", "unsteady" if is_unsteady(row) else "")
             table.add_row(
                 words(row["case"]["name"], variant_of(row["case"])),
                 words(row["mode"], row.get("protocol")),
-                label(row) if by in (None, row["impl"]) else f"{label(row)}, by {by}",
+                ", ".join(filter(None, (label(row), *remarks))),
                 NOTHING if ratio is None else f"{ratio:.3f}",
                 *(text(row) or NOTHING for _, text in shown),
             )
         table.add_section()
     console.print(table)
+    if any(map(is_unsteady, ok)):
+        said = f"unsteady: the 90 % quantile is more than {UNSTEADY} times the 10 % quantile"
+        console.print(f"{said}. Is the machine at other work?", style="yellow", highlight=False)
     for row in rows:
         if row["status"] in ("wrong", "failed") or (row["status"] == "unsupported" and row["kind"] != "peer"):
             error = f" (error {row['error']:.3g}, budget {row['error_budget']:.3g})" if "error" in row else ""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ropewalk.bench.attention.candidates import AUTO, COMPILED, backends_of_today
-from ropewalk.bench.attention.cases import AttentionCase
+from ropewalk.bench.attention.cases import REROPE, AttentionCase
 from ropewalk.bench.core.load import Record, Row, groups, label, read_record, variant_of
 from ropewalk.bench.core.timing import COPY
+from ropewalk.bench.report.peers import EAGER
 from ropewalk.bench.rope.cases import Case
 
 READ = ("rope", "attention", "training", "all")  # the benchmarks whose records are read here
@@ -56,6 +57,7 @@ class Gain(NamedTuple):
 
     @property
     def title(self) -> str:
+        """Name the comparison and its protocol."""
         return ", ".join(filter(None, (_compared(self.lead)[0], self.lead.get("protocol"))))
 
 
@@ -72,6 +74,10 @@ class Choice(NamedTuple):
     picks: tuple[tuple[float, str] | None, ...]  # time and backend of the three
     peers: dict[str, float]
     best_peer: tuple[float, str] | None  # how many times as fast the last pick is as the fastest peer, and that one
+
+    def time_of(self, peer: str) -> float | None:
+        """Return a peer's time; FlashAttention-4's of ReRoPE is that of two calls, merged."""
+        return self.peers.get(peer, self.peers.get(FLASH) if peer == FLASH_PEER else None)
 
 
 def _compared(row: Row) -> Compared:
@@ -180,10 +186,15 @@ def against_peers(ours: Row, peers: Iterable[Row], quantity: str = "time") -> tu
 
 
 def _sides(group: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return ours and the peers' rows of a group, with the positions that are compared."""
+    """Return ours and the peers' rows of a group, with the positions that are compared; eager PyTorch is no peer.
+
+    No library computes ReRoPE in one call: its peer is FlashAttention-4 called twice, by our backend.
+    """
     _, position, of_peers, _ = _compared(group[0])
     ours = [row for row in group if (row["kind"], row["position"]) == ("ours", position)]
-    return ours, [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
+    peers = [row for row in group if (row["kind"], row["position"]) == ("peer", of_peers)]
+    twice = [row for row in ours if row["impl"] == FLASH and group[0]["mode"] in REROPE]
+    return ours, [*twice, *(row for row in peers if row["impl"] not in EAGER)]
 
 
 def newest_choices(records: Sequence[Record]) -> list[Choice]:

@@ -17,8 +17,9 @@ from typing import Any
 from ropewalk.bench.core.load import Record, Row, label
 from ropewalk.bench.report import gains as g
 from ropewalk.bench.report.gains import Gain, describe_case
+from ropewalk.bench.report.peers import NAMES, name_measured
 
-CHOICE_PEERS = {g.FLASH_PEER: "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention"}
+CHOICE_PEERS = {name: NAMES[name] for name in (g.FLASH_PEER, "cudnn", "flex")}
 NOT_MEASURED, NOTHING = "not measured", "–"
 # By outcome, on a light and on a dark page alike; the marker tells them apart too.
 _LOOKS = {g.AHEAD: ("#2f7fe0", "circle"), g.LEVEL: ("#8a929c", "square"), g.BEHIND: ("#e0652f", "diamond")}
@@ -88,6 +89,7 @@ def render(records: Sequence[Record]) -> str:
         groups={title: (_sentence(group), group) for title, group in groups.items()},
         counts=counts,
         n_compared=sum(counts[outcome] for outcome in _LOOKS),
+        measured=name_measured({name for gain in gains for name in gain.timed}, (run for _, run in runs)),
         same=g.SAME,
         choices=[choice for choice in g.newest_choices(records) if choice.lead.get("protocol") == "hot"],
         choice_peers=CHOICE_PEERS,
@@ -126,6 +128,8 @@ def _side(gain: Gain, row: Row | None) -> str:
     """Say how long one side of a comparison takes, and by which implementation."""
     if row is None:
         return NOTHING
+    if row["kind"] == "peer" or row is gain.peer:
+        return f"{duration(row.get(gain.quantity, {}).get('p50'))}, {NAMES.get(row['impl'], row['impl'])}"
     by = row.get("served_by", row["impl"])
     return f"{duration(row.get(gain.quantity, {}).get('p50'))}, {row['impl']}{'' if by == row['impl'] else f' ({by})'}"
 
@@ -155,7 +159,9 @@ def _draw_gains(groups: dict[str, list[Gain]]) -> Any:
         }
         for number, gain in enumerate(gains)
     ]
-    figure = _figure("log", "times the best other's speed", y_range=titles, height=90 + 34 * len(titles))
+    figure = _figure(
+        "log", "times the speed of the best other that was measured", y_range=titles, height=90 + 34 * len(titles)
+    )
     figure.xaxis.ticker = _TICKS
     figure.xaxis.major_label_overrides = {tick: f"{tick:g}" for tick in _TICKS}
     figure.vspan(x=1, line_color=_TEXT, line_width=1.5)

@@ -1,4 +1,4 @@
-"""`ropewalk doctor`."""
+"""`ropewalk doctor`, in plain text: it needs no package that the library does not need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ DEFAULT_TOKENS = 2048  # of the call whose default backend is named
 def doctor() -> None:
     """Print versions and devices, the implementations and peers that run here, and why others do not."""
     import torch
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from ropewalk.bench.attention.peers import ATTENTION_PEERS
     from ropewalk.bench.core.peers import find_peer
@@ -30,17 +27,11 @@ def doctor() -> None:
     from ropewalk.ops.rope.backends import IMPLEMENTATIONS, choose, why_not
     from ropewalk.schemes import Rope
 
-    console, names = Console(), {torch.device("cpu"): "cpu"}
+    names = {torch.device("cpu"): "cpu"}
     for index in reversed(range(torch.cuda.device_count())):  # GPUs come first
         gpu = torch.cuda.get_device_properties(index)
         names = {torch.device("cuda", index): f"cuda:{index} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"} | names
     first = next(iter(names))
-
-    def show(title: str, headings: str, rows: Iterable[tuple[str, ...]]) -> None:
-        table = Table(*headings.split(), title=title)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
 
     def verdict(reason: str | None, is_default: bool) -> str:
         return f"no: {reason}" if reason is not None else "yes, and used by default" if is_default else "yes"
@@ -61,19 +52,30 @@ def doctor() -> None:
         attentions += [(str(device), impl, verdict(why, default == impl)) for impl, why in missing.items()]
     show("implementations of the rotation", "device implementation here", rotations)
     if first.type == "cpu":
-        console.print("PyTorch finds no GPU.")
+        print("PyTorch finds no GPU.\n")
     show("implementations of attention", "device implementation here", attentions)
-    console.print(
+    print(
         f"The default is of a causal call with RoPE and {DEFAULT_TOKENS} tokens; `ropewalk.explain_choice` names "
-        "that of your call. The reference is for correctness, not speed."
+        "that of your call. The reference is for correctness, not speed.\n"
     )
     if first.type == "cuda" and (text := _launcher(torch.device("cuda", 0))) is not None:
-        console.print(escape(text))
+        print(f"{text}\n")
     show("native extension", "what here", _native_extension())
     known = [("rotation", peer) for peer in PEERS.values()] + [("attention", peer) for peer in ATTENTION_PEERS.values()]
     found = [(of, peer.name, *find_peer(peer, first)) for of, peer in known]
     rows = [(of, name, f"yes, {version}" if why is None else f"no: {why}") for of, name, version, why in found]
     show(f"peers that `ropewalk bench` can measure on {first}", "of peer here", rows)
+
+
+def show(title: str, headings: str, rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table; the last cell of a row may have several lines."""
+    lines = [tuple(headings.split()), *rows]
+    widths = [max(map(len, column)) for column in zip(*(line[:-1] for line in lines), strict=True)]
+    print(title)
+    for *first, last in lines:
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(first, widths, strict=True))
+        print(f"  {cells}  " + last.replace("\n", f"\n{' ' * (len(cells) + 4)}"))
+    print()
 
 
 def _launcher(device: torch.device) -> str | None:
