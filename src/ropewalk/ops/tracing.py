@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ropewalk import device as gpu
+
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -48,6 +50,17 @@ def is_dtensor(x: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Say whether a torch.func transform or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def has_values(x: Tensor) -> bool:
+    """Say whether a check may read a tensor's values.
+
+    The host would wait for those on a device. Compilers, tracers, modes and transforms follow tensors without any.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or gpu.is_fake(x):
+        return False
+    is_traced = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    return not (is_traced or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 # The PyTorch versions whose `TensorGuards` are known to do what `make_matcher` says; it is private.

@@ -14,11 +14,14 @@ Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim (R/2 p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+ScoreFunction = TypeVar("ScoreFunction", bound=Callable[[Any, Tensor, Tensor], Tensor])
 
 
 class Rotation(NamedTuple):
@@ -95,12 +98,31 @@ class PositionScheme:
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Change scores before the softmax: the reference form, in plain PyTorch.
 
-        Unlike FlexAttention's function of this name, which maps one score and its indices, it maps whole tiles: the
-        reference calls it once with the matrix of all scores.
+        Unlike FlexAttention's function of this name, which maps one score and its indices, it maps whole tensors: the
+        reference calls it once with the matrix of all scores, which takes memory for B · H · Tq · Tk numbers. Positions
+        are in `distance`: with a cache, packed sequences or several processes a row of scores is not its position.
 
         scores: (B, H, Tq, Tk), scaled. distance: query's position minus key's, (B or 1, 1, Tq, Tk), int64.
+
+        Returns the changed scores, in their shape and dtype. A row of −∞ attends nothing, as if it were masked.
         """
         return scores
+
+    def is_elementwise(self) -> bool:
+        """Say whether `score_mod` may be called with some queries at a time: one that is marked `elementwise`, or none.
+
+        An override is not marked, so the reference calls it with all scores.
+        """
+        return not self.has_score_mod() or hasattr(type(self).score_mod, _ELEMENTWISE)
+
+
+_ELEMENTWISE = "_is_elementwise"
+
+
+def elementwise(score_mod: ScoreFunction) -> ScoreFunction:
+    """Mark a `score_mod` that changes each score by itself, by its head, batch row and distance alone."""
+    setattr(score_mod, _ELEMENTWISE, True)
+    return score_mod
 
 
 def is_int(value: object) -> bool:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.tables import find_tables
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, as_bhtd
 from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
 from ropewalk.ops.cache.validate import check_scale
-from ropewalk.ops.tracing import is_dtensor
+from ropewalk.ops.tracing import has_values, is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
 
 LAYOUTS = ("bthd", "bhtd", "thd")
@@ -299,11 +298,6 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, but must be on q's device, {q.device}")
 
 
-def _has_values(x: Tensor) -> bool:
-    """Whether x's values can be looked at: those on a device would have to be waited for, fake ones are none."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(x))
-
-
 def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seqlens_q is None, but layout 'thd' needs it, (S + 1,), to tell sequences apart")
@@ -312,7 +306,7 @@ def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | Non
         if bounds.ndim != 1 or bounds.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(bounds.shape)}, but must be (S + 1,)")
         _check_device(name, bounds, q)
-        if not _has_values(bounds):
+        if not has_values(bounds):
             continue
         values = bounds.tolist()
         if values[0] != 0:
@@ -349,7 +343,7 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
     if key_lengths is None:
         raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
     _check_no_grad(q, k, v, given)
-    if not _has_values(block_table) or not _has_values(k):
+    if not has_values(block_table) or not has_values(k):
         return
     pages, _, page_size, _ = as_bhtd(k, given.layout).shape
     first = torch.arange(0, block_table.shape[1] * page_size, page_size)
@@ -429,7 +423,7 @@ def _check_rows(name: str, x: Tensor, batch: int, limits: tuple[int, int], said:
     if x.shape != (batch,):
         raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B,) with B = {batch}")
     _check_device(name, x, q)
-    if _has_values(x):
+    if has_values(x):
         (least, most), (low, high) = limits, said
         outside = (x < least) | (x > most)
         if bool(outside.any()):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.cache.call import AppendCall
 from ropewalk.ops.cache.formats import (
@@ -25,6 +24,7 @@ from ropewalk.ops.cache.formats import (
     scale_shape,
 )
 from ropewalk.ops.rope.validate import may_overlap_itself
+from ropewalk.ops.tracing import has_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,7 @@ def check(call: AppendCall) -> None:
 
 def check_values(call: AppendCall) -> None:
     """Raise unless slots lie in the cache, and axes in positions; on a GPU neither is read."""
-    if call.slots.device.type != "cpu" or gpu.is_fake(call.slots):
+    if not all(has_values(x) for x in (call.slots, call.axes) if x is not None):
         return
     n_slots = call.k_cache.shape[0] * call.k_cache.shape[1]
     outside = (call.slots < -1) | (call.slots >= n_slots)
