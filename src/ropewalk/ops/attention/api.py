@@ -222,9 +222,9 @@ def attention(
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
             64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
             partial blocks once, at b and h of the mask, into bits, and the host waits for their number then. Full
-            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors that the
-            mask_mod reads, are written to, or a variable or an attribute that it reads holds another number or
-            tensor; which blocks are partial stays as the BlockMask says. Under `torch.compile` a BlockMask with a
+            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors, arrays and
+            sets that the mask_mod reads, are written to, or a variable or an attribute that it reads holds another
+            number or tensor; which blocks are partial stays as the BlockMask says. Under `torch.compile` a BlockMask with a
             mask_mod must have been in a call outside before; and such changes are not seen.
         k_scale: the scales of quantised pages, k of float8_e4m3fn, int8 or uint8 (two 4-bit numbers a byte, D/2 bytes
             a head), as `append_kv` reads or writes them: a key is its number times its scale. Their shape is the same

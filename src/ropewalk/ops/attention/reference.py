@@ -332,24 +332,40 @@ def _attend_block(
 
 def _modify(scores: Tensor, distance: Tensor, scheme: PositionScheme) -> Tensor:
     """Change scores by a scheme, or raise an error that names it."""
-    if scheme.is_elementwise() or torch.compiler.is_compiling():
+    if scheme.is_elementwise():
         return scheme.score_mod(scores, distance)
-    name, shape = type(scheme).__name__, tuple(scores.shape)
-    try:
-        changed = scheme.score_mod(scores, distance)
-    except Exception as error:
-        if type(error) not in _PLAIN_ERRORS:
-            raise
-        raise type(error)(
-            f"score_mod of {name} raised: {error}. It got scores (B, H, Tq, Tk) of shape {shape} and distance of shape "
-            f"{tuple(distance.shape)}; where heads and tokens are swapped, the layout of the call is not the tensors'"
-        ) from error
+    changed = (scheme.score_mod if torch.compiler.is_compiling() else _bind_named(scheme))(scores, distance)
+    name, shape = _name_of(scheme), tuple(scores.shape)
     if not isinstance(changed, Tensor) or changed.shape != scores.shape or changed.dtype != scores.dtype:
         kind = f"{changed.dtype} of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
         raise TypeError(
             f"score_mod of {name} returned {kind}, but must return the scores changed: {scores.dtype} of shape {shape}"
         )
     return changed
+
+
+def _name_of(scheme: PositionScheme) -> str:
+    """Return the name of a scheme's class, of one that narrows another the other's."""
+    inner = getattr(scheme, "inner", None)
+    return _name_of(inner) if isinstance(inner, PositionScheme) else type(scheme).__name__
+
+
+def _bind_named(scheme: PositionScheme) -> Callable[[Tensor, Tensor], Any]:
+    """Return a scheme's `score_mod`, whose errors name the scheme and what it got."""
+
+    def score_mod(scores: Tensor, distance: Tensor) -> Any:
+        try:
+            return scheme.score_mod(scores, distance)
+        except Exception as error:
+            if type(error) not in _PLAIN_ERRORS:  # those of torch's own, out of memory too, stay as they are
+                raise
+            raise type(error)(
+                f"score_mod of {_name_of(scheme)} raised: {error}; scores have shape {tuple(scores.shape)}, "
+                f"(B, H, Tq, Tk), and distance has {tuple(distance.shape)}: if heads and tokens are swapped, layout is "
+                "the wrong one"
+            ) from error
+
+    return score_mod
 
 
 _PLAIN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)

@@ -21,6 +21,7 @@ from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
 from ropewalk.ops.cache.validate import check_scale
 from ropewalk.ops.tracing import has_values, is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
+from ropewalk.schemes.base import check_class
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,6 +68,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
+    if type(position) is not NoPosition:
+        check_class(position)
     batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
         q, k, v, layout, block_table, (given.k_scale, given.v_scale)
     )
