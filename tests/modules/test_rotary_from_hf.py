@@ -24,7 +24,7 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# Families whose rope_parameters have keys that no layer has, or that unlike layers share; not all transformers have all.
+# Families with keys in rope_parameters that no layer has, or that unlike layers share; old transformers lack some.
 WITH_KEYS = [
     name
     for name in ("deepseek_v4", "gemma3_text", "gemma4_text", "laguna", "mellum", "modernbert", "neomme", "zaya")

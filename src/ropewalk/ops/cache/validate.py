@@ -9,7 +9,7 @@ Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of valu
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -131,6 +131,8 @@ def _check_caches(call: AppendCall) -> None:
             raise TypeError(f"{name} has dtype {cache.dtype}, but must have {_KINDS}")
         _check_device(name, cache, call.k)
         heads, dim = x.shape[1:]
+        if kind is Format.INT4 and cache.shape[3] == dim:
+            refuse_bytes(name, cache)
         if kind is Format.INT4 and dim % INT4_GROUP:
             raise ValueError(
                 f"{of} has head dim {dim}, but it must be a multiple of {INT4_GROUP} for {name} of uint8: 4-bit "
@@ -148,6 +150,14 @@ def _check_caches(call: AppendCall) -> None:
                 f"(an expanded tensor?), but each must have its own"
             )
         check_scale(name[0] + "_scale", call.k_scale if of == "k" else call.v_scale, cache, kind, head=2)
+
+
+def refuse_bytes(name: str, cache: Tensor) -> NoReturn:
+    """Raise for pages of uint8 with a byte for each number, as vLLM has those of float8."""
+    raise ValueError(
+        f"{name} is of uint8 and has {cache.shape[-1]} bytes a head, but 4-bit numbers take half as many: for fp8 "
+        f"pages pass {name[0]}_cache.view(torch.float8_e4m3fn)"
+    )
 
 
 def check_scale(name: str, scale: Tensor | None, cache: Tensor, kind: Format, *, head: int) -> None:
