@@ -69,7 +69,7 @@ _GUARDS_FROM, _GUARDS_BEFORE = (2, 10), (2, 14)
 
 def has_guards() -> bool:
     """Say whether this PyTorch's guards are known."""
-    return _GUARDS_FROM <= tuple(map(int, torch.__version__.split(".")[:2])) < _GUARDS_BEFORE
+    return _GUARDS_FROM <= gpu.release_of(torch.__version__) < _GUARDS_BEFORE
 
 
 def make_matcher(*tensors: Tensor) -> Callable[..., bool]:
