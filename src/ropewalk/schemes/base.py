@@ -136,6 +136,11 @@ _NEEDED = {"kernel_score_mod": "score_mod", "score_mod_params": "score_mod", "fa
 def check_class(scheme: PositionScheme) -> None:
     """Raise unless a scheme's class defines what attention reads, under its right name."""
     kind = type(scheme)
+    if kind is not PositionScheme and kind.__module__.startswith("ropewalk."):
+        inner = getattr(scheme, "inner", None)  # of a scheme that narrows another
+        if isinstance(inner, PositionScheme):
+            check_class(inner)
+        return
     defined = {name for name in (*_READ, *_NEEDED) if getattr(kind, name) is not getattr(PositionScheme, name)}
     misspelt = None if torch.compiler.is_compiling() else _find_misspelt(kind)
     alone = next((name for name, needed in _NEEDED.items() if name in defined and needed not in defined), None)

@@ -60,11 +60,17 @@ UNUSED = {
 def test_a_class_of_which_something_is_not_used_is_refused(case):
     base, names, message = UNUSED[case]
     scheme = make(base, **dict.fromkeys(names, unchanged))
-    with pytest.raises(TypeError, match=message):
-        call(scheme)
+    for given in (scheme, OfHeads(scheme, 0, H)):
+        with pytest.raises(TypeError, match=message):
+            call(given)
     q = torch.randn(B, T, H, D)
     with pytest.raises(TypeError, match="Oops"):
         explain_choice(q, q, q, position=scheme)
+
+
+def test_the_base_class_is_no_scheme():
+    with pytest.raises(TypeError, match="PositionScheme defines neither rotation nor score_mod"):
+        call(PositionScheme())
 
 
 def test_helpers_are_left_alone():

@@ -74,8 +74,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCal
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
-    if type(position) is not NoPosition:
-        check_class(position)
+    check_class(position)
     batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
         q, k, v, layout, block_table, (given.k_scale, given.v_scale)
     )
