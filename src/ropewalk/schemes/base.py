@@ -111,9 +111,10 @@ class PositionScheme:
         return scores
 
     def is_elementwise(self) -> bool:
-        """Say whether `score_mod` may be called with some queries at a time: one that is marked `elementwise`, or none.
+        """Say whether the reference may call `score_mod` with the scores of some queries at a time, to save memory.
 
-        An override is not marked, so the reference calls it with all scores.
+        By default it may for Ropewalk's own functions, and not for an override of one. Return True where yours goes by
+        distance, head and batch row alone.
         """
         return not self.has_score_mod() or hasattr(type(self).score_mod, _ELEMENTWISE)
 

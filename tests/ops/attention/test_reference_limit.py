@@ -148,6 +148,26 @@ def test_a_score_mod_of_ones_own_gets_all_scores(monkeypatch, scheme, wrapped):
     torch.testing.assert_close(actual, expected)
 
 
+class Recency(PositionScheme):
+    """A scheme of one's own that goes by distance alone, and says so."""
+
+    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
+        return scores - 0.1 * distance.abs()
+
+    def is_elementwise(self) -> bool:
+        return True
+
+
+def test_a_score_mod_of_ones_own_may_go_by_blocks(monkeypatch):
+    q, heights = torch.randn(B, T, H, D, dtype=torch.float64), []
+    block = reference._attend_block
+    expected = attend(q, position=Recency())
+    monkeypatch.setattr(reference, "BLOCK_SCORES", 2 * B * H * T)
+    monkeypatch.setattr(reference, "_attend_block", lambda q, *rest: heights.append(q.shape[2]) or block(q, *rest))
+    torch.testing.assert_close(attend(q, position=Recency()), expected)
+    assert heights == [2, 2, 2]
+
+
 # Integers under vmap: their values are read by no check, and by nothing else.
 
 INTEGERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -332,8 +332,8 @@ def _attend_block(
 
 def _modify(scores: Tensor, distance: Tensor, scheme: PositionScheme) -> Tensor:
     """Change scores by a scheme, or raise an error that names it."""
-    if scheme.is_elementwise():
-        return scheme.score_mod(scores, distance)
+    if not scheme.has_score_mod():
+        return scores
     changed = (scheme.score_mod if torch.compiler.is_compiling() else _bind_named(scheme))(scores, distance)
     name, shape = _name_of(scheme), tuple(scores.shape)
     if not isinstance(changed, Tensor) or changed.shape != scores.shape or changed.dtype != scores.dtype:
