@@ -47,6 +47,17 @@ SCALINGS = [
     ("proportional", {"partial_rotary_factor": 0.25}),
     ("proportional", {"partial_rotary_factor": 0.3, "factor": 8.0}),
     ("proportional", {"partial_rotary_factor": 0.0}),
+    # transformers warns of these and goes on.
+    ("llama3", {**LLAMA3, "high_freq_factor": 1.0}),  # Llama 4 Scout's
+    ("llama3", {**LLAMA3, "low_freq_factor": 9.0, "high_freq_factor": 0.5}),
+    ("llama3", {**LLAMA3, "factor": 0.5, "original_max_position_embeddings": 1}),
+    ("linear", {"factor": 0.5}),
+    ("dynamic", {"factor": 0.5, "max_position_embeddings": 4096, "seq_len": 50_000}),
+    ("yarn", {**YARN, "factor": 0.5, "mscale": 0.707, "mscale_all_dim": 1.0}),
+    ("yarn", {**YARN, "beta_fast": 1.0, "beta_slow": 32.0}),
+    ("yarn", {**YARN, "attention_factor": -1.0}),
+    ("yarn", {**YARN, "original_max_position_embeddings": 1}),
+    ("proportional", {"factor": 0.5}),
 ]
 LONGROPE = [
     {"factor": 4.0},
@@ -56,6 +67,8 @@ LONGROPE = [
     {"max_position_embeddings": 512},
     {"factor": 4.0, "seq_len": 1024},
     {"factor": 4.0, "seq_len": 1025},
+    {"factor": 0.5},  # transformers warns of these and goes on
+    {"factor": 4.0, "attention_factor": -1.5},
 ]
 
 
@@ -188,16 +201,16 @@ DYNAMIC = {"factor": 2.0, "max_position_embeddings": 64}
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("linear", {"factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
-        ("linear", {"factor": math.nan}, "factor is nan, but must be at least 1"),
-        ("ntk", {"factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
-        ("dynamic", {**DYNAMIC, "factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
+        ("linear", {"factor": 0}, "factor is 0, but must be greater than 0"),
+        ("linear", {"factor": math.nan}, "factor is nan, but must be greater than 0"),
+        ("ntk", {"factor": 0}, "factor is 0, but must be greater than 0"),
+        ("dynamic", {**DYNAMIC, "factor": 0}, "factor is 0, but must be greater than 0"),
         ("dynamic", {**DYNAMIC, "max_position_embeddings": 0}, "max_position_embeddings is 0, but must be at least 1"),
-        ("yarn", {**YARN, "factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
-        ("yarn", {**YARN, "original_max_position_embeddings": 1}, "original_max_position_embeddings is 1, but must be"),
-        ("yarn", {**YARN, "beta_fast": 0.5}, r"beta_fast is 0\.5 and beta_slow is 1\.0, but"),
-        ("yarn", {**YARN, "attention_factor": -1.0}, r"attention_factor is -1\.0, but must be at least 0"),
-        ("longrope", {**LONG, "factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
+        ("yarn", {**YARN, "factor": 0}, "factor is 0, but must be greater than 0"),
+        ("yarn", {**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, but must be"),
+        ("yarn", {**YARN, "beta_fast": -1.0}, r"beta_fast is -1\.0, but must be greater than 0"),
+        ("yarn", {**YARN, "attention_factor": math.inf}, "attention_factor is inf, but must be finite"),
+        ("longrope", {**LONG, "factor": 0}, "factor is 0, but must be greater than 0"),
         ("longrope", {**LONG, "factor": 2.0, "long_factor": [1.0] * 3}, "long_factor has 3 values, but must .* 4 for"),
         (
             "longrope",
@@ -205,11 +218,11 @@ DYNAMIC = {"factor": 2.0, "max_position_embeddings": 64}
             "short_factor has 8 values, but must .* 4 for",
         ),
         ("longrope", {**LONG, "factor": 2.0, "long_factor": [1.0, 1.0, 0, 1.0]}, "long_factor holds 0, but all"),
-        ("llama3", {**LLAMA3, "factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
-        ("llama3", {**LLAMA3, "high_freq_factor": 1.0}, r"low_freq_factor is 1\.0 and high_freq_factor is 1\.0, but"),
+        ("llama3", {**LLAMA3, "factor": 0}, "factor is 0, but must be greater than 0"),
+        ("llama3", {**LLAMA3, "low_freq_factor": 0}, "low_freq_factor is 0, but must be greater than 0"),
         ("llama3", {**LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, but"),
         ("proportional", {"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5, but must be in 0 … 1"),
-        ("proportional", {"factor": 0.5}, r"factor is 0\.5, but must be at least 1"),
+        ("proportional", {"factor": 0}, "factor is 0, but must be greater than 0"),
     ],
 )
 def test_values_out_of_range_are_refused(name, parameters, message):

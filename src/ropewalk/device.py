@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +25,12 @@ def assume_constant(function: Function) -> Function:
     # This is torch.compiler.assume_constant_result, which would load the whole compiler.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; nothing where it is none, as that of a build of one's own may be."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return () if numbers is None else tuple(map(int, numbers.groups()))
 
 
 @assume_constant

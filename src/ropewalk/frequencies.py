@@ -25,7 +25,7 @@ def default(rotary_dim: int, base: float) -> tuple[Tensor, float]:
 
 def linear(rotary_dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
     """Divide every ω by `factor`. Source: position interpolation (https://arxiv.org/abs/2306.15595), equation 4."""
-    _check_at_least("factor", factor, 1)
+    _check_positive("factor", factor)
     return default(rotary_dim, base)[0] / factor, 1.0
 
 
@@ -37,7 +37,7 @@ def ntk(rotary_dim: int, base: float, *, factor: float) -> tuple[Tensor, float]:
     """
     _check_dim_and_base(rotary_dim, base)
     _check_at_least("rotary_dim", rotary_dim, 4)
-    _check_at_least("factor", factor, 1)
+    _check_positive("factor", factor)
     return default(rotary_dim, base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
@@ -49,7 +49,7 @@ def dynamic(
     L is `seq_len`, and at least max_position_embeddings, where the factor is 1.
     Source: u/emozilla, “dynamically scaled RoPE” (reddit, r/LocalLLaMA, June 2023); YaRN, §3.3, for the idea.
     """
-    _check_at_least("factor", factor, 1)
+    _check_positive("factor", factor)
     _check_at_least("max_position_embeddings", max_position_embeddings, 1)
     length = max(seq_len or 0, max_position_embeddings)
     return ntk(rotary_dim, base, factor=factor * length / max_position_embeddings - (factor - 1))
@@ -80,18 +80,16 @@ def yarn(
     omega, _ = default(rotary_dim, base)
     if not base > 1:
         raise ValueError(f"base is {base!r}, but for 'yarn' it must be greater than 1")
-    _check_at_least("original_max_position_embeddings", original_max_position_embeddings, 2)
+    _check_at_least("original_max_position_embeddings", original_max_position_embeddings, 1)
     factor = _factor_or_ratio(factor, max_position_embeddings, original_max_position_embeddings)
-    _check_at_least("factor", factor, 1)
-    if not beta_fast >= beta_slow > 0:
-        raise ValueError(
-            f"beta_fast is {beta_fast!r} and beta_slow is {beta_slow!r}, but beta_fast >= beta_slow > 0 must hold"
-        )
+    _check_positive("factor", factor)
+    _check_positive("beta_fast", beta_fast)
+    _check_positive("beta_slow", beta_slow)
     if attention_factor is None:
         numerator, denominator = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
-        log_factor = 0.1 * math.log(factor)
+        log_factor = 0.1 * math.log(max(factor, 1))
         attention_factor = (numerator * log_factor + 1) / (denominator * log_factor + 1)
-    _check_at_least("attention_factor", attention_factor, 0)
+    _check_finite("attention_factor", attention_factor)
 
     def pair_with(revolutions: float) -> float:
         period = original_max_position_embeddings / (2 * math.pi * revolutions)
@@ -138,11 +136,11 @@ def longrope(
             raise ValueError(f"{name} holds {min(values)!r}, but all of its values must be greater than 0")
     _check_at_least("original_max_position_embeddings", original_max_position_embeddings, 2)
     if factor is not None:
-        _check_at_least("factor", factor, 1)
+        _check_positive("factor", factor)
     if attention_factor is None:
         ratio = _factor_or_ratio(factor, max_position_embeddings, original_max_position_embeddings)
         attention_factor = math.sqrt(1 + math.log(max(ratio, 1)) / math.log(original_max_position_embeddings))
-    _check_at_least("attention_factor", attention_factor, 0)
+    _check_finite("attention_factor", attention_factor)
     is_long = seq_len is not None and seq_len > original_max_position_embeddings
     divisors = torch.tensor(long_factor if is_long else short_factor, dtype=torch.float64, device="cpu")
     return omega / divisors, float(attention_factor)
@@ -159,19 +157,20 @@ def llama3(
 ) -> tuple[Tensor, float]:
     """Divide ω by `factor` for pairs with fewer than `low_freq_factor` revolutions in the original length.
 
-    Pairs with more than `high_freq_factor` revolutions are left alone; between the two ω is mixed linearly.
+    Pairs with more than `high_freq_factor` revolutions are left alone; between the two ω is mixed linearly. A
+    `high_freq_factor` that is not above `low_freq_factor` makes a step at the latter, as Llama 4 Scout's does.
     Source: Llama 3 (https://arxiv.org/abs/2407.21783), §3.4.2 for the idea, and the Llama 3.1 reference code.
     """
     omega, _ = default(rotary_dim, base)
-    _check_at_least("factor", factor, 1)
-    _check_at_least("original_max_position_embeddings", original_max_position_embeddings, 2)
-    if not high_freq_factor > low_freq_factor > 0:
-        raise ValueError(
-            f"low_freq_factor is {low_freq_factor!r} and high_freq_factor is {high_freq_factor!r}, but "
-            f"high_freq_factor > low_freq_factor > 0 must hold"
-        )
+    _check_positive("factor", factor)
+    _check_at_least("original_max_position_embeddings", original_max_position_embeddings, 1)
+    _check_positive("low_freq_factor", low_freq_factor)
+    _check_positive("high_freq_factor", high_freq_factor)
     revolutions = original_max_position_embeddings * omega / (2 * math.pi)
-    fast = ((revolutions - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    if high_freq_factor > low_freq_factor:
+        fast = ((revolutions - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    else:
+        fast = (revolutions > low_freq_factor).double()
     return omega * fast + omega / factor * (1 - fast), 1.0
 
 
@@ -183,7 +182,7 @@ def proportional(
     Unlike a smaller rotary dim, this pairs features across the whole head, and takes the exponents from all of R.
     Source: transformers' “proportional” rope type, made for Gemma.
     """
-    _check_at_least("factor", factor, 1)
+    _check_positive("factor", factor)
     if not 0 <= partial_rotary_factor <= 1:
         raise ValueError(f"partial_rotary_factor is {partial_rotary_factor!r}, but must be in 0 … 1")
     omega, _ = default(rotary_dim, base)
@@ -441,6 +440,16 @@ def _check_dim_and_base(rotary_dim: int, base: float) -> None:
 def _check_at_least(name: str, value: float, least: float) -> None:
     if not value >= least:  # not `<`: a NaN must not pass
         raise ValueError(f"{name} is {value!r}, but must be at least {least}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value!r}, but must be greater than 0")
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not abs(value) < math.inf:
+        raise ValueError(f"{name} is {value!r}, but must be finite")
 
 
 def _factor_or_ratio(factor: float | None, max_position_embeddings: int | None, original: int) -> float:

@@ -265,7 +265,7 @@ def install() -> None:
     _patch(gpu, "memory_bandwidth", lambda device: 3.35e12 if device.type == "cpu" else 4.8e12)
     _patch(gpu, "why_no_triton", lambda device: None)
     _patch(support, "why_not_on", lambda device: None)
-    _patch(validate, "_has_values", lambda x: False)
+    _patch(validate, "has_values", lambda x: False)
     _patch(backends, "backend_order", lambda call: _order(backends, call))
     _patch(rope_backends, "choose", lambda *arguments, **keywords: "triton")  # the CUDA extension needs a GPU
     triton_why_not = Triton.why_not

@@ -299,6 +299,7 @@ def test_handles_count_and_undo_all(device):
     before = [dict(vars(part)) for part in model.modules()]
     first, second = huggingface.use_ropewalk_layers(model), huggingface.use_ropewalk_layers(model.model.layers[0])
     assert second.layers == ("self_attn",)
+    assert repr(second) == "<LayersHandle of self_attn>"
     first.remove()
     first.remove()
     assert "forward" in vars(model.model.layers[0].self_attn)

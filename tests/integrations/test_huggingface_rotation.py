@@ -79,8 +79,10 @@ def test_handles_count(device):
     one, two = build("Llama", device), build("Llama", device)
     original = modeling(one).apply_rotary_pos_emb
     first, second = huggingface.use_ropewalk_rope(one), huggingface.use_ropewalk_rope(two)
+    assert repr(first) == f"<RopeHandle of {modeling(one).__name__}.apply_rotary_pos_emb>"
     first.remove()
     first.remove()
+    assert repr(first).endswith("apply_rotary_pos_emb, removed>")
     assert modeling(one).apply_rotary_pos_emb is not original
     second.remove()
     assert modeling(one).apply_rotary_pos_emb is original

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import Gemma3TextConfig, Gemma4TextConfig, GPTNeoXConfig, LlamaConfig, Phi3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
@@ -22,6 +23,14 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 64,
 }
+
+# Families with keys in rope_parameters that no layer has, or that unlike layers share; old transformers lack some.
+WITH_KEYS = [
+    name
+    for name in ("deepseek_v4", "gemma3_text", "gemma4_text", "laguna", "mellum", "modernbert", "neomme", "zaya")
+    if name in CONFIG_MAPPING
+]
+WITH_BETA = [name for name in ("ministral3", "mistral4") if name in CONFIG_MAPPING]
 
 
 def llama_config(rope_parameters, **options):
@@ -223,6 +232,27 @@ class TestFromHfConfig:
         with pytest.raises(TypeError, match="sections is not a parameter of 'default'"):
             RotaryEmbedding.from_hf_config(config)
         assert RotaryEmbedding.from_hf_config(config, sections=None).dim == 8
+
+    def test_a_parameter_of_another_scaling_is_not_read(self):
+        parameters = {"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0, "original_max_position_embeddings": 8}
+        config = SimpleNamespace(head_dim=8, max_position_embeddings=64, rope_parameters=parameters)
+        assert RotaryEmbedding.from_hf_config(config).parameters_of_scaling == {"factor": 2.0}
+
+    @pytest.mark.parametrize("name", WITH_BETA)
+    def test_a_beta_of_queries_is_refused_with_the_way_out(self, name):
+        config = CONFIG_MAPPING[name]()
+        with pytest.raises(TypeError, match=r"the beta multiplies q by .*, and pass llama_4_scaling_beta=None to read"):
+            RotaryEmbedding.from_hf_config(config)
+        rotary = RotaryEmbedding.from_hf_config(config, llama_4_scaling_beta=None, max_positions=4)
+        assert rotary.scaling == "yarn"
+
+    @pytest.mark.parametrize("name", WITH_KEYS)
+    def test_every_key_of_rope_parameters_is_a_layer_type(self, name):
+        config = CONFIG_MAPPING[name]()
+        keys = [name for name, value in config.rope_parameters.items() if isinstance(value, dict)]
+        for key in keys:
+            rotary = RotaryEmbedding.from_hf_config(config, layer_type=key, max_positions=4)
+            assert rotary.base == config.rope_parameters[key]["rope_theta"]
 
     def test_the_config_is_left_alone(self):
         config = llama_config({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})

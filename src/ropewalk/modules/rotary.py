@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -390,7 +391,9 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         rope = rope[layer_type]
         original_length = None
         if hasattr(config, "per_layer_config"):  # in which head_dim, too, depends on the layer
-            config = config.per_layer_config[layer_type]
+            # The keys of rope_parameters need not be types of layers, and layers of a type may differ otherwise.
+            with contextlib.suppress(KeyError, ValueError):
+                config = config.per_layer_config[layer_type]
     rope = {name: value for name, value in rope.items() if value is not None}
 
     max_length = getattr(config, "max_position_embeddings", None)
@@ -416,6 +419,15 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
         )
     if "partial_rotary_factor" in accepted:
         rope["partial_rotary_factor"], partial = partial, 1.0
+    # transformers does not read another scaling's parameters; one that no scaling has may change the rotation.
+    rope = {name: value for name, value in rope.items() if name in accepted or name not in _PARAMETERS}
+    beta = rope.pop(_BETA, None)
+    if beta and _BETA not in overrides:
+        raise TypeError(
+            f"config's rope parameters hold {_BETA}, {beta!r}, but RotaryEmbedding does not scale: the beta multiplies "
+            f"q by 1 + {beta!r} · ln(1 + position // original_max_position_embeddings); do that to q, and pass "
+            f"{_BETA}=None to read the rest"
+        )
     dim = overrides.get("dim")
     if dim is None:
         head_dim = getattr(config, "head_dim", None)
@@ -434,6 +446,10 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
     if tower is not None:
         family |= arrange_tower(tower, dim)
     return {**rope, "dim": dim, "base": base, "scaling": scaling, "max_positions": max_length, **family}
+
+
+_PARAMETERS = {parameter for name in FREQUENCIES for parameter in frequency_parameters(name)}
+_BETA = "llama_4_scaling_beta"
 
 
 def _size_of_tower(config: Any, hidden_size: Any, heads: Any) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ropewalk import device as gpu
+
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -50,13 +52,24 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def has_values(x: Tensor) -> bool:
+    """Say whether a check may read a tensor's values.
+
+    The host would wait for those on a device. Compilers, tracers, modes and transforms follow tensors without any.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or gpu.is_fake(x):
+        return False
+    is_traced = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    return not (is_traced or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 # The PyTorch versions whose `TensorGuards` are known to do what `make_matcher` says; it is private.
 _GUARDS_FROM, _GUARDS_BEFORE = (2, 10), (2, 14)
 
 
 def has_guards() -> bool:
     """Say whether this PyTorch's guards are known."""
-    return _GUARDS_FROM <= tuple(map(int, torch.__version__.split(".")[:2])) < _GUARDS_BEFORE
+    return _GUARDS_FROM <= gpu.release_of(torch.__version__) < _GUARDS_BEFORE
 
 
 def make_matcher(*tensors: Tensor) -> Callable[..., bool]:

@@ -91,6 +91,10 @@ class ScoresAlone(PositionScheme):
         """Ask the inner scheme."""
         return self.inner.has_score_mod()
 
+    def is_elementwise(self) -> bool:
+        """Ask the inner scheme."""
+        return self.inner.is_elementwise()
+
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Change scores as the inner scheme does."""
         return self.inner.score_mod(scores, distance)

@@ -14,11 +14,16 @@ Shape letters: B batch, T tokens, H query heads, D head dim, R rotary dim (R/2 p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from difflib import SequenceMatcher
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+ScoreFunction = TypeVar("ScoreFunction", bound=Callable[[Any, Tensor, Tensor], Tensor])
 
 
 class Rotation(NamedTuple):
@@ -95,12 +100,83 @@ class PositionScheme:
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Change scores before the softmax: the reference form, in plain PyTorch.
 
-        Unlike FlexAttention's function of this name, which maps one score and its indices, it maps whole tiles: the
-        reference calls it once with the matrix of all scores.
+        Unlike FlexAttention's function of this name, which maps one score and its indices, it maps whole tensors: the
+        reference calls it once with the matrix of all scores, which takes memory for B · H · Tq · Tk numbers. Positions
+        are in `distance`: with a cache, packed sequences or several processes a row of scores is not its position.
 
         scores: (B, H, Tq, Tk), scaled. distance: query's position minus key's, (B or 1, 1, Tq, Tk), int64.
+
+        Returns the changed scores, in their shape and dtype. A row of −∞ attends nothing, as if it were masked.
         """
         return scores
+
+    def is_elementwise(self) -> bool:
+        """Say whether the reference may call `score_mod` with the scores of some queries at a time, to save memory.
+
+        By default it may for Ropewalk's own functions, and not for an override of one. Return True where yours goes by
+        distance, head and batch row alone.
+        """
+        return not self.has_score_mod() or hasattr(type(self).score_mod, _ELEMENTWISE)
+
+
+_ELEMENTWISE = "_is_elementwise"
+
+
+def elementwise(score_mod: ScoreFunction) -> ScoreFunction:
+    """Mark a `score_mod` that changes each score by itself, by its head, batch row and distance alone."""
+    setattr(score_mod, _ELEMENTWISE, True)
+    return score_mod
+
+
+# What a class defines so that something reads it: without one of them it is no position at all.
+_READ = ("rotation", "query_rotation", "far_window", "score_mod")
+# Methods that say nothing without another one.
+_NEEDED = {"kernel_score_mod": "score_mod", "score_mod_params": "score_mod", "far_rotation": "far_window"}
+
+
+def check_class(scheme: PositionScheme) -> None:
+    """Raise unless a scheme's class defines what attention reads, under its right name."""
+    kind = type(scheme)
+    if kind is not PositionScheme and kind.__module__.startswith("ropewalk."):
+        inner = getattr(scheme, "inner", None)  # of a scheme that narrows another
+        if isinstance(inner, PositionScheme):
+            check_class(inner)
+        return
+    defined = {name for name in (*_READ, *_NEEDED) if getattr(kind, name) is not getattr(PositionScheme, name)}
+    misspelt = None if torch.compiler.is_compiling() else _find_misspelt(kind)
+    alone = next((name for name, needed in _NEEDED.items() if name in defined and needed not in defined), None)
+    hint = ""
+    if alone is not None:
+        hint = f"; {alone} is read beside {_NEEDED[alone]} alone"
+    if misspelt is not None:
+        hint = f"; it defines {misspelt[0]}, which nothing reads: did you mean {misspelt[1]}?"
+    if defined.isdisjoint(_READ):
+        raise TypeError(f"{kind.__name__} defines neither rotation nor score_mod, but must define one of them{hint}")
+    if hint:
+        raise TypeError(f"{kind.__name__} is a scheme with a method that nothing reads{hint}")
+
+
+def _find_misspelt(kind: type) -> tuple[str, str] | None:
+    """Return a public method that looks like one of the interface which its class lacks, and that one."""
+    interface = {name for name, x in vars(PositionScheme).items() if isinstance(x, FunctionType) and name[0] != "_"}
+    theirs: set[str] = set()
+    for owner in kind.__mro__:
+        if issubclass(owner, PositionScheme) and not owner.__module__.startswith("ropewalk."):
+            theirs |= {name for name, x in vars(owner).items() if isinstance(x, FunctionType) and name[0] != "_"}
+    pairs = ((name, right) for name in sorted(theirs - interface) for right in sorted(interface - theirs))
+    return next((pair for pair in pairs if _looks_like(*pair)), None)
+
+
+def _looks_like(name: str, right: str) -> bool:
+    """Say whether a name is a longer or a misspelt form of another of as many words."""
+    if name.replace("_", "").lower() == right.replace("_", ""):
+        return True
+    if name.count("_") != right.count("_"):
+        return False
+    return name.startswith(right) or SequenceMatcher(None, name, right).ratio() > _LIKE
+
+
+_LIKE = 0.85
 
 
 def is_int(value: object) -> bool:

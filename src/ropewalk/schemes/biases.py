@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from ropewalk.schemes.base import PositionScheme, check_learnable, is_int
+from ropewalk.schemes.base import PositionScheme, check_learnable, elementwise, is_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class Alibi(PositionScheme):
         """Return the slopes, (H, 1) or (B, H, 1)."""
         return self._slopes(n_heads, device, torch.float32)[..., None]
 
+    @elementwise
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Subtract slope times distance."""
         slopes = self._slopes(scores.shape[1], scores.device, scores.dtype)
@@ -180,6 +181,7 @@ class T5Bias(PositionScheme):
         """Count the two sizes and the biases."""
         return 2 + self.table.shape[0]
 
+    @elementwise
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Add the bias of the distance's bucket."""
         biases = self._biases(scores.shape[1], scores.device, scores.dtype)

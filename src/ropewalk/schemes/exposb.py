@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.frequencies import rope_table
-from ropewalk.schemes.base import PositionScheme, Rotation, check_learnable, per_head
+from ropewalk.schemes.base import PositionScheme, Rotation, check_learnable, elementwise, per_head
 from ropewalk.schemes.rope import default_frequencies
 
 
@@ -86,6 +86,7 @@ class ExpoSB(PositionScheme):
         """Say whether there is a decay or are weights."""
         return self.distance_decay or self.band_weights is not None
 
+    @elementwise
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Multiply by the decay, and by the squares of the heads' weights."""
         if self.distance_decay:

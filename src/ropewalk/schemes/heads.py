@@ -49,6 +49,10 @@ class _Part(PositionScheme):
         """Ask the inner scheme."""
         return self.inner.has_score_mod()
 
+    def is_elementwise(self) -> bool:
+        """Ask the inner scheme."""
+        return self.inner.is_elementwise()
+
 
 @dataclass(frozen=True, eq=False)
 class OfHeads(_Part):

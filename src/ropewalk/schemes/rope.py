@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk.frequencies import inverse_frequencies, rope_table
 from ropewalk.ops.arguments import check_pair_block
+from ropewalk.ops.tracing import has_values
 from ropewalk.schemes.base import PositionScheme, Rotation, is_int
 
 
@@ -148,7 +149,7 @@ class Rope(PositionScheme):
 def _pick_axes(table: Tensor, axes: Tensor) -> Tensor:
     """Return (B, T, R/2) of the tables of all axes, (A, B, T, R/2): each pair's column from its own."""
     n_axes = table.shape[0]
-    if axes.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_values(axes):
         lowest, highest = int(axes.min()), int(axes.max())
         if lowest < 0 or highest >= n_axes:
             raise ValueError(

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import itertools
 import pickle
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers.block_lists import draw_lists, expand_lists
@@ -283,7 +285,7 @@ def test_tensors_that_a_mask_mod_reads_from_objects_are_read_again_after_a_write
     assert not torch.equal(first.bits, after.bits)
 
 
-WINDOW = 30
+WINDOW, ARRAY = 30, np.array([30])
 
 
 def windows():
@@ -311,6 +313,21 @@ def windows():
     held = torch.tensor(30)
     places = {"window": held}
     yield "tensor", lambda b, h, m, n: (m - n).abs() < places["window"], lambda: places.update(window=held + 10)
+    # What has no version.
+    array, base, buffer, bag, row = np.array([30]), np.array([30]), bytearray([30]), {30}, deque([30])
+    view = torch.from_numpy(base)
+    yield "array", lambda b, h, m, n: (m - n).abs() < int(array[0]), lambda: array.__setitem__(0, 40)
+    yield "array of a global", lambda b, h, m, n: (m - n).abs() < int(ARRAY[0]), lambda: ARRAY.__setitem__(0, 40)
+    yield "tensor of an array", lambda b, h, m, n: (m - n).abs() < view[0], lambda: base.__setitem__(0, 40)
+    yield "bytes", lambda b, h, m, n: (m - n).abs() < buffer[0], lambda: buffer.__setitem__(0, 40)
+    yield "set", lambda b, h, m, n: (m - n).abs() < max(bag), lambda: bag.add(40)
+    yield "deque", lambda b, h, m, n: (m - n).abs() < row[-1], lambda: row.append(40)
+    own_array = SimpleNamespace(held=[np.array([30])])
+    yield (
+        "array of an object",
+        lambda b, h, m, n: (m - n).abs() < int(own_array.held[0][0]),
+        lambda: own_array.held[0].__setitem__(0, 40),
+    )
 
 
 @pytest.mark.parametrize(("mask_mod", "change"), [pytest.param(*x, id=name) for name, *x in windows()])

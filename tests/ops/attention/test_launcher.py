@@ -15,6 +15,8 @@ from helpers import stub_gpu
 from torch import Tensor
 
 from ropewalk import Rope, attention
+from ropewalk import device as gpu
+from ropewalk.ops import tracing
 from ropewalk.ops.attention import plans
 
 pytestmark = pytest.mark.compile
@@ -180,11 +182,18 @@ def unknown() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unknown")
-def test_an_unknown_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["4.0.1", "main", "v3.7", "3.x+git", ""])
+def test_an_unknown_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     import triton
 
-    monkeypatch.setattr(triton, "__version__", "4.0.1")
-    assert launcher.why_missing() == "Triton 4.0.1 is not one that it was tested with"
+    monkeypatch.setattr(triton, "__version__", version)
+    assert launcher.why_missing() == f"Triton {version} is not one that it was tested with"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_module_without_the_function_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", lambda *given, **keywords: sys)
+    assert launcher.why_missing() == "what was built has no function make"
 
 
 @pytest.mark.usefixtures("unknown")
@@ -194,6 +203,15 @@ def test_a_failed_build_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launcher, "_SOURCE", wrong)
     assert str(launcher.why_missing()).startswith("it cannot be built: ")
+
+
+@pytest.mark.parametrize(
+    ("version", "release"), [("2.13.0a0+git1", (2, 13)), ("3.7", (3, 7)), ("2", ()), ("main", ()), ("", ())]
+)
+def test_a_version_may_be_no_number(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, ...]) -> None:
+    assert gpu.release_of(version) == release
+    monkeypatch.setattr(torch, "__version__", version)
+    assert tracing.has_guards() == (release == (2, 13))
 
 
 @pytest.mark.usefixtures("unknown")

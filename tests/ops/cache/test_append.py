@@ -428,6 +428,27 @@ def test_scales_are_checked(kind):
             run(call._replace(k=torch.zeros(N, K, 48), q=None, cos=call.cos[:, :8], sin=call.sin[:, :8]), None)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("dim", [48, 64])
+def test_bytes_of_fp8_pages_name_the_view(name, dim):
+    """vLLM's fp8 pages are of uint8."""
+    x, c = torch.zeros(3, K, dim), torch.ones(9, 4)
+    pages = torch.zeros(2, 16, K, dim, dtype=torch.uint8)
+    caches = {"k_cache": pages, "v_cache": pages.clone()}
+    if name == "v_cache" and dim == 64:
+        caches["k_cache"] = pages[..., : dim // 2]
+    scales = {"k_scale": torch.tensor(1.0), "v_scale": torch.tensor(1.0)}
+    if name == "v_cache" and dim == 64:
+        scales["k_scale"] = torch.zeros(2, 16, K, dim // 32, dtype=torch.float16)
+    wrong = name if dim == 64 else "k_cache"
+    message = rf"{wrong} is of uint8 .*: for fp8 pages pass {wrong}\.view\(torch\.float8_e4m3fn\)"
+    with pytest.raises(ValueError, match=message):
+        append_kv(x, x, **caches, slots=torch.arange(3), cos=c, sin=c, **scales)
+    views = [x.view(torch.float8_e4m3fn) for x in (pages, pages.clone())]
+    one = torch.tensor(1.0)
+    append_kv(x, x, *views, torch.arange(3), cos=c, sin=c, k_scale=one, v_scale=one)
+
+
 def caches_of_one_memory():
     """Caches that share an element or more, by what they are; and those that lie between each other."""
     memory = torch.zeros(2 * PAGES * SIZE * K * 64 + 64)

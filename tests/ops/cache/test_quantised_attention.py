@@ -218,6 +218,17 @@ def test_append_then_attend_is_attention_of_rotated_tensors():
             torch.testing.assert_close(out[0], expected[tokens])
 
 
+def test_bytes_of_fp8_pages_name_the_view():
+    """vLLM's fp8 pages are of uint8."""
+    pages, q, one = torch.zeros(3, 16, 2, 64, dtype=torch.uint8), torch.randn(1, 1, 4, 64), torch.tensor(1.0)
+    where = {"block_table": torch.tensor([[0, 1, 2]]), "key_lengths": torch.tensor([40])}
+    for scales in ({}, {"k_scale": one, "v_scale": one}):
+        with pytest.raises(ValueError, match=r"for fp8 pages pass k_cache\.view\(torch\.float8_e4m3fn\)"):
+            attention(q, pages, pages, **where, **scales)
+    view = pages.view(torch.float8_e4m3fn)
+    assert not attention(q, view, view, **where, k_scale=one, v_scale=one).any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_refusals(kind):
     k_cache, v_cache, keywords = fill(kind, torch.float32, "cpu")

@@ -135,6 +135,10 @@ class LayersHandle:
         self.layers = tuple(forwards)
         self._forwards = forwards
 
+    def __repr__(self) -> str:
+        removed = "" if self._forwards else ", removed"
+        return f"<LayersHandle of {', '.join(self.layers)}{removed}>"
+
     def remove(self) -> None:
         """Restore the layers' own forward, unless another handle keeps ours. A second call does nothing.
 

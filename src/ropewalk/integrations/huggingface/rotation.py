@@ -64,6 +64,10 @@ class RopeHandle:
         self._replaced = replaced
         self._is_removed = False
 
+    def __repr__(self) -> str:
+        removed = ", removed" if self._is_removed else ""
+        return f"<RopeHandle of {', '.join(self.functions)}{removed}>"
+
     def remove(self) -> None:
         """Restore the models' own functions, unless another handle keeps ours. A second call does nothing.
 

@@ -222,10 +222,10 @@ def attention(
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
             64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
             partial blocks once, at b and h of the mask, into bits, and the host waits for their number then. Full
-            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors that the
-            mask_mod reads, are written to, or a variable or an attribute that it reads holds another number or
-            tensor; which blocks are partial stays as the BlockMask says. Under `torch.compile` a BlockMask with a
-            mask_mod must have been in a call outside before; and such changes are not seen.
+            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors, arrays and
+            sets that the mask_mod reads, are written to, or a variable or an attribute that it reads holds another
+            number or tensor; which blocks are partial stays as the BlockMask says. Under `torch.compile` a BlockMask
+            with a mask_mod must have been in a call outside before; and such changes are not seen.
         k_scale: the scales of quantised pages, k of float8_e4m3fn, int8 or uint8 (two 4-bit numbers a byte, D/2 bytes
             a head), as `append_kv` reads or writes them: a key is its number times its scale. Their shape is the same
             in both layouts. They need a block_table; q, of float16, bfloat16 or float32, decides the output's dtype.
@@ -297,7 +297,7 @@ def attention(
         torch.Size([228, 8, 32])
     """
     if unknown:
-        refuse_unknown("attention", unknown, _KEYWORDS, _ELSEWHERE)
+        _refuse_unknown("attention", unknown)
     attend_parts = None if find_sharded is None else find_sharded()
     if attend_parts is None and type(q) is not Tensor and is_dtensor(q):
         attend_parts = _attend_dtensors
@@ -425,6 +425,12 @@ def _apply_gate(result: Any, gate: Tensor) -> Any:
 _KEYWORDS = (*Arguments._fields, "norm", "return_lse", "return_max_logits", "deterministic", "impl")
 
 
+def _refuse_unknown(function: str, unknown: dict[str, Any]) -> NoReturn:
+    """Raise for keywords that a function lacks; a scheme is meant for `position`, whatever it was called."""
+    schemes = {name: "position" for name, x in unknown.items() if isinstance(x, PositionScheme)}
+    refuse_unknown(function, unknown, _KEYWORDS, {**_ELSEWHERE, **schemes})
+
+
 def _norm_impl(impl: str | None) -> str | None:
     """Return the implementation of the norm beside a backend."""
     return impl if impl == "reference" else None
@@ -454,9 +460,9 @@ def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
         >>> choice.others["sdpa"]
         'softcap is not supported'
     """
-    unknown = [name for name in keywords if name not in _KEYWORDS]
+    unknown = {name: x for name, x in keywords.items() if name not in _KEYWORDS}
     if unknown:
-        refuse_unknown("explain_choice", unknown, _KEYWORDS, _ELSEWHERE)
+        _refuse_unknown("explain_choice", unknown)
     impl, norm = keywords.pop("impl", None), keywords.pop("norm", None)
     call = make_call(q, k, v, **keywords)
     if norm is not None:

@@ -389,6 +389,17 @@ def allowed(block: slice, call: AttentionCall) -> Tensor | None:
     return every
 
 
+def zero_unattended(may: Tensor, *xs: Tensor) -> list[Tensor]:
+    """Return features of keys, (B, K, Tk, D or Dv), with zeros for keys that no query attends.
+
+    Such keys may hold anything, and 0 · NaN is NaN: pages that were freed, padding. may: as `allowed` returns it.
+    """
+    attended = may.any(dim=2)  # (B or 1, H or 1, Tk)
+    if attended.shape[1] > 1:
+        attended = attended.unflatten(1, (xs[0].shape[1], -1)).any(dim=2)
+    return [x.masked_fill(~attended[..., None], 0) for x in xs]
+
+
 def expand_blocks(tables: BlockTables, queries: slice, n_keys: int) -> Tensor:
     """Return the mask of pairs that lists of blocks leave, (B or 1, H or 1, M, Tk), for a slice of the queries."""
     rows, device = tables.rows, tables.rows.device

@@ -5,15 +5,20 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk.ops.attention import dropout
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
-from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, existing, token_indices, token_positions
+from ropewalk.ops.attention.call import AttentionCall, FarQK, allowed, token_indices, token_positions, zero_unattended
 from ropewalk.ops.cache.formats import dequantize
 from ropewalk.ops.rope.reference import apply_rope
+from ropewalk.ops.tracing import is_transformed
 from ropewalk.schemes import PositionScheme, Rotation
 
 BLOCK_SCORES = 1 << 24  # held at a time: 64 MiB in float32
@@ -40,7 +45,8 @@ class Reference(LibraryBackend):
         """Attend by differentiable PyTorch operations, in blocks of queries: no (Tq, Tk) matrix is ever whole.
 
         The log-sum-exp of the scores is in float32 or more. The arithmetic is in float32 or in q's dtype, whichever is
-        larger, rounded once. Where a gradient is needed, a block is computed again in the backward.
+        larger, rounded once. Where a gradient is needed, a block is computed again in the backward, unless a transform
+        of `torch.func` is active. A `score_mod` of another package gets the matrix of all scores, which is whole then.
         """
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         out, lse = attend(in_dtype(call, dtype))
@@ -70,35 +76,78 @@ def read_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attend in the dtype of q, k and v, every step rounded to it: the output and the log-sum-exp."""
-    call = gather_cache(call)
+    call, scheme = gather_cache(call), scheme_of(call)
+    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
+    # A score mod of another package may read the shape of scores: it is called once, with all of them.
+    is_split = rows < queries and scheme.is_elementwise()
+    recomputes = is_split and _needs_grad(call) and not is_transformed()  # under a transform autograd saves no hooks
+    if recomputes:
+        call = _with_own_indices(call)
     positions_q, positions_k = (positions.long() for positions in token_positions(call))
-    exist = existing(call)
-    if exist is not None:
-        # Keys that do not exist may hold anything, NaN too.
-        missing = ~exist[:, None, :, None]
-        call = call._replace(k=call.k.masked_fill(missing, 0), v=call.v.masked_fill(missing, 0))
     far = map_far_features(call, positions_q, positions_k)
     q, k = map_features(call, positions_q, positions_k)
-    if scheme_of(call).has_axes():  # scores do not depend on them
+    if scheme.has_axes():  # scores do not depend on them
         indices = token_indices(call)
         positions_q, positions_k = indices.queries, indices.keys
-    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
-    if batch * heads * queries * keys <= BLOCK_SCORES:
+    if not is_split:
         return _attend_block(q, k, far, positions_q, positions_k, slice(0, queries), call)
-    learned = (q, k, call.v, *(far or ()), call.sinks, *getattr(call.scheme, "__dict__", {}).values())
-    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in learned)
-    rows = max(1, BLOCK_SCORES // max(1, batch * heads * keys))
+    attend_block = _bind_recomputed(q, k, far, call) if recomputes else _attend_block
     outs, lses = [], []
     for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
-        arguments = (q[:, :, block], k, _far_block(far, block), positions_q[:, block], positions_k, block, call)
-        if needs_grad and rows < queries:
-            out, lse = checkpoint(_attend_block, *arguments, use_reentrant=False)
-        else:
-            out, lse = _attend_block(*arguments)
+        far_block = _far_block(far, block)
+        out, lse = attend_block(q[:, :, block], k, far_block, positions_q[:, block], positions_k, block, call)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _needs_grad(call: AttentionCall) -> bool:
+    """Say whether a gradient flows to a tensor of a call."""
+    given = () if call.far is None or call.far.given is None else call.far.given
+    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *given)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
+
+
+_INDICES = (
+    *("key_lengths", "key_starts", "query_starts", "cu_seqlens_q", "cu_seqlens_k"),
+    *("positions_q", "positions_k"),
+)
+
+
+def _with_own_indices(call: AttentionCall) -> AttentionCall:
+    """Return the call with copies of its indices, which the caller may write to before the backward."""
+    given = {name: getattr(call, name) for name in _INDICES}
+    return call._replace(**{name: x.clone() for name, x in given.items() if x is not None})
+
+
+def _bind_recomputed(q: Tensor, k: Tensor, far: FarQK | None, call: AttentionCall) -> Callable[..., Any]:
+    """Return `_attend_block` computed again in the backward, where it raises if a tensor was written to since."""
+    if torch.compiler.is_compiling():
+        return functools.partial(checkpoint, _attend_block, use_reentrant=False, preserve_rng_state=False)
+    tensors = [q, k, *(far or ()), call.v, call.mask, call.sinks, *_tensors_in(scheme_of(call))]
+    read = [x for x in tensors if x is not None and not x.is_inference()]
+    versions = [x._version for x in read]
+
+    def attend_unchanged(*arguments: Any) -> tuple[Tensor, Tensor]:
+        if [x._version for x in read] != versions:
+            raise RuntimeError(
+                "a tensor of this call of attention was written to before the backward, which computes scores again: "
+                "q, k, v, mask, sinks and tensors of the scheme must stay as they are until then"
+            )
+        return _attend_block(*arguments)
+
+    return functools.partial(checkpoint, attend_unchanged, use_reentrant=False, preserve_rng_state=False)
+
+
+def _tensors_in(scheme: PositionScheme) -> Iterator[Tensor]:
+    """Yield the tensors that a scheme holds, and those of schemes in it."""
+    for value in vars(scheme).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, PositionScheme):
+            yield from _tensors_in(value)
 
 
 def max_logits(call: AttentionCall) -> Tensor:
@@ -253,23 +302,27 @@ def _attend_block(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Attend from a block of queries, by q and k with their features mapped; the other tensors are the call's."""
-    scheme, may = scheme_of(call), allowed(block, call)
-    attends_nothing = None
+    scheme, may, v = scheme_of(call), allowed(block, call), call.v
     if may is not None:
-        # A row without a single key attends all of them, as zeros, and what comes of it is dropped: no NaN, and no
-        # gradient, whatever the row holds.
-        attends_nothing = ~may.any(dim=-1, keepdim=True)
-        q = q.masked_fill(attends_nothing, 0)
+        # Rows and keys that attend nothing may hold anything: no NaN of theirs is multiplied, nor gets a gradient.
+        k, v = zero_unattended(may, k, v)
+        nowhere = ~may.any(dim=-1, keepdim=True)
+        q = q.masked_fill(nowhere, 0)
         if far is not None:
-            q_future = None if far.q_future is None else far.q_future.masked_fill(attends_nothing, 0)
-            far = far._replace(q_past=far.q_past.masked_fill(attends_nothing, 0), q_future=q_future)
+            q_future = None if far.q_future is None else far.q_future.masked_fill(nowhere, 0)
+            far = FarQK(far.q_past.masked_fill(nowhere, 0), q_future, *zero_unattended(may, far.k))
     distance = (positions_q[:, :, None] - positions_k[:, None])[:, None]
     scores = scores_of(q, k, far, distance, scheme.far_window()) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scheme.score_mod(scores, distance)
-    if may is not None and attends_nothing is not None:
-        scores = scores.masked_fill(~(may | attends_nothing), -torch.inf)
+    scores = _modify(scores, distance, scheme)
+    if may is not None:
+        scores = scores.masked_fill(~may, -torch.inf)
+    attends_nothing = None
+    if may is not None or scheme.has_score_mod():
+        # Such a row attends all keys alike, and what comes of it is dropped: no NaN, and no gradient.
+        attends_nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        scores = scores.masked_fill(attends_nothing, 0)
     lse = scores.logsumexp(dim=-1)
     nothing = torch.full((), -torch.inf, dtype=lse.dtype, device=lse.device)
     if call.sinks is not None:
@@ -278,8 +331,49 @@ def _attend_block(
     p = torch.exp(scores - lse[..., None])
     if call.dropout_p > 0:
         p = p.masked_fill(~kept(block, call), 0) * dropout.rescale(call.dropout_p)
-    out = (p.unflatten(1, (k.shape[1], -1)) @ call.v.unsqueeze(2)).flatten(1, 2)
+    out = (p.unflatten(1, (k.shape[1], -1)) @ v.unsqueeze(2)).flatten(1, 2)
     if attends_nothing is not None:
         out = out.masked_fill(attends_nothing, 0)
         lse = torch.where(attends_nothing[..., 0], nothing, lse)
     return out, lse
+
+
+def _modify(scores: Tensor, distance: Tensor, scheme: PositionScheme) -> Tensor:
+    """Change scores by a scheme, or raise an error that names it."""
+    if not scheme.has_score_mod():
+        return scores
+    changed = (scheme.score_mod if torch.compiler.is_compiling() else _bind_named(scheme))(scores, distance)
+    name, shape = _name_of(scheme), tuple(scores.shape)
+    if not isinstance(changed, Tensor) or changed.shape != scores.shape or changed.dtype != scores.dtype:
+        kind = f"{changed.dtype} of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
+        raise TypeError(
+            f"score_mod of {name} returned {kind}, but must return the scores changed: {scores.dtype} of shape {shape}"
+        )
+    return changed
+
+
+def _name_of(scheme: PositionScheme) -> str:
+    """Return the name of a scheme's class, of one that narrows another the other's."""
+    inner = getattr(scheme, "inner", None)
+    return _name_of(inner) if isinstance(inner, PositionScheme) else type(scheme).__name__
+
+
+def _bind_named(scheme: PositionScheme) -> Callable[[Tensor, Tensor], Any]:
+    """Return a scheme's `score_mod`, whose errors name the scheme and what it got."""
+
+    def score_mod(scores: Tensor, distance: Tensor) -> Any:
+        try:
+            return scheme.score_mod(scores, distance)
+        except Exception as error:
+            if type(error) not in _PLAIN_ERRORS:  # those of torch's own, out of memory too, stay as they are
+                raise
+            raise type(error)(
+                f"score_mod of {_name_of(scheme)} raised: {error}; scores have shape {tuple(scores.shape)}, "
+                f"(B, H, Tq, Tk), and distance has {tuple(distance.shape)}: if heads and tokens are swapped, layout is "
+                "the wrong one"
+            ) from error
+
+    return score_mod
+
+
+_PLAIN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)

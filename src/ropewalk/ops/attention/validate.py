@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.tables import find_tables
-from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, as_bhtd
+from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, as_bhtd, kv_capacity
 from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
-from ropewalk.ops.cache.validate import check_scale
-from ropewalk.ops.tracing import is_dtensor
+from ropewalk.ops.cache.validate import check_scale, refuse_bytes
+from ropewalk.ops.tracing import has_values, is_dtensor
 from ropewalk.schemes import NoPosition, PositionScheme
+from ropewalk.schemes.base import check_class
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,13 +61,20 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
     Dropout needs a seed beside: `call._replace(seed=...)`. The gate is checked alone: a backend's kernels take it by
     `call._replace(gate=...)`, and after others it acts on the output.
     """
+    is_over_cache = given.layout == "thd" and isinstance(k, Tensor) and k.ndim == 4
+    call = (_validate_over_cache if is_over_cache else _validate)(q, k, v, given)
+    _check_pages(call)
+    return call
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+    """Validate all but the numbers of pages."""
     layout, position, block_table = given.layout, given.position, given.block_table
-    if layout == "thd" and isinstance(k, Tensor) and k.ndim == 4:
-        return _validate_over_cache(q, k, v, given)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
+    check_class(position)
     batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
         q, k, v, layout, block_table, (given.k_scale, given.v_scale)
     )
@@ -106,7 +113,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall
     if layout == "thd" and given.positions_q is given.positions_k:
         positions_k = positions_q  # the checks made two views of one tensor
     if block_table is not None:
-        _check_pages(q, k, v, given)
+        if given.key_lengths is None:
+            raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
+        _check_no_grad(q, k, v, given)
     blocks = given.blocks
     if blocks is not None:
         blocks = find_tables(blocks, q, k, layout, block_table)
@@ -172,7 +181,7 @@ def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> A
     # One query stands for those of each sequence: the cache's checks go by the number of sequences.
     rows = q.new_empty(sequences, 1, *q.shape[1:]) if isinstance(q, Tensor) and q.ndim == 3 else q
     dense = given._replace(cu_seqlens_q=None, positions_q=None, gate=None, layout="bthd")
-    call = validate(rows, k, v, dense)
+    call = _validate(rows, k, v, dense)
     positions_q, block_table = given.positions_q, given.block_table
     if positions_q is not None:
         positions_q = _check_positions("positions_q", positions_q, 1, q.shape[0], q, "thd", given.position)
@@ -285,6 +294,8 @@ def _check_quantized(
         raise ValueError(f"block_table is None, but k of {k.dtype} must come in pages")
     if q.dtype == torch.float64 and kind is not Format.OWN:
         raise TypeError(f"q has dtype {q.dtype}, but must be float16, bfloat16 or float32 for pages of {k.dtype}")
+    if kind is Format.INT4 and k.shape[-1] == q.shape[-1]:
+        refuse_bytes("k", k)
     for name, x, scale in (("k_scale", k, scales[0]), ("v_scale", v, scales[1])):
         check_scale(name, scale, x, kind, head=1 if layout == "bhtd" else 2)
         _check_device(name[0], x, q)
@@ -297,11 +308,6 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, but must be on q's device, {q.device}")
 
 
-def _has_values(x: Tensor) -> bool:
-    """Whether x's values can be looked at: those on a device would have to be waited for, fake ones are none."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(x))
-
-
 def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seqlens_q is None, but layout 'thd' needs it, (S + 1,), to tell sequences apart")
@@ -310,7 +316,7 @@ def _check_packed(q: Tensor, queries: int, keys: int, cu_seqlens_q: Tensor | Non
         if bounds.ndim != 1 or bounds.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(bounds.shape)}, but must be (S + 1,)")
         _check_device(name, bounds, q)
-        if not _has_values(bounds):
+        if not has_values(bounds):
             continue
         values = bounds.tolist()
         if values[0] != 0:
@@ -341,22 +347,33 @@ def _check_table(block_table: Tensor, batch: int, page_size: int, q: Tensor) -> 
     return batch, block_table.shape[1] * page_size
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> None:
-    block_table, key_lengths, key_starts = given.block_table, given.key_lengths, given.key_starts
-    assert block_table is not None
-    if key_lengths is None:
-        raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
-    _check_no_grad(q, k, v, given)
-    if not _has_values(block_table) or not _has_values(k):
+def _check_pages(call: AttentionCall) -> None:
+    """Raise unless each entry of a block table that is read names a page; others may hold anything."""
+    table, lengths, starts, bounds = call.block_table, call.key_lengths, call.query_starts, call.cu_seqlens_q
+    if table is None or lengths is None:
         return
-    pages, _, page_size, _ = as_bhtd(k, given.layout).shape
-    first = torch.arange(0, block_table.shape[1] * page_size, page_size)
-    used = first < key_lengths[:, None]
-    if key_starts is not None:
-        used &= first + page_size > key_starts[:, None]
-    outside = used & ((block_table < 0) | (block_table >= pages))
+    read = (call.k, table, lengths, call.key_starts, starts, bounds)
+    if not all(has_values(x) for x in read if x is not None):
+        return
+    pages, page_size, keys = call.k.shape[0], call.k.shape[2], kv_capacity(call)
+    lengths = lengths.long()
+    if bounds is not None:
+        queries = bounds.diff()
+        first = lengths - queries
+    else:
+        queries = torch.full_like(lengths, call.q.shape[2])
+        first = keys - queries if starts is None else starts.long()
+    low, high = torch.zeros_like(lengths) if call.key_starts is None else call.key_starts, lengths
+    if call.window_left is not None:
+        low = torch.maximum(low, first - call.window_left)
+    right = 0 if call.causal else call.window_right
+    if right is not None:
+        high = torch.minimum(high, first + queries + right)
+    begin = torch.arange(0, keys, page_size)
+    is_read = (begin < high[:, None]) & (begin + page_size > low[:, None]) & (queries > 0)[:, None]
+    outside = is_read & ((table < 0) | (table >= pages))
     if bool(outside.any()):
-        page = int(block_table[outside][0])
+        page = int(table[outside][0])
         raise ValueError(f"block_table holds {page} below key_lengths, but must be from 0 to below {pages} pages")
 
 
@@ -427,7 +444,7 @@ def _check_rows(name: str, x: Tensor, batch: int, limits: tuple[int, int], said:
     if x.shape != (batch,):
         raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B,) with B = {batch}")
     _check_device(name, x, q)
-    if _has_values(x):
+    if has_values(x):
         (least, most), (low, high) = limits, said
         outside = (x < least) | (x > most)
         if bool(outside.any()):

@@ -82,8 +82,9 @@ def append_kv(
         cos: (n, R/2), row p for position p, any floating dtype.
         sin: like cos.
         q: (N, H, D), H a multiple of K, to be normalised and rotated too; or None.
-        positions: (N,), int32 or int64: the row of cos and sin of each token. None: row n is token n's. (A, N) with
-            `axes`. A position outside the tables makes the token's key and query NaN, and the scales of such a key.
+        positions: (N,), int32 or int64: the row of cos and sin of each token. None: row n is token n's, whatever its
+            slot is: for tables with a row for each token, and prompts that start at 0. (A, N) with `axes`. A position
+            outside the tables makes the token's key and query NaN, and the scales of such a key.
         norm: normalise k, and q, before the rotation or after it: see `QKNorm`.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
         rotary_offset: the first rotated feature. Features outside of R pass through.

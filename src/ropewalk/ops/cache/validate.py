@@ -9,12 +9,11 @@ Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of valu
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.cache.call import AppendCall
 from ropewalk.ops.cache.formats import (
@@ -25,6 +24,7 @@ from ropewalk.ops.cache.formats import (
     scale_shape,
 )
 from ropewalk.ops.rope.validate import may_overlap_itself
+from ropewalk.ops.tracing import has_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,7 @@ def check(call: AppendCall) -> None:
 
 def check_values(call: AppendCall) -> None:
     """Raise unless slots lie in the cache, and axes in positions; on a GPU neither is read."""
-    if call.slots.device.type != "cpu" or gpu.is_fake(call.slots):
+    if not all(has_values(x) for x in (call.slots, call.axes) if x is not None):
         return
     n_slots = call.k_cache.shape[0] * call.k_cache.shape[1]
     outside = (call.slots < -1) | (call.slots >= n_slots)
@@ -131,6 +131,8 @@ def _check_caches(call: AppendCall) -> None:
             raise TypeError(f"{name} has dtype {cache.dtype}, but must have {_KINDS}")
         _check_device(name, cache, call.k)
         heads, dim = x.shape[1:]
+        if kind is Format.INT4 and cache.shape[3] == dim:
+            refuse_bytes(name, cache)
         if kind is Format.INT4 and dim % INT4_GROUP:
             raise ValueError(
                 f"{of} has head dim {dim}, but it must be a multiple of {INT4_GROUP} for {name} of uint8: 4-bit "
@@ -148,6 +150,14 @@ def _check_caches(call: AppendCall) -> None:
                 f"(an expanded tensor?), but each must have its own"
             )
         check_scale(name[0] + "_scale", call.k_scale if of == "k" else call.v_scale, cache, kind, head=2)
+
+
+def refuse_bytes(name: str, cache: Tensor) -> NoReturn:
+    """Raise for pages of uint8 with a byte for each number, as vLLM has those of float8."""
+    raise ValueError(
+        f"{name} is of uint8 and has {cache.shape[-1]} bytes a head, but 4-bit numbers take half as many: for fp8 "
+        f"pages pass {name[0]}_cache.view(torch.float8_e4m3fn)"
+    )
 
 
 def check_scale(name: str, scale: Tensor | None, cache: Tensor, kind: Format, *, head: int) -> None:

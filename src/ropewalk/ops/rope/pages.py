@@ -15,7 +15,7 @@ from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.rope.call import RopeCall
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.ops.rope.validate import check_arguments, may_overlap_itself
-from ropewalk.ops.tracing import is_plain_eager, is_transformed
+from ropewalk.ops.tracing import has_values, is_plain_eager, is_transformed
 
 _KERNELS, _REFERENCE = "triton", "reference"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,8 +65,7 @@ def rotate_pages(
     if positions is None or (positions.ndim == 1 and axes is None):
         start = offset if positions is None else positions[:, None]
         positions = torch.arange(tokens, device=pages.device)[None] + start
-    has_values = block_table.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(block_table))
-    if has_values and bool((block_table >= pages.shape[0]).any()):
+    if has_values(block_table) and bool((block_table >= pages.shape[0]).any()):
         raise ValueError(f"block_table holds {int(block_table.max())}, but must be below {pages.shape[0]} pages")
     reason = gpu.why_no_triton(pages.device)
     if flags.impl == _KERNELS and reason is not None:

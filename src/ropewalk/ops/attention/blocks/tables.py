@@ -6,7 +6,9 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M b
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -64,7 +66,7 @@ _version_of = attrgetter("_version")
 class _Kept:
     """Tables that were made of lists, and the state that the lists were in."""
 
-    __slots__ = ("call", "signature", "sizes", "source", "tables", "variables", "versions", "watched")
+    __slots__ = ("call", "contents", "signature", "sizes", "source", "tables", "variables", "versions", "watched")
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
@@ -75,6 +77,7 @@ class _Kept:
         # Nothing else is put into a tuple, and few who write masks put another function where one was.
         self.variables = [x for x in captured if not (isinstance(x[0], tuple) or isinstance(x[2], FunctionType))]
         self.versions = [x._version for x in self.watched]
+        self.contents = [(x, _copy_contents(x)) for *_, x in captured if _has_contents(x)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()  # a copy of the lists keeps nothing, and any unpickler reads an empty set
@@ -169,7 +172,37 @@ def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device)
         and all(x is y for x, y in zip(kept.source, source, strict=True))
         and [x._version for x in kept.watched] == kept.versions
         and all(map(_is_there, kept.variables))
+        and all(_holds(x, copied) for x, copied in kept.contents)
     )
+
+
+def _has_contents(x: Any) -> bool:
+    """Say whether something may be written to and has no version that tells: arrays, sets, tensors with such memory."""
+    if isinstance(x, Tensor):  # NumPy may write to the memory of those on the CPU
+        return x.device.type == "cpu" or x.is_inference()
+    if isinstance(x, (set, deque)):
+        return True
+    try:
+        memoryview(x)
+    except (TypeError, ValueError, BufferError):
+        return False
+    return not isinstance(x, bytes)
+
+
+def _copy_contents(x: Any) -> Any:
+    """Return a copy of what something holds; None where it cannot be compared without waiting for a device."""
+    if isinstance(x, Tensor):
+        return x.detach().clone() if x.device.type == "cpu" else None
+    return copy(x) if isinstance(x, (set, deque)) else memoryview(x).tobytes()
+
+
+def _holds(x: Any, copied: Any) -> bool:
+    """Say whether something holds what it held when it was copied."""
+    if copied is None:
+        return False
+    if isinstance(x, Tensor):
+        return torch.equal(x, copied)
+    return bool(x == copied) if isinstance(x, (set, deque)) else memoryview(x).tobytes() == copied
 
 
 # A variable, an entry or an attribute that a mask_mod reads: its holder, its name there, and what it held.

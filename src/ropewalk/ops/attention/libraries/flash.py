@@ -83,12 +83,16 @@ class Flash(LibraryBackend):
         if far is not None and call.far is not None:
             q, k, q_past, k_far, v = (x.transpose(1, 2) for x in (q, k, far.q_past, far.k, call.v))
             return flash_two_range.attend(q, k, q_past, k_far, v, call.scale, call.far.window).transpose(1, 2), None
+        v = call.v
         keywords: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
         if call.has_window:
+            # Keys before the first query's window may hold anything, and flash-attn multiplies some of them by 0.
+            first = 0 if call.window_left is None else max(0, k.shape[2] - q.shape[2] - call.window_left)
+            k, v = k[:, :, first:], v[:, :, first:]
             unbounded = None if flash_version(call.q.device) == 4 else -1
             sides = (call.window_left, 0 if call.causal else call.window_right)
             keywords["window_size"] = tuple(unbounded if side is None else side for side in sides)
-        result = function(q.transpose(1, 2), k.transpose(1, 2), call.v.transpose(1, 2), **keywords)
+        result = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **keywords)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.transpose(1, 2), None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import LibraryBackend, Refusal
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, existing, is_wide
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, allowed, is_wide, zero_unattended
 from ropewalk.ops.attention.libraries.common import (
     HALF,
     MASKS,
@@ -164,12 +164,7 @@ def _zeros(q: Tensor, v: Tensor, tokens: int) -> Tensor:
 
 def _attend_masked(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
     """Attend by masks, in blocks of queries: no mask (Tq, Tk) is ever whole. q and k have their features mapped."""
-    v, exist = call.v, existing(call)
-    if exist is not None:
-        # Keys that do not exist may hold anything, NaN too.
-        missing = ~exist[:, None, :, None]
-        k, v = k.masked_fill(missing, 0), v.masked_fill(missing, 0)
-    queries = q.shape[2]
+    v, queries = call.v, q.shape[2]
     if torch.compiler.is_compiling():  # a compiled program is not to depend on lengths
         return _attend_block(q, k, v, slice(None), call)
     rows = max(1, MASK_BLOCK // (q.shape[0] * k.shape[2]))
@@ -186,6 +181,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: slice, call: Attention
         return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped)
     # A row that attends nothing attends all keys, as zeros, and its output is dropped: no NaN, and no gradient.
     attends_nothing = ~may.any(dim=-1, keepdim=True)
+    k, v = zero_unattended(may, k, v)
     q, may = q.masked_fill(attends_nothing, 0), may | attends_nothing
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=may, scale=call.scale, enable_gqa=grouped)
     return out.masked_fill(attends_nothing, 0)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ropewalk import device as gpu
+
 TRITONS = ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers pass the parameters that `pack` packs
 is_enabled = True  # False: plans that are made from then on launch by Triton
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -77,16 +79,16 @@ def _load() -> tuple[Any, str | None]:
 
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None, "Python runs without the GIL"
-    release = tuple(map(int, triton.__version__.split(".")[:2]))
-    if release not in TRITONS:
+    if gpu.release_of(triton.__version__) not in TRITONS:
         return None, f"Triton {triton.__version__} is not one that it was tested with"
     include = Path(triton.__file__).parent / "backends/nvidia/include"
     try:
         from triton.runtime.build import compile_module_from_src
 
-        return compile_module_from_src(_SOURCE.read_text(), "ropewalk_launcher", include_dirs=[str(include)]), None
+        module = compile_module_from_src(_SOURCE.read_text(), "ropewalk_launcher", include_dirs=[str(include)])
     except Exception as error:  # of Triton's build, of the compiler or of the loader: all are a reason
         return None, f"it cannot be built: {error}"
+    return (module, None) if callable(getattr(module, "make", None)) else (None, "what was built has no function make")
 
 
 def pack(compiled: Any, n_programs: int, parameters: Sequence[tuple[str, Any]]) -> Packed | None:
