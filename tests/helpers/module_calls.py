@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -161,7 +162,53 @@ def check_models_made_without_memory(rank: int) -> None:
                 torch.testing.assert_close(wrapped(draw(tokens)), expected(draw(tokens)))
 
 
+def check_whole_parameters_of_local_heads(rank: int) -> None:
+    """A rank with some of the heads learns no whole parameter by them: its copies would diverge."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    inputs = {"q_proj", "k_proj", "v_proj", "query", "key", "value"}
+    for name, case in CASES.items():
+        if not isinstance(case.make(), (RoPEAttention, BERTAttention)):
+            continue
+        for is_local in (True, False):
+            expected, module = make(name), make(name)
+            names = [key for key, _ in module.named_children() if key in inputs]
+            plan: dict[str, Any] = {key: ColwiseParallel(use_local_output=is_local) for key in names}
+            if name == "RoPEAttention":
+                plan["out_proj"] = RowwiseParallel()
+            parallelize_module(module, mesh, plan)
+            wanted = call(name, expected, SHORT)
+            wanted.square().sum().backward()
+            if is_local and name in ("RoPEAttention", "alibi", "t5", "exposb"):
+                with pytest.raises(ValueError, match="pass use_local_output=False to ColwiseParallel"):
+                    call(name, module, SHORT)
+                if name == "RoPEAttention":  # whose norm runs on any heads where it learns nothing
+                    with torch.no_grad():
+                        torch.testing.assert_close(call(name, module, SHORT), wanted)
+                continue
+            out = call(name, module, SHORT)
+            out = out.full_tensor() if hasattr(out, "full_tensor") else _gathered(out, wanted)
+            torch.testing.assert_close(out, wanted)
+            out.square().sum().backward()
+            for mine, other in zip(module.parameters(), expected.parameters(), strict=True):
+                grad: Any = mine.grad
+                torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, other.grad)
+
+
+def _gathered(out: Tensor, wanted: Tensor) -> Tensor:
+    """All features of local ones."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if out.shape == wanted.shape:
+        return out
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole: Tensor = DTensor.from_local(out, mesh, [Shard(2)]).full_tensor()
+    return whole
+
+
 def run_all(rank: int) -> None:
     """Run each check above."""
     check_ranks_of_other_lengths(rank)
     check_models_made_without_memory(rank)
+    check_whole_parameters_of_local_heads(rank)

@@ -11,6 +11,7 @@ from helpers import module_calls, processes
 from helpers.modes import ON_GPU
 from helpers.module_calls import CASES, LONG, ROWS, SHORT, call, draw, make, make_model
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
@@ -71,11 +72,12 @@ def replaced(module):
     return module
 
 
-def averaged(name, module):
-    mean = AveragedModel(make(name).to(next(module.parameters(), torch.zeros(0)).device), use_buffers=True)
+def averaged(name, module, device):
+    model = nn.ModuleList((nn.Linear(1, 1), module)).to(device)
+    mean = AveragedModel(nn.ModuleList((nn.Linear(1, 1), make(name))).to(device), use_buffers=True)
     for _ in range(2):
-        mean.update_parameters(module)
-    return mean.module
+        mean.update_parameters(model)
+    return mean.module[1]
 
 
 def moving_average(module):
@@ -98,7 +100,7 @@ CHANGES = {
     "meta, then a move": lambda name, module, device: made_without_memory(name, module).to(device),
     "to_empty": lambda name, module, device: filled(name, module, device),
     "other buffers": lambda name, module, device: replaced(module),
-    "AveragedModel": lambda name, module, device: averaged(name, module),
+    "AveragedModel": lambda name, module, device: averaged(name, module, device),
     "EMA": lambda name, module, device: moving_average(module),
     "double": lambda name, module, device: module.double().float(),
 }
@@ -228,6 +230,38 @@ def test_rows_of_a_step_keep_their_kind(monkeypatch):
     for position in (2, 3, 4, 5, 17):
         rotary(q, None, position)
     assert shapes == [((4, 8), 2), ((4, 8), 3), *[((1, 8), None)] * 3]
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_copies_hold_each_table_once(name):
+    module = make(name)
+    call(name, module, LONG)
+    rotary = getattr(module, "sinusoids", module)
+    for again in (copy.deepcopy(rotary), pickle.loads(pickle.dumps(rotary)), saved_by_torch(rotary)):
+        (tables,) = again._tables.values()
+        assert tables.cos is again.cos
+        assert tables.first_cos.data_ptr() == tables.cos.data_ptr()
+    assert len(pickle.dumps(rotary)) < 3 * rotary.cos.nbytes + 8000
+
+
+def test_a_loaded_module_is_on_the_device_that_torch_load_maps_to():
+    saved = io.BytesIO()
+    torch.save(RotaryEmbedding(16, max_positions=8, device="meta"), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, map_location="cpu", weights_only=False)
+    assert loaded._device == loaded.cos.device == next(iter(loaded._tables))
+
+
+def test_compiled_lengths_past_the_first_rows_are_compiled_once():
+    rotary = RotaryEmbedding(16, max_positions=8)
+    rotary(torch.randn(1, 64, 2, 16))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(rotary, backend=counter, fullgraph=True)
+    for tokens in (12, 13, 20, 64, 31):
+        q = torch.randn(1, tokens, 2, 16)
+        assert torch.equal(compiled(q), RotaryEmbedding(16)(q))
+    assert counter.frame_count == 2  # the first length, then any
 
 
 def test_vmap_over_positions():

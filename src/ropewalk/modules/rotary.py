@@ -98,13 +98,15 @@ class _FloatTables(nn.Module):
 
     def _tabulate(self, device: torch.device, rows: int, scaled_length: int | None) -> _Tables:
         inv_freq, attention_factor = self._frequencies_at(scaled_length)
-        first = slice(self._first_rows)
         # A table first made in inference mode must not be an inference tensor: training may follow.
         with torch.inference_mode(False):
             cos, sin = rope_table(rows, inv_freq, attention_factor=attention_factor, device=device)
-            first_cos, first_sin = (cos, sin) if rows == self._first_rows else (cos[first], sin[first])
+            first_cos, first_sin = self._first(cos), self._first(sin)
             axes = None if self._order is None else torch.tensor(self._order, device=device)
         return _Tables(cos, sin, first_cos, first_sin, axes, inv_freq, attention_factor, scaled_length)
+
+    def _first(self, table: Tensor) -> Tensor:
+        return table if table.shape[0] == self._first_rows else table[: self._first_rows]
 
     def _keep(self, tables: _Tables) -> None:
         """Let the calls to come read these tables."""
@@ -128,6 +130,19 @@ class _FloatTables(nn.Module):
             self._tables, self._last_rows, self._device = {}, None, device
             self._keep(self._tabulate(device, tables.cos.shape[0], tables.scaled_length))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tables of the module's device, without views: those would be pickled with the memory of all rows.
+        tables = self._tables[self._device]
+        whole = tables._replace(first_cos=tables.cos, first_sin=tables.sin)
+        return {**self.__dict__, "_tables": {self._device: whole}, "_last_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        (tables,) = self._tables.values()
+        self._device = tables.cos.device  # torch.load may have moved them
+        whole = tables._replace(first_cos=self._first(tables.cos), first_sin=self._first(tables.sin))
+        self._tables = {self._device: whole}
 
 
 class RotaryEmbedding(_FloatTables):
