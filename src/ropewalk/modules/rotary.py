@@ -111,6 +111,9 @@ class _FloatTables(nn.Module):
     def _keep(self, tables: _Tables) -> None:
         """Let the calls to come read these tables."""
         device = tables.cos.device
+        if device.type == "cuda" and not torch.compiler.is_compiling() and type(tables.cos) is Tensor:
+            # The next call may come on another stream, which does not wait for the work on this one.
+            torch.cuda.current_stream(device).synchronize()
         if self._device.type == "meta":  # a model that was made without memory, and is in use by now
             self._tables.pop(self._device, None)
             self._device = device
