@@ -171,8 +171,8 @@ class RotaryEmbedding(_FloatTables):
     A rotation depends on its call alone, and on `reserve`: not on the calls before it, so that a checkpoint recomputes
     it. Scalings whose frequencies depend on the length go by the largest position of the call plus one: "longrope" has
     its long factors past original_max_position_embeddings, and its short ones up to it; "dynamic" has the frequencies
-    of that length past max_position_embeddings, and of a reserved one up to it. Where the host cannot tell the length,
-    they go by the last one that was reserved, at first by those two parameters. (transformers keeps the frequencies of
+    of that length, or of max_position_embeddings or the reserved length if that is greater. Where the host cannot tell
+    the length, they go by the reserved one, at first by those two parameters. (transformers keeps the frequencies of
     the longest call, until one is shorter than max_position_embeddings.)
 
     Args:
@@ -193,8 +193,9 @@ class RotaryEmbedding(_FloatTables):
     Attributes:
         inv_freq: (R/2,), radians per position, of the last call; float64, and always on the CPU.
         attention_factor: the factor of cos and sin.
-        cos, sin: the tables of the last call, (rows, R/2), float32. Writes to these five change no call.
+        cos, sin: the tables of the last call, (rows, R/2), float32.
         axes: as given, on the tables' device; or None.
+        All are to be read alone: a write changes no call.
 
     Raises:
         ValueError, TypeError: as `inverse_frequencies`, `rope_table` and, in a call, `apply_rope`; each names the
