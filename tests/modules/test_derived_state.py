@@ -1,4 +1,4 @@
-"""What a module derives from its configuration survives trainers, and no call of it depends on an earlier one."""
+"""Tables that modules derive from their configuration survive trainers, and no call depends on an earlier one."""
 
 import copy
 import functools

@@ -22,7 +22,7 @@ _ORIGINAL_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_
 
 
 class _Tables(NamedTuple):
-    """What calls on one device read, made from a module's configuration and the length that its scaling goes by."""
+    """All that calls on one device read, made from a configuration and the length that its scaling goes by."""
 
     cos: Tensor  # all rows so far, (rows, R/2)
     sin: Tensor
