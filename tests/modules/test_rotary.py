@@ -138,7 +138,7 @@ class TestTablesSurvive:
         rotary = make()
         assert rotary.state_dict() == {}
         rotary.load_state_dict({})
-        assert {name for name, _ in rotary.named_buffers()} == {"cos", "sin"}
+        assert list(rotary.named_buffers()) == []
         assert list(rotary.parameters()) == []
 
     def test_copies_and_pickles(self, make, device):

@@ -54,12 +54,13 @@ def phi3_config():
 
 
 class TestLengthDependentFrequencies:
-    """transformers' `dynamic_rope_update`, call by call."""
+    """transformers' `dynamic_rope_update` in a first call of each length, whatever calls ours has had."""
 
     LENGTHS = (10, 64, 65, 200, 150, 64, 63, 100, 300, 5)
 
-    def follow(self, rotary, peer, device):
+    def follow(self, rotary, make_peer, device):
         for length in self.LENGTHS:
+            peer = make_peer().to(device)
             q = torch.randn(1, length, 2, DIM, device=device)
             rotary(q)
             cos, sin = peer(q, torch.arange(length, device=device)[None])
@@ -73,15 +74,11 @@ class TestLengthDependentFrequencies:
 
     def test_dynamic(self, device):
         config = llama_config({"rope_type": "dynamic", "factor": 2.0})
-        self.follow(
-            RotaryEmbedding.from_hf_config(config, device=device), LlamaRotaryEmbedding(config).to(device), device
-        )
+        self.follow(RotaryEmbedding.from_hf_config(config, device=device), lambda: LlamaRotaryEmbedding(config), device)
 
     def test_longrope(self, device):
         config = phi3_config()
-        self.follow(
-            RotaryEmbedding.from_hf_config(config, device=device), Phi3RotaryEmbedding(config).to(device), device
-        )
+        self.follow(RotaryEmbedding.from_hf_config(config, device=device), lambda: Phi3RotaryEmbedding(config), device)
 
 
 class TestFromHfConfig:

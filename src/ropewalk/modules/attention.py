@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ropewalk.modules.masks import is_readable
 from ropewalk.ops.attention.api import attention
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.schemes import Rope
@@ -43,7 +44,8 @@ class RoPEAttention(nn.Module):
     Raises:
         ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1), a theta that is
             not positive and finite; in a call an x or a mask of another shape, a mask (T, T) where B = T, which may be
-            one of padding, and on the CPU a mask of other values than 0 and 1.
+            one of padding, and on the CPU a mask of other values than 0 and 1; weights of a norm in training where a
+            rank has some of the heads, as plain tensors.
         TypeError: a norm that is no `QKNorm`; in a call a mask that is no tensor.
 
     Source: Attention Is All You Need (https://arxiv.org/abs/1706.03762), §3.2; RoFormer
@@ -121,11 +123,21 @@ class RoPEAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         norm = self.norm
         if norm is not None:
-            weights = [None if x is None else x.weight for x in (self.q_norm, self.k_norm)]
-            norm = replace(norm, q_weight=weights[0], k_weight=weights[1])
+            q_weight, k_weight = (None if x is None else x.weight for x in (self.q_norm, self.k_norm))
+            if q.shape[2] != self.n_heads:
+                self._check_local_heads(q, q_weight, k_weight)
+            norm = replace(norm, q_weight=q_weight, k_weight=k_weight)
         y = attention(q, k, v, position=self.position, mask=mask, causal=causal, dropout_p=dropout_p, norm=norm)
         merged: Tensor = self.out_proj(y.flatten(2))
         return merged
+
+    def _check_local_heads(self, q: Tensor, *weights: Tensor | None) -> None:
+        """Raise where the gradient of a norm's weight would be that of a rank's heads alone."""
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in weights):
+            raise ValueError(
+                f"q has {q.shape[2]} heads of {self.n_heads}, but the weights of norm need the gradient of all: pass "
+                f"use_local_output=False to ColwiseParallel, so that they are a DTensor's"
+            )
 
     def _as_allowed(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
         """Return the mask as bool, broadcastable to the scores, (B, H, T, T)."""
@@ -149,8 +161,7 @@ class RoPEAttention(nn.Module):
                 "one mask of all batch rows; for padding, padding[:, None].expand(B, T, T)"
             )
         if mask.dtype != torch.bool:
-            is_readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
-            if is_readable and not bool(((mask == 0) | (mask == 1)).all()):
+            if is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
                 raise ValueError(
                     "mask holds other values, but must hold 0 (mask out) and 1 (attend) alone; of an additive mask, "
                     "pass `mask == 0`"
@@ -171,6 +182,10 @@ class _Weight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.detach().clone())
+
+    def reset_parameters(self) -> None:
+        """Set it to 1: FSDP calls this on a module that was made on the meta device."""
+        nn.init.ones_(self.weight)
 
 
 def _weight_of(weight: Tensor | None) -> _Weight | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropewalk.modules.masks import is_readable, read_mask
-from ropewalk.modules.rotary import RotaryEmbedding
+from ropewalk.modules.rotary import RotaryEmbedding, sinusoids
 from ropewalk.ops.attention.api import attention, takes_shards
 from ropewalk.schemes import Alibi, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, T5Bias
 
@@ -105,9 +105,10 @@ class BERTAttention(nn.Module):
         """Return the scheme of its scores."""
         return self._position
 
-    def _set_position(self, position: PositionScheme) -> None:
-        position.rotation(torch.arange(1, device="cpu"), self.head_dim)  # raises if it does not support this head dim
-        self._position = position
+    def _check_position(self, position: PositionScheme) -> PositionScheme:
+        """Return the scheme, or raise if it does not support this head dim."""
+        position.rotation(torch.arange(1, device="cpu"), self.head_dim)
+        return position
 
     def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the input of query and key, and the input of value: here both are hidden_states."""
@@ -195,6 +196,16 @@ class BERTAttention(nn.Module):
         return f"{self.hidden_size}, {self.num_heads}{shown}"
 
 
+class _Embedding(nn.Embedding):
+    """A learned table that begins with N(0, 0.02), also where FSDP makes the module on the meta device."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def _get_name(self) -> str:
+        return "Embedding"
+
+
 class StandardBERTAttention(BERTAttention):
     """`BERTAttention` with a learned table of positions, added to the input of query, key and value in every layer.
 
@@ -216,8 +227,7 @@ class StandardBERTAttention(BERTAttention):
     """
 
     def _make_positions(self) -> None:
-        self.position_embeddings = nn.Embedding(self.max_position_embeddings, self.hidden_size)
-        nn.init.normal_(self.position_embeddings.weight, std=0.02)
+        self.position_embeddings = _Embedding(self.max_position_embeddings, self.hidden_size)
 
     def add_positions(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the rows of the table to the input of all three."""
@@ -270,8 +280,7 @@ class AbsoluteBERTAttention(BERTAttention):
         """Add the sinusoids to the input of query and key; to that of value only with `add_to_values`."""
         if position_ids is None:
             tokens = hidden_states.shape[1]
-            self.sinusoids.reserve(tokens)
-            cos, sin = self.sinusoids.cos[:tokens], self.sinusoids.sin[:tokens]
+            cos, sin = sinusoids(self.sinusoids, tokens, hidden_states.device)
         else:
             cos, sin, *_ = Rope(self.sinusoids.base).rotation(position_ids, self.hidden_size)
         x = hidden_states + torch.stack((sin, cos), dim=-1).flatten(-2).to(hidden_states.dtype)
@@ -298,7 +307,7 @@ class RoPEBERTAttention(BERTAttention):
     """
 
     def _make_positions(self, *, base: float = 10000.0, interleaved: bool = True) -> None:
-        self._set_position(Rope(base, interleaved=interleaved))
+        self._position = self._check_position(Rope(base, interleaved=interleaved))
 
 
 class ExpoSBBERTAttention(BERTAttention):
@@ -323,9 +332,13 @@ class ExpoSBBERTAttention(BERTAttention):
     """
 
     def _make_positions(self, *, distance_decay: bool = False) -> None:
-        self._set_position(ExpoSB(distance_decay=distance_decay))
+        self._check_position(ExpoSB(distance_decay=distance_decay))
         self.distance_decay = distance_decay
         self.band_weights = nn.Parameter(torch.ones(self.num_heads))
+
+    def reset_parameters(self) -> None:
+        """Set the weights to 1: FSDP calls this on a module that was made on the meta device."""
+        nn.init.ones_(self.band_weights)
 
     @property
     def position(self) -> ExpoSB:
@@ -375,10 +388,9 @@ class T5BERTAttention(BERTAttention):
     """
 
     def _make_positions(self, *, num_buckets: int = 32, max_distance: int = 128) -> None:
-        self.relative_attention_bias = nn.Embedding(num_buckets, self.num_heads)
-        nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
+        self.relative_attention_bias = _Embedding(num_buckets, self.num_heads)
         self.max_distance = max_distance
-        self._set_position(self.position)
+        self._check_position(self.position)
 
     @property
     def position(self) -> T5Bias:
@@ -417,7 +429,8 @@ class ReRoPEBERTAttention(BERTAttention):
     ) -> None:
         window = max(1, self.max_position_embeddings // 2) if window is None else window
         self._shown["window"] = window
-        self._set_position(ReRope(window, leak=leak, log_n=log_n, rope=Rope(base, interleaved=interleaved)))
+        rope = Rope(base, interleaved=interleaved)
+        self._position = self._check_position(ReRope(window, leak=leak, log_n=log_n, rope=rope))
 
 
 _CLASSES: dict[str, type[BERTAttention]] = {

@@ -209,7 +209,9 @@ def masks_only(mask: Tensor) -> Tensor:
 
 def is_readable(x: Tensor) -> bool:
     """Say whether x's values can be read without waiting for a device."""
-    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)  # vmap's values depend on the row
 
 
 def _check_padding(mask: Tensor) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk.frequencies import FREQUENCIES, frequency_parameters, inverse_frequencies, rope_table
 from ropewalk.modules.families import arrange_tower, read_family
+from ropewalk.modules.masks import is_readable
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.norm import QKNorm
+from ropewalk.ops.tracing import is_intercepted
 
 LAYOUTS = ("bthd", "bhtd", "thd")
 
@@ -20,37 +22,131 @@ LAYOUTS = ("bthd", "bhtd", "thd")
 _ORIGINAL_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
-class _FloatTables(nn.Module):
-    """Float32 tables `cos` and `sin`, (rows, R/2), that follow the module to a device but never change their dtype.
+class _Tables(NamedTuple):
+    """All that calls on one device read, made from a configuration and the length that its scaling goes by."""
 
-    They are not in the state_dict. `inv_freq` stays in float64 on the CPU, to make the tables again from.
+    cos: Tensor  # all rows so far, (rows, R/2)
+    sin: Tensor
+    first_cos: Tensor  # those that every call may read: of `max_positions` and `reserve`
+    first_sin: Tensor
+    axes: Tensor | None
+    inv_freq: Tensor
+    attention_factor: float
+    scaled_length: int | None
+
+
+class _Rows(NamedTuple):
+    """Rows of tables that a call past the first ones read, for the next layer's call."""
+
+    tables: _Tables
+    start: int
+    stop: int
+    cos: Tensor
+    sin: Tensor
+
+
+class _FloatTables(nn.Module):
+    """Float32 tables of cos and sin, (rows, R/2), that follow the module to a device but never change their dtype.
+
+    They are no buffers: trainers copy, average and replace those. They follow from numbers alone, and a call makes them
+    where its device has none, or too few rows. `cos`, `sin`, `axes`, `inv_freq` (float64, on the CPU) and
+    `attention_factor` show those of the module's own device; no call reads them there.
     """
 
     cos: Tensor
     sin: Tensor
+    axes: Tensor | None
+    inv_freq: Tensor
+    attention_factor: float
 
-    def __init__(self, rows: int, inv_freq: Tensor, attention_factor: float, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        inv_freq: Tensor,
+        attention_factor: float,
+        device: torch.device | str | None,
+        order: tuple[int, ...] | None = None,
+        original_length: int | None = None,
+    ) -> None:
         super().__init__()
-        self.inv_freq = inv_freq
-        self.attention_factor = attention_factor
-        self.register_buffer("cos", None, persistent=False)
-        self.register_buffer("sin", None, persistent=False)
-        self._tabulate(rows, torch.get_default_device() if device is None else device)
+        self._frequencies = inv_freq, attention_factor
+        self._order = order
+        self._first_rows = rows
+        self._original_length = self._scaled_length = original_length
+        self._tables: dict[torch.device, _Tables] = {}
+        self._last_rows: _Rows | None = None
+        # A device as tensors name it, with its index.
+        self._device = torch.empty(0, device=torch.get_default_device() if device is None else device).device
+        self._keep(self._tabulate(self._device, rows, original_length))
 
-    def _tabulate(self, rows: int, device: torch.device | str) -> None:
+    def _frequencies_at(self, scaled_length: int | None) -> tuple[Tensor, float]:
+        """Return the frequencies and the attention factor of a length."""
+        return self._frequencies
+
+    def _find(self, device: torch.device, length: int | None, scaled_length: int | None) -> _Tables:
+        """Return tables with rows for a length, if it is known, made for the frequencies of `scaled_length`."""
+        tables = self._tables.get(device)
+        rows = self._first_rows if tables is None else tables.cos.shape[0]
+        if length is not None and length > rows:
+            rows = max(length, 2 * rows)
+        elif tables is not None and tables.scaled_length == scaled_length:
+            return tables
+        tables = self._tabulate(device, rows, scaled_length)
+        # A mode or a transform may have made tensors that are of no use after it.
+        if torch.compiler.is_compiling() or not is_intercepted():
+            self._keep(tables)
+        return tables
+
+    def _tabulate(self, device: torch.device, rows: int, scaled_length: int | None) -> _Tables:
+        inv_freq, attention_factor = self._frequencies_at(scaled_length)
         # A table first made in inference mode must not be an inference tensor: training may follow.
         with torch.inference_mode(False):
-            self.cos, self.sin = rope_table(rows, self.inv_freq, attention_factor=self.attention_factor, device=device)
+            cos, sin = rope_table(rows, inv_freq, attention_factor=attention_factor, device=device)
+            first_cos, first_sin = self._first(cos), self._first(sin)
+            axes = None if self._order is None else torch.tensor(self._order, device=device)
+        return _Tables(cos, sin, first_cos, first_sin, axes, inv_freq, attention_factor, scaled_length)
+
+    def _first(self, table: Tensor) -> Tensor:
+        return table if table.shape[0] == self._first_rows else table[: self._first_rows]
+
+    def _keep(self, tables: _Tables) -> None:
+        """Let the calls to come read these tables."""
+        device = tables.cos.device
+        if device.type == "cuda" and not torch.compiler.is_compiling() and type(tables.cos) is Tensor:
+            # The next call may come on another stream, which does not wait for the work on this one.
+            torch.cuda.current_stream(device).synchronize()
+        if self._device.type == "meta":  # a model that was made without memory, and is in use by now
+            self._tables.pop(self._device, None)
+            self._device = device
+        self._tables[device] = tables
+        if device == self._device:
+            self.cos, self.sin, self.axes = tables.cos, tables.sin, tables.axes
+            self.inv_freq, self.attention_factor = tables.inv_freq, tables.attention_factor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _FloatTables:
-        cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
-        device = self.cos.device  # the rest of what `fn` made is dropped: it may be rounded, or uninitialised memory
-        if cos.is_meta:
-            self._tabulate(cos.shape[0], device)
-        else:
-            self.cos, self.sin = cos.to(device), sin.to(device)
+        try:
+            device = fn(torch.empty(0, device=self._device)).device
+        except NotImplementedError:  # nothing can be copied from the meta device, and nothing has to be
+            device = fn(torch.empty(0, device="cpu")).device
+        if device != self._device:
+            tables = self._tables[self._device]
+            self._tables, self._last_rows, self._device = {}, None, device
+            self._keep(self._tabulate(device, tables.cos.shape[0], tables.scaled_length))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tables of the module's device, without views: those would be pickled with the memory of all rows.
+        tables = self._tables[self._device]
+        whole = tables._replace(first_cos=tables.cos, first_sin=tables.sin)
+        return {**self.__dict__, "_tables": {self._device: whole}, "_last_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        (tables,) = self._tables.values()
+        self._device = tables.cos.device  # torch.load may have moved them
+        whole = tables._replace(first_cos=self._first(tables.cos), first_sin=self._first(tables.sin))
+        self._tables = {self._device: whole}
 
 
 class RotaryEmbedding(_FloatTables):
@@ -61,24 +157,28 @@ class RotaryEmbedding(_FloatTables):
         angles = torch.arange(T).double()[:, None] * inv_freq  # (T, R/2)
         q, k = apply_rope(q, k, angles.cos().float(), angles.sin().float())
 
-    The tables stay float32 under `.half()`, `.bfloat16()` and `.to(dtype)`, move with the model to a device, and are
-    not in its state_dict. Share one module among all layers of a model: its tables take 4·R bytes per position.
+    The tables stay float32 under `.half()`, `.bfloat16()` and `.to(dtype)`, and move with the model to a device. They
+    are neither buffers nor in the state_dict, so that DDP sends none, and averaged or loaded models have their own. A
+    call on another device makes its own. Share one module among all layers of a model: its tables take 4·R bytes per
+    position.
 
     Growth: if a call needs more rows than the tables have, they are made again with at least twice as many. The host
     can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the CPU;
     `offsets` likewise).
     It never waits for positions on a GPU, nor for a tensor's values inside `torch.compile`: there the token of a
-    position past the tables becomes NaN, and `reserve` grows them ahead. Each growth, or change of frequencies,
+    position past max_positions, and past what `reserve` asked for, becomes NaN. Each growth, or change of frequencies,
     recompiles a compiled caller; lengths within the tables do not.
 
-    Scalings whose frequencies depend on the length go by the longest position of each call plus one, like transformers,
-    and keep their frequencies in a call whose length the host cannot tell: "longrope" has its long factors past
-    original_max_position_embeddings and its short ones up to it; "dynamic" has the frequencies of the longest call
-    past max_position_embeddings, until a call shorter than max_position_embeddings resets it.
+    A rotation depends on its call alone, and on `reserve`: not on the calls before it, so that a checkpoint recomputes
+    it. Scalings whose frequencies depend on the length go by the largest position of the call plus one: "longrope" has
+    its long factors past original_max_position_embeddings, and its short ones up to it; "dynamic" has the frequencies
+    of that length, or of max_position_embeddings or the reserved length if that is greater. Where the host cannot tell
+    the length, they go by the reserved one, at first by those two parameters. (transformers keeps the frequencies of
+    the longest call, until one is shorter than max_position_embeddings.)
 
     Args:
         dim: R, the number of rotated features; the rest of a longer head passes through.
-        max_positions: rows to begin with.
+        max_positions: rows to begin with, which all calls can read.
         base: the base of the frequencies (rope_theta).
         scaling: a name of `FREQUENCIES`.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
@@ -92,9 +192,11 @@ class RotaryEmbedding(_FloatTables):
             the calls.
 
     Attributes:
-        inv_freq: (R/2,), radians per position; float64, and always on the CPU.
+        inv_freq: (R/2,), radians per position, of the last call; float64, and always on the CPU.
         attention_factor: the factor of cos and sin.
-        cos, sin: the tables, (rows, R/2), float32.
+        cos, sin: the tables of the last call, (rows, R/2), float32.
+        axes: as given, on the tables' device; or None.
+        All are to be read alone: a write changes no call.
 
     Raises:
         ValueError, TypeError: as `inverse_frequencies`, `rope_table` and, in a call, `apply_rope`; each names the
@@ -136,10 +238,9 @@ class RotaryEmbedding(_FloatTables):
             raise TypeError("seq_len must not be given: it is taken from the calls, or from `reserve`")
         inv_freq, attention_factor = inverse_frequencies(scaling, dim, base, **parameters)
         order = None if axes is None else _check_axes(axes, dim)
-        super().__init__(max_positions, inv_freq, attention_factor, device)
-        self._order = order
-        self.register_buffer("axes", None, persistent=False)
-        self._place_axes()
+        length_parameter = _ORIGINAL_LENGTH.get(scaling)
+        original_length = None if length_parameter is None else parameters[length_parameter]
+        super().__init__(max_positions, inv_freq, attention_factor, device, order, original_length)
         self.dim = dim
         self.base = base
         self.scaling = scaling
@@ -148,9 +249,6 @@ class RotaryEmbedding(_FloatTables):
         self.layout = layout
         self.impl = impl
         self.parameters_of_scaling = parameters
-        length_parameter = _ORIGINAL_LENGTH.get(scaling)
-        self._original_length: int | None = parameters[length_parameter] if length_parameter else None
-        self._scaled_length: int | None = self._original_length
 
     @classmethod
     def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> RotaryEmbedding:
@@ -188,30 +286,29 @@ class RotaryEmbedding(_FloatTables):
         arguments.pop("mrope_section", None)  # read into axes
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
-    def _place_axes(self) -> None:
-        if self._order is not None:
-            self.axes = torch.tensor(self._order, device=self.cos.device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        super()._apply(fn, recurse)
-        self._place_axes()
-        return self
-
     def reserve(self, length: int) -> None:
-        """Grow the tables for positions 0 … length − 1, as a call of that length does; they never shrink.
+        """Grow the tables for positions 0 … length − 1; they never shrink.
 
-        For calls whose positions are on a GPU, and before a CUDA graph is captured.
+        For calls whose positions are on a GPU, and before a CUDA graph is captured. Where frequencies depend on the
+        length, they then go by this one in calls whose length the host cannot tell, and "dynamic" in shorter ones too.
         """
-        scaled_length = self._length_to_scale_for(length)
-        rows = self.cos.shape[0]
-        if length <= rows and scaled_length == self._scaled_length:
-            return
-        if scaled_length != self._scaled_length:
-            self.inv_freq, self.attention_factor = FREQUENCIES[self.scaling](
-                self.dim, self.base, seq_len=scaled_length, **self.parameters_of_scaling
-            )
-            self._scaled_length = scaled_length
-        self._tabulate(rows if length <= rows else max(length, 2 * rows), self.cos.device)
+        original = self._original_length
+        if original is not None:
+            self._scaled_length = max(length, original) if self.scaling == "dynamic" else self._scaled_by(length)
+        self._first_rows, old_rows = max(length, self._first_rows), self._first_rows
+        for device, tables in list(self._tables.items()):
+            rows = tables.cos.shape[0]
+            if length > old_rows or tables.scaled_length != self._scaled_length:
+                rows = rows if length <= rows else max(length, 2 * rows)
+                self._keep(self._tabulate(device, rows, self._scaled_length))
+
+    def _frequencies_at(self, scaled_length: int | None) -> tuple[Tensor, float]:
+        if scaled_length == self._original_length:
+            return self._frequencies
+        frequencies: tuple[Tensor, float] = FREQUENCIES[self.scaling](
+            self.dim, self.base, seq_len=scaled_length, **self.parameters_of_scaling
+        )
+        return frequencies
 
     def forward(
         self,
@@ -230,16 +327,25 @@ class RotaryEmbedding(_FloatTables):
         if self._order is not None:
             self._check_positions(positions)
         length = self._known_length(q, positions, cu_seqlens, offsets)
-        if length is not None:
-            self.reserve(length)
+        scaled_length = self._scaled_length
+        if length is not None and self._original_length is not None:
+            scaled_length = self._scaled_by(length)
+        tables = self._find(q.device, length, scaled_length)
+        cos, sin = tables.first_cos, tables.first_sin
+        if length is not None and length > self._first_rows:
+            # As many as the call has tokens: a decode step's kind is then that of the step before.
+            is_by_index = cu_seqlens is None and offsets is None and not isinstance(positions, (Tensor, bool))
+            start = positions if is_by_index and isinstance(positions, int) and positions >= 0 else 0
+            cos, sin = self._rows_between(tables, start, length)
+            positions = positions if start == 0 else None
         return apply_rope(
             q,
             k,
-            self.cos,
-            self.sin,
+            cos,
+            sin,
             positions=positions,
             offsets=offsets,
-            axes=self.axes,
+            axes=tables.axes,
             cu_seqlens=cu_seqlens,
             layout=self.layout,
             interleaved=self.interleaved,
@@ -247,6 +353,16 @@ class RotaryEmbedding(_FloatTables):
             norm=norm,
             impl=self.impl,
         )
+
+    def _rows_between(self, tables: _Tables, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of cos and sin from `start` to below `stop`; layer after layer asks for the same."""
+        rows = self._last_rows
+        if torch.compiler.is_compiling():
+            return tables.cos[start:stop], tables.sin[start:stop]
+        if rows is None or rows.tables is not tables or rows.start != start or rows.stop != stop:
+            rows = _Rows(tables, start, stop, tables.cos[start:stop], tables.sin[start:stop])
+            self._last_rows = rows
+        return rows.cos, rows.sin
 
     def _check_positions(self, positions: Tensor | int | None) -> None:
         """Raise unless there is a position for each axis."""
@@ -264,7 +380,7 @@ class RotaryEmbedding(_FloatTables):
     def extra_repr(self) -> str:
         parameters = "".join(f", {name}={value!r}" for name, value in self.parameters_of_scaling.items())
         blocks = "" if self.pair_block is None else f", pair_block={self.pair_block}"
-        axes = "" if self._order is None else f", axes={self._order}"
+        axes = "" if self._order is None else f", axes={list(self._order)}"
         return (
             f"{self.dim}, base={self.base}, scaling={self.scaling!r}{parameters}, interleaved={self.interleaved}"
             f"{blocks}{axes}, layout={self.layout!r}, impl={self.impl!r}"
@@ -282,7 +398,7 @@ class RotaryEmbedding(_FloatTables):
             return None
         tokens: int = q.shape[self.layout.index("t")]
         for index in (positions, offsets, cu_seqlens):
-            if isinstance(index, Tensor) and (index.device.type != "cpu" or torch.compiler.is_compiling()):
+            if isinstance(index, Tensor) and not is_readable(index):
                 return None
         if cu_seqlens is not None:
             tokens = _largest(cu_seqlens.diff())
@@ -292,15 +408,14 @@ class RotaryEmbedding(_FloatTables):
             return tokens
         return tokens + positions if isinstance(positions, int) else _largest(positions) + 1
 
-    def _length_to_scale_for(self, length: int) -> int | None:
-        original, current = self._original_length, self._scaled_length
-        if original is None or current is None:
+    def _scaled_by(self, length: int) -> int | None:
+        """Return the length that the scaling of a call of this length goes by."""
+        original, least = self._original_length, self._scaled_length
+        if original is None or least is None:
             return None
         if self.scaling == "longrope":
             return original + 1 if length > original else original
-        if length < original:
-            return original
-        return max(length, current)
+        return max(length, least)
 
 
 class TritonRotary(_FloatTables):
@@ -321,7 +436,8 @@ class TritonRotary(_FloatTables):
 
     Attributes:
         dim: D.
-        cos, sin: the tables, (max_seq_len, D/2), float32, not in the state_dict.
+        max_seq_len: as given.
+        cos, sin: the tables, (max_seq_len, D/2), float32, neither buffers nor in the state_dict.
 
     Raises:
         ValueError: a dim that is not a positive multiple of 4, a negative max_seq_len, or in a call more than
@@ -345,26 +461,36 @@ class TritonRotary(_FloatTables):
         inv_freq, attention_factor = inverse_frequencies("half_truncated", dim, 10000.0)
         super().__init__(max_seq_len, inv_freq, attention_factor, device=None)
         self.dim = dim
+        self.max_seq_len = max_seq_len
 
     def forward(self, q: Tensor, k: Tensor) -> Any:
         """Rotate q and k, both (B, H, T, D); return the two."""
-        max_seq_len = self.cos.shape[0]
+        max_seq_len = self.max_seq_len
         for name, x in (("q", q), ("k", k)):
             if x.ndim != 4 or x.shape[-1] != self.dim:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (B, H, T, D) with D = {self.dim}")
             if x.shape[2] > max_seq_len:
                 raise ValueError(f"{name} has {x.shape[2]} tokens, but must have at most max_seq_len, {max_seq_len}")
-        return apply_rope(q, k, self.cos, self.sin, layout="bhtd", inverse=True)
+        tables = self._find(q.device, None, None)
+        return apply_rope(q, k, tables.cos, tables.sin, layout="bhtd", inverse=True)
 
 
-def _check_axes(axes: Tensor, dim: int) -> list[int]:
+def sinusoids(rotary: RotaryEmbedding, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the cosines and the sines of the first positions, (tokens, R/2), on a device."""
+    tables = rotary._find(device, tokens, None)
+    return tables.cos[:tokens], tables.sin[:tokens]
+
+
+def _check_axes(axes: Tensor, dim: int) -> tuple[int, ...]:
     """Return the axis of each pair, or raise."""
     if not isinstance(axes, Tensor) or axes.dtype not in (torch.int32, torch.int64):
         kind = f"a tensor of {axes.dtype}" if isinstance(axes, Tensor) else type(axes).__name__
         raise TypeError(f"axes is {kind}, but must be a tensor of int32 or int64")
     if axes.shape != (dim // 2,):
         raise ValueError(f"axes has shape {tuple(axes.shape)}, but must be (R/2,) = ({dim // 2},)")
-    order: list[int] = axes.tolist()
+    if axes.is_meta:
+        raise ValueError("axes is on the meta device, but must hold values: make it with device='cpu'")
+    order: tuple[int, ...] = tuple(axes.tolist())
     if min(order) < 0:
         raise ValueError(f"axes holds {min(order)}, but must hold no number below 0")
     return order
