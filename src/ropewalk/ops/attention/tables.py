@@ -47,7 +47,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     positions_q, positions_k = call.positions_q, call.positions_k
     reads_positions = score_mod is not None or far_window is not None
     one_alone = (positions_q is None) is not (positions_k is None)
-    if reads_positions and one_alone and (call.key_starts is not None or score_mod is None):
+    if reads_positions and one_alone and (call.key_starts is not None or far_window is not None):
         positions_q, positions_k = token_positions(call)  # kernels count by index where neither is given
     params = None
     if score_mod is not None:
