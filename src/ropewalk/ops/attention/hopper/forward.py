@@ -37,6 +37,7 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_PAST,
     NEAR,
     PAST,
+    attended_keys,
     key_ranges,
     mask_flags,
     range_flags,
@@ -92,6 +93,7 @@ def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
         problem.window,
         problem.window_right,
     )
+    seqlens = attended_keys(seqlens, flags)
     start = tile * BLOCK_M
     if not flags.PACKED:
         sequence *= 0

@@ -92,13 +92,14 @@ class MaskFlags(NamedTuple):
     """Constants of the conditions under which a query attends a key."""
 
     SIDE: Any  # EITHER_SIDE, PAST or FUTURE
-    WINDOWED: Any
+    WINDOWED: Any  # OUTSIDE where some keys may be in no query's window
     HAS_LENGTHS: Any  # causality alone does not imply n < n_keys
     HAS_STARTS: Any  # kv_start may be above 0
     PACKED: Any  # rows past the last query belong to another sequence
     RANGE: Any  # ALL, NEAR, FAR_PAST or FAR_FUTURE: the pairs that a loop is over
     INDEX_POSITIONS: Any  # positions are indices of tokens
     PARTIAL_TILES: Any  # a tile may have pairs that are not attended
+    UNREAD_KEYS: Any  # no query may attend some keys that exist, and that may hold NaN
 
 
 class Scores(NamedTuple):

@@ -33,6 +33,7 @@ from ropewalk.ops.attention.triton.masking import (
     PAST,
     apply_bits,
     apply_mask,
+    attended_keys,
     attention_mask,
     list_range,
     listed_token,
@@ -411,6 +412,7 @@ def backward_dkdv_kernel(
         INDEX_POSITIONS,
         True,
     )
+    seqlens = attended_keys(seqlens, FLAGS)
     origin = position_origin(positions_k, batch, k_offset)
     if far_window is not None and not INDEX_POSITIONS:
         k_pos = load_int_positions(positions_k, batch, k_offset, tile.start, BLOCK_N)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
+from ropewalk.ops.attention.tables import with_dense_features
 from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
@@ -177,7 +178,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     if call.tables.k is not None and call.block_table is None and call.far is None:
         q, k = map_and_weigh(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_dense_features, (q, k, v))
     kind = _format(call)
     if kind is not Format.OWN:
         k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads two or four numbers at a time
