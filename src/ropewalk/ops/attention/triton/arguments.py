@@ -130,6 +130,7 @@ class ScoreFlags(NamedTuple):
     SOFTCAP: Any
     FAST_TANH: Any
     MAX_LOGITS: Any = None  # keep each row's largest scaled score
+    HIDES_KEYS: Any = None  # MOD may return −inf for all that a row attends
 
 
 class Tile(NamedTuple):

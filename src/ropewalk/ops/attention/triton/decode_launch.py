@@ -354,6 +354,8 @@ def _config(
 ) -> DecodeConfig:
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
+    score_mod = load_score_mod(call)
+    hides_keys = score_mod is not None and score_mod.hides_keys
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
     return DecodeConfig(
         D=q.shape[3],
@@ -378,7 +380,8 @@ def _config(
         WINDOWED=call.has_window,
         HAS_STARTS=call.key_starts is not None,
         SPLIT=n_splits > 1,
-        SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
+        # The loop without masks knows of no row that attends nothing.
+        SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None and not hides_keys,
         PRECISION=precision(),
     )
 

@@ -150,7 +150,7 @@ def _mainloop_kv(
             row_logit = tl.maximum(row_logit, tl.max(logit, 1))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
         shift = new_max
-        if MASKED:
+        if MASKED or score_flags.HIDES_KEYS:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended nothing yet
         p = tl.exp2(s * scores.exp2_scale - shift[:, None])
         alpha = tl.exp2(row_max - shift)
@@ -293,6 +293,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
+    HIDES_KEYS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -366,7 +367,7 @@ def forward_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
+        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS, HIDES_KEYS),
         Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE, ONE_LOOP),
     )
 

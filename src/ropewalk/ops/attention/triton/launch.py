@@ -99,6 +99,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         PAGE_SIZE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
         **_constants(call, score_mod, features, q),
         **tiles.options,
     )
@@ -242,6 +243,7 @@ def backward(
             D=head_dim,
             HAS_DK=has_dk,
             HAS_DV=has_dv,
+            HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             **shared,
