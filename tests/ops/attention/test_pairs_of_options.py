@@ -272,7 +272,7 @@ def draw_options(seed: int, device: torch.device) -> tuple[dict, list[Tensor], d
         if choose([True, False, False]):
             keywords["mask"] = torch.rand(1, heads, queries, keys, device=device) < 0.8
         elif choose([True, False, False]) and queries == keys:
-            keywords["blocks"] = BlockLists.sliding_window(queries, window=40, device=device)
+            keywords["blocks"] = BlockLists.sliding_window(queries, window=130, device=device)
     keywords["deterministic"] = choose([True, False])
     keywords["scheme"] = scheme
     return {n: x for n, x in keywords.items() if x is not None}, [q, k, v], more
