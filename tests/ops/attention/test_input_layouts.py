@@ -15,7 +15,7 @@ from ropewalk.ops.attention.pages import needs_copy
 from ropewalk.ops.attention.tables import empty_aligned
 from ropewalk.testing import poisoned_memory
 
-B, T, H, K, D = 2, 18, 4, 2, 16
+B, T, H, K, D = 2, 18, 2, 1, 16
 PAGES, PAGE_SIZE = 9, 8
 
 
@@ -110,8 +110,8 @@ def attend(tensors, **keywords):
 EXPOSB = ExpoSB(distance_decay=True)
 # What a call is given, its keywords, and whether there is a backward.
 CALLS = {
-    "dense": (dense_of, {"position": Alibi(), "causal": True, "window": 12}, True),
     "weighed": (weighed_of, {"position": EXPOSB, "return_lse": True}, True),
+    "dense": (dense_of, {"position": Alibi(), "causal": True, "window": 12}, True),
     "packed": (packed_of, {"layout": "thd", "causal": True, "return_lse": True}, True),
     "decoded": (lambda device: {**weighed_of(device), "gate": None}, {"position": ExpoSB(), "causal": True}, False),
     "pages": (functools.partial(paged_of, "own"), {"causal": True, "window": 9}, False),

@@ -5,6 +5,8 @@ A field is a number, a pointer, None where a call lacks it, or a constexpr in th
 Constants (MaskFlags, ScoreFlags, Blocks) enter a kernel as `tl.constexpr` parameters and are grouped inside, because
 the interpreter of Triton 3.6 takes no bool in a tuple. Build such a group in a call's argument or by a constexpr
 function, never in an assignment or a jitted function's result: Triton makes tensors of constants there.
+A group of groups has no field that is a number or a pointer, or ends with a constant: a loop of Triton 3.6 would lose
+the constants of the groups in it, as a stride of 1 is (`tests/helpers/groups.py`).
 Where a field is None, compare the field with None and never the group, and return no such group from a jitted function:
 Triton 3.6 refuses both.
 Tensor descriptors are parameters of their own, because Triton's launcher finds no descriptor in a tuple.
