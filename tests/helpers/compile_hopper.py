@@ -97,6 +97,17 @@ LONE_CALLS = {
     "one-head": {"position": Alibi(), "causal": True, "batch": 1, "heads": 1},
     "one-sequence": {"position": Alibi(), "heads": 1, "cu_seqlens_q": torch.tensor([0, 2 * T])},
 }
+# Groups that hold constants, such as a stride of 1, beside what follows them.
+GROUP_CALLS = {
+    "gate-sinks": {"causal": True, "sinks": torch.zeros(H), "gate": torch.zeros(2, H, T, 128).bfloat16()},
+    "head-gate-sinks": {"sinks": torch.zeros(H), "gate": torch.zeros(2, T, H).bfloat16().transpose(1, 2)},
+    "one-sequence-dropout": {
+        "position": ExpoSB(),
+        "heads": 1,
+        "cu_seqlens_q": torch.tensor([0, 2 * T]),
+        "dropout_p": 0.1,
+    },
+}
 # The windows are shorter than T: otherwise nothing is far, and the kernels are those of RoPE.
 FAR_CALLS = {
     "rerope-causal": {"position": ReRope(48), "causal": True},
@@ -144,11 +155,11 @@ def call_of(monkeypatch, head_dim, dtype, name):
 
     A pair of head dims is of q and of v.
     """
-    every = CALLS | SHARED_CALLS | FORWARD_CALLS | LONE_CALLS | FAR_CALLS
+    every = CALLS | SHARED_CALLS | FORWARD_CALLS | LONE_CALLS | GROUP_CALLS | FAR_CALLS
     every = every | RANGE_CALLS | LIST_CALLS | DROPOUT_CALLS | ORDERED_CALLS
     keywords = dict(every[name])
     batch, tokens, heads = keywords.pop("batch", 2), keywords.pop("tokens", T), keywords.pop("heads", H)
-    n_sms = keywords.pop("n_sms", 132)
+    n_sms, gate = keywords.pop("n_sms", 132), keywords.pop("gate", None)
     layout = "thd" if "cu_seqlens_q" in keywords else "bthd"
     kv_heads = min(heads, 2)
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
@@ -165,7 +176,7 @@ def call_of(monkeypatch, head_dim, dtype, name):
         monkeypatch.setattr(hopper_launch, kernel, Recorder(getattr(hopper_launch, kernel), schedules))
     monkeypatch.setattr(ranges, "mark_ranges_kernel", Recorder(ranges.mark_ranges_kernel, schedules))
     monkeypatch.setattr(kernel_of_lists, "compact_kernel", Recorder(kernel_of_lists.compact_kernel, schedules))
-    call = make_call(q, k, v, layout=layout, **keywords)
+    call = make_call(q, k, v, layout=layout, **keywords)._replace(gate=gate)
     if call.dropout_p > 0:
         call = call._replace(seed=torch.zeros(1, dtype=torch.int64))
     return call, schedules
@@ -227,12 +238,17 @@ def _describe(value, path, specialised, constants, attributes):
     return describe(value, path, specialised, constants, attributes)
 
 
-def compile_gluon(launch, **changed):
-    """Compile as Gluon's launcher would for a recorded launch on Hopper, but for the arguments that are changed."""
+def source_of(launch, **changed):
+    """Return what Gluon's launcher would compile for a recorded launch, and its options."""
     kernel, arguments, keywords = launch
     signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
+    return source, {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
+
+
+def compile_gluon(launch, **changed):
+    """Compile as Gluon's launcher would for a recorded launch on Hopper, but for the arguments that are changed."""
+    source, options = source_of(launch, **changed)
     return compile_source(source, TARGETS["sm_90"], options)
 
 

@@ -72,6 +72,24 @@ def test_two_calls_are_one_attention(stand_in, device, window):
 
 
 @needs_kernels
+def test_merging_takes_any_number_of_heads(monkeypatch, device):
+    """A grid has 65535 programs in all dimensions but the first: those of rows and heads are one number."""
+    from ropewalk.ops.attention.libraries import merge
+
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda **arguments: None
+
+    monkeypatch.setattr(merge, "merge_kernel", Recorder())
+    out, lse = torch.zeros(700, 3, 100, 1, device=device), torch.zeros(700, 100, 3, device=device)
+    merge.merge(out, lse, out[:, 1:], lse[..., 1:])
+    assert grids == [(70000,)]
+
+
+@needs_kernels
 def test_merging_takes_sums_of_any_size(stand_in, device):
     q1, q2, k1, k2, v = (x.detach() for x in ready_pairs(device))
     for scale in (100.0, 1e-3):  # one of the two is all there is, or they are alike

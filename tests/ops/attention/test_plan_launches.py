@@ -39,6 +39,7 @@ def make(kind: str, impl: str) -> tuple[list[Tensor], dict[str, Any]]:
         "alibi": {"position": Alibi(), "causal": True},
         "sinks": {"sinks": torch.zeros(heads, requires_grad=True), "window": 64},
         "packed": {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "causal": True, "layout": "thd"},
+        "packed-window": {"cu_seqlens_q": torch.tensor([0, 100, 2 * T]), "window": (63, 0), "layout": "thd"},
         "mask": {"mask": torch.ones(T, T, dtype=torch.bool), "causal": True},
         "return-lse": {"return_lse": True},
         "dropout": {"dropout_p": 0.1, "causal": True},
@@ -231,7 +232,7 @@ TRAINING = [
     (kind, impl)
     for kind in (
         *("rope-lengths", "gqa-rope-causal", "plain", "window", "softcap", "alibi", "sinks"),
-        *("packed", "mask", "return-lse", "dropout", "deterministic"),
+        *("packed", "packed-window", "mask", "return-lse", "dropout", "deterministic"),
     )
     for impl in ("triton", "gluon")
 ]

@@ -61,7 +61,8 @@ def needs_copy(call: AttentionCall) -> bool:
 
 def _has_odd_strides(x: Tensor) -> bool:
     """Say whether numbers of 8 bits or less cannot be read in pairs."""
-    return x.shape[3] % 2 != 0 or x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
+    offsets = (x.storage_offset(), *x.stride()[:3])
+    return x.shape[3] % 2 != 0 or x.stride(3) != 1 or any(offset % 2 for offset in offsets)
 
 
 def describe(call: AttentionCall) -> AttentionCall:

@@ -47,7 +47,7 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     positions_q, positions_k = call.positions_q, call.positions_k
     reads_positions = score_mod is not None or far_window is not None
     one_alone = (positions_q is None) is not (positions_k is None)
-    if reads_positions and one_alone and (call.key_starts is not None or score_mod is None):
+    if reads_positions and one_alone and (call.key_starts is not None or far_window is not None):
         positions_q, positions_k = token_positions(call)  # kernels count by index where neither is given
     params = None
     if score_mod is not None:
@@ -252,6 +252,11 @@ def map_far_features(call: AttentionCall, on: Steps | None = None) -> FarQK | No
     )
 
 
+def with_dense_features(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, with dense features: kernels read rows (..., D) by no stride of features."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
     """Return memory for a tensor of x's shape (B, H, T, D): dense features, other strides in multiples of 16 bytes.
 
@@ -261,7 +266,9 @@ def empty_aligned(x: Tensor, *, dense: bool = False) -> Tensor:
     vector = 16 // x.element_size()
     head_dim = x.shape[3]
     if head_dim % vector == 0 and x.stride(3) == 1 and not dense:
-        return torch.empty_like(x)
+        memory = torch.empty_like(x)
+        if memory.stride(3) == 1:  # not so where another stride of x is 1 or less
+            return memory
     width = (head_dim + vector - 1) // vector * vector
     memory = torch.empty(*x.shape[:3], width, dtype=x.dtype, device=x.device)
     return memory if width == head_dim else memory[..., :head_dim]

@@ -604,7 +604,7 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     BLOCK_M: gl.constexpr = options.BLOCK_M
     s_layout: gl.constexpr = wgmma_layout(BLOCK_M)
     dk_layout: gl.constexpr = wgmma_layout(BLOCK_D)
-    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, flags, BLOCK_M)
     k_tile = kv.k.reshape([BLOCK_N, BLOCK_D])
     wg_v = kv.v.reshape([BLOCK_N, BLOCK_D]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
     dq_smem = DqSmem(dq_smem.ds, dq_smem.dq.index(CONSUMER))

@@ -24,6 +24,7 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_FUTURE,
     FAR_PAST,
     NEAR,
+    attended_keys,
     query_ranges,
     range_flags,
     range_seqlens,
@@ -120,7 +121,7 @@ class Workspace(NamedTuple):
 
 
 @gluon.jit
-def tile_of_program(problem, BLOCK_M: gl.constexpr):
+def tile_of_program(problem, flags, BLOCK_M: gl.constexpr):
     """Return this program's tile, its sequence's `kv_capacity`, first row in a workspace, and extents.
 
     In causal attention the first keys have the longest loops, and come first; last where dQ has an order.
@@ -138,6 +139,7 @@ def tile_of_program(problem, BLOCK_M: gl.constexpr):
         problem.window,
         problem.window_right,
     )
+    seqlens = attended_keys(seqlens, flags)
     workspace_row = workspace_start(q_offset, sequence, problem.packed, BLOCK_M)
     in_batch = sequence
     if problem.packed is None:
@@ -301,7 +303,7 @@ def load_warp(inputs, smem, kv, problem, flags):
     q, k, v, far = inputs.q, inputs.k, inputs.v, inputs.far
     if problem.packed is not None:  # whose schedule is written between the pass before and this kernel
         await_kernel_before()
-    tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
+    tile, _, _, seqlens = tile_of_program(problem, flags, q.block_shape[2])
     if has_keys(tile.start, seqlens):
         N_TILES: gl.constexpr = 2 if far.k is None else 3
         mbarrier.expect(kv.full, N_TILES * k.block_type.nbytes)
@@ -442,7 +444,7 @@ def reduce_dq_warp(
 ):
     """Add each step's dQ to the workspaces: one for each range of pairs."""
     await_kernel_before()
-    tile, _, workspace_row, seqlens = tile_of_program(problem, BLOCK_M)
+    tile, _, workspace_row, seqlens = tile_of_program(problem, flags, BLOCK_M)
     LINES_PER_ROW: gl.constexpr = BLOCK_D // dq_accum.block_shape[1]
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
     line = (head * workspace_rows + workspace_row) * LINES_PER_ROW

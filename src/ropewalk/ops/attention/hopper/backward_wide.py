@@ -191,7 +191,7 @@ def _load_keys(k, inputs, smem, tile, options, WITH_VALUES: gl.constexpr):
 def _load_warp(inputs, smem, problem, flags, options):
     """Load keys and values, and the steps of each range of pairs."""
     q, k, far = inputs.q, inputs.k, inputs.far
-    tile, _, _, seqlens = tile_of_program(problem, q.block_shape[2])
+    tile, _, _, seqlens = tile_of_program(problem, flags, q.block_shape[2])
     n_heads = problem.schedule.n_heads * problem.schedule.heads_per_key
     exist = has_keys(tile.start, seqlens)
     use = 0
@@ -394,7 +394,7 @@ def _compute_dv(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     BLOCK_M: gl.constexpr = smem.do.tiles.shape[3]
     BLOCK_DV: gl.constexpr = smem.do.tiles.shape[4]
     dv_layout: gl.constexpr = wgmma_layout(BLOCK_DV)
-    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, flags, BLOCK_M)
     k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
     wg_k = _wg_rows(k_tiles, CONSUMER)
     wg_start = tile.start + CONSUMER * WG_ROWS
@@ -909,7 +909,7 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     BLOCK_M: gl.constexpr = smem.ds.shape[2]
     BLOCK_D: gl.constexpr = smem.k.shape[4]
     BLOCK_DV: gl.constexpr = smem.v.shape[4]
-    tile, kv_capacity, _, seqlens = tile_of_program(problem, BLOCK_M)
+    tile, kv_capacity, _, seqlens = tile_of_program(problem, flags, BLOCK_M)
     k_tiles = chunks_of(smem.k, 0, options.D_CHUNKS)
     wg_k = _wg_rows(k_tiles, CONSUMER)
     wg_v = smem.v.index(0).reshape([BLOCK_N, BLOCK_DV]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
@@ -1071,7 +1071,7 @@ def _reduce_dq_warp(
     dq_accum, workspace_rows, smem, problem, flags, options, FUSED: gl.constexpr, CONSUMER: gl.constexpr
 ):
     """Add a warp group's part of each step's dQ to the workspaces: one for each range of pairs."""
-    tile, _, workspace_row, seqlens = tile_of_program(problem, smem.ds.shape[2])
+    tile, _, workspace_row, seqlens = tile_of_program(problem, flags, smem.ds.shape[2])
     LINES_PER_ROW: gl.constexpr = options.D_CHUNKS * smem.k.shape[4] // dq_accum.block_shape[1]
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
     line = (head * workspace_rows + workspace_row) * LINES_PER_ROW

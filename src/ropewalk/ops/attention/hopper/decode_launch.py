@@ -26,6 +26,7 @@ from ropewalk.ops.attention.hopper.decode import (
     combine_shares_kernel,
     decode_pages_kernel,
 )
+from ropewalk.ops.attention.tables import empty_aligned, with_dense_features
 from ropewalk.ops.attention.triton.launch_common import (
     LOG2_E,
     bounds_args,
@@ -87,10 +88,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Return the output, (B, H, Tq, D), and the base-2 log-sum-exp, (B, H, Tq), float32; on the current device."""
     k, v, table = call.k, call.v, call.block_table
     assert table is not None
-    q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
+    q = with_dense_features(call.q)
     batch, n_heads, n_queries, dim = q.shape
     n_kv_heads, page_size = k.shape[1:3]
-    out = torch.empty_like(q)
+    out = empty_aligned(q)
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse

@@ -37,6 +37,7 @@ from ropewalk.ops.attention.triton.masking import (
     FAR_PAST,
     NEAR,
     PAST,
+    attended_keys,
     key_ranges,
     mask_flags,
     range_flags,
@@ -62,13 +63,6 @@ class RowResults(NamedTuple):
 
     lse: Any
     logits: Any  # or None
-
-
-class RowInputs(NamedTuple):
-    """Inputs of rows, beside their features."""
-
-    gate: Any  # Gate
-    sinks: Any  # pointer to (H,); or None
 
 
 class Options(NamedTuple):
@@ -99,6 +93,7 @@ def _tile_of_work(work_idx, problem, flags, BLOCK_M: gl.constexpr):
         problem.window,
         problem.window_right,
     )
+    seqlens = attended_keys(seqlens, flags)
     start = tile * BLOCK_M
     if not flags.PACKED:
         sequence *= 0
@@ -498,7 +493,8 @@ def _compute_warps(
     scheduler,
     rings,
     out_tiles,
-    row_inputs,
+    gate,
+    sinks_ptr,
     problem,
     flags,
     score_flags,
@@ -524,9 +520,9 @@ def _compute_warps(
         row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
         row_logit = row_max
         row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))
-        if row_inputs.sinks is not None:
+        if sinks_ptr is not None:
             row_max = gl.zeros([WG_ROWS], gl.float32, row_layout)
-            row_max += gl.load(row_inputs.sinks + tile.head) * (1.4426950408889634 / exp2_scale)
+            row_max += gl.load(sinks_ptr + tile.head) * (1.4426950408889634 / exp2_scale)
             row_sum += 0.25  # of four threads
 
         # === mainloop
@@ -548,11 +544,11 @@ def _compute_warps(
         if score_flags.MAX_LOGITS:
             row_logit *= logit_factor(problem.scores, score_flags.MOD, score_flags.SOFTCAP)
             gl.store(row_results.logits + lse_row + q_idx, row_logit, q_idx < seqlens.n_queries)
-        if row_inputs.gate.ptr is not None:
+        if gate.ptr is not None:
             row = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, o_layout))
             feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
             exists = row < seqlens.n_queries
-            acc_o *= load_sigmoid(row_inputs.gate, tile.batch, tile.head, tile.q_offset + row, exists, feature)
+            acc_o *= load_sigmoid(gate, tile.batch, tile.head, tile.q_offset + row, exists, feature)
         q_use, use, listed_use = uses
         if options.OUT_IN_Q:
             rings.q.wait_full(q_use)
@@ -685,7 +681,8 @@ def forward_kernel(
                         None if lists.ptr is None else listed_rings[role // CONSUMERS],
                     ),
                     out_tiles[role // CONSUMERS],
-                    RowInputs(gate, sinks_ptr),
+                    gate,
+                    sinks_ptr,
                     Problem(
                         packed,
                         bounds,

@@ -60,6 +60,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     sum_param_grads,
     tiled,
     window_args,
+    windowed_arg,
 )
 from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, ScoreMod
 
@@ -238,7 +239,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Saved]:
         n_work=n_work,
         D_CHUNKS=blocks.d_chunks,
         CAUSAL=call.causal,
-        WINDOWED=call.has_window,
+        WINDOWED=windowed_arg(call),
         HAS_PARTIAL_TILES=_has_partial_tiles(call, saved, packed, bounds, config.BLOCK_N),
         MOD=None if score_mod is None else score_mod.forward,
         SOFTCAP=call.softcap is not None,
@@ -634,7 +635,7 @@ def _bias_grad(
         n_diagonals=diagonals,
         SPLITS=splits,
         CAUSAL=call.causal,
-        WINDOWED=call.has_window,
+        WINDOWED=windowed_arg(call),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=blocks.block_d,
@@ -676,7 +677,7 @@ def _backward_args(
         "workspace_rows": workspace_rows,
         "STEP_ORDER": _choose_step_order(call, on.device_of(saved.q), heads // key_heads, keys, blocks.widest),
         "CAUSAL": call.causal,
-        "WINDOWED": call.has_window,
+        "WINDOWED": windowed_arg(call),
         "HAS_PARTIAL_TILES": _has_partial_tiles(call, saved, packed, bounds, block_n),
         "MOD": None if score_mod is None else score_mod.forward,
         "MOD_BWD": None if source is None else source.backward,

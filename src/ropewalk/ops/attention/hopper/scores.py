@@ -108,7 +108,8 @@ def relative_positions_kernel(
     k_out_ptr += batch.to(tl.int64) * n_keys + k_offset
     for start in range(first, seqlens.n_queries, PROGRAMS * BLOCK):
         index = start + tl.arange(0, BLOCK)
-        position = load_float_positions(positions_q, batch, q_offset, start, start, origin, BLOCK)
+        default = start + seqlens.causal_offset
+        position = load_float_positions(positions_q, batch, q_offset, start, default, origin, BLOCK)
         tl.store(q_out_ptr + index, position, index < seqlens.n_queries)
     for start in range(first, kv_capacity, PROGRAMS * BLOCK):
         index = start + tl.arange(0, BLOCK)

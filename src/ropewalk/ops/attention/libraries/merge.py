@@ -26,13 +26,15 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Weigh both outputs of BLOCK rows of one head by their share of the sum."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n_blocks = tl.cdiv(n_tokens - first, BLOCK)
+    line = tl.program_id(0) // n_blocks
+    row = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
     exists = row < n_tokens - first
-    batch = tl.program_id(1) // n_heads
-    head = tl.program_id(1) % n_heads
-    lse_ptr += wide(tl.program_id(1)) * n_tokens + first
+    batch = line // n_heads
+    head = line % n_heads
+    lse_ptr += wide(line) * n_tokens + first
     lse = tl.load(lse_ptr + row, exists, other=0.0)
-    other_lse = tl.load(other_lse_ptr + wide(tl.program_id(1)) * (n_tokens - first) + row, exists, other=0.0)
+    other_lse = tl.load(other_lse_ptr + wide(line) * (n_tokens - first) + row, exists, other=0.0)
     largest = tl.maximum(lse, other_lse)
     weight = tl.exp(lse - largest)
     other_weight = tl.exp(other_lse - largest)
@@ -60,9 +62,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     rows = other.shape[1]
     if other.numel() == 0:
         return
+    assert lse.is_contiguous(), "lse is not dense"
+    assert out.stride(3) == other.stride(3) == 1, "the features of out and other are not dense"
     block, block_d = 32, max(16, triton.next_power_of_2(head_dim))
     with torch.cuda.device_of(out):
-        merge_kernel[(triton.cdiv(rows, block), batch * heads)](
+        merge_kernel[(batch * heads * triton.cdiv(rows, block),)](
             out_ptr=out,
             lse_ptr=lse,
             other_ptr=other,

@@ -107,7 +107,7 @@ def forward_key(call: AttentionCall, backend: KernelBackend, save: bool) -> tupl
     leaves = flatten(call)
     shapes = [None if x is None else (x.shape, x.stride(), x.dtype) for x in pick_tensors(leaves)]
     flags = (backend.name, save, call.return_lse, shares_table(call), torch._C._get_cublas_allow_tf32())
-    key = (*shapes, *pick_numbers(leaves), *flags, call.q.get_device())
+    key = (*shapes, *pick_numbers(leaves), *flags, _shares_bounds(call), call.q.get_device())
     return key, lambda: plan_or_none(ForwardPlan, call, backend, save)
 
 
@@ -162,4 +162,11 @@ def _twin(call: AttentionCall, builder: Any) -> AttentionCall:
     twin = twin._replace(return_lse=call.return_lse, needs_backward=call.needs_backward)
     if shares_table(call):
         twin = twin._replace(tables=twin.tables._replace(k=twin.tables.q))
+    if _shares_bounds(call):  # kernels of windows need not look for keys outside of all
+        twin = twin._replace(cu_seqlens_k=twin.cu_seqlens_q)
     return twin
+
+
+def _shares_bounds(call: AttentionCall) -> bool:
+    """Say whether packed queries and keys have the same bounds."""
+    return call.cu_seqlens_q is not None and call.cu_seqlens_k is call.cu_seqlens_q

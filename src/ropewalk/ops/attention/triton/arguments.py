@@ -5,6 +5,8 @@ A field is a number, a pointer, None where a call lacks it, or a constexpr in th
 Constants (MaskFlags, ScoreFlags, Blocks) enter a kernel as `tl.constexpr` parameters and are grouped inside, because
 the interpreter of Triton 3.6 takes no bool in a tuple. Build such a group in a call's argument or by a constexpr
 function, never in an assignment or a jitted function's result: Triton makes tensors of constants there.
+A group of groups has no field that is a number or a pointer, or ends with a constant: a loop of Triton 3.6 would lose
+the constants of the groups in it, as a stride of 1 is (`tests/helpers/groups.py`).
 Where a field is None, compare the field with None and never the group, and return no such group from a jitted function:
 Triton 3.6 refuses both.
 Tensor descriptors are parameters of their own, because Triton's launcher finds no descriptor in a tuple.
@@ -92,13 +94,14 @@ class MaskFlags(NamedTuple):
     """Constants of the conditions under which a query attends a key."""
 
     SIDE: Any  # EITHER_SIDE, PAST or FUTURE
-    WINDOWED: Any
+    WINDOWED: Any  # OUTSIDE where some keys may be in no query's window
     HAS_LENGTHS: Any  # causality alone does not imply n < n_keys
     HAS_STARTS: Any  # kv_start may be above 0
     PACKED: Any  # rows past the last query belong to another sequence
     RANGE: Any  # ALL, NEAR, FAR_PAST or FAR_FUTURE: the pairs that a loop is over
     INDEX_POSITIONS: Any  # positions are indices of tokens
     PARTIAL_TILES: Any  # a tile may have pairs that are not attended
+    UNREAD_KEYS: Any  # no query may attend some keys that exist, and that may hold NaN
 
 
 class Scores(NamedTuple):
@@ -129,6 +132,7 @@ class ScoreFlags(NamedTuple):
     SOFTCAP: Any
     FAST_TANH: Any
     MAX_LOGITS: Any = None  # keep each row's largest scaled score
+    HIDES_KEYS: Any = None  # MOD may return −inf for all that a row attends
 
 
 class Tile(NamedTuple):

@@ -33,6 +33,7 @@ from ropewalk.ops.attention.triton.masking import (
     PAST,
     apply_bits,
     apply_mask,
+    attended_keys,
     attention_mask,
     list_range,
     listed_token,
@@ -135,7 +136,10 @@ def _mainloop_q(
             shift = tl.where(lse == float("-inf"), 0.0, lse)
             p = tl.where(attends, tl.exp2(s * scores.exp2_scale - shift[None, :]), 0.0)
         else:
-            p = tl.exp2(s * scores.exp2_scale - lse[None, :])
+            shift = lse
+            if score_flags.HIDES_KEYS:
+                shift = tl.where(lse == float("-inf"), 0.0, lse)
+            p = tl.exp2(s * scores.exp2_scale - shift[None, :])
         do_tile = load_tile(stream.do, tile.batch, tile.head, tile.q_offset + q_start, blocks.M, blocks.DV)
         if MASKED and flags.PACKED:
             do_tile = tl.where((q_index < seqlens.n_queries)[:, None], do_tile, 0.0)
@@ -384,6 +388,7 @@ def backward_dkdv_kernel(
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
     MOD_BWD: tl.constexpr,
+    HIDES_KEYS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -411,6 +416,7 @@ def backward_dkdv_kernel(
         INDEX_POSITIONS,
         True,
     )
+    seqlens = attended_keys(seqlens, FLAGS)
     origin = position_origin(positions_k, batch, k_offset)
     if far_window is not None and not INDEX_POSITIONS:
         k_pos = load_int_positions(positions_k, batch, k_offset, tile.start, BLOCK_N)
@@ -447,7 +453,7 @@ def backward_dkdv_kernel(
             masking,
             scoring,
             FLAGS,
-            ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
+            ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH, None, HIDES_KEYS),
             Blocks(
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
             ),
@@ -462,7 +468,7 @@ def backward_dkdv_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH),
+        ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH, None, HIDES_KEYS),
         Blocks(
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
         ),

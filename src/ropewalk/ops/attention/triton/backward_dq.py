@@ -31,6 +31,7 @@ from ropewalk.ops.attention.triton.masking import (
     PAST,
     apply_bits,
     apply_mask,
+    attended_keys,
     attention_mask,
     key_ranges,
     list_range,
@@ -368,6 +369,7 @@ def backward_dq_kernel(
         INDEX_POSITIONS,
         True,
     )
+    seqlens = attended_keys(seqlens, FLAGS)
     origin = position_origin(positions_k, batch, k_offset)
     if far_window is not None and not INDEX_POSITIONS:
         q_pos = load_int_positions(positions_q, batch, q_offset, tile.start, BLOCK_M)

@@ -17,6 +17,7 @@ from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import AT_ONCE, Steps, why_unread
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
 from ropewalk.ops.attention.pages import DECODE_READS
+from ropewalk.ops.attention.tables import with_dense_features
 from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
@@ -178,7 +179,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     if call.tables.k is not None and call.block_table is None and call.far is None:
         q, k = map_and_weigh(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_dense_features, (q, k, v))
     kind = _format(call)
     if kind is not Format.OWN:
         k, v = k.view(torch.int16), v.view(torch.int16)  # the kernel reads two or four numbers at a time
@@ -354,6 +355,8 @@ def _config(
 ) -> DecodeConfig:
     """Return the kernel's constants."""
     q, k, v, tables = call.q, call.k, call.v, call.tables
+    score_mod = load_score_mod(call)
+    hides_keys = score_mod is not None and score_mod.hides_keys
     rotary_dim = 0 if tables.q is None else 2 * tables.q.cos.shape[2]
     return DecodeConfig(
         D=q.shape[3],
@@ -378,7 +381,8 @@ def _config(
         WINDOWED=call.has_window,
         HAS_STARTS=call.key_starts is not None,
         SPLIT=n_splits > 1,
-        SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None,
+        # The loop without masks knows of no row that attends nothing.
+        SPLIT_MASKED_LOOP=tiles.split_masked_loop and call.mask is None and not hides_keys,
         PRECISION=precision(),
     )
 

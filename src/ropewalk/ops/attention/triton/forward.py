@@ -27,6 +27,7 @@ from ropewalk.ops.attention.triton.masking import (
     PAST,
     apply_bits,
     apply_mask,
+    attended_keys,
     attention_mask,
     key_ranges,
     list_range,
@@ -90,7 +91,15 @@ def _mainloop_kv(
             )
         else:
             k_tile = load_page_chunks(
-                k, tile.kv_head, k_start, seqlens.n_keys, blocks.N, blocks.D, blocks.D_CHUNKS, blocks.PAGE_SIZE
+                k,
+                tile.kv_head,
+                k_start,
+                seqlens,
+                blocks.N,
+                blocks.D,
+                blocks.D_CHUNKS,
+                blocks.PAGE_SIZE,
+                flags.HAS_STARTS,
             )
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
         if score_flags.MAX_LOGITS:
@@ -141,7 +150,7 @@ def _mainloop_kv(
             row_logit = tl.maximum(row_logit, tl.max(logit, 1))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scores.exp2_scale)
         shift = new_max
-        if MASKED:
+        if MASKED or score_flags.HIDES_KEYS:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has attended nothing yet
         p = tl.exp2(s * scores.exp2_scale - shift[:, None])
         alpha = tl.exp2(row_max - shift)
@@ -152,7 +161,9 @@ def _mainloop_kv(
         if blocks.PAGE_SIZE is None:
             v_tile = load_tile(v, tile.batch, tile.kv_head, tile.k_offset + k_start, blocks.N, blocks.DV)
         else:
-            v_tile = load_pages(v, tile.kv_head, k_start, seqlens.n_keys, 0, blocks.N, blocks.DV, blocks.PAGE_SIZE)
+            v_tile = load_pages(
+                v, tile.kv_head, k_start, seqlens, 0, blocks.N, blocks.DV, blocks.PAGE_SIZE, flags.HAS_STARTS
+            )
         if MASKED and (flags.HAS_LENGTHS or flags.HAS_STARTS):
             exists = k_index < seqlens.n_keys
             if flags.HAS_STARTS:
@@ -282,6 +293,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
+    HIDES_KEYS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -305,6 +317,7 @@ def forward_kernel(
         INDEX_POSITIONS,
         True,
     )
+    seqlens = attended_keys(seqlens, FLAGS)
     if PAGE_SIZE is not None:
         row = wide(tl.minimum(tl.maximum(sequence, 0), packed.n_sequences - 1))
         k_table, v_table = k.table + row * k.stride_row, v.table + row * v.stride_row
@@ -354,7 +367,7 @@ def forward_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS),
+        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS, HIDES_KEYS),
         Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE, ONE_LOOP),
     )
 

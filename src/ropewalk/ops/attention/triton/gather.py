@@ -16,7 +16,7 @@ from torch import Tensor
 from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.pages import describe, tables_of_keys, with_tables
-from ropewalk.ops.attention.tables import empty_aligned
+from ropewalk.ops.attention.tables import empty_aligned, with_dense_features
 from ropewalk.ops.attention.triton.decode import number_of_byte
 from ropewalk.ops.attention.triton.tiles import wide
 from ropewalk.ops.cache.formats import QUANTIZED, Format
@@ -209,7 +209,7 @@ def copy_pages(call: AttentionCall, on: Steps = AT_ONCE) -> AttentionCall:
     if index is not None:
         on.operate(Tensor.zero_, index)  # tokens of no sequence
     kind = Format.OWN if call.k_scale is None else QUANTIZED[call.k.dtype]
-    pages = [x if x.stride(3) == 1 else x.contiguous() for x in (call.k, call.v)]
+    pages = [with_dense_features(x) for x in (call.k, call.v)]
     if kind is not Format.OWN:
         pages = [x.view(torch.uint8) for x in pages]
     unit = math.gcd(16 // pages[0].element_size(), *(stride for x in pages for stride in _strides(x)))

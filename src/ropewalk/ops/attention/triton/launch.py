@@ -16,7 +16,7 @@ from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wan
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.pages import is_copied
-from ropewalk.ops.attention.tables import empty_aligned, with_rows
+from ropewalk.ops.attention.tables import empty_aligned, with_dense_features, with_rows
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
 from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
@@ -44,6 +44,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     store_target,
     sum_param_grads,
     tiled,
+    windowed_arg,
 )
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
 
@@ -66,7 +67,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         return out, Saved(call.q, call.k, lse)
     pages = call.block_table  # packed queries over a cache
     if pages is not None:
-        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.k, call.v))
+        k, v = map(with_dense_features, (call.k, call.v))
         call = call._replace(k=k, v=v)
     out, v, saved, is_empty = begin_forward(call, on)
     if is_empty:
@@ -98,6 +99,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
         PAGE_SIZE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
         **_constants(call, score_mod, features, q),
         **tiles.options,
     )
@@ -241,6 +243,7 @@ def backward(
             D=head_dim,
             HAS_DK=has_dk,
             HAS_DV=has_dv,
+            HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             **shared,
@@ -289,7 +292,7 @@ def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Featur
         # nothing beside such products.
         "ONE_LOOP": features.is_wide,
         "CAUSAL": call.causal,
-        "WINDOWED": call.has_window,
+        "WINDOWED": windowed_arg(call),
         "MOD": None if score_mod is None else score_mod.forward,
         "SOFTCAP": call.softcap is not None,
         "FAST_TANH": q.dtype.itemsize == 2 and not (gpu.is_interpreted() or gpu.is_rocm()),

@@ -35,6 +35,7 @@ from ropewalk.ops.attention.triton.arguments import (
     Scores,
 )
 from ropewalk.ops.attention.triton.config import Features, is_of_keys
+from ropewalk.ops.attention.triton.masking import OUTSIDE
 from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
 from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
@@ -168,6 +169,19 @@ def window_args(call: AttentionCall) -> dict[str, int | None]:
         return {"window": 0, "window_right": None}
     left, right = (2**30 if x is None else min(x + 1, 2**30) for x in (call.window_left, call.window_right))
     return {"window": left, "window_right": None if call.causal or left == right else right}
+
+
+def windowed_arg(call: AttentionCall) -> bool | int:
+    """Return whether a call has a window; OUTSIDE where that leaves some keys to no query, by shapes alone."""
+    if not call.has_window:
+        return False
+    if call.cu_seqlens_q is not None:
+        some_outside = call.cu_seqlens_k is not call.cu_seqlens_q
+    elif call.query_starts is not None:
+        some_outside = True
+    else:
+        some_outside = call.window_left is not None and kv_capacity(call) - call.q.shape[2] > call.window_left
+    return int(OUTSIDE.value) if some_outside else True
 
 
 def far_window_arg(call: AttentionCall) -> int | None:

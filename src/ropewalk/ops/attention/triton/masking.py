@@ -21,6 +21,8 @@ ALL = tl.constexpr(0)
 NEAR = tl.constexpr(1)
 FAR_PAST = tl.constexpr(2)
 FAR_FUTURE = tl.constexpr(3)
+# MaskFlags.WINDOWED, beside False and True: some keys may be in no query's window.
+OUTSIDE = tl.constexpr(2)
 # MASKED of a main loop, beside False and True: the pairs of each tile are chosen by bits or spans of `Lists` too.
 BITS = tl.constexpr(2)
 
@@ -32,9 +34,11 @@ BITS = tl.constexpr(2)
 def mask_flags(PACKED, key_lengths, key_starts, query_starts, CAUSAL, WINDOWED, INDEX_POSITIONS, PARTIAL_TILES):
     """Return the `MaskFlags` of a call, for all pairs; three arguments are the fields of `Bounds`."""
     HAS_LENGTHS = PACKED or key_lengths is not None or query_starts is not None
-    HAS_STARTS = key_starts is not None
+    HAS_OUTSIDE = OUTSIDE.value == WINDOWED
+    HAS_STARTS = key_starts is not None or HAS_OUTSIDE
+    UNREAD_KEYS = HAS_OUTSIDE or (query_starts is not None and CAUSAL)
     SIDE = PAST if CAUSAL else EITHER_SIDE
-    flags = (SIDE, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED, ALL, INDEX_POSITIONS, PARTIAL_TILES)
+    flags = (SIDE, WINDOWED, HAS_LENGTHS, HAS_STARTS, PACKED, ALL, INDEX_POSITIONS, PARTIAL_TILES, UNREAD_KEYS)
     return MaskFlags(*map(tl.constexpr, flags))
 
 
@@ -51,6 +55,24 @@ def range_flags(flags, RANGE):
         side = {FAR_PAST.value: PAST, FAR_FUTURE.value: FUTURE}.get(pairs, side)
         windowed = windowed or pairs == NEAR.value
     return MaskFlags(*map(tl.constexpr, flags._replace(SIDE=side, WINDOWED=windowed, RANGE=pairs)))
+
+
+@triton.jit
+def attended_keys(seqlens, flags):
+    """Return the extents without the keys that no query attends by its index; `flags` are those of the call.
+
+    Such keys may hold NaN, and zero times NaN is NaN: loops treat them as keys that do not exist.
+    """
+    kv_start = seqlens.kv_start
+    n_keys = seqlens.n_keys
+    if flags.UNREAD_KEYS:
+        stop = seqlens.n_queries + seqlens.causal_offset  # one past the last query
+        if flags.WINDOWED:
+            kv_start = tl.maximum(kv_start, seqlens.causal_offset - seqlens.window + 1)
+            if flags.SIDE != PAST:
+                stop += seqlens.window_right - 1
+        n_keys = tl.minimum(n_keys, tl.maximum(stop, 0))
+    return Seqlens(seqlens.n_queries, kv_start, n_keys, seqlens.causal_offset, seqlens.window, seqlens.window_right)
 
 
 @triton.jit

@@ -40,6 +40,7 @@ class ScoreMod(NamedTuple):
     # Whether scores are multiplied by something that is not below 0: a scale above 0 may then come later.
     multiplies: bool = False
     reads_positions: bool = True  # whether its result depends on positions
+    hides_keys: bool = True  # whether its result may be −inf, as of a pair that a mask forbids
 
 
 @triton.jit
@@ -163,13 +164,24 @@ def _t5_parameters(sums, gradient, scores, query_position, key_position, paramet
     return sums
 
 
-UNCHANGED = ScoreMod(_unchanged, None, reads_positions=False)
-ALIBI = ScoreMod(_alibi, None, _alibi_parameters, is_slope=True)
-EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint, multiplies=True)
+UNCHANGED = ScoreMod(_unchanged, None, reads_positions=False, hides_keys=False)
+ALIBI = ScoreMod(_alibi, None, _alibi_parameters, is_slope=True, hides_keys=False)
+EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint, multiplies=True, hides_keys=False)
 EXPOSB_BANDS = ScoreMod(
-    _bands, _bands_adjoint, _bands_parameters, is_factor=True, multiplies=True, reads_positions=False
+    _bands,
+    _bands_adjoint,
+    _bands_parameters,
+    is_factor=True,
+    multiplies=True,
+    reads_positions=False,
+    hides_keys=False,
 )
 EXPOSB_BANDS_DECAY = ScoreMod(
-    _bands_decay, _bands_decay_adjoint, _bands_decay_parameters, is_factor=True, multiplies=True
+    _bands_decay,
+    _bands_decay_adjoint,
+    _bands_decay_parameters,
+    is_factor=True,
+    multiplies=True,
+    hides_keys=False,
 )
-T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias)
+T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias, hides_keys=False)

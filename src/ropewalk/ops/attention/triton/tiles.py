@@ -40,12 +40,25 @@ def load_chunks(descriptor, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def load_pages(
-    pages, head, start, n_keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr
+    pages,
+    head,
+    start,
+    seqlens,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
-    """Load the rows of a sequence's keys from pages, as `load_tile` does; zeros from n_keys on, whatever is there."""
+    """Load the rows of a sequence's keys from pages, as `load_tile` does; zeros in place of those that do not exist.
+
+    No page of such keys is read, whatever the table names.
+    """
     token = start + tl.arange(0, BLOCK)
     feature = CHUNK * BLOCK_D + tl.arange(0, BLOCK_D)
-    exists = token < n_keys
+    exists = token < seqlens.n_keys
+    if HAS_STARTS:
+        exists = exists & (token >= seqlens.kv_start)
     if PAGE_SIZE == 0:
         page = tl.load(pages.table)
         row = token
@@ -63,20 +76,21 @@ def load_page_chunks(
     pages,
     head,
     start,
-    n_keys,
+    seqlens,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     D_CHUNKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
     """Load rows as `load_pages` does, in chunks as those of `load_chunks`."""
     if D_CHUNKS == 1:
-        result = (load_pages(pages, head, start, n_keys, 0, BLOCK, BLOCK_D, PAGE_SIZE),)
+        result = (load_pages(pages, head, start, seqlens, 0, BLOCK, BLOCK_D, PAGE_SIZE, HAS_STARTS),)
     else:
         result = (
-            load_pages(pages, head, start, n_keys, 0, BLOCK, BLOCK_D, PAGE_SIZE),
-            load_pages(pages, head, start, n_keys, 1, BLOCK, BLOCK_D, PAGE_SIZE),
-            load_pages(pages, head, start, n_keys, 2, BLOCK, BLOCK_D, PAGE_SIZE),
+            load_pages(pages, head, start, seqlens, 0, BLOCK, BLOCK_D, PAGE_SIZE, HAS_STARTS),
+            load_pages(pages, head, start, seqlens, 1, BLOCK, BLOCK_D, PAGE_SIZE, HAS_STARTS),
+            load_pages(pages, head, start, seqlens, 2, BLOCK, BLOCK_D, PAGE_SIZE, HAS_STARTS),
         )
     return result
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropewalk.ops.attention.backend import Steps
 from ropewalk.ops.attention.call import AttentionCall
-from ropewalk.ops.attention.tables import map_features
+from ropewalk.ops.attention.tables import map_features, with_dense_features
 from ropewalk.ops.attention.triton.arguments import RowTarget
 from ropewalk.ops.attention.triton.tiles import wide
 
@@ -44,12 +44,14 @@ def map_and_weigh(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor]:
     q, k = map_features(call, on)
     tables = call.tables
     if tables.q is not None and tables.k is not None and tables.feature_weights is not None:
+        k = with_dense_features(k)  # those of an input may lie in any order, and map_features keeps it
         weigh_features(k, tables.feature_weights, on)
     return q, k
 
 
 def weigh_features(x: Tensor, weights: Tensor, on: Steps) -> None:
     """Multiply x (B, H, T, D), of dense features, by weights (D,)."""
+    assert x.stride(3) == 1, "the features of x are not dense"
     batch, heads, tokens, head_dim = x.shape
     stride_batch, stride_head, stride_token, _ = x.stride()
     block_d = triton.next_power_of_2(head_dim)

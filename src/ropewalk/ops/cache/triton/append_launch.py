@@ -171,14 +171,14 @@ def _compile(spec: AppendSpecialisation, device: int) -> Any:
 
 def prepare(call: AppendCall, tiles: Tiles | None = None) -> Callable[[AppendCall, Tensor | None], None]:
     """Make the launch for tensors like those of a call, which is checked."""
-    read = (call.k, call.v, call.q, call.cos, call.sin, call.axes)
+    q_out = None if call.q is None else torch.empty_like(call.q, device="meta")
+    rows = (call.k, call.v, call.q, q_out, call.cos, call.sin, call.axes)
     weights = (call.q_weight, call.k_weight)
-    if not (all(x is None or _is_dense(x) for x in read) and all(x is None or x.is_contiguous() for x in weights)):
+    if not (all(x is None or _is_dense(x) for x in rows) and all(x is None or x.is_contiguous() for x in weights)):
         return _append_dense
     k, v, k_cache, v_cache, slots, cos, sin, q, positions, axes, q_weight, k_weight, k_scale, v_scale, flags = call
     kind = format_of(k_cache, k)
     assert kind is not None
-    q_out = None if q is None else torch.empty_like(q, device="meta")
     tokens, n_kv_heads, head_dim = k.shape
     n_q_heads = 0 if q is None else q.shape[1]
     strides: list[int] = []
