@@ -220,7 +220,7 @@ def arguments_of(launch):
     return dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
 
 
-def _describe(value, path, specialised, constants, attributes):
+def describe_gluon(value, path, specialised, constants, attributes):
     """Return a value's type as Gluon's compiler writes it."""
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
@@ -230,7 +230,7 @@ def _describe(value, path, specialised, constants, attributes):
 def compile_gluon(launch, **changed):
     """Compile as Gluon's launcher would for a recorded launch on Hopper, but for the arguments that are changed."""
     kernel, arguments, keywords = launch
-    signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
+    signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, describe_gluon)
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
     return compile_source(source, TARGETS["sm_90"], options)
