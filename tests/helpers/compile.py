@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helpers.reductions import scattered_reductions
-from helpers.targets import TARGETS
+from helpers.targets import GPUS
 from ropewalk import apply_rope
 from ropewalk import device as gpu
 from ropewalk.ops.attention import backend as steps
@@ -46,7 +46,7 @@ def rotate_anywhere(monkeypatch):
 
 def pretend_target(monkeypatch, target):
     """Let launchers find the target in this machine, and no interpreter."""
-    backend, arch = TARGETS[target].backend, TARGETS[target].arch
+    backend, arch = GPUS[target].backend, GPUS[target].arch
     monkeypatch.setattr(gpu, "is_interpreted", lambda: False)
     monkeypatch.setattr(gpu, "is_rocm", lambda: backend == "hip")
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
@@ -65,7 +65,8 @@ def describe(value, path, specialised, constants, attributes):
         block = ",".join(map(str, value.block_shape))
         return f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
     if isinstance(value, torch.Tensor):
-        attributes[path] = [["tt.divisibility", 16]]
+        if value.data_ptr() % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
         return POINTERS[value.dtype]
     if isinstance(value, float):
         return "fp32"

@@ -231,7 +231,7 @@ def arguments_of(launch):
     return dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
 
 
-def _describe(value, path, specialised, constants, attributes):
+def describe_gluon(value, path, specialised, constants, attributes):
     """Return a value's type as Gluon's compiler writes it."""
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
@@ -241,7 +241,7 @@ def _describe(value, path, specialised, constants, attributes):
 def source_of(launch, **changed):
     """Return what Gluon's launcher would compile for a recorded launch, and its options."""
     kernel, arguments, keywords = launch
-    signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, _describe)
+    signature, constants, attributes = describe_launch(kernel, arguments, keywords | changed, describe_gluon)
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return source, {name: keywords[name] for name in ("num_warps", "maxnreg") if name in keywords}
 

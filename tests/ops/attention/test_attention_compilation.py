@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers.attention_launches import CALLS, KERNELS, launches_of
 from helpers.compile import OLDER_TRITON, compile_launch, pretend_target
-from helpers.targets import SHARED_MEMORY, TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory
-from triton.backends.compiler import GPUTarget
+from helpers.targets import GPUS, SHARED_MEMORY, TARGETS, TENSOR_MEMORY, resources, spilled_bytes, tensor_memory
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.triton import config
@@ -122,13 +121,12 @@ def test_kernels_compile_within_memory_and_registers(monkeypatch, tmp_path, targ
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_tiles_fit_where_descriptors_and_little_shared_memory_meet(monkeypatch, head_dim):
     """sm_120 has TMA, so that its descriptors take other shared memory than those of sm_80; its spills are not held."""
-    monkeypatch.setitem(TARGETS, "sm_120", GPUTarget("cuda", 120, 32))
     pretend_target(monkeypatch, "sm_120")
     assert config.table_of_gpu() is config._OTHERS
     launches, _ = launches_of(monkeypatch, "sm_120", head_dim, head_dim, torch.bfloat16, "rope-causal")
     for kernel, arguments, keywords in launches:
-        compiled = compile_launch(kernel, arguments, keywords, TARGETS["sm_120"])
-        assert compiled.metadata.shared <= SHARED_MEMORY["sm_80"], kernel.__name__
+        compiled = compile_launch(kernel, arguments, keywords, GPUS["sm_120"])
+        assert compiled.metadata.shared <= SHARED_MEMORY["sm_120"], kernel.__name__
 
 
 @pytest.mark.parametrize(
@@ -173,6 +171,6 @@ def test_tables_are_whole(name):
     keys = {(kernel[:-7], width, size) for kernel in KERNELS for width in (64, 128, 192, 256) for size in (2, 4)}
     keys |= {(name, 512, 2) for name in ("forward", "backward_dq", "backward_dk", "backward_dv")}
     assert set(table["any"]) == keys
-    specials = {"score_mod", "score_mod_bwd", "softcap", "far", "dropout", "packed", "padding", "mask", "bits"}
+    specials = {"score_mod", "score_mod_bwd", "bias", "softcap", "far", "dropout", "packed", "padding", "mask", "bits"}
     assert set(table) - {"any"} <= specials
     assert all(set(entries) <= keys for entries in table.values())

@@ -20,6 +20,7 @@ from ropewalk.ops.rope.api import apply_rope
 
 LN_2 = math.log(2)
 Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
+Result = TypeVar("Result")
 
 
 class Refusal(NamedTuple):
@@ -107,6 +108,9 @@ class Steps(Protocol):
     def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
         """Launch a kernel."""
 
+    def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function that launches; where it raises, because a kernel does not fit, no launch of it is a step."""
+
     def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function that writes into tensors and allocates nothing that a later step reads."""
 
@@ -132,6 +136,10 @@ class AtOnce:
     def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
         """Launch a kernel by Triton."""
         kernel[(n_programs,)](**arguments)
+
+    def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call the function: what ran before a kernel that does not fit runs again with smaller tiles."""
+        return function(*arguments)
 
     def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call the function."""

@@ -6,7 +6,7 @@ Shape letters: D head dim (Dv of v).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,24 @@ class Tiles(NamedTuple):
         if self.max_registers is not None and not gpu.is_rocm():
             options["maxnreg"] = self.max_registers
         return options
+
+
+AnyTiles = TypeVar("AnyTiles", bound=NamedTuple)
+
+
+def shrink(tiles: AnyTiles, inner: str) -> AnyTiles | None:
+    """Return the next smaller tiles for a kernel that does not fit; None if there are none.
+
+    inner: "block_m" or "block_n", the rows of a step; those of a program shrink last, as keys and values are read once
+    for each of them.
+    """
+    sizes: dict[str, Any] = tiles._asdict()
+    outer = "block_m" if inner == "block_n" else "block_n"
+    for name, least in (("num_stages", 2), (inner, 32), ("num_stages", 1), (inner, 16), (outer, 16)):
+        if sizes.get(name, least) > least:
+            size = sizes[name]
+            return tiles._replace(**{name: size - 1 if name == "num_stages" else size // 2})
+    return None
 
 
 # Of a kind of GPU: by a call's property ("any" without one), and by kernel, block of features, bytes of an element.
@@ -76,6 +94,7 @@ _HOPPER: Table = {
     },
     "score_mod": {("forward", 64, 2): Tiles(64, 128, 4, 3), ("backward_dq", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "score_mod_bwd": {("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2)},
+    "bias": {("forward", 192, 2): Tiles(128, 32, 8, 2), ("backward_dq", 192, 2): Tiles(128, 32, 8, 2)},
     "softcap": {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)},
     "dropout": {
         ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
@@ -84,11 +103,12 @@ _HOPPER: Table = {
     },
     "packed": {("backward_dv", 512, 2): Tiles(32, 64, 8, 1)},  # whose addresses to store to take registers
     "far": {("backward_dk", 512, 2): Tiles(16, 64, 8, 2), ("backward_dq", 512, 2): Tiles(64, 16, 8, 2)},
-    "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
+    "bits": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168), ("forward", 192, 2): Tiles(128, 32, 8, 2)},
     "padding": {("forward", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "mask": {
         ("forward", 64, 2): Tiles(64, 32, 4, 2),
         ("forward", 128, 2): Tiles(64, 32, 4, 2),
+        ("forward", 192, 2): Tiles(128, 32, 8, 2),
         ("forward", 256, 2): Tiles(64, 32, 8, 2),
         ("backward_dkdv", 64, 2): Tiles(32, 64, 4, 2),
         ("backward_dkdv", 128, 2): Tiles(32, 64, 4, 2),
@@ -130,6 +150,7 @@ _BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; thr
     "mask": {
         **_HOPPER["mask"],
         ("forward", 128, 2): Tiles(64, 32, 8, 2),
+        ("forward", 192, 2): Tiles(128, 64, 8, 2),
         ("forward", 256, 2): Tiles(64, 32, 8, 1),
         ("backward_dkdv", 128, 2): Tiles(16, 64, 8, 2),
         ("backward_dkdv", 256, 2): Tiles(32, 64, 8, 1),
@@ -174,14 +195,17 @@ _AMD["any"] |= {
     ("backward_dq", 512, 2): Tiles(16, 32, 4, 1),
 }
 _AMD["score_mod"] |= {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1), ("backward_dkdv", 256, 2): Tiles(16, 32, 4, 1)}
-del _AMD["packed"]
+del _AMD["packed"], _AMD["bias"], _AMD["bits"]["forward", 192, 2], _AMD["mask"]["forward", 192, 2]
 _AMD["far"] = {("backward_dkdv", 128, 2): Tiles(32, 64, 4, 1)}
 _BY_MAJOR_CAPABILITY = {9: _HOPPER, 10: _BLACKWELL}
 _TILES_TO_INTERPRET = Tiles(32, 16, 1, 1)
 
 
 def table_of_gpu() -> Table:
-    """Return the tiles for the current GPU; every table fits into the shared memory of all its GPUs."""
+    """Return the tiles for the current GPU, with which kernels fit into the shared memory of all GPUs of the table.
+
+    `tools/fit.py` compiles random calls for each; a kernel that does not fit takes smaller tiles (`launch_fitting`).
+    """
     if gpu.is_rocm():
         return _AMD
     major, _ = gpu.current_capability()
@@ -244,6 +268,8 @@ def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
         yield "score_mod"
         if score_mod.backward is not None:
             yield "score_mod_bwd"
+        if score_mod.bias is not None:
+            yield "bias"
     if call.softcap is not None:
         yield "softcap"
     if call.far is not None:

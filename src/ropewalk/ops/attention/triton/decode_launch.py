@@ -35,6 +35,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     LOG2_E,
     bounds_args,
     broadcast_strides,
+    launch_fitting,
     load_score_mod,
     positions_args,
     precision,
@@ -193,12 +194,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     block_table = call.block_table
     # Registers hold keys, their pairs' partners, cos and sin; or a mask of pairs.
     is_crowded = call.tables.k is not None or (call.mask is not None and _has_rows(call.mask))
-    tiles = choose_tiles(block_m, block, q.element_size(), is_crowded, kind)
     programs = triton.cdiv(rows, block_m) * n_kv_heads * batch
     work = Work(programs, block_m, gpu.num_sms(on.device_of(q)), _reach(n_queries, call), _stride_unit(q, k, v))
     sizes = on.measure(measure_cache, work, k, v, call.mask, n_keys)
     n_splits = sizes.n_splits
-    config = _config(call, tiles, block_m, n_splits, kind, value_dim)
     score_mod = load_score_mod(call)
     partial, partial_lse = out, lse
     if n_splits > 1:
@@ -206,44 +205,49 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         room = n_splits if longest is None else count_most_splits(work, longest)
         partial = torch.empty(batch, n_heads, n_queries, room, value_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(batch, n_heads, n_queries, room, dtype=torch.float32, device=q.device)
-    k_strides, v_strides = _row_strides(k, config.STRIDE_UNIT), _row_strides(v, config.STRIDE_UNIT)
-    on.launch(
-        decode_kernel,
-        sizes.n_programs,
-        tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
-        strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
-        k_stride_batch=sizes.k_stride_batch,
-        k_stride_head=sizes.k_stride_head,
-        k_stride_token=k_strides.token,
-        v_stride_batch=sizes.v_stride_batch,
-        v_stride_head=sizes.v_stride_head,
-        v_stride_token=v_strides.token,
-        bounds=bounds_args(call),
-        block_table=block_table,
-        block_table_stride_batch=None if block_table is None else block_table.stride(0),
-        block_table_stride_page=None if block_table is None else block_table.stride(1),
-        scales=_scale_args(call, config.SCALE_UNIT),
-        tables=_table_args(call),
-        table_start=call.tables.q_start,
-        table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
-        mask=mask,
-        mask_stride_batch=sizes.mask_stride_batch,
-        mask_stride_head=sizes.mask_stride_head,
-        mask_stride_query=sizes.mask_stride_query,
-        mask_stride_key=None if call.mask is None else broadcast_strides(call.mask, 4)[3],
-        scores=_score_args(call, is_plain=score_mod is None),
-        **window_args(call),
-        far_window=None if call.far is None else min(call.far.window, 2**29),
-        heads=Heads(n_kv_heads, n_heads // n_kv_heads),
-        n_queries=n_queries,
-        n_keys=sizes.n_keys,
-        n_pages=k.shape[0],
-        n_splits=n_splits,
-        min_split=triton.cdiv(MIN_SPLIT, tiles.block_n) * tiles.block_n,
-        SCORE_MOD=None if score_mod is None else score_mod.forward,
-        CONFIG=config,
-        **tiles.options,
-    )
+
+    def launch(tiles: DecodeTiles) -> None:
+        config = _config(call, tiles, block_m, n_splits, kind, value_dim)
+        k_strides, v_strides = _row_strides(k, config.STRIDE_UNIT), _row_strides(v, config.STRIDE_UNIT)
+        on.launch(
+            decode_kernel,
+            sizes.n_programs,
+            tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
+            strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
+            k_stride_batch=sizes.k_stride_batch,
+            k_stride_head=sizes.k_stride_head,
+            k_stride_token=k_strides.token,
+            v_stride_batch=sizes.v_stride_batch,
+            v_stride_head=sizes.v_stride_head,
+            v_stride_token=v_strides.token,
+            bounds=bounds_args(call),
+            block_table=block_table,
+            block_table_stride_batch=None if block_table is None else block_table.stride(0),
+            block_table_stride_page=None if block_table is None else block_table.stride(1),
+            scales=_scale_args(call, config.SCALE_UNIT),
+            tables=_table_args(call),
+            table_start=call.tables.q_start,
+            table_rows=None if call.tables.q is None or call.tables.q_start is None else call.tables.q.cos.shape[1],
+            mask=mask,
+            mask_stride_batch=sizes.mask_stride_batch,
+            mask_stride_head=sizes.mask_stride_head,
+            mask_stride_query=sizes.mask_stride_query,
+            mask_stride_key=None if call.mask is None else broadcast_strides(call.mask, 4)[3],
+            scores=_score_args(call, is_plain=score_mod is None),
+            **window_args(call),
+            far_window=None if call.far is None else min(call.far.window, 2**29),
+            heads=Heads(n_kv_heads, n_heads // n_kv_heads),
+            n_queries=n_queries,
+            n_keys=sizes.n_keys,
+            n_pages=k.shape[0],
+            n_splits=n_splits,
+            min_split=triton.cdiv(MIN_SPLIT, tiles.block_n) * tiles.block_n,
+            SCORE_MOD=None if score_mod is None else score_mod.forward,
+            CONFIG=config,
+            **tiles.options,
+        )
+
+    launch_fitting(choose_tiles(block_m, block, q.element_size(), is_crowded, kind), launch, on)
     if n_splits > 1:
         on.launch(
             combine_kernel,
@@ -258,7 +262,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             n_queries=n_queries,
             n_splits=n_splits,
             DV=value_dim,
-            BLOCK_DV=config.BLOCK_DV,
+            BLOCK_DV=_block_of(value_dim, kind),
             BLOCK_SPLITS=COMBINED_AT_ONCE,
             num_warps=8,
         )

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, K k
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ropewalk.ops.attention.tables import empty_aligned, with_dense_features, wi
 from ropewalk.ops.attention.triton import decode_launch
 from ropewalk.ops.attention.triton.backward_dkdv import backward_dkdv_kernel
 from ropewalk.ops.attention.triton.backward_dq import backward_dq_kernel
-from ropewalk.ops.attention.triton.config import Features, choose_tiles, cut_features
+from ropewalk.ops.attention.triton.config import Features, Tiles, choose_tiles, cut_features
 from ropewalk.ops.attention.triton.forward import forward_kernel
 from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
@@ -33,6 +34,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     gives_far_features,
     gradient_of_sinks,
     inverse_rotate_all,
+    launch_fitting,
     lists_args,
     load_score_mod,
     on_its_device,
@@ -76,33 +78,36 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     batch, heads, queries, head_dim = q.shape
     score_mod = load_score_mod(call)
     features = cut_features(head_dim, v.shape[3])
-    tiles = choose_tiles("forward", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
-    inputs = _describe_inputs(saved, v, tiles.block_m, tiles.block_n, features, pages)
     page_size = None if pages is None else k.shape[2] if k.shape[2] <= MAX_PAGE_SIZE and pages.shape[1] > 1 else 0
-    on.launch(
-        forward_kernel,
-        n_tiles * heads,
-        **inputs,
-        out=store_target(out, tiles.block_m, features.block_dv, packed),
-        lse_ptr=lse,
-        row_logits_ptr=call.row_logits,
-        packed=packed,
-        lists=lists_args(call, "rows"),
-        gate=gate_args(call.gate, v.shape[3]),
-        sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
-        **call_args(call, score_mod),
-        n_heads=heads,
-        heads_per_key=heads // k.shape[1],
-        n_queries=queries,
-        n_keys=kv_capacity(call),
-        PAGE_SIZE=page_size,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
-        **_constants(call, score_mod, features, q),
-        **tiles.options,
-    )
+
+    def launch(tiles: Tiles) -> None:
+        packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
+        inputs = _describe_inputs(saved, v, tiles.block_m, tiles.block_n, features, pages)
+        on.launch(
+            forward_kernel,
+            n_tiles * heads,
+            **inputs,
+            out=store_target(out, tiles.block_m, features.block_dv, packed),
+            lse_ptr=lse,
+            row_logits_ptr=call.row_logits,
+            packed=packed,
+            lists=lists_args(call, "rows"),
+            gate=gate_args(call.gate, v.shape[3]),
+            sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
+            **call_args(call, score_mod),
+            n_heads=heads,
+            heads_per_key=heads // k.shape[1],
+            n_queries=queries,
+            n_keys=kv_capacity(call),
+            PAGE_SIZE=page_size,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            HIDES_KEYS=score_mod is not None and score_mod.hides_keys,
+            **_constants(call, score_mod, features, q),
+            **tiles.options,
+        )
+
+    launch_fitting(choose_tiles("forward", features, q.dtype, score_mod, call), launch, on)
     return out, saved
 
 
@@ -175,51 +180,56 @@ def backward(
     }
     delta = torch.empty_like(lse)
 
-    tiles = choose_tiles("backward_dq", features, q.dtype, score_mod, call)
-    packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
-    n_params, param_grads, param_grad_fn = 1, None, None
-    if wanted.score_mod_params and score_mod is not None and call.score_mod_params is not None:
-        n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[-1])
-        param_grads = torch.empty(n_tiles * heads, n_params, dtype=torch.float32, device=q.device)
-        param_grad_fn = score_mod.param_grad
-    dq, dq_far_past, dq_far_future = (
-        None if x is None else store_target(x, tiles.block_m, features.block_d, packed)
-        for x in (grad_q, *far_grads[:2])
-    )
     do_ungated, grad_gate = gate_grads(call, grad_out, wanted)
-    on.launch(
-        backward_dq_kernel,
-        n_tiles * heads,
-        **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
-        out=tiled(out, tiles.block_m, features.block_dv),
-        do=tiled(grad_out, tiles.block_m, features.block_dv),
-        dq=dq,
-        dq_far_past=dq_far_past,
-        dq_far_future=dq_far_future,
-        lse_ptr=lse,
-        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
-        delta_ptr=delta,
-        gate=gate_args(call.gate, v.shape[3]),
-        grad_gate=gate_args(grad_gate, v.shape[3]),
-        do_ungated=None if do_ungated is None else store_target(do_ungated, tiles.block_m, features.block_dv, packed),
-        param_grad_ptr=param_grads,
-        **_tables_of_q(call, rotates, separate_far_grads),
-        packed=packed,
-        lists=lists_args(call, "rows"),
-        n_heads=heads,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        N_PARAMS=n_params,
-        PARAM_GRAD=param_grad_fn,
-        **shared,
-        **tiles.options,
-    )
 
+    def launch_dq(tiles: Tiles) -> Tensor | None:
+        packed, n_tiles = schedule_tiles(call, "q", batch, queries, tiles.block_m, on)
+        n_params, param_grads, param_grad_fn = 1, None, None
+        if wanted.score_mod_params and score_mod is not None and call.score_mod_params is not None:
+            n_params = triton.next_power_of_2(call.n_learned_params or call.score_mod_params.shape[-1])
+            param_grads = torch.empty(n_tiles * heads, n_params, dtype=torch.float32, device=q.device)
+            param_grad_fn = score_mod.param_grad
+        dq, dq_far_past, dq_far_future = (
+            None if x is None else store_target(x, tiles.block_m, features.block_d, packed)
+            for x in (grad_q, *far_grads[:2])
+        )
+        on.launch(
+            backward_dq_kernel,
+            n_tiles * heads,
+            **_describe_inputs(saved, v, tiles.block_m, tiles.block_n, features),
+            out=tiled(out, tiles.block_m, features.block_dv),
+            do=tiled(grad_out, tiles.block_m, features.block_dv),
+            dq=dq,
+            dq_far_past=dq_far_past,
+            dq_far_future=dq_far_future,
+            lse_ptr=lse,
+            grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
+            delta_ptr=delta,
+            gate=gate_args(call.gate, v.shape[3]),
+            grad_gate=gate_args(grad_gate, v.shape[3]),
+            do_ungated=None
+            if do_ungated is None
+            else store_target(do_ungated, tiles.block_m, features.block_dv, packed),
+            param_grad_ptr=param_grads,
+            **_tables_of_q(call, rotates, separate_far_grads),
+            packed=packed,
+            lists=lists_args(call, "rows"),
+            n_heads=heads,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            N_PARAMS=n_params,
+            PARAM_GRAD=param_grad_fn,
+            **shared,
+            **tiles.options,
+        )
+        return param_grads
+
+    param_grads = launch_fitting(choose_tiles("backward_dq", features, q.dtype, score_mod, call), launch_dq, on)
     if do_ungated is not None:
         grad_out = do_ungated
     weights = call.tables.feature_weights
-    for kernel, has_dk, has_dv in SPLIT_DKDV if features.is_wide else WHOLE_DKDV:
-        tiles = choose_tiles(kernel, features, q.dtype, score_mod, call)
+
+    def launch_dkdv(tiles: Tiles, has_dk: bool, has_dv: bool) -> None:
         packed, n_tiles = schedule_tiles(call, "k", batch, keys, tiles.block_n, on)
         dk, dk_far = (
             store_target(x, tiles.block_n, features.block_d, packed) if has_dk and x is not None else None
@@ -249,12 +259,18 @@ def backward(
             **shared,
             **tiles.options,
         )
+
+    for kernel, has_dk, has_dv in SPLIT_DKDV if features.is_wide else WHOLE_DKDV:
+        tiles = choose_tiles(kernel, features, q.dtype, score_mod, call)
+        launch_fitting(tiles, functools.partial(launch_dkdv, has_dk=has_dk, has_dv=has_dv), on, inner="block_m")
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
 
     grad_params = grad_sinks = None
     if param_grads is not None and call.score_mod_params is not None:
-        grad_params = sum_param_grads(call.score_mod_params, param_grads, batch, heads, packed is not None, on)
+        grad_params = sum_param_grads(
+            call.score_mod_params, param_grads, batch, heads, call.cu_seqlens_q is not None, on
+        )
     if wanted.sinks and call.sinks is not None:
         grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
     grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))

@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import call as record
-from ropewalk.ops.attention.backend import Saved, Steps, Wanted
+from ropewalk.ops.attention.backend import Result, Saved, Steps, Wanted
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, rotate
@@ -34,7 +35,7 @@ from ropewalk.ops.attention.triton.arguments import (
     RowTarget,
     Scores,
 )
-from ropewalk.ops.attention.triton.config import Features, is_of_keys
+from ropewalk.ops.attention.triton.config import AnyTiles, Features, is_of_keys, shrink
 from ropewalk.ops.attention.triton.masking import OUTSIDE
 from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
@@ -65,6 +66,22 @@ def on_its_device(launch: Launch) -> Launch:
             return launch(call, *rest)
 
     return cast(Launch, launch_there)
+
+
+def launch_fitting(tiles: AnyTiles, launch: Callable[[AnyTiles], Result], on: Steps, inner: str = "block_n") -> Result:
+    """Launch by a function with the tiles, or the largest smaller ones with which its kernel fits on the GPU.
+
+    Triton compares a binary's memory with the GPU's when it loads it, and keeps its answer for this GPU and all that
+    the binary is compiled for.
+    """
+    while True:
+        try:
+            return on.attempt(launch, tiles)
+        except OutOfResources:
+            smaller = shrink(tiles, inner)
+            if smaller is None:
+                raise
+            tiles = smaller
 
 
 def load_score_mod(call: AttentionCall) -> ScoreMod | None:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.errors import OutOfResources
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import Sizes, UnplannableError
-from ropewalk.ops.attention.triton.bind import Launch, Number, bind, join
+from ropewalk.ops.attention.backend import Result, Sizes, UnplannableError
+from ropewalk.ops.attention.triton.bind import Launch, Number, bind, join, load_kernel
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
 from ropewalk.ops.rope.triton.kernel import compile_kernel
@@ -125,8 +126,23 @@ class Builder:
         return twin
 
     def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
-        """Keep a launch."""
-        self.kept.append(lambda: self._bind_launch(kernel, n_programs, arguments))
+        """Keep a launch, whose kernel is compiled and loaded here: it may not fit."""
+        if gpu.is_interpreted():
+            self.operate(_launch_kernel, kernel, n_programs, arguments)
+            return
+        plain = {name: int(value) if type(value) is Number else value for name, value in arguments.items()}
+        compiled = kernel.warmup(grid=(int(n_programs),), **plain)
+        load_kernel(compiled)
+        self.kept.append(lambda: self._bind_launch(kernel, compiled, n_programs, arguments))
+
+    def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function that launches; keep none of its steps if a kernel does not fit."""
+        n_kept = len(self.kept)
+        try:
+            return function(*arguments)
+        except OutOfResources:
+            del self.kept[n_kept:]
+            raise
 
     def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Keep the call of a function."""
@@ -237,11 +253,7 @@ class Builder:
             raise UnplannableError("a view is misaligned")
         return index, offset
 
-    def _bind_launch(self, kernel: Any, n_programs: int, arguments: dict[str, Any]) -> Step:
-        if gpu.is_interpreted():
-            return self._bind_operator(_launch_kernel, (kernel, n_programs, arguments))
-        plain = {name: int(value) if type(value) is Number else value for name, value in arguments.items()}
-        compiled = kernel.warmup(grid=(int(n_programs),), **plain)
+    def _bind_launch(self, kernel: Any, compiled: Any, n_programs: int, arguments: dict[str, Any]) -> Step:
         if self.sizes is not None and getattr(compiled.metadata, "tensordesc_meta", None):
             raise UnplannableError("descriptors of a cache that grows")
         parameters = kernel.signature.parameters
