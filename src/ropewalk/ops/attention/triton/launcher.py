@@ -6,6 +6,7 @@ Triton's own build compiles it when the first plan is made, with any C compiler,
 from __future__ import annotations
 
 import functools
+import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -77,14 +78,16 @@ def _load() -> tuple[Any, str | None]:
 
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None, "Python runs without the GIL"
-    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
+    release = None if found is None else tuple(map(int, found.groups()))
     if release not in TRITONS:
         return None, f"Triton {triton.__version__} is not one that it was tested with"
     include = Path(triton.__file__).parent / "backends/nvidia/include"
     try:
         from triton.runtime.build import compile_module_from_src
 
-        return compile_module_from_src(_SOURCE.read_text(), "ropewalk_launcher", include_dirs=[str(include)]), None
+        module = compile_module_from_src(_SOURCE.read_text(), "ropewalk_launcher", include_dirs=[str(include)])
+        return module, None if hasattr(module, "make") else "its module has no function make"
     except Exception as error:  # of Triton's build, of the compiler or of the loader: all are a reason
         return None, f"it cannot be built: {error}"
 
