@@ -71,7 +71,8 @@ def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: Nor
     rope = call.rope
     axes = rope.axes
     of_axes = None if axes is None else _metadata((axes,))  # most calls have none
-    kinds = tuple(map(type, call.flags))  # True is 1.0 to a dict, and no eps
+    eps, weight_offset, after, across_heads = call.flags
+    kinds = (type(eps), type(weight_offset), type(after), type(across_heads))  # True is 1.0 to a dict, and no eps
     key = (len(xs), _metadata((*xs, *parameters, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags, kinds)
     plan = _PLANS.get(key)
     if plan is None:

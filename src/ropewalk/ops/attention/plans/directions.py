@@ -142,11 +142,13 @@ class Backwards:
         forward saved of them. grad_lse: (B, H, Tq).
         """
         grad_out = as_dense(grad_out)
+        inputs, of_lse = [*saved, grad_out], None
         if grad_lse is not None:
             grad_lse = with_memory(grad_lse).contiguous()
-        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted, switches())
+            inputs.append(grad_lse)
+            of_lse = grad_lse.stride()
+        key = (grad_out.stride(), of_lse, wanted, switches())
         found = self.found.get(key, UNKNOWN)
-        inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
         if found is UNKNOWN or found is SEEN:
             is_first = found is UNKNOWN and self.waits
             found = SEEN if is_first else self._plan(saved, describe, grad_out, grad_lse, wanted)

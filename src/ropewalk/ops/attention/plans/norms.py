@@ -65,11 +65,12 @@ def find_norm(
         if not may_plan(q):
             return None, None
         identity = identity_of(position)
+        of_norm = (norm.eps, norm.offset, norm.after, norm.across_heads)
         key = (
             describe((*given, norm.q_weight, norm.k_weight)),
             ("read", signature_of(position)) if identity is None else identity,
-            *(norm.eps, norm.offset, norm.after, norm.across_heads),
-            *(type(norm.eps), type(norm.offset), type(norm.after), type(norm.across_heads)),
+            of_norm,
+            *map(type, of_norm),
             flags,
             *map(type, flags),
             *(map(type, window) if type(window) is tuple else ()),

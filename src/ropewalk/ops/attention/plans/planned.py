@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import LN_2, Gradients, Saved, Wanted
+from ropewalk.ops.attention.backend import LN_2, Saved
 from ropewalk.ops.attention.call import AttentionCall, as_bhtd, flatten
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.plans.cache import addresses_of, existing
@@ -73,14 +73,6 @@ class PlannedCall:
         _, _, *far = self.plan.features
         far_features = [None if slot is None else next(others) for slot in far]
         return call, as_bhtd(out, self.layout), Saved(call.q, call.k, lse, *far_features)
-
-    def differentiate(
-        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
-    ) -> Gradients:
-        """Return the gradients, those of q, k, v and the gate in the caller's layout."""
-        if grad_lse is not None and self.layout == "thd":
-            grad_lse = grad_lse.unsqueeze(0)
-        return self.backwards.run(saved, self.describe, grad_out, grad_lse, wanted)
 
 
 class GrowingCall(PlannedCall):

@@ -90,7 +90,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
         *_, out = saved
         grad_out = torch.zeros_like(out)
     _, _, _, wants_gate, wants_sinks, wants_params, *_ = ctx.needs_input_grad
-    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks, wants_gate))
+    planned, wanted = ctx.planned, Wanted(wants_params, wants_sinks, wants_gate)
+    if grad_lse is not None and planned.layout == "thd":
+        grad_lse = grad_lse.unsqueeze(0)
+    grads = planned.backwards.run(saved, planned.describe, grad_out, grad_lse, wanted)
     return (
         *(grads.q, grads.k, grads.v if reads_v else None),
         grads.gate if wants_gate else None,
