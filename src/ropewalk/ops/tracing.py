@@ -34,11 +34,26 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return False
-    for x in tensors:  # noqa: SIM110 (a generator takes 1 µs more of host time)
-        # The memory of a lazily negated view holds the opposite values: the dispatcher resolves it.
-        if x is not None and (type(x) not in PLAIN_TYPES or x.is_neg()):
-            return False
+    try:
+        for x in tensors:
+            if x is not None and (
+                type(x) not in PLAIN_TYPES
+                # The memory of a lazily negated view holds the opposite values, and what is known as zero has none: the
+                # dispatcher resolves both.
+                or x.is_neg()
+                or not (x.data_ptr() or x.is_meta or x.numel() == 0)
+            ):
+                return False
+    except RuntimeError:  # a tensor that outlived its transform has no address: the dispatcher unwraps it
+        return False
     return True
+
+
+def with_memory(x: Tensor) -> Tensor:
+    """Return a tensor at whose address its values lie: x, or a copy of one that is lazily negated, or known as zero."""
+    if x.is_neg():
+        return x.resolve_neg()
+    return torch.zeros_like(x) if x._is_zerotensor() else x
 
 
 def is_dtensor(x: Tensor | None) -> bool:

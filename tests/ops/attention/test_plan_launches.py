@@ -259,6 +259,33 @@ def test_other_kinds_launch_the_same(kind: str, impl: str) -> None:
     check_training(kind, impl)
 
 
+def count_backwards(layout: str) -> list[Any]:
+    """Count the functions that backwards enter, and what they launch: of a first call's graph, and of a later one's."""
+    plans.cache.on_cpu = True
+    shape = (2, 4, T, 64) if layout == "bhtd" else (2, T, 4, 64)
+    tensors = [zeros(*shape).requires_grad_() for _ in range(3)]
+    grad = zeros(*shape)
+    found: list[Any] = []
+    for out in [attention(*tensors, position=Rope(), layout=layout, impl="triton") for _ in range(4)][::3]:
+
+        def backward(out: Tensor = out) -> Any:
+            return torch.autograd.grad(out, tensors, grad, retain_graph=True)
+
+        for _ in range(3):
+            backward()
+        stub_gpu.clear()
+        backward()
+        found.append([stub_gpu.python_calls(backward), [launch.name for launch in stub_gpu.launches()][:8]])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["bthd", "bhtd"])
+def test_a_first_calls_backward_costs_what_a_later_ones_does(layout: str) -> None:
+    (n_first, first), (n_later, later) = stub_gpu.run(count_backwards, layout)
+    assert n_first <= n_later + 4
+    assert sorted(set(first)) == sorted(set(later))
+
+
 @pytest.mark.slow
 def test_a_mask_is_read_in_each_forward_and_backward() -> None:
     recorded = stub_gpu.run(train, "mask", "gluon")

@@ -13,10 +13,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
 from ropewalk.ops.attention import autograd, operator, plans, reference
+from ropewalk.ops.attention.autograd import Features
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables, signature_of_blocks
-from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, tensors_of
+from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, rope_tables, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -308,6 +309,7 @@ def attention(
             q, k = normalize((q, k), norm, layout, _norm_impl(impl))
             norm = None
     how = (layout, deterministic, impl)
+    # As `plans.Flags` and `plans.Given` have them: the constructor of a named tuple costs the host a function.
     flags: tuple[Any, ...] = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, *how)
     key = norm_key = None
     is_compiling = torch.compiler.is_compiling()
@@ -391,8 +393,9 @@ def attention(
     if return_max_logits:
         out, lse, max_logits = _outside_autocast(call.q, _run_with_max_logits, call, backend)
     else:
-        out, lse = run(call, backend)
-    out = from_bhtd(out, layout)
+        out, lse = run(call, backend, Features(q, k, v, None if call.gate is None else gate, layout))
+    if return_max_logits:
+        out = from_bhtd(out, layout)
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
     if gate is not None and call.gate is None:
@@ -527,9 +530,12 @@ def make_call(
     )
 
 
-def run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """Run a call: the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if it is returned."""
-    result: tuple[Tensor, Tensor | None] = _outside_autocast(call.q, _run, call, backend)
+def run(call: AttentionCall, backend: Backend, features: Features | None = None) -> tuple[Tensor, Tensor | None]:
+    """Run a call: the output, (B, H, Tq, Dv), and the natural log-sum-exp, (B, H, Tq), if it is returned.
+
+    features: the caller's tensors, in whose layout the output is then.
+    """
+    result: tuple[Tensor, Tensor | None] = _outside_autocast(call.q, _run, call, backend, features)
     return result
 
 
@@ -541,14 +547,18 @@ def _outside_autocast(q: Tensor, function: Callable[..., Any], *arguments: Any) 
         return function(*arguments)
 
 
-def _run(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None]:
+def _run(call: AttentionCall, backend: Backend, features: Features | None = None) -> tuple[Tensor, Tensor | None]:
     kernels = KERNELS.get(backend.name)
     if kernels is None:
-        return LIBRARIES[backend.name].attend(call)
-    if call.sinks is not None:
-        call = call._replace(sinks=call.sinks.float())
-    is_eager = is_plain_eager(*tensors_of(call))
-    return (autograd.attend if is_eager else operator.attend)(call, kernels)
+        out, lse = LIBRARIES[backend.name].attend(call)
+    else:
+        if call.sinks is not None:
+            call = call._replace(sinks=call.sinks.float())
+        is_eager = is_plain_eager(*tensors_of(call), *rope_tables(call))
+        if is_eager and features is not None and autograd.are_of_call(features, call):
+            return autograd.attend(call, kernels, features)
+        out, lse = (autograd.attend if is_eager else operator.attend)(call, kernels)
+    return (out if features is None else from_bhtd(out, features.layout)), lse
 
 
 def _run_with_max_logits(call: AttentionCall, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:

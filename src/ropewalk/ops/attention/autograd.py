@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention import plans
-from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
-from ropewalk.ops.attention.call import AttentionCall, FarQK, flatten
+from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved, Wanted
+from ropewalk.ops.attention.call import AttentionCall, FarQK, as_bhtd, flatten, from_bhtd
+from ropewalk.ops.tracing import is_plain_eager
 
 
-def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
-    """Attend by a backend's kernels: the output, (B, H, Tq, Dv), and the natural log-sum-exp if the call returns it."""
+class Features(NamedTuple):
+    """The caller's tensors in its layout, of which a call may have views."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    layout: str
+
+
+def are_of_call(features: Features, call: AttentionCall) -> bool:
+    """Say whether a call's q, k, v and gate are views of the caller's, in a layout of another order."""
+    *given, layout = features
+    if layout == "bhtd" or not is_plain_eager(*given):
+        return False
+    pairs = zip(given, (call.q, call.k, call.v, call.gate), strict=True)
+    return all(
+        (x is None and mine is None) or (x is not None and mine is not None and x.data_ptr() == mine.data_ptr() != 0)
+        for x, mine in pairs
+    )
+
+
+def attend(
+    call: AttentionCall, backend: KernelBackend, features: Features | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by a backend's kernels: the output, (B, H, Tq, Dv), and the natural log-sum-exp if the call returns it.
+
+    With features the output is in their layout, and autograd has no node for each view: it takes longer to run four of
+    them than all launches.
+    """
     differentiable = differentiable_tensors(call)
+    layout = "bhtd"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
-        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, call, backend)
+        if features is not None:
+            gradients: Any = Gradients._make(differentiable)
+            named = features._asdict()
+            layout = named.pop("layout")
+            differentiable = gradients._replace(**named)
+        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, call, backend, layout)
         return result
     out, saved, _ = plans.forward(call, backend, False)
+    out = out if features is None else from_bhtd(out, features.layout)
     return out, saved.lse * LN_2 if call.return_lse else None
 
 
@@ -51,27 +89,52 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        *_, call, ctx.backend = inputs
-        out, saved, ctx.plan = plans.forward(call, ctx.backend, True)
+        *differentiable, call, backend, layout = inputs
+        if layout != "bhtd":
+            given: Any = Gradients._make(differentiable)
+            gate = None if given.gate is None else as_bhtd(given.gate, layout)
+            q, k, v = (as_bhtd(x, layout) for x in (given.q, given.k, given.v))
+            call = call._replace(q=q, k=k, v=v, gate=gate)
+        out, saved, plan = plans.forward(call, backend, True)
+        # A view that is made here would refuse writes in place.
+        out = out if layout == "bhtd" else from_bhtd(out, layout).detach()
         leaves = flatten(without_inputs(call, saved))
-        ctx.numbers = plans.pick_numbers(leaves)
-        ctx.save_for_backward(out, *saved[2:], *plans.pick_tensors(leaves))
+        tensors = (*plans.pick_tensors(leaves), saved.lse, saved.q_past, saved.q_future, saved.k_far, out)
+        is_saved = [x is not None for x in tensors]
+        ctx.describe = functools.partial(_describe, plans.pick_numbers(leaves), is_saved, layout)
+        ctx.backwards = plans.Backwards(plan, backend, layout)
+        ctx.save_for_backward(*[x for x in tensors if x is not None])
         ctx.set_materialize_grads(False)
         return out, saved.lse * LN_2 if call.return_lse else None
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, q_past, q_future, k_far, *tensors = ctx.saved_tensors
-        call = plans.call_of(tensors, ctx.numbers)
-        needed = ctx.needs_input_grad
-        saved, wanted = Saved(call.q, call.k, lse, q_past, q_future, k_far), Wanted(needed[3], needed[4], needed[8])
-        reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = plans.backward(ctx.plan, call, ctx.backend, out, saved, grad_out, grad_lse, wanted)
-        grad_q, grad_k, grad_v, *rest = grads
-        return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (_differentiate_again if torch.is_grad_enabled() else _differentiate)(ctx, *grads)
 
 
+def _describe(
+    numbers: Sequence[Any], is_saved: Sequence[bool], layout: str, saved: Sequence[Tensor]
+) -> tuple[AttentionCall, Tensor, Saved]:
+    """Return the call whose backward comes, its output, and what its forward saved."""
+    found = iter(saved)
+    *tensors, lse, q_past, q_future, k_far, out = [next(found) if x else None for x in is_saved]
+    assert lse is not None
+    assert out is not None
+    call = plans.call_of(tensors, numbers)
+    return call, as_bhtd(out, layout), Saved(call.q, call.k, lse, q_past, q_future, k_far)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
+    if grad_out is None:
+        *_, out = saved
+        grad_out = torch.zeros_like(out)
+    _, _, _, wants_params, wants_sinks, _, _, _, wants_gate, *_ = ctx.needs_input_grad  # the order of `Gradients`
+    wanted = Wanted(wants_params, wants_sinks, wants_gate)
+    grad_q, grad_k, grad_v, *rest = ctx.backwards.run(saved, ctx.describe, grad_out, grad_lse, wanted)
+    return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None, None
+
+
+_differentiate_again = once_differentiable(_differentiate)
 _NODES = (_Attend._backward_cls, plans.NODE)

@@ -525,10 +525,10 @@ def signature_of(scheme: PositionScheme) -> Identity | None:
     for name, value in vars(scheme).items():
         signature.append(name)
         if type(value) in _PLAIN_TYPES:
-            signature.append(value)
+            signature.append(_exactly(value))
         elif type(value) in (Tensor, torch.nn.Parameter):
             metadata = (type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
-            signature.append((*metadata, value.is_neg(), *(value.flatten().tolist() if _is_readable(value) else ())))
+            signature.append((*metadata, value.is_neg(), *(_values_of(value) if _is_readable(value) else ())))
         else:
             return None
     return tuple(signature)
@@ -554,7 +554,7 @@ def identity_of(scheme: PositionScheme) -> Identity | None:
     for name, value in vars(scheme).items():
         identity.append(name)
         if type(value) in _PLAIN_TYPES:
-            identity.append(value)
+            identity.append(_exactly(value))
         elif isinstance(value, PositionScheme):
             within = identity_of(value)
             if within is None:
@@ -564,7 +564,7 @@ def identity_of(scheme: PositionScheme) -> Identity | None:
         elif isinstance(value, Tensor):
             if not _is_readable(value):
                 return None
-            identity.append((value.dtype, value.shape, *value.flatten().tolist()))
+            identity.append((value.dtype, value.shape, *_values_of(value)))
             is_fixed = False
         else:
             return None
@@ -573,6 +573,21 @@ def identity_of(scheme: PositionScheme) -> Identity | None:
         number = id(scheme)
         _fixed[number] = weakref.ref(scheme, lambda _: _fixed.pop(number, None)), result
     return result
+
+
+def _exactly(value: Any) -> Any:
+    """Return a number's type and text, and other plain data as it is: 1, 1.0 and True are equal, and so are zeros."""
+    return (type(value), repr(value)) if isinstance(value, (int, float)) else value
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _values_of(x: Tensor) -> list[Any]:
+    """Return a tensor's numbers by their bits, which tell 0.0 from -0.0 and find a NaN again."""
+    bits = _BITS.get(x.element_size())
+    numbers: list[Any] = (x.flatten() if bits is None else x.resolve_neg().flatten().view(bits)).tolist()
+    return numbers
 
 
 def _is_readable(x: Tensor) -> bool:

@@ -136,7 +136,7 @@ def append_kv(
     if out is not operator.UNKNOWN:
         return out
     call = AppendCall(*tensors, AppendFlags(*flags))
-    if _PLAIN_TYPES.issuperset(map(type, tensors)) and is_plain_eager(*tensors[:8]) and not is_transformed():
+    if _PLAIN_TYPES.issuperset(map(type, tensors)) and is_plain_eager(*tensors) and not is_transformed():
         return operator.append(call)
     check(call)
     check_no_grad(call)

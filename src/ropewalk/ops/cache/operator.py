@@ -33,7 +33,8 @@ class Plan:
 
     def __init__(self, key: Any, run: Run, flags: AppendFlags, reads_values: bool, writes_scales: bool) -> None:
         self.key, self.run, self.flags, self.reads_values = key, run, flags, reads_values
-        self.written = itemgetter(*((2, 3, 12, 13) if writes_scales else (2, 3)))  # those of the tensors
+        written = ("k_cache", "v_cache", *(("k_scale", "v_scale") if writes_scales else ()))
+        self.written = itemgetter(*map(AppendCall._fields.index, written))
         self.matches: Callable[..., bool] = _matches_nothing
         self.requires_grad = False
 
@@ -53,6 +54,7 @@ _MAX_RECENT = 4  # kinds of layers that take turns
 _PLANS: dict[Any, Plan] = {}
 _recent: tuple[Plan, ...] = ()
 _NO_Q, _NO_POSITIONS, _NO_AXES, _NO_Q_WEIGHT, _NO_K_WEIGHT, _NO_K_SCALE, _NO_V_SCALE = ABSENT
+_Q = AppendCall._fields.index("q")
 UNKNOWN: Any = object()
 
 
@@ -79,9 +81,11 @@ def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
         _NO_K_SCALE if k_scale is None else k_scale,
         _NO_V_SCALE if v_scale is None else v_scale,
     )
+    interleaved, rotary_offset, _, _, _, after, across_heads, _ = flags
+    are_flags = type(interleaved) is type(after) is type(across_heads) is bool
     for plan in _recent:
         # 1 is True to a tuple, and no flag; 0.0 is 0, and no offset.
-        if flags == plan.flags and flags[0] is plan.flags[0] and type(flags[1]) is int and plan.matches(*given):
+        if flags == plan.flags and are_flags and type(rotary_offset) is int and plan.matches(*given):
             break
     else:
         return UNKNOWN
@@ -109,7 +113,7 @@ def _with_none(given: tuple[Tensor, ...], flags: tuple[Any, ...]) -> AppendCall:
 def _run(plan: Plan, given: tuple[Tensor, ...], flags: tuple[Any, ...]) -> Tensor | None:
     if plan.reads_values:
         check_values(_with_none(given, flags))
-    q = given[7]
+    q = given[_Q]
     out = None if q is _NO_Q else torch.empty_like(q)
     if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
         torch._C._increment_version(plan.written(given))
@@ -136,8 +140,7 @@ def _find(call: AppendCall) -> Plan:
             None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device),
             None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device),
             flags,
-            type(flags.interleaved),  # 1 is True to a dict, and no flag; 0.0 is 0, and no offset
-            type(flags.rotary_offset),
+            *map(type, flags),  # 1 is True to a dict, and no flag; 0.0 is 0, and no offset
         )
         found = _PLANS.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no tensors, a nested one, or a flag that is not hashable

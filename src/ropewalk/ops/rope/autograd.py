@@ -29,6 +29,7 @@ from ropewalk.ops.rope.validate import (
     max_offset,
     reach,
 )
+from ropewalk.ops.tracing import with_memory
 
 
 def _prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
@@ -73,6 +74,9 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
             if cu_seqlens is None
             else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
             flags,
+            type(flags.rotary_dim),  # 1.0 is 1 to a dict, and no width
+            type(flags.rotary_offset),
+            type(flags.pair_block),
             None if axes is None else (axes.shape, axes.stride(), axes.dtype, axes.device),
         )
     except RuntimeError:  # a nested tensor has no shape
@@ -202,7 +206,7 @@ class _RotateLearned(torch.autograd.Function):
         slots = [i for i, grad in enumerate(grads) if grad is not None]
         if not slots:
             return (None, None, None, *results)
-        given = [grad.resolve_neg() for grad in grads if grad is not None]
+        given = [with_memory(grad) for grad in grads if grad is not None]
         wants_dx = any(needs_dx[i] for i in slots)
         run = head_tables.differentiate if torch.is_grad_enabled() else differentiate
         dxs, dcos, dsin = run(given, [xs[i] for i in slots], call, wants_dx)
@@ -264,7 +268,7 @@ def save(ctx: Any, call: RopeCall) -> None:
 
 def inverse_rotate(ctx: Any, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Rotate back the gradients that exist and are needed, in one launch."""
-    present = {i: grad.resolve_neg() for i, grad in enumerate(grads) if grad is not None and needed[i]}
+    present = {i: with_memory(grad) for i, grad in enumerate(grads) if grad is not None and needed[i]}
     results: list[Tensor | None] = [None] * len(grads)
     if present:
         offset, flags = ctx.rest

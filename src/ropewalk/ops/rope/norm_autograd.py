@@ -23,6 +23,7 @@ from ropewalk.ops.rope.validate import (
     check_tensors,
     check_values,
 )
+from ropewalk.ops.tracing import with_memory
 
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # of a transform that has ended
 
@@ -70,7 +71,9 @@ def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: Nor
     rope = call.rope
     axes = rope.axes
     of_axes = None if axes is None else _metadata((axes,))  # most calls have none
-    key = (len(xs), _metadata((*xs, *parameters, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags)
+    eps, weight_offset, after, across_heads = call.flags
+    kinds = (type(eps), type(weight_offset), type(after), type(across_heads))  # True is 1.0 to a dict, and no eps
+    key = (len(xs), _metadata((*xs, *parameters, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags, kinds)
     plan = _PLANS.get(key)
     if plan is None:
         check(xs, parameters, call)
@@ -98,7 +101,7 @@ def backward(
     results: list[Tensor | None] = [None] * (3 * n)
     if not slots:
         return results
-    given = [grad.resolve_neg() for i in slots if (grad := grads[i]) is not None]
+    given = [with_memory(grad) for i in slots if (grad := grads[i]) is not None]
     xs, parameters = [xs[i] for i in slots], [parameters[j + i] for j in (0, n) for i in slots]
     wanted = tuple([needed[j + i] for j in (0, n, 2 * n) for i in slots])
     rope = call.rope

@@ -6,7 +6,7 @@ In a model code and objects are out of the processor's caches by the next layer,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,31 +17,54 @@ from ropewalk.ops.rope.call import RopeCall, RopeFlags, Rotate
 from ropewalk.ops.tracing import is_plain_eager, is_transformed, make_matcher
 
 
+def _matches_nothing(*tensors: Tensor) -> bool:
+    return False
+
+
+class _Kind(NamedTuple):
+    """A kind of rotation: a check that a call is of it, and the function that runs it."""
+
+    matches: Callable[..., bool]
+    run: Rotate | None
+    flags: RopeFlags | None
+
+
+_NO_KIND = _Kind(_matches_nothing, None, None)
+
+
+class _Recorded:
+    """The kind of recorded calls, and that of their last backward. It stays theirs, whatever their caller repeats."""
+
+    __slots__ = ("inverse", "kind")
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind, self.inverse = kind, _NO_KIND
+
+
 class Repeater:
     """One caller's last kind of rotation: q and k by tables with a row for each token, out of place."""
 
-    __slots__ = ("flags", "inverse_run", "matches", "matches_grads", "run")
+    __slots__ = ("recorded",)
 
     def __init__(self) -> None:
-        self.flags: RopeFlags | None = None
-        self.matches = self.matches_grads = _matches_nothing
-        self.run: Rotate | None = None
-        self.inverse_run: Rotate | None = None
+        self.recorded = _Recorded(_NO_KIND)
 
     def rotate(self, q: Tensor, k: Tensor, call: RopeCall) -> tuple[Tensor, ...] | None:
         """Do what `apply_rope` does with a call that it ran before; None for a call of another kind.
 
         Dynamo must not trace it. The call has neither positions nor bounds.
         """
-        if not self.matches(q, k, call[0], call[1]) or call[5] != self.flags or forward_ad._current_level >= 0:
+        recorded = self.recorded  # once: another thread may learn another kind meanwhile
+        matches, run, flags = recorded.kind
+        if not matches(q, k, call.cos, call.sin) or call.flags != flags or forward_ad._current_level >= 0:
             return None
         if q.requires_grad and torch.is_grad_enabled():
-            return _record(self, call, q, k)
-        return rotated((q, k), call, self.run)
+            return _record(recorded, call, q, k)
+        return rotated((q, k), call, run)
 
     def learn(self, q: Tensor, k: Tensor, call: RopeCall) -> None:
         """Remember the kind of a call that `apply_rope` ran."""
-        cos, sin = call[:2]
+        cos, sin = call.cos, call.sin
         if (
             is_plain_eager(q, k, cos, sin)
             and not is_transformed()
@@ -49,39 +72,35 @@ class Repeater:
             and not (cos.requires_grad or sin.requires_grad)
             and q is not k
         ):
-            self.run, self.flags = find_run((q, k), call), call.flags
-            self.matches, self.matches_grads = make_matcher(q, k, cos, sin), _matches_nothing
+            self.recorded = _Recorded(_Kind(make_matcher(q, k, cos, sin), find_run((q, k), call), call.flags))
 
 
 class _Repeated(torch.autograd.Function):
     """A repeated rotation; the derivative is the inverse one."""
 
     @staticmethod
-    def forward(ctx: Any, repeater: Repeater, call: RopeCall, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        ctx.repeater = repeater
+    def forward(ctx: Any, recorded: _Recorded, call: RopeCall, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorded = recorded
         save(ctx, call)
-        return rotated((q, k), call, repeater.run)
+        return rotated((q, k), call, recorded.kind.run)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, *needed = ctx.needs_input_grad
         grad_q, grad_k = grads
         if grad_q is None or grad_k is None or torch.is_grad_enabled():
-            return None, None, *inverse_rotate(ctx, grads, ctx.needs_input_grad[2:])
-        repeater: Repeater = ctx.repeater
+            return None, None, *inverse_rotate(ctx, grads, needed)
         cos, sin, *_ = ctx.saved_tensors
         offset, flags = ctx.rest
         call = RopeCall(cos, sin, None, None, offset, flags._replace(inverse=not flags.inverse))
-        if not repeater.matches_grads(grad_q, grad_k, cos, sin):
+        matches, run, _ = ctx.recorded.inverse
+        if not matches(grad_q, grad_k, cos, sin):
             if not is_plain_eager(grad_q, grad_k) or grad_q is grad_k:
-                return None, None, *inverse_rotate(ctx, grads, ctx.needs_input_grad[2:])
-            repeater.inverse_run = find_run((grad_q, grad_k), call)
-            repeater.matches_grads = make_matcher(grad_q, grad_k, cos, sin)
-        return None, None, *rotated((grad_q, grad_k), call, repeater.inverse_run)
+                return None, None, *inverse_rotate(ctx, grads, needed)
+            run = find_run((grad_q, grad_k), call)
+            ctx.recorded.inverse = _Kind(make_matcher(grad_q, grad_k, cos, sin), run, call.flags)
+        return None, None, *rotated((grad_q, grad_k), call, run)
 
 
 # As in `autograd`.
 _record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Repeated).apply
-
-
-def _matches_nothing(*tensors: Tensor) -> bool:
-    return False

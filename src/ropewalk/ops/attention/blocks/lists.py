@@ -28,7 +28,8 @@ class BlockLists:
         mask = listed.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)[:, :, :Tq, :Tk]
 
     Lists may be in any order, and name a block twice. They are sorted once, on their device, and what was made of them
-    is kept beside them until they are written to.
+    is kept beside them until they are written to. PyTorch's operations in place are seen. Writes through `.data` or a
+    NumPy array, by a kernel of one's own, or by the replay of a CUDA graph are not: make new `BlockLists` after them.
 
     Args:
         counts: (B or 1, H or 1, M), int32 or int64: how many entries of a row of `indices` count. H is of query heads.

@@ -66,7 +66,19 @@ _version_of = attrgetter("_version")
 class _Kept:
     """Tables that were made of lists, and the state that the lists were in."""
 
-    __slots__ = ("call", "contents", "signature", "sizes", "source", "tables", "variables", "versions", "watched")
+    __slots__ = (
+        "call",
+        "contents",
+        "made",
+        "signature",
+        "sizes",
+        "source",
+        "stream",
+        "tables",
+        "variables",
+        "versions",
+        "watched",
+    )
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
@@ -78,6 +90,23 @@ class _Kept:
         self.variables = [x for x in captured if not (isinstance(x[0], tuple) or isinstance(x[2], FunctionType))]
         self.versions = [x._version for x in self.watched]
         self.contents = [(x, _copy_contents(x)) for *_, x in captured if _has_contents(x)]
+        # The stream that makes the tables, and the event that they are made; None once they are.
+        self.stream, self.made = 0, None
+        device = tables.rows.device
+        if device.type == "cuda":
+            self.stream, self.made = torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.Event()
+            self.made.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Let the current stream wait for the tables, which another one may make yet."""
+        if self.made is None or self.stream == torch._C._cuda_getCurrentRawStream(self.tables.rows.device.index):
+            return
+        if torch.cuda.is_current_stream_capturing():  # which waits for its own events alone: a capture begins idle
+            return
+        if self.made.query():
+            self.made = None
+        else:
+            self.made.wait(torch.cuda.current_stream(self.tables.rows.device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()  # a copy of the lists keeps nothing, and any unpickler reads an empty set
@@ -113,6 +142,8 @@ def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> tuple[BlockTa
         return None
     if list(map(_version_of, kept.watched)) != kept.versions:
         return None
+    if kept.made is not None:
+        kept.wait()
     return kept.tables, kept.signature
 
 
@@ -142,6 +173,7 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
         is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes, q.device)
         if is_kept and (kept.tables.columns is not None or not columns):
             kept.call = (q.shape, k.shape, q.device, layout)
+            kept.wait()
             tables: BlockTables = kept.tables
             return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))

@@ -14,16 +14,16 @@ Calls that no plan is for, such as those with misaligned tensors, run without on
 `directions`  the launches of a forward, and of a backward
 `launchers`   those of other launchers
 `cache`       plans by key, and their limits
-`leaves`      the tensors and the numbers of a call
+`leaves`      the tensors and the numbers of a call by their names, and what a key holds of them
 ============  =========================================================================================
 """
 
 from ropewalk.ops.attention.plans import cache
 from ropewalk.ops.attention.plans.cache import CALLS, FORWARDS, NORMS, Cache
-from ropewalk.ops.attention.plans.directions import BackwardPlan, ForwardPlan, backward, forward
+from ropewalk.ops.attention.plans.directions import BackwardPlan, Backwards, ForwardPlan, forward
 from ropewalk.ops.attention.plans.find import find_call
 from ropewalk.ops.attention.plans.launchers import run_launcher
-from ropewalk.ops.attention.plans.leaves import call_of, pick_numbers, pick_tensors
+from ropewalk.ops.attention.plans.leaves import Flags, Given, call_of, pick_numbers, pick_tensors
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.made import MadeCall
 from ropewalk.ops.attention.plans.norms import find_norm, note_norm
@@ -38,13 +38,15 @@ __all__ = [
     "NODE",
     "NORMS",
     "BackwardPlan",
+    "Backwards",
     "Cache",
+    "Flags",
     "ForwardPlan",
+    "Given",
     "GrowingCall",
     "LibraryCall",
     "MadeCall",
     "PlannedCall",
-    "backward",
     "cache",
     "call_of",
     "find_call",

@@ -20,7 +20,7 @@ MAX_PLAIN = 64  # causalities and scales of models' layers
 MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new lengths have ever-new strides
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
-UNKNOWN = object()
+UNKNOWN, SEEN = object(), object()  # no plan was looked for; one is made the next time
 
 
 class Cache:
@@ -34,7 +34,10 @@ class Cache:
         self.lock = threading.Lock()
 
     def find(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the plan of a key; None where there is none yet, or none is possible."""
+        """Return the plan of a key; None where there is none yet, or none is possible.
+
+        A plan's `constants` are all tensors that it keeps.
+        """
         plan = self.found.get(key, UNKNOWN)
         if plan is not UNKNOWN:
             return plan
@@ -46,6 +49,8 @@ class Cache:
                 self.seen.add(digest)
                 return None
         plan = make()
+        for device in {x.device for x in getattr(plan, "constants", ()) if x.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
         tables = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in getattr(plan, "constants", ()))}
         with self.lock:
             if len(self.found) >= MAX_PLANS or sum((self.tables | tables).values()) > MAX_TABLE_BYTES:
@@ -82,12 +87,15 @@ def keep_backward(backwards: dict[Any, Any], key: Any, found: Any) -> None:
 
 
 def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
-    """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for."""
+    """Return the addresses of tensors; None where one is no multiple of 16 bytes, which kernels are compiled for.
+
+    None, too, where a tensor has no memory: it is empty, or PyTorch knows its values without, as those of zeros.
+    """
     try:
         addresses = list(map(Tensor.data_ptr, inputs))
     except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
         return None
-    return None if functools.reduce(operator.or_, addresses) & 15 else addresses
+    return None if functools.reduce(operator.or_, addresses) & 15 or 0 in addresses else addresses
 
 
 def plan_or_none(kind: Callable[..., Any], *arguments: Any) -> Any:

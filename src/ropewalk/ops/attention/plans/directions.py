@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ropewalk.ops.attention.backend import Gradients, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.backends import backward_of
-from ropewalk.ops.attention.call import AttentionCall, flatten
+from ropewalk.ops.attention.call import AttentionCall, as_bhtd, flatten, from_bhtd
 from ropewalk.ops.attention.plans.cache import (
     FORWARDS,
+    SEEN,
     UNKNOWN,
     addresses_of,
     existing,
@@ -21,7 +22,10 @@ from ropewalk.ops.attention.plans.cache import (
     may_plan,
     plan_or_none,
 )
-from ropewalk.ops.attention.plans.leaves import call_of, pick_numbers, pick_tensors, shares_table
+from ropewalk.ops.attention.plans.leaves import call_of, pick_numbers, pick_tensors, shares_table, switches
+from ropewalk.ops.tracing import with_memory
+
+OUT, LSE = range(2)  # of a forward's results
 
 
 class ForwardPlan:
@@ -33,7 +37,7 @@ class ForwardPlan:
         builder = Builder(call.q.device, longest)
         twin = _twin(call, builder)
         out, saved = builder.follow(backend.forward, twin, save)
-        features = (saved.q, saved.k, *saved[3:]) if save else (None,) * 5
+        features = (saved.q, saved.k, saved.q_past, saved.q_future, saved.k_far) if save else (None,) * 5
         results = [out, saved.lse] if save or call.return_lse else [out]
         results += [x for x in features if x is not None and not builder.is_input(x)]
         self.plan = builder.finish(results)
@@ -73,7 +77,8 @@ class BackwardPlan:
 
         builder = Builder(call.q.device)
         twin = _twin(call, builder)
-        twin_saved = Saved(twin.q, twin.k, *map(builder.input, saved[2:]))  # type: ignore[arg-type]
+        rest = (saved.lse, saved.q_past, saved.q_future, saved.k_far)
+        twin_saved = Saved(twin.q, twin.k, *map(builder.input, rest))  # type: ignore[arg-type]
         gradients = builder.follow(
             backend.backward, twin, builder.input(out), twin_saved, *map(builder.input, (grad_out, grad_lse)), wanted
         )
@@ -106,52 +111,102 @@ def forward_key(call: AttentionCall, backend: KernelBackend, save: bool) -> tupl
     """Return the key of a forward's plan, and the function that makes it."""
     leaves = flatten(call)
     shapes = [None if x is None else (x.shape, x.stride(), x.dtype) for x in pick_tensors(leaves)]
-    flags = (backend.name, save, call.return_lse, shares_table(call), torch._C._get_cublas_allow_tf32())
-    key = (*shapes, *pick_numbers(leaves), *flags, _shares_bounds(call), call.q.get_device())
+    flags = (backend.name, save, call.return_lse, shares_table(call), _shares_bounds(call), switches())
+    key = (*shapes, *pick_numbers(leaves), *flags, call.q.get_device())
     return key, lambda: plan_or_none(ForwardPlan, call, backend, save)
 
 
-def backward(
-    plan: ForwardPlan | None,
-    call: AttentionCall,
-    backend: KernelBackend,
-    out: Tensor,
-    saved: Saved,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """Run a backend's backward, by a plan where the forward had one."""
-    if plan is not None and may_plan(grad_out):
-        grad_out, grad_lse = as_dense(grad_out), None if grad_lse is None else grad_lse.contiguous()
-        inputs = existing((*pick_tensors(flatten(call)), *saved[2:], out, grad_out, grad_lse))
-        found = find_backward(plan, grad_out, grad_lse, wanted, lambda: (call, out, saved))
-        done = None if found is None else found.run(inputs)
-        if done is not None:
-            return done
-    return backward_of(backend, call, wanted).backward(call, out, saved, grad_out, grad_lse, wanted)
+Describe = Callable[[Sequence[Tensor]], tuple[AttentionCall, Tensor, Saved]]
 
 
-def find_backward(
-    plan: ForwardPlan,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: Wanted,
-    describe: Callable[[], tuple[AttentionCall, Tensor, Saved]],
-) -> BackwardPlan | None:
-    """Return the plan of a backward after a planned forward; None where none is possible."""
-    key = (grad_out.stride(), grad_out.dtype, None if grad_lse is None else grad_lse.stride(), wanted)
-    found = plan.backwards.get(key, UNKNOWN)
-    if found is UNKNOWN:
-        call, out, saved = describe()
-        backend = backward_of(plan.backend, call, wanted)
-        found = plan_or_none(BackwardPlan, call, backend, out, saved, grad_out, grad_lse, wanted)
-        keep_backward(plan.backwards, key, found)
-    return found  # type: ignore[return-value]
+class Backwards:
+    """The backward of recorded calls whose tensors, output and gradients are in the caller's layout, and its plans.
+
+    Most calls without a plan are differentiated once, so that a plan of their backward is for the second time.
+    """
+
+    def __init__(self, plan: ForwardPlan | None, backend: KernelBackend, layout: str) -> None:
+        self.backend, self.layout, self.waits = backend, layout, plan is None
+        self.of_forward: dict[Any, BackwardPlan | None] = {} if plan is None else plan.backwards
+        self.found: dict[Any, Any] = {}  # a `BackwardPlan` and its results in the caller's layout; None; or `SEEN`
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def run(
+        self, saved: Sequence[Tensor], describe: Describe, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients.
+
+        saved: the inputs of a `BackwardPlan` but for the gradients. describe: makes the call, its output and what its
+        forward saved of them. grad_lse: (B, H, Tq).
+        """
+        grad_out = as_dense(grad_out)
+        inputs, of_lse = [*saved, grad_out], None
+        if grad_lse is not None:
+            grad_lse = with_memory(grad_lse).contiguous()
+            inputs.append(grad_lse)
+            of_lse = grad_lse.stride()
+        key = (grad_out.stride(), of_lse, wanted, switches())
+        found = self.found.get(key, UNKNOWN)
+        if found is UNKNOWN or found is SEEN:
+            is_first = found is UNKNOWN and self.waits
+            found = SEEN if is_first else self._plan(saved, describe, grad_out, grad_lse, wanted)
+            keep_backward(self.found, key, found)
+        is_planned = found is not None and found is not SEEN and may_plan(grad_out)
+        addresses = addresses_of(inputs) if is_planned else None
+        if addresses is not None:
+            backward_plan, results = found
+            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
+            return gradients
+        call, out, rest = describe(saved)
+        backend, layout = backward_of(self.backend, call, wanted), self.layout
+        gradients = backend.backward(call, out, rest, as_bhtd(grad_out, layout), grad_lse, wanted)
+        grad_q, grad_k, grad_v = (from_bhtd(x, layout) for x in (gradients.q, gradients.k, gradients.v))
+        grad_gate = None if gradients.gate is None else from_bhtd(gradients.gate, layout)
+        return gradients._replace(q=grad_q, k=grad_k, v=grad_v, gate=grad_gate)
+
+    def _plan(
+        self,
+        saved: Sequence[Tensor],
+        describe: Describe,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+    ) -> tuple[BackwardPlan, list[Tensor]] | None:
+        """Return the plan of a backward, and its results in the caller's layout; None where none is possible."""
+        if not may_plan(grad_out):
+            return None
+        grad_out = as_bhtd(grad_out, self.layout)
+        key = (grad_out.stride(), None if grad_lse is None else grad_lse.stride(), wanted, switches())
+        made: Any = self.of_forward.get(key, UNKNOWN)
+        if made is UNKNOWN:
+            call, out, of_forward = describe(saved)
+            backend = backward_of(self.backend, call, wanted)
+            made = plan_or_none(BackwardPlan, call, backend, out, of_forward, grad_out, grad_lse, wanted)
+            keep_backward(self.of_forward, key, made)
+        if made is None:
+            return None
+        results = list(made.plan.results)
+        indices: Gradients = Gradients._make(made.pick((*range(len(results)), None)))
+        for index in (indices.q, indices.k, indices.v, indices.gate):
+            if index is not None:
+                results[index] = lay_out(results[index], self.layout)
+        return made, results
+
+
+def lay_out(result: Tensor, layout: str) -> Tensor:
+    """Return a result (B, H, T, D) or (B, H, T), which has no memory, in a layout."""
+    like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+    laid_out = from_bhtd(like, layout)
+    laid_out.untyped_storage().resize_(0)
+    return laid_out
 
 
 def as_dense(grad: Tensor) -> Tensor:
-    """Return a gradient, or a copy of one that is expanded, as that of a sum is."""
+    """Return a gradient whose address holds its values: a copy of one that is expanded, as that of a sum is."""
+    if grad.is_neg() or grad._is_zerotensor():
+        grad = with_memory(grad)
     return grad.contiguous() if 0 in grad.stride() else grad
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ropewalk.ops.attention.plans.cache import CALLS, may_plan
-from ropewalk.ops.attention.plans.leaves import BLOCKS
+from ropewalk.ops.attention.plans.leaves import Flags, Given, describe, switches
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.planned import FIXED, PlannedCall
 from ropewalk.ops.attention.tables import identity_of, signature_of
@@ -17,17 +17,28 @@ from ropewalk.schemes import PositionScheme
 
 # As the kernels for few queries: their most rows that share a key, and so many keys, but for one query.
 _MOST_ROWS, _FEWEST_KEYS = 64, 257
+_q, _k, _v, *_OTHERS = Given._fields
+_GATE, _SINKS, _MASK = map(_OTHERS.index, ("gate", "sinks", "mask"))
+_BLOCKS = slice(_OTHERS.index("blocks_rows"), _OTHERS.index("blocks_spans") + 1)
+_NOT_GROWING = {index for index, name in enumerate(_OTHERS) if name.startswith(("cu_seqlens", "block", "positions"))}
+_INDEX = 0  # of a description
+_WINDOW, _KEYS_ROTATED, _LAYOUT = map(Flags._fields.index, ("window", "keys_rotated", "layout"))
 
 
-def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[Any, ...]) -> Any:
+def _growing_key(
+    given: Sequence[Any], others: tuple[tuple[Any, ...], ...], position: PositionScheme, flags: tuple[Any, ...]
+) -> Any:
     """Return the key of a call over a cache, without its length; None if the call is no such one.
 
     It holds the powers of two, from 256 on, that the length lies between: they decide the size of tables and whether
-    there are splits, and the rules of the choice of a backend are by them.
+    there are splits, and the rules of the choice of a backend are by them. others: the description of all tensors but
+    q, k and v.
     """
-    q, k, v, mask, *others = given
-    layout = flags[7]
-    if not flags[5] and type(position).rotation is not PositionScheme.rotation:  # a call maps all keys' features
+    q, k, v, mask, *_ = given
+    layout = flags[_LAYOUT]
+    if (
+        not flags[_KEYS_ROTATED] and type(position).rotation is not PositionScheme.rotation
+    ):  # a call maps all keys' features
         return None
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
         return None
@@ -45,11 +56,11 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
         strides = mask.stride()
         is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
         of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
-    key_lengths, key_starts, query_starts, bounds_q, bounds_k, block_table, *rest, gate, sinks = others
-    if not (bounds_q is bounds_k is block_table is rest[0] is rest[1] is rest[2] is None):  # rest[2] is of blocks
-        return None
-    bounds = (key_lengths, key_starts, query_starts, gate, sinks)
-    window, k_strides, v_strides = flags[1], k.stride(), v.stride()
+        others = tuple([x for x in others if x[_INDEX] != _MASK])  # its own length is not in the key
+    for index, *_ in others:
+        if index in _NOT_GROWING:
+            return None
+    window, k_strides, v_strides = flags[_WINDOW], k.stride(), v.stride()
     # Those that are not in the key are multiples of 16 bytes.
     if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
         return None
@@ -58,15 +69,13 @@ def _growing_key(given: Sequence[Any], position: PositionScheme, flags: tuple[An
         *(type(q), q_shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
         *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
         *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
-        *(k.is_neg(), v.is_neg(), of_mask),
-        *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in bounds],
+        *(k.is_neg(), v.is_neg(), q is k, k is v, of_mask),
+        others,
         identity_of(position),
         flags,
         *map(type, flags),
         *(map(type, window) if type(window) is tuple else ()),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_cublas_allow_tf32(),
-        torch._C._get_cudnn_sdp_enabled(),
+        switches(),
     )
 
 
@@ -75,14 +84,14 @@ def find_call(
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
-    given: the caller's tensors, in the order of a call's leaves. of_blocks: the signature of lists of blocks. Arguments
-    are not validated yet: the key holds all that decides whether they are valid.
+    given: the fields of `Given`. flags: those of `Flags`. of_blocks: the signature of lists of blocks. Arguments are
+    not validated yet: the key holds all that decides whether they are valid.
     """
     if is_intercepted():
         return None, None
     q, k, v, *others = given
-    gate, sinks = others[-2:]
-    window = flags[1]
+    gate, sinks = others[_GATE], others[_SINKS]
+    window = flags[_WINDOW]
     try:
         if not may_plan(q):
             return None, None
@@ -93,8 +102,11 @@ def find_call(
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
-        if grads is None or True not in grads:
-            key = _growing_key(given, position, flags)
+        if of_blocks is not None:
+            del others[_BLOCKS]
+        described = describe(others)
+        if of_blocks is None and (grads is None or True not in grads):
+            key = _growing_key(given, described, position, flags)
             found = None if key is None else CALLS.found.get(key)
             if key is not None and found is not FIXED:
                 return key, found
@@ -103,9 +115,7 @@ def find_call(
             identity = ("read", signature_of(position))
             if grads is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
-        if of_blocks is not None:
-            del others[BLOCKS]
-        # One tuple, as each * costs the host.
+        # One tuple, as each * costs the host. It holds of q, k and v all that `describe` tells of the others.
         key = (
             type(q),
             q.shape,
@@ -125,16 +135,17 @@ def find_call(
             v.dtype,
             v.get_device(),
             v.is_neg(),
-            tuple([x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in others]),
+            q is k,
+            q is v,
+            k is v,
+            described,
             identity,
             grads,
             flags,
             of_blocks,
             tuple(map(type, flags)),  # True is 1 to a dict, and no window
             tuple(map(type, window)) if type(window) is tuple else None,
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_cublas_allow_tf32(),
-            torch._C._get_cudnn_sdp_enabled(),
+            switches(),
         )
         return key, CALLS.found.get(key)
     except (RuntimeError, TypeError, AttributeError):  # sparse tensors have no strides, lists no hash, None no shape

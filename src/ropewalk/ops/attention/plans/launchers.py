@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from ropewalk.ops.attention.plans.cache import Cache, addresses_of, existing, may_plan, plan_or_none
+from ropewalk.ops.attention.plans.leaves import describe
 
 
 def run_launcher(
     cache: Cache, launcher: Callable[..., list[Tensor | None]], tensors: Sequence[Tensor], *flags: bool
 ) -> list[Tensor | None]:
     """Run a launcher of tensors, flags and `Steps`, by a plan where there is one."""
-    like = tensors[0]
+    like, *_ = tensors
     if may_plan(like):
-        key = (*[(x.shape, x.stride(), x.dtype) for x in tensors], flags, like.get_device())
+        key = (describe(tensors), flags)
         found = cache.find(key, lambda: plan_or_none(_plan_launcher, launcher, tensors, flags))
         addresses = None if found is None else addresses_of(tensors)
         if addresses is not None:
@@ -32,6 +33,7 @@ def _plan_launcher(
     """Return the plan of a launcher, and which of its results it makes."""
     from ropewalk.ops.attention.triton.plan import Builder
 
-    builder = Builder(tensors[0].device)
+    like, *_ = tensors
+    builder = Builder(like.device)
     results = builder.follow(launcher, *map(builder.input, tensors), *flags)
     return builder.finish(existing(results)), [x is not None for x in results]

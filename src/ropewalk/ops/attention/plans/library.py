@@ -11,12 +11,22 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import LibraryBackend
-from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, flatten, from_bhtd
 from ropewalk.ops.attention.plans import cache
-from ropewalk.ops.attention.plans.cache import CALLS, UNKNOWN, addresses_of, keep_backward, may_plan, plan_or_none
-from ropewalk.ops.attention.plans.leaves import shares_table
+from ropewalk.ops.attention.plans.cache import (
+    CALLS,
+    UNKNOWN,
+    addresses_of,
+    existing,
+    keep_backward,
+    may_plan,
+    plan_or_none,
+)
+from ropewalk.ops.attention.plans.leaves import N_GIVEN, of_given, pick_tensors, shares_table
 from ropewalk.ops.attention.tables import differentiable_rope, pairing_of, with_rows
-from ropewalk.ops.tracing import make_matcher
+from ropewalk.ops.tracing import make_matcher, with_memory
+
+_qkv = of_given("q", "k", "v")
 
 
 class LibraryCall:
@@ -26,7 +36,8 @@ class LibraryCall:
 
     def __init__(self, call: AttentionCall, backend: LibraryBackend, layout: str, *, is_plain: bool) -> None:
         rotate = plan_or_none(_PlannedRotation, call) if _rotates_both(call) else None
-        self.layout, self.constants = layout, [] if rotate is None else rotate.tables
+        _, *of_scheme = pick_tensors(flatten(call))[N_GIVEN:]  # the first is the seed
+        self.layout, self.constants = layout, existing(of_scheme) + ([] if rotate is None else rotate.tables)
         self.attend = backend.bind(call) if rotate is None else _after(rotate, backend.bind(_mapped(call)))
         self.plain = (call.causal, call.scale) if is_plain else None
         self.matches: Callable[..., bool] = _matches_nothing
@@ -34,7 +45,7 @@ class LibraryCall:
 
     def run(self, given: Sequence[Any]) -> Tensor | None:
         """Return what `attention` does; None where a tensor is misaligned, which libraries refuse."""
-        q, k, v = given[:3]
+        q, k, v = _qkv(given)
         if addresses_of((q, k, v)) is None:
             return None
         if self.plain is not None and not torch._C._is_any_autocast_enabled():  # which would cast
@@ -111,11 +122,14 @@ class _PlannedRotation:
 
     def run(self, plan: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Run a plan of it."""
-        made = plan.run((q, k, *self.tables), [q.data_ptr(), k.data_ptr(), *self.addresses], plan.results)
-        return made[0], made[1]
+        addresses = [q.data_ptr(), k.data_ptr(), *self.addresses]
+        rotated_q, rotated_k, *_ = plan.run((q, k, *self.tables), addresses, plan.results)
+        return rotated_q, rotated_k
 
     def differentiate(self, grad_q: Tensor, grad_k: Tensor) -> Any:
         """Rotate gradients back."""
+        if not torch.is_grad_enabled():
+            grad_q, grad_k = with_memory(grad_q), with_memory(grad_k)
         if not torch.is_grad_enabled() and may_plan(grad_q) and addresses_of((grad_q, grad_k)) is not None:
             key = (grad_q.stride(), grad_k.stride())
             plan = self.inverse.get(key, UNKNOWN)

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ropewalk.ops.attention.call import AttentionCall, RopeTable, as_bhtd, from_bhtd
 from ropewalk.ops.attention.plans.cache import NORMS, may_plan, plan_or_none
-from ropewalk.ops.attention.plans.leaves import shares_table
+from ropewalk.ops.attention.plans.leaves import Flags, describe, lies_as_given, shares_table, switches
 from ropewalk.ops.attention.plans.made import Rows
 from ropewalk.ops.attention.tables import bind_norm, identity_of, signature_of, with_rows
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 from ropewalk.schemes import PositionScheme, Rope
+
+_WINDOW = Flags._fields.index("window")
 
 
 class NormedCall:
@@ -57,20 +59,22 @@ def find_norm(
     """Return the key of a call with a norm beside a rotation, None for one that no plan is for, and its plan."""
     if is_intercepted():
         return None, None
-    window = flags[1]
+    q, *_ = given
+    window = flags[_WINDOW]
     try:
-        if not may_plan(given[0]):
+        if not may_plan(q):
             return None, None
         identity = identity_of(position)
-        tensors = (*given, norm.q_weight, norm.k_weight)
+        of_norm = (norm.eps, norm.offset, norm.after, norm.across_heads)
         key = (
-            *[None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in tensors],
+            describe((*given, norm.q_weight, norm.k_weight)),
             ("read", signature_of(position)) if identity is None else identity,
-            *(norm.eps, norm.offset, norm.after, norm.across_heads),
-            *(type(norm.eps), type(norm.offset), type(norm.after), type(norm.across_heads)),
+            of_norm,
+            *map(type, of_norm),
             flags,
             *map(type, flags),
             *(map(type, window) if type(window) is tuple else ()),
+            switches(),
         )
         return key, NORMS.found.get(key)
     except (RuntimeError, TypeError, AttributeError):  # as in `find_call`
@@ -88,4 +92,5 @@ def _plan_norm(
     call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
 ) -> NormedCall | None:
     is_kept = is_plain_eager(*given, norm.q_weight, norm.k_weight) and type(call.scheme) is Rope
-    return NormedCall(call, impl, layout) if is_kept and call.q.device == call.k.device else None
+    is_kept = is_kept and lies_as_given(call, given) and call.q.device == call.k.device
+    return NormedCall(call, impl, layout) if is_kept else None

@@ -13,7 +13,7 @@ from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, REFERENCE
 from ropewalk.ops.attention.call import AttentionCall, flatten
 from ropewalk.ops.attention.plans.cache import CALLS, FORWARDS, addresses_of, existing, plan_or_none
 from ropewalk.ops.attention.plans.directions import ForwardPlan, forward_key
-from ropewalk.ops.attention.plans.leaves import SEED, but_gate, pick_tensors
+from ropewalk.ops.attention.plans.leaves import Given, lies_as_given, pick_tensors
 from ropewalk.ops.attention.plans.library import LibraryCall, is_plain
 from ropewalk.ops.attention.plans.made import MadeCall
 from ropewalk.ops.attention.plans.planned import FIXED, GrowingCall, PlannedCall
@@ -38,13 +38,21 @@ def _plan_growing(call: AttentionCall, backend: Backend, given: Sequence[Tensor 
     rotates_rows = tables.k is not None or (tables.q is not None and tables.q_start is None)
     if not _may_keep(call, given) or rotates_rows or scheme is None or scheme.far_window() is not None:
         return FIXED
+    if call.seed is not None:
+        return FIXED
     if backend.name in KERNELS:
         longest = max(256, 1 << (call.k.shape[2] - 1).bit_length())
         plan = plan_or_none(ForwardPlan, call, KERNELS[backend.name], False, longest)
         return FIXED if plan is None or plan.sizes is None else GrowingCall(call, plan, layout)
-    if backend is REFERENCE or tables.q is not None or any(x is not None for x in but_gate(given)[3:]):
+    if backend is REFERENCE or tables.q is not None or not _is_of_qkv(given):
         return FIXED
     return LibraryCall(call, LIBRARIES[backend.name], layout, is_plain=False)  # its length changes in each call
+
+
+def _is_of_qkv(given: Sequence[Tensor | None]) -> bool:
+    """Say whether the caller passed q, k and v alone, and a gate, which no library applies."""
+    passed = {name for name, x in zip(Given._fields, given, strict=True) if x is not None}
+    return passed <= {"q", "k", "v", "gate"}
 
 
 def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: bool = False) -> bool:
@@ -53,14 +61,12 @@ def _may_keep(call: AttentionCall, given: Sequence[Tensor | None], *, reads: boo
     reads: each call reads the scheme's tensors, and casts sinks.
     """
     of_call = pick_tensors(flatten(call))
-    return (
-        is_plain_eager(*given)
-        and addresses_of(existing(of_call)) is not None
-        and [x is None for x in but_gate(given)] == [x is None for x in but_gate(of_call[:SEED])]
-        and call.q.data_ptr() == given[0].data_ptr()  # type: ignore[union-attr]
-        and (reads or call.scheme is None or identity_of(call.scheme) is not None)
-        and (reads or call.sinks is None or call.sinks.dtype == torch.float32)
-    )
+    if not is_plain_eager(*given, *of_call) or addresses_of(existing(of_call)) is None:
+        return False
+    if not lies_as_given(call, given, casts_sinks=reads):
+        return False
+    is_known = call.scheme is None or identity_of(call.scheme) is not None
+    return reads or (is_known and (call.sinks is None or call.sinks.dtype == torch.float32))
 
 
 def _plan_call(
@@ -74,7 +80,7 @@ def _plan_call(
     # Rows of tables may depend on values on the device.
     if not _may_keep(call, given) or (has_rows and any(x is not None for x in placed)):
         return None
-    if backend is REFERENCE or any(x is not None for x in but_gate(given)[3:]):
+    if backend is REFERENCE or not _is_of_qkv(given):
         return None
     return LibraryCall(call, LIBRARIES[backend.name], layout, is_plain=is_plain(call, layout, impl))
 

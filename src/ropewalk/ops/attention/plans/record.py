@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention.backend import Wanted
+from ropewalk.ops.attention.plans.leaves import of_given
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.made import MadeCall
 from ropewalk.ops.attention.plans.planned import PlannedCall
@@ -31,7 +32,7 @@ def run_planned(planned: PlannedCall, given: Sequence[Tensor | None]) -> Any:
     if found is None:
         return None
     if planned.needs_backward:
-        results: Any = _record(*given[:3], *given[-2:], None, planned, found)
+        results: Any = _record(*_differentiable(given), None, planned, found)
         return results
     return planned.returned(planned.plan.plan.run(*found, planned.results))
 
@@ -43,8 +44,11 @@ def run_made(made: MadeCall, given: Sequence[Tensor | None], position: PositionS
         return None
     inputs, addresses, params, sinks = found
     if made.needs_backward:
-        return _record(*given[:3], given[-2], sinks, params, made, (inputs, addresses))
+        return _record(*_features(given), sinks, params, made, (inputs, addresses))
     return made.returned(made.plan.plan.run(inputs, addresses, made.results))
+
+
+_features, _differentiable = of_given("q", "k", "v", "gate"), of_given("q", "k", "v", "gate", "sinks")
 
 
 class _Planned(torch.autograd.Function):
@@ -64,7 +68,8 @@ class _Planned(torch.autograd.Function):
     ) -> Any:
         results = planned.plan.plan.run(*found, planned.results)
         ctx.planned = planned
-        ctx.save_for_backward(*planned.pick_saved((*found[0], *results)))
+        inputs, _ = found
+        ctx.save_for_backward(*planned.pick_saved((*inputs, *results)))
         ctx.set_materialize_grads(False)
         return planned.returned(results)
 
@@ -82,9 +87,13 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     saved = ctx.saved_tensors
     reads_v = grad_out is not None  # as in `_Attend`
     if grad_out is None:
-        grad_out = torch.zeros_like(saved[-1])
-    wants_gate, wants_sinks, wants_params = ctx.needs_input_grad[3:6]
-    grads = ctx.planned.differentiate(saved, grad_out, grad_lse, Wanted(wants_params, wants_sinks, wants_gate))
+        *_, out = saved
+        grad_out = torch.zeros_like(out)
+    _, _, _, wants_gate, wants_sinks, wants_params, *_ = ctx.needs_input_grad
+    planned, wanted = ctx.planned, Wanted(wants_params, wants_sinks, wants_gate)
+    if grad_lse is not None and planned.layout == "thd":
+        grad_lse = grad_lse.unsqueeze(0)
+    grads = planned.backwards.run(saved, planned.describe, grad_out, grad_lse, wanted)
     return (
         *(grads.q, grads.k, grads.v if reads_v else None),
         grads.gate if wants_gate else None,

@@ -16,7 +16,8 @@
 #error "the tables of descriptors are guarded by the GIL"
 #endif
 
-enum { KEPT = 64, MAX_BYTES = 1 << 15, MAX_PARAMS = 1 << 10, ALIGNMENT = 64, MAP = sizeof(CUtensorMap) };
+enum { KEPT = 64, MAX_BYTES = 1 << 15, MAX_PARAMS = 1 << 10, MAX_SLOTS = 1 << 10, ALIGNMENT = 64 };
+enum { MAP = sizeof(CUtensorMap) };
 
 typedef struct {
   uint64_t address;
@@ -83,7 +84,7 @@ static int read_target(PyObject* item, Target* target, PyObject** encode, Launch
                        : PyArg_ParseTuple(item, "nnL", &target->place, &target->slot, &offset);
   if (!is_read) return -1;
   Py_ssize_t size = encode ? MAP : 8;
-  if (target->place < 0 || target->slot < 0 || target->place + size > kernel->n_bytes) {
+  if (target->place < 0 || target->slot < 0 || target->slot > MAX_SLOTS || target->place > kernel->n_bytes - size) {
     PyErr_SetString(PyExc_ValueError, "a place is not among the parameters");
     return -1;
   }

@@ -21,12 +21,17 @@ from ropewalk.ops.attention.backend import Result, Sizes, UnplannableError
 from ropewalk.ops.attention.triton.bind import Launch, Number, bind, join, load_kernel
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.triton import launch as rope_launch
-from ropewalk.ops.rope.triton.kernel import compile_kernel
+from ropewalk.ops.rope.triton.kernel import Specialisation, compile_kernel
 
 ALIGNMENT = 256  # bytes, of the tensors in a workspace, as PyTorch's allocator aligns them
 _MISALIGNED = 15  # bits of an address: kernels are compiled for multiples of 16 bytes
 MAX_STREAMS = 64  # whose memory a plan keeps
-_compile_rope = functools.lru_cache(compile_kernel)
+
+
+@functools.lru_cache
+def _compile_rope(spec: Specialisation, device: int) -> Any:
+    """Compile the rotation: a compiled kernel holds the function of the one device that it was loaded onto."""
+    return compile_kernel(spec)
 
 
 class Step(NamedTuple):
@@ -245,7 +250,8 @@ class Builder:
         slot = self.slots.get(_storage(x))
         if slot is None:  # the launcher allocated it, and does not return it
             slot = self.slots[_storage(x)] = (self.n_slots, self.workspace)
-            self.workspace += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+            # Memory of no byte, as that of calls without tokens, has an address too.
+            self.workspace += -(-max(1, x.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
             self.alive.append(x)
         index, start = slot
         offset = start + int(x.storage_offset()) * x.element_size()
@@ -269,7 +275,9 @@ class Builder:
         k, k_out = (xs[1], outs[1]) if len(xs) == 2 else (0, 0)
         direction = -1 if call.flags.inverse else 1
         values = (xs[0], k, outs[0], k_out, call.cos, call.sin, 0, 0, None, call.offset, direction, *launch.constants)
-        return Step(bind(_compile_rope(launch.spec), launch.n_programs, values, self.address_of), None)
+        return Step(
+            bind(_compile_rope(launch.spec, self.device.index or 0), launch.n_programs, values, self.address_of), None
+        )
 
     def _bind_operator(self, function: Callable[..., Any], arguments: Any) -> Step:
         twins: dict[int, tuple[Tensor, int, int]] = {}

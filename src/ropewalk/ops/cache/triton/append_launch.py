@@ -40,6 +40,8 @@ _LETTERS = {
 }
 _WIDEST_ACCESS = 16  # bytes
 _address_of = Tensor.data_ptr
+*_fields, _ = AppendCall._fields  # the last one is no tensor
+_ADDRESSES = (*_fields, "out")
 _FEW_TOKENS = 256  # latency limits calls of so many, bandwidth those of more
 # A thread may have as many then. Left to itself, ptxas saves registers and loads cos and sin after the norm's sum.
 _FEW_TOKENS_REGISTERS = 128
@@ -136,7 +138,9 @@ class Launch:
 
     def _pointers(self) -> tuple[int, ...]:
         """Return the index of each of the kernel's pointers among the addresses; k's are q's where there is none."""
-        return (*((7, 0, 1, 14) if self.spec.n_q_heads else (0, 0, 1, 0)), 2, 3, 5, 6, 10, 11, 12, 13, 9, 8, 4)
+        features = ("q", "k", "v", "out") if self.spec.n_q_heads else ("k", "k", "v", "k")
+        rest = ("k_cache", "v_cache", "cos", "sin", "q_weight", "k_weight", "k_scale", "v_scale")
+        return tuple(map(_ADDRESSES.index, (*features, *rest, "axes", "positions", "slots")))
 
 
 class InterpretedLaunch:
