@@ -46,6 +46,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -227,7 +228,7 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
                 mask_function=mask_function, attention_mask=attention_mask, **allow, **sizes
             )
             return additive
-        if attention_mask is None and not allow_is_causal_skip:
+        if attention_mask is None and not allow_is_causal_skip and not torch.compiler.is_compiling():
             window = local_size if local_size is not None and local_size == _window(config) else None
             marker = _packed_marker(masking, mask_function, sizes["batch_size"], window)
             if marker is not None:
@@ -289,7 +290,15 @@ def _supports_eager_alone(config_class: type) -> bool:
             is_host = package == config_class.__module__.rpartition(".")[0] or package.startswith(_HOSTS)
             if each.config_class is config_class and is_host:
                 found.append(each)
-    return any(not (x._supports_sdpa or x._supports_flash_attn) for x in found)
+    lacking = sorted(x.__name__ for x in found if not (x._supports_sdpa or x._supports_flash_attn))
+    if lacking:
+        warnings.warn(
+            f"transformers supports neither 'sdpa' nor flash attention for {', '.join(lacking)}: Ropewalk gives them "
+            f"the masks of 'eager', with a number for each query and key, and layers that do not call transformers' "
+            f"attention interface keep their own attention",
+            stacklevel=1,
+        )
+    return bool(lacking)
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> ReadMask | None:
@@ -373,7 +382,7 @@ def _attend(
         causal, window, mask, blocks = False, None, None, attention_mask
     elif attention_mask is not None:
         causal, window = _read_pattern(attention_mask, causal, sliding_window)
-        if _is_packed_marker(attention_mask):
+        if attention_mask.dtype == torch.uint32 and causal:
             mask, bounds = None, attention_mask[0, 0, 0].view(torch.int32)
         else:
             of_keys = recall(attention_mask, batch, keys)
@@ -451,7 +460,7 @@ def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
 
 def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) -> tuple[bool, int | None]:
     """Return causality and the window that go with a mask: see the table above."""
-    if not (_is_marker(given) or _is_packed_marker(given)):
+    if not _is_marker(given):
         return False, None
     window = sliding_window if given.shape[1] == 1 else given.shape[1]
     if sliding_window not in (None, window):
@@ -460,13 +469,8 @@ def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) ->
 
 
 def _is_marker(mask: Tensor) -> bool:
-    """Say whether a mask is padding beside causality or a window."""
-    return mask.dtype == torch.uint8 and mask.ndim == 4 and mask.shape[2] == 1
-
-
-def _is_packed_marker(mask: Tensor) -> bool:
-    """Say whether a mask is the bounds of documents beside causality or a window."""
-    return mask.dtype == torch.uint32 and mask.ndim == 4 and mask.shape[2] == 1
+    """Say whether a mask is padding, or the bounds of documents, beside causality or a window."""
+    return (mask.dtype == torch.uint8 or mask.dtype == torch.uint32) and mask.ndim == 4 and mask.shape[2] == 1
 
 
 def _convert(given: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
