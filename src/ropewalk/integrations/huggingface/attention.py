@@ -28,8 +28,9 @@ and from position 0 on. All rows then are one packed call. The host waits for th
 under torch.compile and in the capture of a CUDA graph: there such a call without a cache has transformers' bool mask.
 With one its documents attend each other, as by "sdpa": pass cu_seq_lens_q, or use_cache=False.
 
-"eager" alone: transformers supports neither "sdpa" nor flash attention for any class of the config's models. Then some
-of them read masks themselves, or rely on a causal mask that is never None. These masks are what they expect.
+"eager" alone: transformers supports neither "sdpa" nor flash attention for a class of the config's models. Then some of
+them read masks themselves, or rely on a causal mask that is never None. These masks are what they expect. Classes without
+flash attention may read a mask for packed sequences: they get transformers' bool mask.
 
 If a mask is the same for all queries, the kernels loop from the first to the last key that it allows: neither padding
 nor the unused end of a cache costs much. The mask function finds these bounds once for all layers, by one launch on a
@@ -213,22 +214,23 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
                 f"attn_implementation must be 'eager' for {type(config).__name__}: its model does not use "
                 f"transformers' attention interface, and would read Ropewalk's masks otherwise"
             )
-        is_eager_alone = _has_eager_alone(configuration, type(config).__qualname__)
+        supported = _supported(configuration, type(config).__qualname__)
         if takes_shards():
-            if is_eager_alone:
+            if supported == "eager":
                 raise ValueError(
                     f"the model of {type(config).__name__} has 'eager' attention alone, but within context_parallel "
                     f"must run 'sdpa' or flash attention: its classes may read masks themselves"
                 )
             _check_shards(masking, mask_function, attention_mask)
             return None
-        if is_eager_alone:
+        if supported == "eager":
             allow = {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "config": config}
             additive: Tensor | None = masking.eager_mask(
                 mask_function=mask_function, attention_mask=attention_mask, **allow, **sizes
             )
             return additive
-        if attention_mask is None and not allow_is_causal_skip and not torch.compiler.is_compiling():
+        is_kept_whole = allow_is_causal_skip or supported != "flash" or torch.compiler.is_compiling()
+        if attention_mask is None and not is_kept_whole:
             window = local_size if local_size is not None and local_size == _window(config) else None
             marker = _packed_marker(masking, mask_function, sizes["batch_size"], window)
             if marker is not None:
@@ -268,19 +270,18 @@ def _uses_interface(configuration: str) -> bool:
 
 
 @assume_constant
-def _has_eager_alone(configuration: str, name: str) -> bool:
-    """Say whether transformers supports neither "sdpa" nor flash attention for a class of a config's models.
+def _supported(configuration: str, name: str) -> str:
+    """Return the most that transformers supports for all classes of a config's models: "flash", "sdpa" or "eager".
 
-    Those hand the masks of an implementation, None too, to transformers' interface. Other classes may read masks.
+    By flash attention a class gets no mask but for padding, and so hands whatever it gets to the interface. By "sdpa"
+    it may read a bool mask, if it is not None. By "eager" it may read each mask, which is never None where it is causal.
     """
     config_class = getattr(sys.modules.get(configuration), name, None)
-    if config_class is None:
-        return False
-    return _supports_eager_alone(config_class)
+    return "flash" if config_class is None else _supported_by_classes(config_class)
 
 
 @lru_cache
-def _supports_eager_alone(config_class: type) -> bool:
+def _supported_by_classes(config_class: type) -> str:
     transformers: Any = importlib.import_module("transformers")
     found, classes = [], [transformers.PreTrainedModel]
     while classes:
@@ -298,7 +299,8 @@ def _supports_eager_alone(config_class: type) -> bool:
             f"attention interface keep their own attention",
             stacklevel=1,
         )
-    return bool(lacking)
+        return "eager"
+    return "flash" if all(x._supports_flash_attn for x in found) else "sdpa"
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> ReadMask | None:
