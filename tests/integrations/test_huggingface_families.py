@@ -30,7 +30,12 @@ def _registered():
 # Their decoders never say that they are causal, their layers add a mask themselves, or join another to it.
 @pytest.mark.parametrize(
     "family",
-    ["nllb-moe", "git", "informer", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bigbird_pegasus", "deepseek_v4"))],
+    [
+        "nllb-moe",
+        "git",
+        "informer",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("bigbird_pegasus", "deepseek_v4")),
+    ],
 )
 def test_families_with_eager_attention_alone_agree_with_it(family):
     if family not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
@@ -70,7 +75,11 @@ def test_an_audio_tower_keeps_its_own_attention():
     modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
     torch.manual_seed(0)
     config = modeling.Gemma4AudioConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16, subsampling_conv_channels=(128, 32)
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        output_proj_dims=16,
+        subsampling_conv_channels=(128, 32),
     )
     model = modeling.Gemma4AudioModel._from_config(config, attn_implementation="eager").eval()
     sound = torch.randn(2, 96, 128)
