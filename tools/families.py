@@ -296,6 +296,8 @@ def compare(model: nn.Module, name: str, ours: Callable[[], Tensor], theirs: Cal
         return f"{'refused' if is_ours else 'died'}: {describe(error)}"
     finally:
         model.set_attn_implementation("eager")
+    if actual.shape != truth.shape and name.startswith("packed"):
+        return "eager: its output is of no token"
     if actual.shape != truth.shape:
         return f"differs in shape: {tuple(actual.shape)} and {tuple(truth.shape)}"
     budget = error_budget(truth, baseline, ROUNDINGS)

@@ -280,6 +280,22 @@ def _supported(configuration: str, name: str) -> str:
     return "flash" if config_class is None else _supported_by_classes(config_class)
 
 
+def _has_eager_alone(config: Any) -> bool:
+    """Say whether transformers supports "eager" alone for a config's models."""
+    if config is None:
+        return False
+    config_class = type(config)
+    if torch.compiler.is_compiling():
+        return _supported(config_class.__module__, config_class.__qualname__) == "eager"
+    found = _SUPPORTED.get(config_class)
+    if found is None:
+        found = _SUPPORTED[config_class] = _supported_by_classes(config_class)
+    return found == "eager"
+
+
+_SUPPORTED: dict[type, str] = {}
+
+
 @lru_cache
 def _supported_by_classes(config_class: type) -> str:
     transformers: Any = importlib.import_module("transformers")
@@ -354,9 +370,12 @@ def _attend(
                 f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
             )
     bounds = None
-    if attention_mask is None and position_ids is not None and not has_none(position_ids):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        bounds = _read_bounds(position_ids, query, key) if causal else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and causal:
+        if _has_eager_alone(getattr(module, "config", None)):
+            causal = False  # "eager" adds the masks that it gets, and knows no causality
+        elif position_ids is not None and not has_none(position_ids):
+            bounds = _read_bounds(position_ids, query, key)
     if (
         attention_mask is None
         and bounds is None
@@ -369,7 +388,6 @@ def _attend(
         and not deterministic
         and type(scaling) is float
     ):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         plain = repeat_plain(query, key, value, causal, scaling)
         if plain is not None:
             return plain.transpose(1, 2).contiguous(), None
@@ -378,7 +396,7 @@ def _attend(
     of_shards = takes_shards()
     if of_shards:
         _check_position_ids(module, position_ids)
-    causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), sliding_window
+    causal, window = bool(causal), sliding_window
     mask, key_starts, key_lengths, blocks = attention_mask, None, None, None
     if attention_mask is not None and not isinstance(attention_mask, Tensor):  # a BlockMask, which says all
         causal, window, mask, blocks = False, None, None, attention_mask
