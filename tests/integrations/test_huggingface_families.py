@@ -96,8 +96,8 @@ def test_a_result_of_each_kind_has_its_verdict():
     """Of several cases the gravest counts, so that no difference hides."""
     for cases, expected in (
         (["agrees", "agrees"], "agrees"),
-        (["agrees", "eager: documents attend each other"], "agrees"),
-        (["keeps its own", "as eager: documents attend each other"], "keeps"),
+        (["agrees", "eager: documents see each other"], "agrees"),
+        (["keeps its own", "as eager: documents see each other"], "keeps"),
         (["agrees", "differs by 62% (…)"], "differs"),
         (["refused: ValueError: …", "refused: …"], "refused"),
         (["agrees", "died: RuntimeError: …"], "died"),

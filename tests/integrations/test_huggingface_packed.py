@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from helpers.huggingface_models import (
@@ -143,12 +145,15 @@ def test_positions_are_read_once_a_step(name, use_cache, readings, calls, device
     model, ids, positions = build(name, device), tokens(device, batch=1), restarting(device)
     model.set_attn_implementation("ropewalk")
     model(ids, position_ids=positions, use_cache=use_cache)
-    assert len(readings) == 1
+    # The mask functions of transformers before 5.24 hold numbers of documents alone, made anew for each mask.
+    has_positions = use_cache or hasattr(transformers.masking_utils, "remap_positions_for_packed_sequence")
+    once = 1 if has_positions or name == "Llama" else 2
+    assert len(readings) == once
     assert [keywords["cu_seqlens_q"].tolist() for keywords in calls] == [[0, 4, 5, T]] * LAYERS
     calls.clear()
     positions.copy_(restarting(device, lengths=[(2, T - 2)]))
     model(ids, position_ids=positions, use_cache=use_cache)
-    assert len(readings) == 2
+    assert len(readings) == 2 * once
     assert [keywords["cu_seqlens_q"].tolist() for keywords in calls] == [[0, 2, T]] * LAYERS
 
 
@@ -260,6 +265,8 @@ def test_a_late_start_without_a_cache_is_told_apart_as_by_transformers(device):
 
 def test_patterns_of_ones_own_keep_transformers_mask(device):
     masking = transformers.masking_utils
+    if "cache_position" in inspect.signature(masking.create_causal_mask).parameters:
+        pytest.skip("this transformers makes masks by other arguments")
     model, positions = build("Llama", device), restarting(device)
     model.set_attn_implementation("ropewalk")
     given = (model.config, torch.zeros(1, T, 64, device=device), None, None, positions)
