@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -147,7 +148,7 @@ def text_cases(model: Any) -> Iterator[Case]:
     ids = torch.randint(3, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     of_pair = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
 
-    vision = getattr(model.config, "vision_config", None)
+    vision: Any = getattr(model.config, "vision_config", None)
     if isinstance(getattr(vision, "image_size", None), int) and not hasattr(model.config, "image_token_id"):
         of_pair["pixel_values"] = torch.randn(
             BATCH, 3, vision.image_size, vision.image_size, generator=torch.Generator().manual_seed(1)
@@ -270,7 +271,7 @@ def judge(model_type: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def compare(
-    model: nn.Module, name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], without_cache: Any = None
+    model: Any, name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], without_cache: Any = None
 ) -> str:
     """Return "agrees", "differs …", "refused …" or "eager …", which cannot run it."""
     try:
@@ -323,8 +324,7 @@ def theirs_in_double(model: nn.Module, theirs: Callable[[], Tensor]) -> Tensor:
 
 def count_calls() -> Callable[[], int]:
     """Count the layers that attend by Ropewalk from here on."""
-    from ropewalk.integrations.huggingface import attention as door
-
+    door: Any = importlib.import_module("ropewalk.integrations.huggingface.attention")
     if not hasattr(count_calls, "calls"):
         plain, full = door.repeat_plain, door.attention
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
-from pathlib import Path
 
+import families
 import pytest
 import torch
 from helpers.huggingface_models import transformers
 
 from ropewalk.integrations import huggingface
 from ropewalk.integrations.huggingface import attention as door
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import families
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +28,8 @@ def _registered():
     [
         "nllb-moe",
         "git",
-        "informer",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("bigbird_pegasus", "deepseek_v4")),
+        "bridgetower",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("informer", "bigbird_pegasus", "deepseek_v4")),
     ],
 )
 def test_families_with_eager_attention_alone_agree_with_it(family):
@@ -65,7 +60,7 @@ def test_the_class_is_asked_and_not_the_file(name, config, supported):
 
 def test_a_family_with_eager_attention_alone_is_named(monkeypatch):
     modeling = importlib.import_module("transformers.models.nllb_moe.modeling_nllb_moe")
-    door._supported_by_classes.cache_clear()
+    monkeypatch.setattr(door, "_SUPPORTED", {})
     with pytest.warns(UserWarning, match="neither 'sdpa' nor flash attention for .*NllbMoeDecoder.*: Ropewalk gives"):
         assert door._supported_by_classes(modeling.NllbMoeConfig) == "eager"
 

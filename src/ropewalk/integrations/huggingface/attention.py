@@ -29,8 +29,8 @@ under torch.compile and in the capture of a CUDA graph: there such a call withou
 With one its documents attend each other, as by "sdpa": pass cu_seq_lens_q, or use_cache=False.
 
 "eager" alone: transformers supports neither "sdpa" nor flash attention for a class of the config's models. Then some of
-them read masks themselves, or rely on a causal mask that is never None. These masks are what they expect. Classes without
-flash attention may read a mask for packed sequences: they get transformers' bool mask.
+them read masks themselves, or rely on a causal mask that is never None, and on None that masks nothing. They get what
+they expect. Classes without flash attention may read a mask of packed sequences: they get transformers' bool mask.
 
 If a mask is the same for all queries, the kernels loop from the first to the last key that it allows: neither padding
 nor the unused end of a cache costs much. The mask function finds these bounds once for all layers, by one launch on a
@@ -178,8 +178,9 @@ def _packed_marker(masking: Any, mask_function: Any, batch_size: int, window: in
     parts = {_name_in(masking, function): function for function in _parts_of(mask_function)}
     if _PACKED not in parts or "causal_mask_function" not in parts or not parts.keys() <= set(_PLAIN):
         return None
-    is_windowed = "sliding_window_overlay" in parts
-    if is_windowed and window is None:
+    if "sliding_window_overlay" not in parts:
+        window = 1  # none, in the shape of a marker
+    elif window is None:
         return None
     # Both hold one tensor. The positions are the same for all of a model's masks, and so are read once.
     which = _REMAPPED if _REMAPPED in parts else _PACKED
@@ -188,8 +189,7 @@ def _packed_marker(masking: Any, mask_function: Any, batch_size: int, window: in
     documents = find_documents(tensor, batch_size, step=int(which == _REMAPPED))
     if documents is None:
         return None
-    marker = documents.bounds.view(torch.uint32)[None, None, None]
-    return marker.expand(-1, window, -1, -1) if is_windowed else marker
+    return documents.bounds.view(torch.uint32)[None, None, None].expand(-1, window, -1, -1)
 
 
 @lru_cache
@@ -274,9 +274,9 @@ def _supported(configuration: str, name: str) -> str:
     """Return the most that transformers supports for all classes of a config's models: "flash", "sdpa" or "eager".
 
     By flash attention a class gets no mask but for padding, and so hands whatever it gets to the interface. By "sdpa"
-    it may read a bool mask, if it is not None. By "eager" it may read each mask, which is never None where it is causal.
+    it may read a bool mask, if it is not None. By "eager" it may read each mask: it is never None where it is causal.
     """
-    config_class = getattr(sys.modules.get(configuration), name, None)
+    config_class: Any = getattr(sys.modules.get(configuration), name, None)
     return "flash" if config_class is None else _supported_by_classes(config_class)
 
 
@@ -287,17 +287,20 @@ def _has_eager_alone(config: Any) -> bool:
     config_class = type(config)
     if torch.compiler.is_compiling():
         return _supported(config_class.__module__, config_class.__qualname__) == "eager"
+    return _supported_by_classes(config_class) == "eager"
+
+
+_SUPPORTED: dict[type, str] = {}  # by a config's class
+
+
+def _supported_by_classes(config_class: type) -> str:
     found = _SUPPORTED.get(config_class)
     if found is None:
-        found = _SUPPORTED[config_class] = _supported_by_classes(config_class)
-    return found == "eager"
+        found = _SUPPORTED[config_class] = _ask_classes(config_class)
+    return found
 
 
-_SUPPORTED: dict[type, str] = {}
-
-
-@lru_cache
-def _supported_by_classes(config_class: type) -> str:
+def _ask_classes(config_class: type) -> str:
     transformers: Any = importlib.import_module("transformers")
     found, classes = [], [transformers.PreTrainedModel]
     while classes:

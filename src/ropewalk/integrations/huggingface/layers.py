@@ -191,7 +191,7 @@ def use_ropewalk_layers(model: nn.Module) -> LayersHandle:
     hooks, as fully_shard adds to a module, raises in the forward: its weight is read, and its own forward does not run.
 
     A backward may follow the removal: layers that transformers checkpoints (`gradient_checkpointing_enable`, called
-    before) recompute by the forward that they ran. Around other checkpoints the handle must stay until the backward.
+    before) recompute by the forward that they ran. Around other checkpoints the handle must outlast the backward.
 
     Args:
         model: a model of transformers, or one that has such models inside, or a part, such as a language model.
@@ -234,8 +234,8 @@ def use_ropewalk_layers(model: nn.Module) -> LayersHandle:
         raise ValueError("; ".join(refused))
     if not forwards:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer with norms of q and k, but must have one, with modules such "
-            f"as q_norm and k_norm"
+            f"{type(model).__name__} has no attention layer with norms of q and k, but must have one, with modules "
+            f"such as q_norm and k_norm"
         )
     _install(forwards)
     return LayersHandle(forwards, hold_in_checkpoints(model, lambda: _held(forwards)))

@@ -74,7 +74,7 @@ def has_none(positions: Tensor) -> bool:
     if type(kept) is not _Kept or kept.read is not None:
         return False
     version, address, shape, *_ = kept.state
-    return version == _version(positions) and address == positions.data_ptr() and shape == positions.shape
+    return bool(version == _version(positions) and address == positions.data_ptr() and shape == positions.shape)
 
 
 def check_bounds(bounds: Tensor, given: Tensor, tokens: int, name: str) -> None:

@@ -116,7 +116,7 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
     The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step.
 
     A backward may follow the removal: layers that transformers checkpoints (`gradient_checkpointing_enable`, called
-    before) recompute by the rotation of their forward. Around other checkpoints the handle must stay until the backward.
+    before) recompute by the rotation of their forward. Around other checkpoints the handle must outlast the backward.
 
     Args:
         model: a model of transformers, or one that has such models inside, or a part, such as a language model.
