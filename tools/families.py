@@ -199,7 +199,7 @@ def sound_cases(model: Any, *others: Any) -> Iterator[Case]:
     mels = next((size for x in _MELS if isinstance(size := getattr(config, x, None), int)), 80)
     shape: tuple[int, ...] = (BATCH, 4000)
     if name == "input_features":
-        frames = getattr(config, "max_source_positions", None)
+        frames: Any = getattr(config, "max_source_positions", None)
         by_frames = frames is None or config.model_type == "speech_to_text"
         shape = (BATCH, 64, mels) if by_frames else (BATCH, mels, 2 * frames)
     sound = torch.randn(shape, generator=generator)

@@ -87,9 +87,9 @@ def register(name: str = "ropewalk") -> None:
 
     A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
-    sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
-    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0
-    and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
+    sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, rows of documents packed by
+    position_ids that restart, or one row by cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D
+    mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
     output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may
     change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel. Models that do
     not use transformers' interface, such as BLOOM and MPT, keep their own attention in `set_attn_implementation`,

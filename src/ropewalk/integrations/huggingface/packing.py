@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
+
+from ropewalk.ops.tracing import PLAIN_TYPES
 
 _ATTRIBUTE = "_ropewalk_documents"  # of a tensor of positions whose documents were read
 _CHECKED = "_ropewalk_checked"  # of bounds that were compared with those of positions
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
 
 
 class _Kept:
-    """What was read of positions, and the state that they were read in."""
+    """The documents of positions, and the state of the tensor that they were read in."""
 
     __slots__ = ("read", "state")
 
@@ -48,9 +48,9 @@ def begin_forward() -> None:
 
 def can_read(x: Tensor) -> bool:
     """Say whether the host can read values: not of a graph that is traced or captured."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta or torch._C._get_tracing_state():
+    if torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES or x.is_meta:
         return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x):
+    if torch._C._get_tracing_state() is not None or torch._C._functorch.is_batchedtensor(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
