@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -168,6 +169,19 @@ def test_positions_are_read_anew_in_each_forward_of_inference(readings, calls, d
         positions.copy_(torch.arange(T))
         model(ids, position_ids=positions)
     assert len(readings) == 2
+    assert [keywords["layout"] for keywords in calls] == ["thd"] * LAYERS + ["bhtd"] * LAYERS
+
+
+def test_copies_of_positions_keep_nothing(calls, device):
+    model, ids = build("Llama", device), tokens(device, batch=1)
+    model.set_attn_implementation("ropewalk")
+    positions = torch.arange(T, device=device)[None].clone()
+    model(ids, position_ids=positions)
+    twin = copy.deepcopy(positions)
+    twin.copy_(restarting(device))
+    calls.clear()
+    model(ids, position_ids=twin)
+    model(ids, position_ids=positions)
     assert [keywords["layout"] for keywords in calls] == ["thd"] * LAYERS + ["bhtd"] * LAYERS
 
 

@@ -89,11 +89,14 @@ def register(name: str = "ropewalk") -> None:
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
     sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, rows of documents packed by
     position_ids that restart, or one row by cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D
-    mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
-    output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may
-    change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel. Models that do
-    not use transformers' interface, such as BLOOM and MPT, keep their own attention in `set_attn_implementation`,
-    with transformers' warning; made with this name, they raise in their first forward. A second call does nothing.
+    mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked once. All else that a layer
+    passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any
+    keyword that may change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel.
+
+    Models that do not use transformers' interface, such as BLOOM and MPT, keep their own attention in
+    `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first forward.
+    Classes for which transformers supports neither "sdpa" nor flash attention get the masks of "eager", with a warning
+    that names them (NLLB-MoE, GIT, DeepSeek-V4). A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -375,7 +378,9 @@ def _attend(
     bounds = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal:
-        if _has_eager_alone(getattr(module, "config", None)):
+        config = getattr(module, "config", None)
+        supported = _SUPPORTED.get(type(config))
+        if supported != "flash" and (supported == "eager" or _has_eager_alone(config)):
             causal = False  # "eager" adds the masks that it gets, and knows no causality
         elif position_ids is not None and not has_none(position_ids):
             bounds = _read_bounds(position_ids, query, key)

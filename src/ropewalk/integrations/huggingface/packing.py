@@ -69,12 +69,11 @@ def has_none(positions: Tensor) -> bool:
     """Say whether positions were read, and no row has several documents: few calls, as each layer asks."""
     if torch.compiler.is_compiling():
         return False
-    owner = positions if positions._base is None else positions._base
-    kept = getattr(owner, _ATTRIBUTE, None)
-    if type(kept) is not _Kept or kept.read is not None:
+    kept = getattr(positions, _ATTRIBUTE, None)
+    if type(kept) is not _Kept or kept.read is not None or positions.is_inference():
         return False
-    version, address, shape, *_ = kept.state
-    return bool(version == _version(positions) and address == positions.data_ptr() and shape == positions.shape)
+    version, address, *_ = kept.state
+    return bool(version == positions._version and address == positions.data_ptr())
 
 
 def check_bounds(bounds: Tensor, given: Tensor, tokens: int, name: str) -> None:
@@ -111,6 +110,8 @@ def _recall(positions: Tensor, batch: int, step: int) -> _Kept | None:
     if type(kept) is not _Kept or kept.state != state:
         kept = _Kept(state, _read(positions, batch, step))
         setattr(owner, _ATTRIBUTE, kept)
+    if owner is not positions and kept.read is None:
+        setattr(positions, _ATTRIBUTE, kept)  # for `has_none`
     return kept
 
 
