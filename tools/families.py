@@ -457,7 +457,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def write_page(text: str) -> None:
     """Put the table between the marks of docs/models.md."""
-    start, end = "<!-- families: tools/families.py -->\n", "\n<!-- end -->"
+    start, end = "<!-- families: tools/families.py -->\n\n", "\n\n<!-- end -->"
     page = PAGE.read_text()
     before, _, rest = page.partition(start)
     _, _, after = rest.partition(end)
