@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers.huggingface_models import EXPERTS, GROUPED, ROUNDINGS, WINDOW, InDouble, padding, tokens
+from helpers.huggingface_models import EXPERTS, GROUPED, LAYERS, ROUNDINGS, WINDOW, InDouble, padding, tokens
 from torch import nn
 
 from ropewalk.integrations import huggingface
@@ -275,6 +275,30 @@ def test_checkpointing(reentrant, calls, device):
         torch.testing.assert_close(actual[name], x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_after_the_removal_recomputes_what_the_forward_ran(reentrant, calls, device):
+    model = build("Qwen3", device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with huggingface.use_ropewalk_layers(model) as handle:
+        copy.deepcopy(model)  # its checkpoints hold nothing
+        calls.clear()
+        x = model.get_input_embeddings()(tokens(device))
+        loss = model(inputs_embeds=x).logits.square().sum()
+        assert "self_attn" in repr(handle)
+    loss.backward()
+    assert len(calls) == 2 * LAYERS
+    calls.clear()
+    model(inputs_embeds=x.detach())
+    assert not calls
+    assert not any("forward" in vars(part) for part in model.modules())
+    with_grad = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with huggingface.use_ropewalk_layers(model):
+        model(inputs_embeds=model.get_input_embeddings()(tokens(device))).logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, with_grad[name]), name
+
+
 def test_compiled_without_a_graph_break(device):
     model = build("Qwen3_5", device, layer_types=["full_attention", "full_attention"])
     ids = tokens(device)
@@ -323,7 +347,7 @@ def test_another_replacement_is_left_alone(device):
 
 def test_models_without_such_a_layer_are_refused(device):
     with pytest.raises(
-        ValueError, match="LlamaForCausalLM has no attention layer with norms of q and k such as q_norm"
+        ValueError, match="LlamaForCausalLM has no attention layer with norms of q and k, but must have one"
     ):
         huggingface.use_ropewalk_layers(build("Llama", device))
 
@@ -429,6 +453,17 @@ def test_hooks_of_norms_are_refused(device):
     model = build("Qwen3", device)
     model.model.layers[0].self_attn.k_norm.register_forward_hook(print)
     assert_refused(model, r"its k_norm \(Qwen3RMSNorm\) has hooks or a replaced forward, which would not run$")
+
+
+def test_hooks_that_a_norm_gets_later_are_named_in_the_forward(device):
+    """As fully_shard and offloading add them: the weight is read, and the hooks that gather it do not run."""
+    model = build("Qwen3", device)
+    with huggingface.use_ropewalk_layers(model):
+        hook = model.model.layers[1].self_attn.k_norm.register_forward_pre_hook(lambda *given: None)
+        with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_norm has hooks, as fully_shard"):
+            model(tokens(device))
+        hook.remove()
+        model(tokens(device))
 
 
 def test_tables_of_another_form_raise(device):

@@ -89,6 +89,44 @@ def test_handles_count(device):
     assert not rotation._ROTATIONS
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_after_the_removal_recomputes_what_the_forward_ran(reentrant, monkeypatch, device):
+    """The recomputation runs a layer again, by whatever its module then has."""
+    rotations = []
+    monkeypatch.setattr(rotation, "apply_rope", lambda *xs, **flags: rotations.append(1) or apply_rope(*xs, **flags))
+    monkeypatch.setattr(rotation.Repeater, "rotate", lambda *given: None)
+    model = build("Llama", device).train()
+    original = modeling(model).apply_rotary_pos_emb
+    x = model.get_input_embeddings()(tokens(device)).detach().requires_grad_()
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, [x, *(p for p in model.model.layers.parameters())])
+
+    with huggingface.use_ropewalk_rope(model):
+        expected = gradients(model(inputs_embeds=x).logits.square().sum())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    before = [part.__dict__.get("_gradient_checkpointing_func") for part in model.modules()]
+    with huggingface.use_ropewalk_rope(model) as handle:
+        assert "apply_rotary_pos_emb" in repr(handle)
+        rotations.clear()
+        loss = model(inputs_embeds=x).logits.square().sum()
+    assert [part.__dict__.get("_gradient_checkpointing_func") for part in model.modules()] == before
+    assert len(rotations) == LAYERS
+    if reentrant:  # which gives no gradients to autograd.grad
+        loss.backward()
+        actual = [x.grad, *(p.grad for p in model.model.layers.parameters())]
+    else:
+        actual = gradients(loss)
+    assert len(rotations) == 2 * LAYERS
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert modeling(model).apply_rotary_pos_emb is original
+    assert not rotation._ROTATIONS
+    rotations.clear()
+    model(inputs_embeds=x)
+    assert not rotations
+
+
 def test_another_replacement_is_left_alone(monkeypatch, device):
     model = build("Llama", device)
     monkeypatch.setattr(modeling(model), "apply_rotary_pos_emb", modeling(model).apply_rotary_pos_emb)
@@ -100,7 +138,9 @@ def test_another_replacement_is_left_alone(monkeypatch, device):
 
 
 def test_models_without_such_a_function_are_refused(device):
-    with pytest.raises(ValueError, match="BertForMaskedLM calls no rotary function such as apply_rotary_pos_emb"):
+    with pytest.raises(
+        ValueError, match="BertForMaskedLM calls no rotary function, but must call one such as apply_rot"
+    ):
         huggingface.use_ropewalk_rope(build("Bert", device))
 
 

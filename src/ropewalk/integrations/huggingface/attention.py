@@ -10,14 +10,27 @@ a model's call                                          its mask, and its meanin
 causal, no attention_mask, no cache or one that grows   None; `is_causal` is enough
 the same with an attention_mask, padded anywhere        uint8, (B, 1, 1, Tk), the padding; and causal
 causal with a sliding window, no attention_mask         None within the window; past it uint8, (1, window, 1, 0)
+either of them, and position_ids that restart           uint32, (1, window or 1, 1, S + 1), the bounds of documents
 the same with an attention_mask                         uint8, (B, window, 1, Tk), the padding, expanded; and both
 both ways, as in BERT                                   None; with an attention_mask bool, (B, 1, 1, Tk), and no more
 a BlockMask of FlexAttention as attention_mask          the BlockMask, and no more: it says all
 anything else                                           transformers' own bool mask, (B, 1, Tq, Tk), and no more
+a model that has "eager" attention alone                transformers' mask for "eager", (B, 1, Tq, Tk), additive
 ======================================================  ===============================================================
 
-Anything else: a preallocated cache (the one query of a step gets (B, 1, 1, Tk)), packed sequences, chunks, windows both
-ways, patterns of your own, and in transformers 5.0 every call with keys in a cache.
+Anything else: a preallocated cache (the one query of a step gets (B, 1, 1, Tk)), chunks, windows both ways, patterns of
+your own, and in transformers 5.0 every call with keys in a cache.
+
+Packed rows: position_ids, 2-D, whose neighbours differ by other than 1. transformers looks for them where a forward has
+no attention_mask and no cache, and its mask function then says so. With a cache, which a model makes in training by
+default, the layers read the position_ids that they are given: without an attention_mask, with as many keys as queries,
+and from position 0 on. All rows then are one packed call. The host waits for the positions once in a forward. It cannot
+under torch.compile and in the capture of a CUDA graph: there such a call without a cache has transformers' bool mask.
+With one its documents attend each other, as by "sdpa": pass cu_seq_lens_q, or use_cache=False.
+
+"eager" alone: transformers supports neither "sdpa" nor flash attention for a class of the config's models. Then some of
+them read masks themselves, or rely on a causal mask that is never None, and on None that masks nothing. They get what
+they expect. Classes without flash attention may read a mask of packed sequences: they get transformers' bool mask.
 
 If a mask is the same for all queries, the kernels loop from the first to the last key that it allows: neither padding
 nor the unused end of a cache costs much. The mask function finds these bounds once for all layers, by one launch on a
@@ -26,7 +39,7 @@ under torch.compile and torch.inference_mode; and in a CUDA graph, for a mask fr
 a returned mask between two layers, through its `.data` or DLPack.
 
 A query that may attend nothing, as in padding on the left, gives zeros; with transformers' "eager" it gives the mean
-of all values. Written for transformers 5.0 to 5.23.
+of all values. Written for transformers 5.0 to 5.24.
 """
 
 from __future__ import annotations
@@ -34,6 +47,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -43,6 +57,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ropewalk.device import assume_constant
+from ropewalk.integrations.huggingface.packing import begin_forward, check_bounds, find_documents, has_none
 from ropewalk.modules.masks import ReadMask, drop_equal_rows, keep, masks_only, read_keys, recall
 from ropewalk.ops.attention.api import attention, repeat_plain, takes_shards
 
@@ -63,6 +78,7 @@ _INSTEAD = {
     )
 }
 _CHECKED: Any = WeakTensorKeyDictionary()  # additive masks on a device that are no bias: (version, address)
+_HOSTS = ("transformers.models.", "transformers_modules.")  # of models with a config of their own
 _RESERVED = ("eager", "sdpa", "flash", "flex", "/", "|")  # transformers looks for these in a name
 
 
@@ -71,13 +87,16 @@ def register(name: str = "ropewalk") -> None:
 
     A model selects it by `from_pretrained(…, attn_implementation="ropewalk")`, or later by
     `model.set_attn_implementation("ropewalk")`. It supports grouped queries, without repeating keys, the scale, a
-    sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, one row of sequences packed by
-    cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D mask: bool, or additive if it holds 0
-    and the lowest numbers alone, which is checked once. All else that a layer passes raises, by name:
-    output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any keyword that may
-    change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel. Models that do
-    not use transformers' interface, such as BLOOM and MPT, keep their own attention in `set_attn_implementation`,
-    with transformers' warning; made with this name, they raise in their first forward. A second call does nothing.
+    sliding window, a softcap (Gemma 2), sinks (gpt-oss), dropout in training, rows of documents packed by
+    position_ids that restart, or one row by cu_seq_lens_q, FlexAttention's BlockMask as attention_mask, and any 4-D
+    mask: bool, or additive if it holds 0 and the lowest numbers alone, which is checked once. All else that a layer
+    passes raises, by name: output_attentions, head_mask, position_bias, a mask that is a bias, a paged cache, and any
+    keyword that may change the result. So T5 raises in its first forward; `attention` with `T5Bias` has its kernel.
+
+    Models that do not use transformers' interface, such as BLOOM and MPT, keep their own attention in
+    `set_attn_implementation`, with transformers' warning; made with this name, they raise in their first forward.
+    Classes for which transformers supports neither "sdpa" nor flash attention get the masks of "eager", with a warning
+    that names them (NLLB-MoE, GIT, DeepSeek-V4). A second call does nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -111,10 +130,14 @@ def register(name: str = "ropewalk") -> None:
         registry.register(name, ours)
 
 
-_KEPT_BY_SHARDS = (
-    *("causal_mask_function", "bidirectional_mask_function", "and_masks", "sliding_window_overlay"),
-    *("packed_sequence_mask_function", "packed_sequence_compatibility_function", "remap_positions_for_packed_sequence"),
+_PACKED = "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"
+# Causality, a window and packed sequences.
+_PLAIN = (
+    *("causal_mask_function", "and_masks", "sliding_window_overlay"),
+    *(_PACKED, "packed_sequence_compatibility_function", _REMAPPED),
 )
+_KEPT_BY_SHARDS = (*_PLAIN, "bidirectional_mask_function")
 
 
 def _check_shards(masking: Any, mask_function: Any, attention_mask: Tensor | None) -> None:
@@ -125,8 +148,8 @@ def _check_shards(masking: Any, mask_function: Any, attention_mask: Tensor | Non
             "layout pads at the end"
         )
     for function in _parts_of(mask_function):
-        name = getattr(function, "__qualname__", type(function).__name__)
-        if function.__module__ != masking.__name__ or name.partition(".")[0] not in _KEPT_BY_SHARDS:
+        if _name_in(masking, function) not in _KEPT_BY_SHARDS:
+            name = getattr(function, "__qualname__", type(function).__name__)
             raise ValueError(
                 f"mask_function calls {name}, but within context_parallel must be made of causality, a causal window "
                 f"and packed sequences: no other mask is sharded"
@@ -144,6 +167,34 @@ def _parts_of(function: Any) -> list[Any]:
     return found
 
 
+def _name_in(masking: Any, function: Any) -> str | None:
+    """Return the name of transformers' function that made a part of a mask function; None if it is another's."""
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name.partition(".")[0] if function.__module__ == masking.__name__ else None
+
+
+def _packed_marker(masking: Any, mask_function: Any, batch_size: int, window: int | None) -> Tensor | None:
+    """Return the bounds of packed rows, as a marker; None where other than causality, a window and packing count.
+
+    window: the mask's, None if it has one that `_attend` could not tell.
+    """
+    parts = {_name_in(masking, function): function for function in _parts_of(mask_function)}
+    if _PACKED not in parts or "causal_mask_function" not in parts or not parts.keys() <= set(_PLAIN):
+        return None
+    if "sliding_window_overlay" not in parts:
+        window = 1  # none, in the shape of a marker
+    elif window is None:
+        return None
+    # Both hold one tensor. The positions are the same for all of a model's masks, and so are read once.
+    which = _REMAPPED if _REMAPPED in parts else _PACKED
+    cells = (cell.cell_contents for cell in parts[which].__closure__)
+    tensor = next(x for x in cells if isinstance(x, Tensor))
+    documents = find_documents(tensor, batch_size, step=int(which == _REMAPPED))
+    if documents is None:
+        return None
+    return documents.bounds.view(torch.uint32)[None, None, None].expand(-1, window, -1, -1)
+
+
 @lru_cache
 def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
     """Return the function that makes masks from the arguments of transformers' `sdpa_mask`: the table above."""
@@ -158,15 +209,35 @@ def _mask_function(masking: Any) -> Callable[..., Tensor | None]:
         config: Any = None,
         **sizes: Any,
     ) -> Tensor | None:
+        if not torch.compiler.is_compiling():
+            begin_forward()
         configuration = type(config).__module__
         if not _uses_interface(configuration):
             raise ValueError(
                 f"attn_implementation must be 'eager' for {type(config).__name__}: its model does not use "
                 f"transformers' attention interface, and would read Ropewalk's masks otherwise"
             )
+        supported = _supported(configuration, type(config).__qualname__)
         if takes_shards():
+            if supported == "eager":
+                raise ValueError(
+                    f"the model of {type(config).__name__} has 'eager' attention alone, but within context_parallel "
+                    f"must run 'sdpa' or flash attention: its classes may read masks themselves"
+                )
             _check_shards(masking, mask_function, attention_mask)
             return None
+        if supported == "eager":
+            allow = {"allow_is_bidirectional_skip": allow_is_bidirectional_skip, "config": config}
+            additive: Tensor | None = masking.eager_mask(
+                mask_function=mask_function, attention_mask=attention_mask, **allow, **sizes
+            )
+            return additive
+        is_kept_whole = allow_is_causal_skip or supported != "flash" or torch.compiler.is_compiling()
+        if attention_mask is None and not is_kept_whole:
+            window = local_size if local_size is not None and local_size == _window(config) else None
+            marker = _packed_marker(masking, mask_function, sizes["batch_size"], window)
+            if marker is not None:
+                return marker
         if attention_mask is None or attention_mask.ndim == 2:
             if allow_is_bidirectional_skip and mask_function is masking.bidirectional_mask_function:
                 padding = _read_padding(attention_mask, **sizes)
@@ -199,6 +270,59 @@ def _uses_interface(configuration: str) -> bool:
         return True
     own = (x for x in vars(modeling).values() if isinstance(x, type) and x.__module__ == modeling.__name__)
     return not any("Attention" in x.__name__ for x in own)
+
+
+@assume_constant
+def _supported(configuration: str, name: str) -> str:
+    """Return the most that transformers supports for all classes of a config's models: "flash", "sdpa" or "eager".
+
+    By flash attention a class gets no mask but for padding, and so hands whatever it gets to the interface. By "sdpa"
+    it may read a bool mask, if it is not None. By "eager" it may read each mask: it is never None where it is causal.
+    """
+    config_class: Any = getattr(sys.modules.get(configuration), name, None)
+    return "flash" if config_class is None else _supported_by_classes(config_class)
+
+
+def _has_eager_alone(config: Any) -> bool:
+    """Say whether transformers supports "eager" alone for a config's models."""
+    if config is None:
+        return False
+    config_class = type(config)
+    if torch.compiler.is_compiling():
+        return _supported(config_class.__module__, config_class.__qualname__) == "eager"
+    return _supported_by_classes(config_class) == "eager"
+
+
+_SUPPORTED: dict[type, str] = {}  # by a config's class
+
+
+def _supported_by_classes(config_class: type) -> str:
+    found = _SUPPORTED.get(config_class)
+    if found is None:
+        found = _SUPPORTED[config_class] = _ask_classes(config_class)
+    return found
+
+
+def _ask_classes(config_class: type) -> str:
+    transformers: Any = importlib.import_module("transformers")
+    found, classes = [], [transformers.PreTrainedModel]
+    while classes:
+        for each in classes.pop().__subclasses__():
+            classes.append(each)
+            package = each.__module__.rpartition(".")[0]
+            is_host = package == config_class.__module__.rpartition(".")[0] or package.startswith(_HOSTS)
+            if each.config_class is config_class and is_host:
+                found.append(each)
+    lacking = sorted(x.__name__ for x in found if not (x._supports_sdpa or x._supports_flash_attn))
+    if lacking:
+        warnings.warn(
+            f"transformers supports neither 'sdpa' nor flash attention for {', '.join(lacking)}: Ropewalk gives them "
+            f"the masks of 'eager', with a number for each query and key, and layers that do not call transformers' "
+            f"attention interface keep their own attention",
+            stacklevel=1,
+        )
+        return "eager"
+    return "flash" if all(x._supports_flash_attn for x in found) else "sdpa"
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int = 0, **others: Any) -> ReadMask | None:
@@ -245,13 +369,24 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
+    position_ids = others.get("position_ids")
     for name, given in others.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise ValueError(
                 f"{name} is not supported by Ropewalk's attention, so must be None: use 'eager'{_INSTEAD.get(name, '')}"
             )
+    bounds = None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and causal:
+        config = getattr(module, "config", None)
+        supported = _SUPPORTED.get(type(config))
+        if supported != "flash" and (supported == "eager" or _has_eager_alone(config)):
+            causal = False  # "eager" adds the masks that it gets, and knows no causality
+        elif position_ids is not None and not has_none(position_ids):
+            bounds = _read_bounds(position_ids, query, key)
     if (
         attention_mask is None
+        and bounds is None
         and softcap is None
         and s_aux is None
         and cu_seq_lens_q is None
@@ -261,7 +396,6 @@ def _attend(
         and not deterministic
         and type(scaling) is float
     ):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         plain = repeat_plain(query, key, value, causal, scaling)
         if plain is not None:
             return plain.transpose(1, 2).contiguous(), None
@@ -269,15 +403,20 @@ def _attend(
     keys = key.shape[2]
     of_shards = takes_shards()
     if of_shards:
-        _check_position_ids(module, others.get("position_ids"))
-    causal, window = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), sliding_window
+        _check_position_ids(module, position_ids)
+    causal, window = bool(causal), sliding_window
     mask, key_starts, key_lengths, blocks = attention_mask, None, None, None
     if attention_mask is not None and not isinstance(attention_mask, Tensor):  # a BlockMask, which says all
         causal, window, mask, blocks = False, None, None, attention_mask
     elif attention_mask is not None:
         causal, window = _read_pattern(attention_mask, causal, sliding_window)
-        of_keys = recall(attention_mask, batch, keys)
-        mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
+        if attention_mask.dtype == torch.uint32 and causal:
+            mask, bounds = None, attention_mask[0, 0, 0].view(torch.int32)
+        else:
+            of_keys = recall(attention_mask, batch, keys)
+            mask, key_starts, key_lengths = of_keys or _convert(attention_mask, batch, keys)
+            if position_ids is not None and mask is None:
+                bounds = _read_bounds(position_ids, query, key)
     if window is not None and window >= keys and not of_shards:
         window = None
     # A branch, as torch.compile with symbolic lengths hands on no SymBool.
@@ -288,9 +427,15 @@ def _attend(
         if mask is not None or blocks is not None or batch != 1:
             raise ValueError(
                 "cu_seq_lens_q was passed with a mask or several batch rows, but must come with one row, without an "
-                "attention_mask or position_ids that restart: pass one or the other"
+                "attention_mask: pass one or the other"
             )
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+            if bounds is not None and given is not None:
+                check_bounds(bounds, given, queries, name)
+        bounds = cu_seq_lens_q
+    is_packed = bounds is not None or cu_seq_lens_k is not None
+    if is_packed:
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attention(
         query,
         key,
@@ -306,13 +451,24 @@ def _attend(
         blocks=blocks,
         key_starts=key_starts,
         key_lengths=key_lengths,
-        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_q=bounds,
         cu_seqlens_k=cu_seq_lens_k,
-        layout="bhtd" if cu_seq_lens_q is None and cu_seq_lens_k is None else "thd",
+        layout="thd" if is_packed else "bhtd",
     )
-    if cu_seq_lens_q is None and cu_seq_lens_k is None:
-        return out.transpose(1, 2).contiguous(), None
-    return out[None].contiguous(), None
+    if is_packed:
+        return out.unflatten(0, (batch, queries)).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _read_bounds(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the bounds of documents that positions tell apart; None if they are no packed rows."""
+    batch, _, queries, _ = query.shape
+    if queries < 2 or position_ids.ndim != 2 or key.shape[2] != queries or position_ids.shape[1] != queries:
+        return None
+    if position_ids.shape[0] not in (1, batch) or takes_shards():
+        return None
+    documents = find_documents(position_ids, batch)
+    return documents.bounds if documents is not None and documents.are_from_zero else None
 
 
 def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
@@ -345,8 +501,8 @@ def _read_pattern(given: Tensor, is_causal: bool, sliding_window: int | None) ->
 
 
 def _is_marker(mask: Tensor) -> bool:
-    """Say whether a mask is padding beside causality or a window."""
-    return mask.dtype == torch.uint8 and mask.ndim == 4 and mask.shape[2] == 1
+    """Say whether a mask is padding, or the bounds of documents, beside causality or a window."""
+    return (mask.dtype == torch.uint8 or mask.dtype == torch.uint32) and mask.ndim == 4 and mask.shape[2] == 1
 
 
 def _convert(given: Tensor, batch: int, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -404,6 +560,6 @@ def find_transformers() -> tuple[Any, Any]:
         if not hasattr(where, name):
             raise RuntimeError(
                 f"the interface of transformers {transformers.__version__} is not supported: {where.__name__} has no "
-                f"{name}; ropewalk.integrations.huggingface supports transformers 5.0 to 5.23"
+                f"{name}; ropewalk.integrations.huggingface supports transformers 5.0 to 5.24"
             )
     return transformers, masking

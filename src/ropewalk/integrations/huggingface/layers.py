@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ropewalk.integrations.huggingface.checkpoints import hold_in_checkpoints
 from ropewalk.integrations.huggingface.rotation import take_part
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.norm import QKNorm
@@ -93,6 +95,12 @@ class _LayerForward:
         else:
             cos, sin = position_embeddings
             cos, sin = take_part(cos, sin, "halves", self.checked, self.name)
+        for norm_name in (self.norm.q_name, self.norm.k_name):
+            if _has_hooks(getattr(layer, norm_name)):
+                raise ValueError(
+                    f"{self.name}.{norm_name} has hooks, as fully_shard and offloading add them, but must have none "
+                    f"under use_ropewalk_layers, which reads its weight: shard the layer as a whole"
+                )
         norm = QKNorm(
             getattr(getattr(layer, self.norm.q_name), "weight", None),
             getattr(getattr(layer, self.norm.k_name), "weight", None),
@@ -131,9 +139,13 @@ class LayersHandle:
     `layers` are the names of the attention layers that it changed; `remove`, or the end of a `with`, undoes it.
     """
 
-    def __init__(self, forwards: dict[str, _LayerForward]) -> None:
+    def __init__(self, forwards: dict[str, _LayerForward], checkpoints: tuple[Any, ...] = ()) -> None:
         self.layers = tuple(forwards)
         self._forwards = forwards
+        self._checkpoints = checkpoints
+
+    def __repr__(self) -> str:
+        return f"LayersHandle(layers={self.layers}{'' if self._forwards else ', removed'})"
 
     def __repr__(self) -> str:
         removed = "" if self._forwards else ", removed"
@@ -146,6 +158,8 @@ class LayersHandle:
             RuntimeError: other code has replaced a forward since, and it was left as it is.
         """
         held, self._forwards = self._forwards, {}
+        for checkpoint in self._checkpoints:
+            checkpoint.release()
         lost = []
         for name, forward in held.items():
             forward.handles -= 1
@@ -177,8 +191,11 @@ def use_ropewalk_layers(model: nn.Module) -> LayersHandle:
     heads. Then both forwards are called with small random tensors in float32: tables, weights of the norms and
     projections. Queries, keys, the attention's arguments, the output and the gradients must agree.
 
-    The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step. Hooks that are
-    added to the norms later do not run.
+    The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step. A norm that has
+    hooks, as fully_shard adds to a module, raises in the forward: its weight is read, and its own forward does not run.
+
+    A backward may follow the removal: layers that transformers checkpoints (`gradient_checkpointing_enable`, called
+    before) recompute by the forward that they ran. Around other checkpoints the handle must outlast the backward.
 
     Args:
         model: a model of transformers, or one that has such models inside, or a part, such as a language model.
@@ -221,12 +238,28 @@ def use_ropewalk_layers(model: nn.Module) -> LayersHandle:
         raise ValueError("; ".join(refused))
     if not forwards:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer with norms of q and k such as q_norm, but must"
+            f"{type(model).__name__} has no attention layer with norms of q and k, but must have one, with modules "
+            f"such as q_norm and k_norm"
         )
+    _install(forwards)
+    return LayersHandle(forwards, hold_in_checkpoints(model, lambda: _held(forwards)))
+
+
+def _install(forwards: dict[str, _LayerForward]) -> None:
     for forward in forwards.values():
         forward.layer.forward = forward
         forward.handles += 1
-    return LayersHandle(forwards)
+
+
+@contextmanager
+def _held(forwards: dict[str, _LayerForward]) -> Iterator[None]:
+    """Run our forwards again where a handle was removed since, as a recomputation must run what its forward ran."""
+    missing = {name: forward for name, forward in forwards.items() if "forward" not in vars(forward.layer)}
+    _install(missing)
+    try:
+        yield
+    finally:
+        LayersHandle(missing).remove()
 
 
 def _recognise(layer: Any, name: str, checked: set[int]) -> _LayerForward | str:
@@ -258,6 +291,10 @@ def _recognise(layer: Any, name: str, checked: set[int]) -> _LayerForward | str:
     return f"apply_rope with {_describe(norm)}, before or after the rotation, computes something else"
 
 
+def _has_hooks(norm: nn.Module) -> bool:
+    return bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+
+
 def _describe(norm: _Norm) -> str:
     return f"QKNorm(eps={norm.eps:g}, offset={norm.offset:g}, across_heads={norm.across_heads})"
 
@@ -274,7 +311,7 @@ def _read_norms(layer: Any, q_name: str, k_name: str) -> _Norm | str:
             return f"{kind} has parameters beside a weight: {', '.join(sorted(shapes))}"
         if getattr(norm, "eps", 0.0) is None:
             return f"{kind} has eps None, so that it depends on the dtype"
-        if "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+        if "forward" in vars(norm) or _has_hooks(norm):
             return f"{kind} has hooks or a replaced forward, which would not run"
         across_heads = shapes.get("weight") == (width,) != (layer.head_dim,)
         size = (width,) if across_heads else (width // layer.head_dim, layer.head_dim)

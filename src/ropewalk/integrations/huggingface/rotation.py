@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from types import CodeType, ModuleType
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
+from ropewalk.integrations.huggingface.checkpoints import hold_in_checkpoints
 from ropewalk.ops.rope.api import apply_rope
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.repeat import Repeater
@@ -58,10 +60,11 @@ class RopeHandle:
     a `with`, undoes it.
     """
 
-    def __init__(self, replaced: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, replaced: tuple[tuple[str, str], ...], checkpoints: tuple[Any, ...] = ()) -> None:
         self.modules = tuple(sorted({module for module, _ in replaced}))
         self.functions = tuple(f"{module}.{function}" for module, function in replaced)
         self._replaced = replaced
+        self._checkpoints = checkpoints
         self._is_removed = False
 
     def __repr__(self) -> str:
@@ -76,6 +79,8 @@ class RopeHandle:
         """
         held = () if self._is_removed else self._replaced
         self._is_removed = True
+        for checkpoint in self._checkpoints:
+            checkpoint.release()
         lost = []
         for module, function in held:
             rotation = _ROTATIONS[module, function]
@@ -109,6 +114,9 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
     of the model's cos and sin is checked once per width, in the first call that torch.compile does not trace.
 
     The arithmetic is in float32 and rounded once, to q's dtype, where the model's own rounds each step.
+
+    A backward may follow the removal: layers that transformers checkpoints (`gradient_checkpointing_enable`, called
+    before) recompute by the rotation of their forward. Around other checkpoints the handle must outlast the backward.
 
     Args:
         model: a model of transformers, or one that has such models inside, or a part, such as a language model.
@@ -147,12 +155,35 @@ def use_ropewalk_rope(model: nn.Module) -> RopeHandle:
             f"model that does not call it"
         )
     if not rotations:
-        raise ValueError(f"{type(model).__name__} calls no rotary function such as apply_rotary_pos_emb, but must")
+        raise ValueError(
+            f"{type(model).__name__} calls no rotary function, but must call one such as apply_rotary_pos_emb: models "
+            f"with other positions, such as BERT's, rotate nothing"
+        )
+    _install(rotations)
+    return RopeHandle(tuple(rotations), hold_in_checkpoints(model, lambda: _held(rotations)))
+
+
+def _install(rotations: dict[tuple[str, str], _Rotation]) -> None:
     for (module, function), rotation in rotations.items():
         _ROTATIONS[module, function] = rotation
         rotation.handles += 1
         setattr(sys.modules[module], function, rotation.ours)
-    return RopeHandle(tuple(rotations))
+
+
+@contextmanager
+def _held(rotations: dict[tuple[str, str], _Rotation]) -> Iterator[None]:
+    """Rotate by ours again where a handle was removed since, as a recomputation must run what its forward ran."""
+    missing = {
+        (module, function): rotation
+        for (module, function), rotation in rotations.items()
+        if (module, function) not in _ROTATIONS and getattr(sys.modules[module], function) is rotation.original
+    }
+    _install(missing)
+    handle = RopeHandle(tuple(missing))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _collect(
