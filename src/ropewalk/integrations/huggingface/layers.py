@@ -145,9 +145,6 @@ class LayersHandle:
         self._checkpoints = checkpoints
 
     def __repr__(self) -> str:
-        return f"LayersHandle(layers={self.layers}{'' if self._forwards else ', removed'})"
-
-    def __repr__(self) -> str:
         removed = "" if self._forwards else ", removed"
         return f"<LayersHandle of {', '.join(self.layers)}{removed}>"
 

@@ -6,7 +6,6 @@ Triton's own build compiles it when the first plan is made, with any C compiler,
 from __future__ import annotations
 
 import functools
-import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
