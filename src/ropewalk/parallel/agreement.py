@@ -19,13 +19,12 @@ def kind_of_layout(layout: SequenceLayout) -> Kind:
     return ("layout.n_tokens", layout.n_tokens), ("layout.kind", layout.kind), ("layout.cu_seqlens", layout.bounds)
 
 
-def check_tokens(layout: SequenceLayout, name: str, n_tokens: int) -> None:
-    """Raise unless a tensor has as many tokens as a shard."""
-    if n_tokens != layout.n_local:
-        raise ValueError(
-            f"{name} has {n_tokens} tokens, but must have the {layout.n_local} of a shard, for {layout}: pass the "
-            f"whole sequence to shard_sequence once, before the model; there is no generation within context_parallel"
-        )
+def refuse_tokens(layout: SequenceLayout, name: str, n_tokens: int) -> NoReturn:
+    """Raise for a tensor that has not as many tokens as a shard."""
+    raise ValueError(
+        f"{name} has {n_tokens} tokens, but must have the {layout.n_local} of a shard, for {layout}: pass the "
+        f"whole sequence to shard_sequence once, before the model; there is no generation within context_parallel"
+    )
 
 
 def needs_agreement(layout: SequenceLayout, kind: Kind | None, agreed: set[Any] | None = None) -> bool:

@@ -25,7 +25,7 @@ from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_dtensor
 from ropewalk.parallel import call as calls
-from ropewalk.parallel.agreement import Kind, agree, check_tokens, kind_of_layout, needs_agreement, refuse
+from ropewalk.parallel.agreement import Kind, agree, kind_of_layout, needs_agreement, refuse, refuse_tokens
 from ropewalk.parallel.call import ShardedCall, learned_of, outside, prepare_features, with_learned
 from ropewalk.parallel.choose import ContextParallelChoice, choose, explain, flatten_nodes
 from ropewalk.parallel.gathered import attend_gathered, attend_halo
@@ -223,7 +223,8 @@ def _check(
         raise ValueError(f"layout_of_tensors is {given.layout!r}, but must be 'bthd', 'bhtd' or 'thd'")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.ndim == len(given.layout):
-            check_tokens(layout, name, x.shape[tokens])
+            if x.shape[tokens] != layout.n_local:
+                refuse_tokens(layout, name, x.shape[tokens])
             if x.device != layout.device:
                 raise ValueError(f"{name} is on {x.device}, but must be on the layout's device, {layout.device}")
     if given.layout == "thd":
@@ -283,11 +284,11 @@ def _kind(call: ShardedCall, norm: QKNorm | None) -> Kind:
     return (
         *kind_of_layout(layout),
         ("the dtype of q", str(call.q.dtype)),
-        *((f"the shape of {name}, (B, H, T, D),", tuple(x.shape)) for name, x in tensors.items()),
+        *[(f"the shape of {name}, (B, H, T, D),", tuple(x.shape)) for name, x in tensors.items()],
         *(("causal", call.causal), ("window", call.window), ("dropout_p", call.dropout_p)),
-        *((name, _describe(x)) for name, x in call.options.items()),
+        *[(name, _describe(x)) for name, x in call.options.items()],
         *(("position", _describe(call.scheme)), ("norm", _describe(norm)), ("sinks", _describe(call.sinks))),
-        *((f"{name}.requires_grad", x.requires_grad and needs_grad) for name, x in tensors.items()),
+        *[(f"{name}.requires_grad", x.requires_grad and needs_grad) for name, x in tensors.items()],
     )
 
 

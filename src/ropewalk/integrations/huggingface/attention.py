@@ -473,7 +473,7 @@ def _read_bounds(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor | N
 
 def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
     """Raise where a model rotates a shard by other positions than the layout's; the first layer looks."""
-    from ropewalk.parallel.agreement import check_tokens, refuse
+    from ropewalk.parallel.agreement import refuse, refuse_tokens
     from ropewalk.parallel.call import current_layout
 
     layout = current_layout()
@@ -481,7 +481,8 @@ def _check_position_ids(module: nn.Module, position_ids: Tensor | None) -> None:
     if position_ids is None or position_ids.ndim != 2 or getattr(module, "layer_idx", 0) != 0:
         return
     try:
-        check_tokens(layout, "position_ids", position_ids.shape[1])
+        if position_ids.shape[1] != layout.n_local:
+            refuse_tokens(layout, "position_ids", position_ids.shape[1])
     except ValueError as error:
         refuse(layout, error)
     is_wrong = (position_ids != layout.positions) & layout.valid

@@ -31,11 +31,13 @@ def are_of_call(features: Features, call: AttentionCall) -> bool:
     *given, layout = features
     if layout == "bhtd" or not is_plain_eager(*given):
         return False
-    pairs = zip(given, (call.q, call.k, call.v, call.gate), strict=True)
-    return all(
-        (x is None and mine is None) or (x is not None and mine is not None and x.data_ptr() == mine.data_ptr() != 0)
-        for x, mine in pairs
-    )
+    for x, mine in zip(given, (call.q, call.k, call.v, call.gate), strict=True):
+        if x is None or mine is None:
+            if x is not mine:
+                return False
+        elif not x.data_ptr() == mine.data_ptr() != 0:
+            return False
+    return True
 
 
 def attend(

@@ -263,8 +263,8 @@ _BLOCK_TENSORS = tuple(field.name for field in fields_of(BlockTables) if field.k
 def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """Every tensor that the caller passed, as far as kernels read it."""
     given = () if call.far is None or call.far.given is None else call.far.given
-    of_blocks = () if call.blocks is None else tuple(getattr(call.blocks, name) for name in _BLOCK_TENSORS)
-    return (*(getattr(call, name) for name in _TENSORS), *of_blocks, *given)
+    of_blocks = () if call.blocks is None else tuple([getattr(call.blocks, name) for name in _BLOCK_TENSORS])
+    return (*[getattr(call, name) for name in _TENSORS], *of_blocks, *given)  # a generator would cost a frame each
 
 
 def as_bhtd(x: Tensor, layout: str) -> Tensor:
