@@ -14,7 +14,7 @@ from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.backend import KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.backends import REFERENCE, backward_of
-from ropewalk.ops.attention.call import AttentionCall, token_positions
+from ropewalk.ops.attention.call import AttentionCall, existing, token_positions
 from ropewalk.testing import assert_close_to_truth, poisoned_memory, unchanged
 
 # Results on the way that are rounded to the dtype: mapped features, scores, probabilities, and what comes of them.
@@ -55,7 +55,7 @@ def compute_plainly(call: AttentionCall, grad_out: Tensor, grad_lse: Tensor) -> 
     """The same, each step in the tensors' dtype, with the kernels' backward: from p, which is a power of 2."""
     q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
     groups = q.shape[1] // k.shape[1]
-    exist = reference.existing(call)
+    exist = existing(call)
     if exist is not None:
         k, v = (x.detach().masked_fill(~exist[:, None, :, None], 0).requires_grad_() for x in (k, v))
     call = call._replace(q=q, k=k, v=v)

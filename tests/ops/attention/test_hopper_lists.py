@@ -127,6 +127,7 @@ def test_loops_hold_every_attended_pair_once(device, of, block_m, kind, side):
         RANGE=0,
         INDEX_POSITIONS=True,
         PARTIAL_TILES=True,
+        UNREAD_KEYS=False,
     )
     offset = TOKENS[1] - TOKENS[0]
     seqlens = Seqlens(n_queries=TOKENS[0], causal_offset=offset, **numbers)

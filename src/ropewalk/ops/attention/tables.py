@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -624,6 +624,14 @@ def _remember(
             while len(_remembered) > _MOST_REMEMBERED:
                 _remembered.popitem(last=False)
     return made
+
+
+def are_remembered(tensors: Iterable[Tensor]) -> bool:
+    """Say whether all of some tensors lie in what is remembered, whose making every stream has waited for."""
+    with _lock:
+        made = [x for entry in _remembered.values() for x in (entry if isinstance(entry, Rotation) else (entry,))]
+    found = {x.untyped_storage().data_ptr() for x in made if isinstance(x, Tensor)}
+    return found.issuperset([x.untyped_storage().data_ptr() for x in tensors])
 
 
 def _copy(made: Any) -> Any:

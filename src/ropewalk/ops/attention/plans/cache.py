@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import UnplannableError
+from ropewalk.ops.attention.tables import are_remembered
 
 MAX_PLANS = 1024
 MAX_TABLE_BYTES = 1 << 30  # of the schemes' tables that plans read, and so keep alive
@@ -49,9 +50,11 @@ class Cache:
                 self.seen.add(digest)
                 return None
         plan = make()
-        for device in {x.device for x in getattr(plan, "constants", ()) if x.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
-        tables = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in getattr(plan, "constants", ()))}
+        constants = getattr(plan, "constants", ())
+        if not are_remembered(constants):
+            for device in {x.device for x in constants if x.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
+        tables = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in constants)}
         with self.lock:
             if len(self.found) >= MAX_PLANS or sum((self.tables | tables).values()) > MAX_TABLE_BYTES:
                 self.found.clear()
