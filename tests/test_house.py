@@ -28,7 +28,7 @@ TESTS = [
 ]
 
 # Files that read records on the host.
-RECORDS = [OPS / "attention" / f"{name}.py" for name in ("call", "operator", "backend", "backends", "pages")]
+RECORDS = [OPS / "attention" / f"{name}.py" for name in ("api", "call", "operator", "backend", "backends", "pages")]
 
 MAX_JITTED, MAX_HOST, MAX_FILES, MAX_README = 12, 19, 12, 120
 # Their arguments are the public contract; a command's are the options that its help lists.

@@ -237,7 +237,9 @@ def test_bounds_beside_positions_that_go_on_are_taken(calls, device):
     assert [keywords["cu_seqlens_q"].tolist() for keywords in calls] == [[0, 4, T]] * LAYERS
 
 
-@pytest.mark.parametrize("kind", ["left padding", "a chunk", "a late start", "three axes", "not causal"])
+@pytest.mark.parametrize(
+    "kind", ["left padding", "a chunk", "a late start", "a gap", "a step of 2", "a repeat", "three axes", "not causal"]
+)
 def test_other_positions_are_no_packed_rows(kind, calls, device):
     module = nn.Module()
     module.is_causal = kind != "not causal"
@@ -248,6 +250,12 @@ def test_other_positions_are_no_packed_rows(kind, calls, device):
         mask = torch.ones(1, 1, 1, 6, dtype=torch.uint8, device=device)
     elif kind == "a late start":
         positions = positions + 1
+    elif kind == "a gap":
+        positions = torch.tensor([[0, 1, 2, 7, 8, 9]], device=device)
+    elif kind == "a step of 2":
+        positions = torch.arange(0, 12, 2, device=device)[None]
+    elif kind == "a repeat":
+        positions = torch.tensor([[0, 1, 1, 1, 2, 3]], device=device)
     elif kind == "three axes":
         positions = positions.expand(3, 1, 6)
     door._attend(module, q, k, v, mask, position_ids=positions)

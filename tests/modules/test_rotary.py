@@ -345,6 +345,12 @@ def test_bad_inputs_are_refused_before_anything_grows(device):
     assert rotary.cos.shape[0] == 8
 
 
+@pytest.mark.parametrize("positions", [1.5, [0, 1, 2], True])
+def test_positions_of_other_types_are_refused(positions):
+    with pytest.raises(TypeError, match="a tensor of int32 or int64"):
+        RotaryEmbedding(8)(torch.randn(1, 3, 1, 8), positions=positions)
+
+
 def test_repr_has_the_scaling():
     rotary = RotaryEmbedding(DIM, scaling="linear", factor=2.0)
     assert repr(rotary) == (

@@ -406,7 +406,9 @@ class RotaryEmbedding(_FloatTables):
             return _largest(offsets) + tokens
         if positions is None:
             return tokens
-        return tokens + positions if isinstance(positions, int) else _largest(positions) + 1
+        if isinstance(positions, Tensor):
+            return _largest(positions) + 1
+        return tokens + positions if isinstance(positions, int) else None
 
     def _scaled_by(self, length: int) -> int | None:
         """Return the length that the scaling of a call of this length goes by."""

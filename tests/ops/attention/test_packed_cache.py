@@ -167,6 +167,16 @@ def test_nothing_to_attend(device, impl, lengths):
     assert bool((lse == -math.inf).all())
 
 
+@needs_kernels
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_caches_of_no_keys(device, impl, sequences):
+    q, k = torch.randn(5, H, 16, device=device), torch.empty(sequences, 0, K, 16, device=device)
+    bounds = torch.tensor([0, *(2,) * sequences], device=device).cumsum(0)
+    lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
+    assert not attention(q, k, k, layout="thd", impl=impl, cu_seqlens_q=bounds, key_lengths=lengths).any()
+
+
 @pytest.mark.parametrize("kind", [Format.FP8, Format.INT8, Format.INT4])
 def test_quantised_pages_are_their_numbers(device, kind):
     """The reference attends from packed queries to quantised pages; kernels do in test_page_copies.py."""

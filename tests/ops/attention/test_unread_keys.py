@@ -9,7 +9,7 @@ from helpers.modes import ON_GPU, needs_kernels
 from helpers.written_attention import attend_plainly, compute
 from torch import Tensor
 
-from ropewalk import attention
+from ropewalk import Alibi, NoPosition, T5Bias, attention
 from ropewalk.testing import assert_close_to_truth
 
 ROUNDINGS = 4
@@ -124,3 +124,26 @@ def test_pages_before_a_window_are_free(device, queries, keys, window, page_size
     truth, _ = attend_plainly(q.double(), *(x.double() for x in clean), attends)
     plain, _ = attend_plainly(q, *(x.to(q.dtype) for x in clean), attends)
     assert_close_to_truth(out, truth, plain, ROUNDINGS)
+
+
+@needs_kernels
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("kind", ["none", "Alibi", "T5Bias"])
+def test_rows_without_a_key_get_no_gradient(device, kind, softcap):
+    """All that such a row holds may be NaN, and what schemes learn does not know of it."""
+    q, k, v = (torch.randn(2, 20, 2, 16, device=device, dtype=torch.float16) for _ in "qkv")
+    learned = {"Alibi": torch.rand(2, device=device), "T5Bias": torch.randn(8, 2, device=device)}.get(kind)
+    given = {name: torch.tensor(x, device=device) for name, x in (("key_lengths", [9, 15]), ("key_starts", [9, 2]))}
+    given |= {"softcap": softcap, "impl": "triton"}
+
+    def differentiate(row):
+        leaves = [torch.cat((row(x[:1]), x[1:])).requires_grad_() for x in (q, k, v)]
+        position = NoPosition()
+        if learned is not None:
+            leaves.append(learned.clone().requires_grad_())
+            position = Alibi(leaves[3]) if kind == "Alibi" else T5Bias(leaves[3], max_distance=9)
+        out = attention(*leaves[:3], position=position, **given)
+        return out, *torch.autograd.grad(out.float().sin().sum(), leaves)
+
+    for mine, expected in zip(differentiate(lambda x: x * torch.nan), differentiate(lambda x: x * 0), strict=True):
+        torch.testing.assert_close(mine, expected)

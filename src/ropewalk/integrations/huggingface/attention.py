@@ -24,9 +24,10 @@ your own, and in transformers 5.0 every call with keys in a cache.
 Packed rows: position_ids, 2-D, whose neighbours differ by other than 1. transformers looks for them where a forward has
 no attention_mask and no cache, and its mask function then says so. With a cache, which a model makes in training by
 default, the layers read the position_ids that they are given: without an attention_mask, with as many keys as queries,
-and from position 0 on. All rows then are one packed call. The host waits for the positions once in a forward. It cannot
-under torch.compile and in the capture of a CUDA graph: there such a call without a cache has transformers' bool mask.
-With one its documents attend each other, as by "sdpa": pass cu_seq_lens_q, or use_cache=False.
+and where each document begins at position 0, so that gaps, steps and repeated positions are none. All rows then are one
+packed call. The host waits for the positions once in a forward. It cannot under torch.compile and in the capture of a
+CUDA graph: there such a call without a cache has transformers' bool mask. With one its documents attend each other, as
+by "sdpa": pass cu_seq_lens_q, or use_cache=False.
 
 "eager" alone: transformers supports neither "sdpa" nor flash attention for a class of the config's models. Then some of
 them read masks themselves, or rely on a causal mask that is never None, and on None that masks nothing. They get what

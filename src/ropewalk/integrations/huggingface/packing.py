@@ -20,7 +20,7 @@ class Documents(NamedTuple):
     """The documents of packed rows, all rows in one."""
 
     bounds: Tensor  # (S + 1 or more,), int32: each document's first token, then B · T
-    are_from_zero: bool  # each row's first position is 0
+    are_from_zero: bool  # each document's first position is 0
 
 
 class _Kept:
@@ -124,7 +124,7 @@ def _read(positions: Tensor, batch: int, step: int) -> Documents | None:
     """Find documents, waiting once."""
     is_start = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
     is_start[:, 1:] = positions[:, 1:] - positions[:, :-1] != step
-    count, late = torch.stack((is_start.sum(), (positions[:, 0] != 0).sum())).tolist()
+    count, late = torch.stack((is_start.sum(), (is_start & (positions != 0)).sum())).tolist()
     if count == positions.shape[0]:
         return None
     if positions.shape[0] != batch:

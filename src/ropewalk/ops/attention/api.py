@@ -17,7 +17,16 @@ from ropewalk.ops.attention.autograd import Features
 from ropewalk.ops.attention.backend import Backend
 from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
 from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables, signature_of_blocks
-from ropewalk.ops.attention.call import NO_BLOCKS, NO_TABLES, AttentionCall, as_bhtd, from_bhtd, rope_tables, tensors_of
+from ropewalk.ops.attention.call import (
+    BLOCK_TENSORS,
+    NO_BLOCKS,
+    NO_TABLES,
+    AttentionCall,
+    as_bhtd,
+    from_bhtd,
+    rope_tables,
+    tensors_of,
+)
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
 from ropewalk.ops.attention.tables import (
@@ -321,7 +330,7 @@ def attention(
             q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
         bounds_k = cu_seqlens_q if cu_seqlens_k is None and not over_cache else cu_seqlens_k
         masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
-        given_blocks: tuple[Any, ...] = NO_BLOCKS[:5]
+        given_blocks: tuple[Any, ...] = NO_BLOCKS[BLOCK_TENSORS]
         of_blocks = None
         if blocks is not None:
             kept = kept_tables(blocks, q, k, layout) if block_table is None else None
@@ -330,7 +339,7 @@ def attention(
                 blocks, of_blocks = tables, signature_of_blocks(blocks, tables)
             else:
                 blocks, of_blocks = kept
-            given_blocks = blocks[:5]
+            given_blocks = blocks[BLOCK_TENSORS]
         given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, k_scale, v_scale, gate, sinks)
     elif gate is not None and is_autocast:
         gate = _lower(gate)

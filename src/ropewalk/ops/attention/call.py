@@ -243,6 +243,7 @@ LEAVES = tuple(leaf.name for leaf in _LEAVES)
 IS_TENSOR = tuple(leaf.kind is Tensor for leaf in _LEAVES)
 SCHEMA = schema_of(_LEAVES)
 NO_BLOCKS = (None,) * len(BlockTables._fields)
+BLOCK_TENSORS = slice(BlockTables._fields.index("block_q"))  # of tables: the sizes of blocks follow
 
 
 def flatten(call: AttentionCall) -> tuple[Any, ...]:

@@ -356,6 +356,8 @@ def _check_pages(call: AttentionCall) -> None:
     if not all(has_values(x) for x in read if x is not None):
         return
     pages, page_size, keys = call.k.shape[0], call.k.shape[2], kv_capacity(call)
+    if keys == 0:
+        return
     lengths = lengths.long()
     if bounds is not None:
         queries = bounds.diff()

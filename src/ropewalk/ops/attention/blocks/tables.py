@@ -19,7 +19,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.lists import BlockLists
-from ropewalk.ops.attention.call import BlockTables, as_bhtd
+from ropewalk.ops.attention.call import BLOCK_TENSORS, BlockTables, as_bhtd
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 
 SIZES = (64, 128)
@@ -124,8 +124,9 @@ def signature_of_blocks(blocks: Any, tables: BlockTables) -> str:
 
 
 def _sign(tables: BlockTables) -> str:
-    tensors = [None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tables[:5]]
-    return repr((tensors, tables[5:]))
+    given: Any = tables[BLOCK_TENSORS]
+    tensors = [None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in given]
+    return repr((tensors, tables.block_q, tables.block_k))
 
 
 def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> tuple[BlockTables, str] | None:

@@ -147,6 +147,8 @@ def _mainloop_kv(
             ds = score_flags.MOD_BWD(ds, scaled, q_pos[:, None], k_pos[None, :], scores.params, NONE_AHEAD)
         if score_flags.SOFTCAP and score_flags.PARAM_GRAD is not None:
             ds *= 1 - capped * capped
+            if MASKED:  # a row that attends nothing may hold NaN
+                ds = tl.where(attends, ds, 0.0)
         acc_dq = accumulate_chunks(ds, k_tile, acc_dq, blocks.PRECISION, blocks.D_CHUNKS)
     return acc_dq, grad_params
 
