@@ -343,8 +343,8 @@ def compare(
         model.float()
     try:
         model.set_attn_implementation("ropewalk")
-        asked = count_calls()
-        actual = seeded(ours)
+        with calls_of_door() as calls:
+            actual = seeded(ours)
     except Exception as error:
         where = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)][-1]
         is_ours = where.is_relative_to(Path(ropewalk.__file__).parent) and isinstance(error, (ValueError, TypeError))
@@ -363,25 +363,28 @@ def compare(
                 return f"as {as_whom}: documents see each other"
     if not distance <= budget:
         return f"differs by {distance / float(truth.abs().max()):.0%} (error {distance:.1e}, at most {budget:.1e})"
-    return "agrees" if asked() else "keeps its own"
+    return "agrees" if calls else "keeps its own"
 
 
-def count_calls() -> Callable[[], int]:
-    """Count the layers that attend by Ropewalk from here on."""
+@contextlib.contextmanager
+def calls_of_door() -> Iterator[list[Any]]:
+    """Collect the calls of layers that attend by Ropewalk within."""
     door: Any = importlib.import_module("ropewalk.integrations.huggingface.attention")
-    if not hasattr(count_calls, "calls"):
-        plain, full = door.repeat_plain, door.attention
+    plain, full = door.repeat_plain, door.attention
+    calls: list[Any] = []
 
-        def counted(function: Any) -> Any:
-            def call(*given: Any, **keywords: Any) -> Any:
-                count_calls.calls += 1  # type: ignore[attr-defined]
-                return function(*given, **keywords)
+    def noted(function: Any) -> Any:
+        def call(*given: Any, **keywords: Any) -> Any:
+            calls.append(function)
+            return function(*given, **keywords)
 
-            return call
+        return call
 
-        door.repeat_plain, door.attention = counted(plain), counted(full)
-    count_calls.calls = 0  # type: ignore[attr-defined]
-    return lambda: count_calls.calls  # type: ignore[attr-defined]
+    door.repeat_plain, door.attention = noted(plain), noted(full)
+    try:
+        yield calls
+    finally:
+        door.repeat_plain, door.attention = plain, full
 
 
 def describe(error: BaseException) -> str:

@@ -157,12 +157,17 @@ def check_class(scheme: PositionScheme) -> None:
 
 
 def _find_misspelt(kind: type) -> tuple[str, str] | None:
-    """Return a public method that looks like one of the interface which its class lacks, and that one."""
+    """Return a public method that looks like one of the interface which its class lacks, and that one.
+
+    A class that defines something that is read may have helpers of any name.
+    """
     interface = {name for name, x in vars(PositionScheme).items() if isinstance(x, FunctionType) and name[0] != "_"}
     theirs: set[str] = set()
     for owner in kind.__mro__:
         if issubclass(owner, PositionScheme) and not owner.__module__.startswith("ropewalk."):
             theirs |= {name for name, x in vars(owner).items() if isinstance(x, FunctionType) and name[0] != "_"}
+    if not theirs.isdisjoint(_READ):
+        return None
     pairs = ((name, right) for name in sorted(theirs - interface) for right in sorted(interface - theirs))
     return next((pair for pair in pairs if _looks_like(*pair)), None)
 

@@ -68,6 +68,10 @@ def test_a_class_of_which_something_is_not_used_is_refused(case):
         explain_choice(q, q, q, position=scheme)
 
 
+def test_a_class_that_is_read_may_have_helpers_of_any_name():
+    call(make(PositionScheme, score_mod=unchanged, rotations=unchanged))
+
+
 def test_the_base_class_is_no_scheme():
     with pytest.raises(TypeError, match="PositionScheme defines neither rotation nor score_mod"):
         call(PositionScheme())
