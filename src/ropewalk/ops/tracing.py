@@ -37,7 +37,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     try:
         for x in tensors:
             if x is not None and (
-                type(x) not in PLAIN_TYPES
+                (type(x) is not Tensor and type(x) not in PLAIN_TYPES)  # most are one: the set takes longer
                 # The memory of a lazily negated view holds the opposite values, and what is known as zero has none: the
                 # dispatcher resolves both.
                 or x.is_neg()

@@ -20,6 +20,7 @@ MAX_PLAIN = 64  # causalities and scales of models' layers
 MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new lengths have ever-new strides
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
+_reduce, _or, _address_of = functools.reduce, operator.or_, Tensor.data_ptr
 UNKNOWN, SEEN = object(), object()  # no plan was looked for; one is made the next time
 
 
@@ -92,10 +93,10 @@ def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
     None, too, where a tensor has no memory: it is empty, or PyTorch knows its values without, as those of zeros.
     """
     try:
-        addresses = list(map(Tensor.data_ptr, inputs))
+        addresses = [*map(_address_of, inputs)]
     except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
         return None
-    return None if functools.reduce(operator.or_, addresses) & 15 or 0 in addresses else addresses
+    return None if _reduce(_or, addresses) & 15 or not all(addresses) else addresses
 
 
 def plan_or_none(kind: Callable[..., Any], *arguments: Any) -> Any:

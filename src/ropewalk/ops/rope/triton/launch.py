@@ -130,7 +130,10 @@ class Launch:
         if launch is None:
             spec = replace(self.spec, pointer_alignment=alignment)
             launch = self._by_alignment[alignment] = _binary(spec, self.device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         arguments = (
+            self.n_programs,
+            stream,
             q,
             k,
             q_out,
@@ -142,13 +145,13 @@ class Launch:
             axes_ptr,
             offset,
             -1 if flags.inverse else 1,
+            *self.constants,
         )
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
-            launch(self.n_programs, stream, *arguments, *self.constants)
+            launch(*arguments)
         else:
             with torch.cuda.device(self.device):
-                launch(self.n_programs, stream, *arguments, *self.constants)
+                launch(*arguments)
 
 
 class InterpretedLaunch(Launch):
