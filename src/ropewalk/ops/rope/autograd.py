@@ -63,6 +63,7 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
     """Check a call, and return its plan: the one of an earlier call, if its metadata were the same."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     cos, sin, positions, cu_seqlens, offset, flags, axes = call
+    layout, _, _, rotary_dim, rotary_offset, inplace, _, pair_block = flags
     try:
         key = (
             (q.shape, q.stride(), q.dtype, q.device, q.layout),
@@ -74,9 +75,10 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
             if cu_seqlens is None
             else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
             flags,
-            type(flags.rotary_dim),  # 1.0 is 1 to a dict, and no width
-            type(flags.rotary_offset),
-            type(flags.pair_block),
+            # 1.0 is 1 to a dict, and no width.
+            None
+            if rotary_dim is None and pair_block is None and type(rotary_offset) is int
+            else (type(rotary_dim), type(rotary_offset), type(pair_block)),
             None if axes is None else (axes.shape, axes.stride(), axes.dtype, axes.device),
         )
     except RuntimeError:  # a nested tensor has no shape
@@ -89,16 +91,16 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
         run = _prepare(xs, call)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
-        plan = _Plan(run, q, k, max_offset(q, cos, positions, cu_seqlens, flags.layout))
+        plan = _Plan(run, q, k, max_offset(q, cos, positions, cu_seqlens, layout))
         _PLANS[key] = plan
     if not 0 <= offset <= plan.max_offset:
-        check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
+        check_offset(offset, q, cos, positions, cu_seqlens, layout)
     if cu_seqlens is not None:
         check_values(cu_seqlens, q.shape[0])
     if axes is not None:
         assert positions is not None
         check_axes(axes, positions.shape[0])
-    if flags.inplace and k is not None:
+    if inplace and k is not None:
         distance = k.data_ptr() - q.data_ptr()
         if -plan.backward_reach <= distance <= plan.forward_reach:
             check_disjoint(q, k)

@@ -106,9 +106,19 @@ def describe(tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], ...]:
     described: list[tuple[Any, ...]] = []
     for index, x in enumerate(tensors):  # a comprehension is a call of Python's
         if x is not None:
-            first = firsts.setdefault(id(x), index)
-            of_kind = (type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.requires_grad)
-            described.append((index, first, *of_kind))
+            described.append(
+                (
+                    index,
+                    firsts.setdefault(id(x), index),
+                    type(x),
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.get_device(),
+                    x.is_neg(),
+                    x.requires_grad,
+                )
+            )
     return tuple(described)
 
 
