@@ -56,6 +56,7 @@ class _Plan:
 
 
 _PLANS: dict[Any, _Plan] = {}
+_increment_version = torch._C._increment_version
 _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
 
 
@@ -141,8 +142,9 @@ def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
             return _rotate_inplace_with_grad(xs, call)
         return _record(call, *[_unwrap_if_dead(x) for x in xs])
     if inplace:
-        _overwrite(xs, call)
-        torch._C._increment_version(xs)
+        if not native.rotate(xs, xs, call):  # as `_overwrite`, without a function
+            _find(xs, call).run(xs, xs, call)
+        _increment_version(xs)
         return tuple(xs)
     return rotated(xs, call)
 
