@@ -23,10 +23,7 @@ PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 def is_intercepted() -> bool:
     """Say whether a mode, a tracer or a transform follows an eager call's operators."""
     return bool(
-        _n_modes()
-        or _tracing_state() is not None
-        or _top_transform() is not None
-        or forward_ad._current_level >= 0
+        _n_modes() or _tracing_state() is not None or _top_transform() is not None or forward_ad._current_level >= 0
     )
 
 

@@ -85,8 +85,8 @@ def find_call(
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
-    given: the fields of `Given`. flags: those of `Flags`. of_blocks: the signature of lists of blocks, None without any.
-    Arguments are not validated yet: the key holds all that decides whether they are valid.
+    given: the fields of `Given`. flags: those of `Flags`. of_blocks: the signature of lists of blocks, None without
+    them. Arguments are not validated yet: the key holds all that decides whether they are valid.
     """
     if is_intercepted():
         return None, None
