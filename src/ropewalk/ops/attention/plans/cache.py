@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +18,6 @@ MAX_PLAIN = 64  # causalities and scales of models' layers
 MAX_BACKWARDS = 32  # of one forward: gradients that are slices of ever-new lengths have ever-new strides
 on_gpu = not gpu.is_rocm()  # plans launch by NVIDIA's driver
 on_cpu = False  # in Triton's interpreter, for tests
-_reduce, _or, _address_of = functools.reduce, operator.or_, Tensor.data_ptr
 UNKNOWN, SEEN = object(), object()  # no plan was looked for; one is made the next time
 
 
@@ -92,11 +89,18 @@ def addresses_of(inputs: Sequence[Tensor]) -> list[int] | None:
 
     None, too, where a tensor has no memory: it is empty, or PyTorch knows its values without, as those of zeros.
     """
+    addresses: list[int] = []
+    union = 0
     try:
-        addresses = [*map(_address_of, inputs)]
+        for x in inputs:  # one loop: a map, a reduction and a search take the host longer
+            address = x.data_ptr()
+            if not address:
+                return None
+            addresses.append(address)
+            union |= address
     except RuntimeError:  # a tensor that outlived its transform of torch.func: autograd unwraps it, a plan does not
         return None
-    return None if _reduce(_or, addresses) & 15 or not all(addresses) else addresses
+    return None if union & 15 else addresses
 
 
 def plan_or_none(kind: Callable[..., Any], *arguments: Any) -> Any:
