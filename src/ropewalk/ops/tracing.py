@@ -13,31 +13,28 @@ from torch.autograd import forward_ad
 
 from ropewalk import device as gpu
 
+# Each eager call asks them: a name of this module takes the host less than an attribute of PyTorch's.
+_n_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_top_transform, _is_compiling = torch._C._functorch.peek_interpreter_stack, torch.compiler.is_compiling
+
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 def is_intercepted() -> bool:
     """Say whether a mode, a tracer or a transform follows an eager call's operators."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        _n_modes() or _tracing_state() is not None or _top_transform() is not None or forward_ad._current_level >= 0
     )
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:
     """Say whether a call is eager, its tensors are what they seem, and no mode or tracer intercepts it."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if _is_compiling() or _n_modes() or _tracing_state() is not None:
         return False
     try:
         for x in tensors:
             if x is not None and (
-                type(x) not in PLAIN_TYPES
+                (type(x) is not Tensor and type(x) not in PLAIN_TYPES)  # most are one: the set takes longer
                 # The memory of a lazily negated view holds the opposite values, and what is known as zero has none: the
                 # dispatcher resolves both.
                 or x.is_neg()
@@ -64,7 +61,7 @@ def is_dtensor(x: Tensor | None) -> bool:
 
 def is_transformed() -> bool:
     """Say whether a torch.func transform or forward-mode differentiation is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return _top_transform() is not None or forward_ad._current_level >= 0
 
 
 def has_values(x: Tensor) -> bool:

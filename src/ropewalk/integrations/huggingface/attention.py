@@ -65,7 +65,7 @@ from ropewalk.ops.attention.api import attention, repeat_plain, takes_shards
 # Keywords that models pass to the attention, and that do not change it.
 _WITHOUT_EFFECT = frozenset(
     (
-        *("position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "past_key_value"),
+        *("cache_position", "position_embeddings", "use_cache", "past_key_values", "past_key_value"),
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "labels"),
         *("logits_to_keep", "max_length_q", "max_length_k", "seq_idx", "use_top_left_mask", "target_dtype"),
         *("encoder_hidden_states", "encoder_attention_mask", "token_type_ids", "layer_idx"),
@@ -367,10 +367,10 @@ def _attend(
     deterministic: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the interface of transformers: q, k and v (B, heads, T, D) in, (B, Tq, H, Dv) out."""
-    position_ids = others.get("position_ids")
     for name, given in others.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise ValueError(

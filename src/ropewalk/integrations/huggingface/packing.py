@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ropewalk.ops.tracing import PLAIN_TYPES
 
@@ -67,13 +68,14 @@ def find_documents(positions: Tensor, batch: int, step: int = 1) -> Documents | 
 
 def has_none(positions: Tensor) -> bool:
     """Say whether positions were read, and no row has several documents: few calls, as each layer asks."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return False
     kept = getattr(positions, _ATTRIBUTE, None)
-    if type(kept) is not _Kept or kept.read is not None or positions.is_inference():
+    if type(kept) is not _Kept or kept.read is not None:
         return False
-    version, address, *_ = kept.state
-    return bool(version == positions._version and address == positions.data_ptr())
+    version, address, _ = kept.state
+    # That of an inference tensor, which counts no writes, is no number.
+    return type(version) is int and version == positions._version and address == positions.data_ptr()
 
 
 def check_bounds(bounds: Tensor, given: Tensor, tokens: int, name: str) -> None:
@@ -105,7 +107,7 @@ def _recall(positions: Tensor, batch: int, step: int) -> _Kept | None:
         return None
     # Views, as of the same positions for each mask, count the writes to one tensor.
     owner = positions if positions._base is None else positions._base
-    state = (_version(positions), positions.data_ptr(), positions.shape, positions.stride(), batch, step)
+    state = (_version(positions), positions.data_ptr(), (positions.shape, positions.stride(), batch, step))
     kept = getattr(owner, _ATTRIBUTE, None)
     if type(kept) is not _Kept or kept.state != state:
         kept = _Kept(state, _read(positions, batch, step))

@@ -345,7 +345,10 @@ def attention(
         gate = _lower(gate)
     if may_plan and norm is not None:
         norm_key, normed = plans.find_norm(given, position, norm, flags)
-        found = None if normed is None else _outside_autocast(q, normed.run, norm, given, position)
+        found = None
+        if normed is not None:
+            how_norm = (norm, given, position)
+            found = _outside_autocast(q, normed.run, *how_norm) if is_autocast else normed.run(*how_norm)
         if found is not None:
             (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
             given = (q, k, v, *masks, None, None, *given_blocks, k_scale, v_scale, gate, sinks)

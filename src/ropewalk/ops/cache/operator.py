@@ -56,6 +56,7 @@ _recent: tuple[Plan, ...] = ()
 _NO_Q, _NO_POSITIONS, _NO_AXES, _NO_Q_WEIGHT, _NO_K_WEIGHT, _NO_K_SCALE, _NO_V_SCALE = ABSENT
 _Q = AppendCall._fields.index("q")
 UNKNOWN: Any = object()
+_increment_version = torch._C._increment_version
 
 
 def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
@@ -82,10 +83,10 @@ def repeat(tensors: Tensors, flags: tuple[Any, ...]) -> Any:
         _NO_V_SCALE if v_scale is None else v_scale,
     )
     interleaved, rotary_offset, _, _, _, after, across_heads, _ = flags
-    are_flags = type(interleaved) is type(after) is type(across_heads) is bool
+    # 1 is True to a tuple, and no flag; 0.0 is 0, and no offset.
+    are_flags = type(interleaved) is type(after) is type(across_heads) is bool and type(rotary_offset) is int
     for plan in _recent:
-        # 1 is True to a tuple, and no flag; 0.0 is 0, and no offset.
-        if flags == plan.flags and are_flags and type(rotary_offset) is int and plan.matches(*given):
+        if are_flags and flags == plan.flags and plan.matches(*given):
             break
     else:
         return UNKNOWN
@@ -116,7 +117,7 @@ def _run(plan: Plan, given: tuple[Tensor, ...], flags: tuple[Any, ...]) -> Tenso
     q = given[_Q]
     out = None if q is _NO_Q else torch.empty_like(q)
     if not torch.is_inference_mode_enabled():  # before the launch: it raises for tensors of inference mode
-        torch._C._increment_version(plan.written(given))
+        _increment_version(plan.written(given))
     plan.run(given, flags, out)
     return out
 

@@ -243,7 +243,7 @@ def norm_and_rotate(
     if xs[0] is None or cos is None or sin is None:
         is_plain = False  # the checks of `norm_and_rotate_traced` raise
     run = norm_autograd.norm_and_rotate if is_plain else norm_and_rotate_traced
-    return run(xs, parameters, NormCall(call, flags))
+    return run(xs, parameters, tuple.__new__(NormCall, (call, flags)))  # as in `apply_rope`
 
 
 def normalize(xs: tuple[Tensor, ...], norm: QKNorm, layout: str, impl: str | None = None) -> tuple[Tensor, ...]:

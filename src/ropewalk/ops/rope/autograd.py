@@ -56,6 +56,7 @@ class _Plan:
 
 
 _PLANS: dict[Any, _Plan] = {}
+_increment_version = torch._C._increment_version
 _MAX_PLANS = 4096  # a stream of ever new lengths must not fill the memory
 
 
@@ -63,6 +64,7 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
     """Check a call, and return its plan: the one of an earlier call, if its metadata were the same."""
     q, k = xs[0], xs[1] if len(xs) == 2 else None
     cos, sin, positions, cu_seqlens, offset, flags, axes = call
+    layout, _, _, rotary_dim, rotary_offset, inplace, _, pair_block = flags
     try:
         key = (
             (q.shape, q.stride(), q.dtype, q.device, q.layout),
@@ -74,9 +76,10 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
             if cu_seqlens is None
             else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
             flags,
-            type(flags.rotary_dim),  # 1.0 is 1 to a dict, and no width
-            type(flags.rotary_offset),
-            type(flags.pair_block),
+            # 1.0 is 1 to a dict, and no width.
+            None
+            if rotary_dim is None and pair_block is None and type(rotary_offset) is int
+            else (type(rotary_dim), type(rotary_offset), type(pair_block)),
             None if axes is None else (axes.shape, axes.stride(), axes.dtype, axes.device),
         )
     except RuntimeError:  # a nested tensor has no shape
@@ -89,16 +92,16 @@ def _find(xs: Sequence[Tensor], call: RopeCall) -> _Plan:
         run = _prepare(xs, call)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
-        plan = _Plan(run, q, k, max_offset(q, cos, positions, cu_seqlens, flags.layout))
+        plan = _Plan(run, q, k, max_offset(q, cos, positions, cu_seqlens, layout))
         _PLANS[key] = plan
     if not 0 <= offset <= plan.max_offset:
-        check_offset(offset, q, cos, positions, cu_seqlens, flags.layout)
+        check_offset(offset, q, cos, positions, cu_seqlens, layout)
     if cu_seqlens is not None:
         check_values(cu_seqlens, q.shape[0])
     if axes is not None:
         assert positions is not None
         check_axes(axes, positions.shape[0])
-    if flags.inplace and k is not None:
+    if inplace and k is not None:
         distance = k.data_ptr() - q.data_ptr()
         if -plan.backward_reach <= distance <= plan.forward_reach:
             check_disjoint(q, k)
@@ -139,8 +142,9 @@ def rotate(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
             return _rotate_inplace_with_grad(xs, call)
         return _record(call, *[_unwrap_if_dead(x) for x in xs])
     if inplace:
-        _overwrite(xs, call)
-        torch._C._increment_version(xs)
+        if not native.rotate(xs, xs, call):  # as `_overwrite`, without a function
+            _find(xs, call).run(xs, xs, call)
+        _increment_version(xs)
         return tuple(xs)
     return rotated(xs, call)
 

@@ -80,7 +80,9 @@ def split_norm(norm: QKNorm, n_tensors: int) -> tuple[tuple[Tensor | None, ...],
     """Return the weights of q, or of q and k, and the other fields. Raise if `norm` is no QKNorm."""
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm is {type(norm).__name__}, but must be a ropewalk.QKNorm")
-    return (norm.q_weight, norm.k_weight)[:n_tensors], NormFlags(norm.eps, norm.offset, norm.after, norm.across_heads)
+    # A named tuple's own constructor is a call of Python's.
+    flags = tuple.__new__(NormFlags, (norm.eps, norm.offset, norm.after, norm.across_heads))
+    return (norm.q_weight, norm.k_weight)[:n_tensors], flags
 
 
 def split_parameters(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -68,22 +68,23 @@ def _remember(key: Any, plan: Callable[..., Any]) -> Callable[..., Any]:
 
 def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
     """Check a call, and return the normed and rotated `xs` in new tensors."""
-    rope = call.rope
-    axes = rope.axes
+    rope, flags = call
+    cos, sin, positions, cu_seqlens, offset, rope_flags, axes = rope
     of_axes = None if axes is None else _metadata((axes,))  # most calls have none
-    eps, weight_offset, after, across_heads = call.flags
+    eps, weight_offset, after, across_heads = flags
     kinds = (type(eps), type(weight_offset), type(after), type(across_heads))  # True is 1.0 to a dict, and no eps
-    key = (len(xs), _metadata((*xs, *parameters, *rope[:4])), of_axes, rope.offset, rope.flags, call.flags, kinds)
+    tensors = (*xs, *parameters, cos, sin, positions, cu_seqlens)
+    key = (len(xs), _metadata(tensors), of_axes, offset, rope_flags, flags, kinds)
     plan = _PLANS.get(key)
     if plan is None:
         check(xs, parameters, call)
-        backend = backends.choose_norm(rope.flags.impl, xs[0].device)
+        backend = backends.choose_norm(rope_flags.impl, xs[0].device)
         plan = _remember(key, backend.prepare_forward(xs, parameters, call))
-    if rope.cu_seqlens is not None:
-        check_values(rope.cu_seqlens, xs[0].shape[0])
+    if cu_seqlens is not None:
+        check_values(cu_seqlens, xs[0].shape[0])
     if axes is not None:
-        assert rope.positions is not None
-        check_axes(axes, rope.positions.shape[0])
+        assert positions is not None
+        check_axes(axes, positions.shape[0])
     outs: tuple[Tensor, ...] = plan(xs, parameters, call)
     return outs
 
@@ -121,8 +122,10 @@ def norm_and_rotate(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], c
     """Normalise and rotate `xs`, (q,) or (q, k), record it for autograd, and return the results."""
     check_fixed(call.rope.cos, call.rope.sin)
     tensors = (*xs, *parameters)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _record(call, *[None if x is None else _unwrap_if_dead(x) for x in tensors])
+    if torch.is_grad_enabled():
+        for x in tensors:  # `any` would call a generator for each
+            if x is not None and x.requires_grad:
+                return _record(call, *[None if x is None else _unwrap_if_dead(x) for x in tensors])
     return forward(xs, parameters, call)
 
 

@@ -94,7 +94,8 @@ class BackwardPlan:
 
     def run_at(self, inputs: Sequence[Tensor], addresses: list[int], results: Sequence[Tensor]) -> Gradients:
         """Do it at aligned addresses, with results of another layout."""
-        return Gradients._make(self.pick((*self.plan.run(inputs, addresses, results), None)))
+        picked = self.pick((*self.plan.run(inputs, addresses, results), None))
+        return tuple.__new__(Gradients, picked)  # its own constructor is a call of Python's
 
 
 def forward(call: AttentionCall, backend: KernelBackend, save: bool) -> tuple[Tensor, Saved, ForwardPlan | None]:
@@ -141,24 +142,27 @@ class Backwards:
         saved: the inputs of a `BackwardPlan` but for the gradients. describe: makes the call, its output and what its
         forward saved of them. grad_lse: (B, H, Tq).
         """
-        grad_out = as_dense(grad_out)
-        inputs, of_lse = [*saved, grad_out], None
+        strides, of_lse = grad_out.stride(), None
+        if 0 in strides or grad_out.is_neg():
+            grad_out = as_dense(grad_out)
+            strides = grad_out.stride()
         if grad_lse is not None:
             grad_lse = with_memory(grad_lse).contiguous()
-            inputs.append(grad_lse)
             of_lse = grad_lse.stride()
-        key = (grad_out.stride(), of_lse, wanted, switches())
+        key = (strides, of_lse, wanted, switches())
         found = self.found.get(key, UNKNOWN)
         if found is UNKNOWN or found is SEEN:
             is_first = found is UNKNOWN and self.waits
             found = SEEN if is_first else self._plan(saved, describe, grad_out, grad_lse, wanted)
             keep_backward(self.found, key, found)
-        is_planned = found is not None and found is not SEEN and may_plan(grad_out)
-        addresses = addresses_of(inputs) if is_planned else None
-        if addresses is not None:
-            backward_plan, results = found
-            gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
-            return gradients
+        if found is not None and found is not SEEN and may_plan(grad_out):
+            inputs = [*saved, grad_out] if grad_lse is None else [*saved, grad_out, grad_lse]
+            addresses = addresses_of(inputs)  # None for a gradient that is known as zero
+            if addresses is not None:
+                backward_plan, results = found
+                gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
+                return gradients
+        grad_out = as_dense(grad_out)
         call, out, rest = describe(saved)
         backend, layout = backward_of(self.backend, call, wanted), self.layout
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, layout), grad_lse, wanted)

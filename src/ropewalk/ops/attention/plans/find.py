@@ -18,8 +18,9 @@ from ropewalk.schemes import PositionScheme
 # As the kernels for few queries: their most rows that share a key, and so many keys, but for one query.
 _MOST_ROWS, _FEWEST_KEYS = 64, 257
 _q, _k, _v, *_OTHERS = Given._fields
-_GATE, _SINKS, _MASK = map(_OTHERS.index, ("gate", "sinks", "mask"))
 _BLOCKS = slice(_OTHERS.index("blocks_rows"), _OTHERS.index("blocks_spans") + 1)
+del _OTHERS[_BLOCKS]  # a signature stands for them
+_GATE, _SINKS, _MASK = map(_OTHERS.index, ("gate", "sinks", "mask"))
 _NOT_GROWING = {index for index, name in enumerate(_OTHERS) if name.startswith(("cu_seqlens", "block", "positions"))}
 _INDEX = 0  # of a description
 _WINDOW, _KEYS_ROTATED, _LAYOUT = map(Flags._fields.index, ("window", "keys_rotated", "layout"))
@@ -34,6 +35,9 @@ def _growing_key(
     there are splits, and the rules of the choice of a backend are by them. others: the description of all tensors but
     q, k and v.
     """
+    for described in others:
+        if described[_INDEX] in _NOT_GROWING:
+            return None
     q, k, v, mask, *_ = given
     layout = flags[_LAYOUT]
     if (
@@ -57,9 +61,6 @@ def _growing_key(
         is_expanded = (strides[0] == 0, strides[1] == 0, strides[2] == 0)
         of_mask = (type(mask), mask.shape[:3], is_expanded, strides[3], mask.dtype, mask.device, mask.is_neg())
         others = tuple([x for x in others if x[_INDEX] != _MASK])  # its own length is not in the key
-    for index, *_ in others:
-        if index in _NOT_GROWING:
-            return None
     window, k_strides, v_strides = flags[_WINDOW], k.stride(), v.stride()
     # Those that are not in the key are multiples of 16 bytes.
     if (k_strides[0] | k_strides[head] | v_strides[0] | v_strides[head]) * q.element_size() & 15:
@@ -84,12 +85,13 @@ def find_call(
 ) -> tuple[Any, PlannedCall | LibraryCall | None]:
     """Return the key of a call, None for one that no plan is for, and its plan if there is one.
 
-    given: the fields of `Given`. flags: those of `Flags`. of_blocks: the signature of lists of blocks. Arguments are
-    not validated yet: the key holds all that decides whether they are valid.
+    given: the fields of `Given`. flags: those of `Flags`. of_blocks: the signature of lists of blocks, None without
+    them. Arguments are not validated yet: the key holds all that decides whether they are valid.
     """
     if is_intercepted():
         return None, None
     q, k, v, *others = given
+    del others[_BLOCKS]
     gate, sinks = others[_GATE], others[_SINKS]
     window = flags[_WINDOW]
     try:
@@ -102,8 +104,6 @@ def find_call(
             # Hooks, as those of checkpoints, count what a forward saves: with a plan that differs.
             if True in grads and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return None, None
-        if of_blocks is not None:
-            del others[_BLOCKS]
         described = describe(others)
         if of_blocks is None and (grads is None or True not in grads):
             key = _growing_key(given, described, position, flags)

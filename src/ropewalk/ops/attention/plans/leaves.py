@@ -103,23 +103,23 @@ def shares_table(call: AttentionCall) -> bool:
 def describe(tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], ...]:
     """Return all that a key holds of tensors: which are given, which of them are one object, and their metadata."""
     firsts: dict[int, int] = {}
-    return tuple(
-        [
-            (
-                index,
-                firsts.setdefault(id(x), index),
-                type(x),
-                x.shape,
-                x.stride(),
-                x.dtype,
-                x.get_device(),
-                x.is_neg(),
-                x.requires_grad,
+    described: list[tuple[Any, ...]] = []
+    for index, x in enumerate(tensors):  # a comprehension is a call of Python's
+        if x is not None:
+            described.append(
+                (
+                    index,
+                    firsts.setdefault(id(x), index),
+                    type(x),
+                    x.shape,
+                    x.stride(),
+                    x.dtype,
+                    x.get_device(),
+                    x.is_neg(),
+                    x.requires_grad,
+                )
             )
-            for index, x in enumerate(tensors)
-            if x is not None
-        ]
-    )
+    return tuple(described)
 
 
 _is_deterministic = torch._C._get_deterministic_algorithms

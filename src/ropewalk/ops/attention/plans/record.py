@@ -89,8 +89,9 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     if grad_out is None:
         *_, out = saved
         grad_out = torch.zeros_like(out)
-    _, _, _, wants_gate, wants_sinks, wants_params, *_ = ctx.needs_input_grad
-    planned, wanted = ctx.planned, Wanted(wants_params, wants_sinks, wants_gate)
+    _, _, _, wants_gate, wants_sinks, wants_params, _, _ = ctx.needs_input_grad
+    planned = ctx.planned
+    wanted = tuple.__new__(Wanted, (wants_params, wants_sinks, wants_gate))  # its constructor is a call of Python's
     if grad_lse is not None and planned.layout == "thd":
         grad_lse = grad_lse.unsqueeze(0)
     grads = planned.backwards.run(saved, planned.describe, grad_out, grad_lse, wanted)

@@ -90,17 +90,12 @@ def choose_tiles(
 
 
 @cache
-def _binary(spec: Specialisation, device: int) -> Callable[..., None]:
-    """Compile the kernel for `device`; call the result with the number of programs, the stream and its arguments."""
+def _binary(spec: Specialisation, device: int) -> tuple[Callable[..., None], Any, Any]:
+    """Compile the kernel for `device`: Triton's launcher, the driver's function and what the launcher reads of it."""
     with torch.cuda.device(device):
         compiled = compile_kernel(spec)
         run = compiled.run  # loads the binary onto the device
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launch(n_programs: int, stream: int, *arguments: Any) -> None:
-        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    return launch
+    return run, compiled.function, compiled.packed_metadata
 
 
 @dataclass
@@ -113,7 +108,7 @@ class Launch:
     constants: tuple[Any, ...]  # the arguments that stay the same from call to call, in the kernel's order
 
     def __post_init__(self) -> None:
-        self._by_alignment: dict[int, Callable[..., None]] = {}
+        self._by_alignment: dict[int, tuple[Callable[..., None], Any, Any]] = {}
 
     def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor], call: RopeCall) -> None:
         """Write the rotation of `xs` into `outs`, on the current stream of their device."""
@@ -126,11 +121,21 @@ class Launch:
         axes_ptr = None if axes is None else axes.data_ptr()
         addresses = q | q_out | k | k_out | cos_ptr | sin_ptr | (axes_ptr or 0) | _WIDEST_ACCESS
         alignment = addresses & -addresses
-        launch = self._by_alignment.get(alignment)
-        if launch is None:
+        binary = self._by_alignment.get(alignment)
+        if binary is None:
             spec = replace(self.spec, pointer_alignment=alignment)
-            launch = self._by_alignment[alignment] = _binary(spec, self.device)
+            binary = self._by_alignment[alignment] = _binary(spec, self.device)
+        launch, function, metadata = binary
         arguments = (
+            self.n_programs,
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(self.device),
+            function,
+            metadata,
+            None,
+            None,
+            None,
             q,
             k,
             q_out,
@@ -142,13 +147,13 @@ class Launch:
             axes_ptr,
             offset,
             -1 if flags.inverse else 1,
+            *self.constants,
         )
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
-            launch(self.n_programs, stream, *arguments, *self.constants)
+            launch(*arguments)
         else:
             with torch.cuda.device(self.device):
-                launch(self.n_programs, stream, *arguments, *self.constants)
+                launch(*arguments)
 
 
 class InterpretedLaunch(Launch):
