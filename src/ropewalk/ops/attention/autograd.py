@@ -94,11 +94,11 @@ class _Attend(torch.autograd.Function):
         *differentiable, call, backend, layout = inputs
         if layout != "bhtd":
             given: Any = Gradients._make(differentiable)
-            gate = None if given.gate is None else as_bhtd(given.gate, layout)
-            q, k, v = (as_bhtd(x, layout) for x in (given.q, given.k, given.v))
+            # A view that is made here would refuse writes in place, or name another error; a detached one tells of them.
+            q, k, v = [as_bhtd(x.detach(), layout) for x in (given.q, given.k, given.v)]
+            gate = None if given.gate is None else as_bhtd(given.gate.detach(), layout)
             call = call._replace(q=q, k=k, v=v, gate=gate)
         out, saved, plan = plans.forward(call, backend, True)
-        # A view that is made here would refuse writes in place.
         out = out if layout == "bhtd" else from_bhtd(out, layout).detach()
         leaves = flatten(without_inputs(call, saved))
         tensors = (*plans.pick_tensors(leaves), saved.lse, saved.q_past, saved.q_future, saved.k_far, out)
