@@ -94,7 +94,7 @@ class _Attend(torch.autograd.Function):
         *differentiable, call, backend, layout = inputs
         if layout != "bhtd":
             given: Any = Gradients._make(differentiable)
-            # A view that is made here would refuse writes in place, or name another error; a detached one tells of them.
+            # A view made here would name another error of writes in place than a detached one does.
             q, k, v = [as_bhtd(x.detach(), layout) for x in (given.q, given.k, given.v)]
             gate = None if given.gate is None else as_bhtd(given.gate.detach(), layout)
             call = call._replace(q=q, k=k, v=v, gate=gate)
