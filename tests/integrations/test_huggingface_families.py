@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 import warnings
 
 import families
@@ -63,6 +65,24 @@ def test_a_family_with_eager_attention_alone_is_named(monkeypatch):
     monkeypatch.setattr(door, "_SUPPORTED", {})
     with pytest.warns(UserWarning, match="neither 'sdpa' nor flash attention for .*NllbMoeDecoder.*: Ropewalk gives"):
         assert door._supported_by_classes(modeling.NllbMoeConfig) == "eager"
+
+
+def test_a_class_that_is_loaded_later_is_asked_too(monkeypatch):
+    """As remote code defines one: what its config's other classes support is not enough."""
+    package = "transformers_modules.late"
+    config = type("LateConfig", (transformers.PreTrainedConfig,), {"__module__": f"{package}.configuration"})
+
+    def define(name, supports):
+        flags = {"_supports_sdpa": supports, "_supports_flash_attn": supports}
+        body = {"__module__": f"{package}.{name}", "config_class": config, **flags}
+        monkeypatch.setitem(sys.modules, f"{package}.{name}", types.ModuleType(name))
+        return type("LateModel", (transformers.PreTrainedModel,), body)
+
+    first = define("first", True)
+    assert door._supported_by_classes(config) == "flash"
+    second = define("second", False)
+    assert door._supported_by_classes(config) == "eager"
+    del first, second
 
 
 def test_an_audio_tower_keeps_its_own_attention():

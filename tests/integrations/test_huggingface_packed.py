@@ -67,6 +67,14 @@ def restarting(device, rows=1, lengths=LENGTHS):
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths[:rows]]).to(device)
 
 
+def test_what_a_view_of_positions_says_is_not_what_all_say(device):
+    positions = restarting(device)
+    first = positions[:, : LENGTHS[0][0]]  # at the same address
+    assert packing.find_documents(first, 1) is None
+    assert not packing.has_none(positions)
+    assert packing.find_documents(positions, 1) is not None
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize(
     ("name", "rows"), [("Mistral", 2), ("Gemma2", 1), pytest.param("GptOss", 2, marks=pytest.mark.slow)]

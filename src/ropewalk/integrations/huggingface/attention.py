@@ -295,13 +295,14 @@ def _has_eager_alone(config: Any) -> bool:
 
 
 _SUPPORTED: dict[type, str] = {}  # by a config's class
+_ASKED_AT: dict[type, int] = {}  # the number of modules that were loaded then: another one may define more classes
 
 
 def _supported_by_classes(config_class: type) -> str:
-    found = _SUPPORTED.get(config_class)
-    if found is None:
-        found = _SUPPORTED[config_class] = _ask_classes(config_class)
-    return found
+    n_modules = len(sys.modules)
+    if config_class not in _SUPPORTED or _ASKED_AT.get(config_class) != n_modules:
+        _SUPPORTED[config_class], _ASKED_AT[config_class] = _ask_classes(config_class), n_modules
+    return _SUPPORTED[config_class]
 
 
 def _ask_classes(config_class: type) -> str:

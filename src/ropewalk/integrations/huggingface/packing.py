@@ -73,9 +73,10 @@ def has_none(positions: Tensor) -> bool:
     kept = getattr(positions, _ATTRIBUTE, None)
     if type(kept) is not _Kept or kept.read is not None:
         return False
-    version, address, _ = kept.state
-    # That of an inference tensor, which counts no writes, is no number.
-    return type(version) is int and version == positions._version and address == positions.data_ptr()
+    version, address, (shape, strides, *_) = kept.state
+    # That of an inference tensor, which counts no writes, is no number. What is kept may be of a view at this address.
+    is_same = type(version) is int and version == positions._version and address == positions.data_ptr()
+    return is_same and shape == positions.shape and strides == positions.stride()
 
 
 def check_bounds(bounds: Tensor, given: Tensor, tokens: int, name: str) -> None:

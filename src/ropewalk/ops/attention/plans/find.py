@@ -40,9 +40,8 @@ def _growing_key(
             return None
     q, k, v, mask, *_ = given
     layout = flags[_LAYOUT]
-    if (
-        not flags[_KEYS_ROTATED] and type(position).rotation is not PositionScheme.rotation
-    ):  # a call maps all keys' features
+    # Where the keys come unrotated, a call maps the features of all.
+    if not flags[_KEYS_ROTATED] and type(position).rotation is not PositionScheme.rotation:
         return None
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or (layout != "bthd" and layout != "bhtd"):
         return None
@@ -70,7 +69,7 @@ def _growing_key(
         *(type(q), q_shape, q.stride(), q.dtype, q.get_device(), q.is_neg()),
         *(type(k), k_shape[0], k_shape[head], k_shape[3], k_strides[token], k_strides[3], k.dtype, k.get_device()),
         *(type(v), v_shape[0], v_shape[head], v_shape[3], v_strides[token], v_strides[3], v.dtype, v.get_device()),
-        *(k.is_neg(), v.is_neg(), q is k, k is v, of_mask),
+        *(k.is_neg(), v.is_neg(), q is k, q is v, k is v, of_mask),
         others,
         identity_of(position),
         flags,
