@@ -192,6 +192,56 @@ def test_gate_comes_after_and_norm_before():
     torch.testing.assert_close(gated, expected)
 
 
+# Keywords of a call of 12 queries and keys, and which tokens of q and of k attend nothing.
+UNATTENDED = {
+    "lengths": ({"key_lengths": [9]}, [], slice(9, None)),
+    "starts": ({"key_starts": [4]}, [], slice(0, 4)),
+    "starts-causal": ({"key_starts": [4], "causal": True}, slice(0, 4), slice(0, 4)),
+    "mask": ({"mask": [[[[i != 7 and j != 5 for j in range(12)] for i in range(12)]]]}, [7], [5]),
+    "packed": ({"layout": "thd", "cu_seqlens_q": [0, 4, 9]}, slice(9, None), slice(9, None)),
+}
+
+
+@pytest.mark.parametrize("held", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("scheme", [NoPosition(), Rope(), ReRope(window=3)], ids=["none", "rope", "far"])
+@pytest.mark.parametrize("norm_name", NORMS)
+@pytest.mark.parametrize("name", UNATTENDED)
+def test_no_gradient_knows_of_tokens_that_attend_nothing(name, norm_name, scheme, impl, held):
+    """Eager and planned, from the second call on."""
+    if norm_name == "after" and type(scheme) is ReRope:
+        pytest.skip("no norm comes after it")
+    if name == "mask" and impl == "triton":
+        pytest.skip("the kernels multiply keys that a mask leaves to no query, without a norm too")
+    given, unread_q, unread_k = UNATTENDED[name]
+    if impl != "reference":  # of queries, the backward kernels of attention multiply what they hold
+        unread_q = []
+    keywords = {
+        key: torch.tensor(x, device=DEVICE, dtype=torch.bool if key == "mask" else torch.int32)
+        if isinstance(x, list)
+        else x
+        for key, x in given.items()
+    }
+    q, k, v = (torch.randn(1, 12, n, D, device=DEVICE) for n in (H, K, K))
+    sizes = (H * D, K * D) if norm_name == "across heads" else (D, D)
+    weights = [torch.rand(size, device=DEVICE).requires_grad_() for size in sizes]
+    found = []
+    for value in (0.5, held, held):
+        tensors = [x.clone() for x in (q, k, v)]
+        for x, unread in zip(tensors, (unread_q, unread_k, unread_k), strict=True):
+            x[:, unread] = value
+        tensors = [(x[0] if name == "packed" else x).requires_grad_() for x in tensors]
+        norm = NORMS[norm_name](*weights)
+        out = attention(*tensors, position=scheme, norm=norm, impl=impl, **keywords)
+        grads = torch.autograd.grad(out.square().sum(), [*tensors, *weights])
+        for grad, unread in zip(grads, (unread_q, unread_k, unread_k), strict=False):
+            assert not grad.reshape(1, 12, -1)[:, unread].any()
+        found.append((out, *grads))
+    for mine in found[1:]:
+        for x, expected in zip(mine, found[0], strict=True):
+            torch.testing.assert_close(x, expected)
+
+
 def test_unfit_norms_raise():
     q, k, v, *weights = draw(torch.float32, "bthd", "before")
     with pytest.raises(TypeError, match=r"norm is float, but must be a ropewalk\.QKNorm"):

@@ -62,6 +62,58 @@ def test_eps_0_leaves_other_rows_alone(norm_impl, device):
     check(case, *draw(case, device, torch.float32), norm_impl)
 
 
+@pytest.mark.parametrize("held", [torch.nan, torch.inf, 0.0], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "olmo2", "olmo2-after", "cohere-weights", "biases-bhtd", "biases-across", "odd-head-dim", "packed"],
+)
+def test_rows_without_a_gradient_may_hold_anything(norm_impl, device, name, held):
+    """Neither their own gradients nor the weights' and biases' know of it; with eps = 0 zeros have no norm either."""
+    case = replace(CASES[name], norm={**CASES[name].norm, "eps": 0.0})
+    xs, weights, tables, call = draw(case, device, torch.float32)
+    call = {key: x.detach().requires_grad_() if key in BIASES else x for key, x in call.items()}
+    learned = [x.detach().requires_grad_() for x in weights] + [call[key] for key in BIASES if key in call]
+    masks = []
+    for x in xs:
+        tokens = torch.zeros(x.shape, dtype=torch.bool, device=device)
+        of_token = tokens if call.get("layout") == "thd" else tokens[0]
+        if call.get("layout") == "bhtd":
+            of_token = of_token.transpose(0, 1)
+        of_token[2] = True
+        if "across_heads" not in case.norm:
+            of_token[4, 1:] = True  # of one head, another has a gradient
+        masks.append(tokens)
+    found = []
+    for value in (1.0, held):
+        leaves = [x.masked_fill(mask, value).requires_grad_() for x, mask in zip(xs, masks, strict=True)]
+        outs = run(case, leaves, learned[: len(xs)], tables, call, norm_impl)
+        grads = [torch.ones_like(out).masked_fill(mask, 0.0) for out, mask in zip(outs, masks, strict=True)]
+        inputs = [*leaves, *learned]
+        found.append(torch.autograd.grad(outs, inputs, grads, retain_graph=True))
+        again = torch.autograd.grad(outs, inputs, grads, create_graph=True)
+        assert not any(x.isnan().any() for x in again)
+    for grad, mask in zip(found[1], masks, strict=False):
+        assert not grad[mask].any()
+    for grad, expected in zip(*found, strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("held", [torch.nan, torch.inf], ids=str)
+def test_rows_with_a_gradient_show_what_they_hold(norm_impl, device, held):
+    q = random_tensor(1, 3, 2, 16, device=device)
+    q[0, 1, 0, 5] = held
+    weight = random_tensor(16, device=device).requires_grad_()
+    q.requires_grad_()
+    tables = random_tables(4, 8, device=device)
+    out = apply_rope(q, None, *tables, norm=QKNorm(weight), impl=norm_impl)
+    grad = torch.zeros_like(out)
+    grad[0, 1, 0, 0] = 1e-30
+    of_q, of_weight = torch.autograd.grad(out, (q, weight), grad)
+    assert of_q[0, 1, 0].isnan().any()
+    assert of_weight.isnan().any() or held == torch.inf  # its norm is 0 beside the feature that holds it
+    assert not of_q[0, [0, 2]].any()
+
+
 def test_large_float16_does_not_overflow(norm_impl, device):
     xs, weights, tables, call = draw(CASES["qwen3"], device, torch.float16)
     check(CASES["qwen3"], [x * 10_000 for x in xs], weights, tables, call, norm_impl)

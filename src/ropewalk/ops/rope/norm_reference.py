@@ -40,10 +40,12 @@ def norm_rope_backward(
         if grad is None:
             continue
         g, y = grad.to(_compute_dtype(x)), _biased(x, bias, call)
+        is_given = (g != 0).any(_axes(call), keepdim=True)
         if call.flags.after:
             y = _rotate(y, call)
         else:
             g = _rotate(g, call, inverse=True)
+        y = _fill_lost(y, is_given, call)
         rstd = _rstd(y, call)
         y = y * rstd
         if needed[n + i] and weight is not None:
@@ -129,6 +131,16 @@ def _axes(call: NormCall) -> tuple[int, ...]:
 def _rstd(x: Tensor, call: NormCall) -> Tensor:
     """Return 1 / sqrt(mean(x²) + eps), which broadcasts against x."""
     return torch.rsqrt(x.square().mean(_axes(call), keepdim=True) + call.flags.eps)
+
+
+def _fill_lost(x: Tensor, is_given: Tensor, call: NormCall) -> Tensor:
+    """Return x with ones in rows that get no gradient and have no finite norm: they may hold anything, 0 · NaN is NaN.
+
+    Other rows without a gradient stay, for the second derivatives.
+    """
+    rstd = _rstd(x.detach(), call)
+    is_finite = (rstd > 0) & (rstd < torch.inf)
+    return x.masked_fill(~(is_given | is_finite), 1.0)
 
 
 def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:

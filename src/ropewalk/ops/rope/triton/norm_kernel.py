@@ -201,6 +201,15 @@ def _sum_rows(x, ACROSS: tl.constexpr):
 
 
 @triton.jit
+def _sum_two_rows(x, y, ACROSS: tl.constexpr):
+    """Sum each of two tiles as `_sum_rows` does, both in one reduction: its barriers cost time."""
+    total = tl.sum(tl.join(x, y), axis=2, keep_dims=True)
+    if ACROSS:
+        total = tl.sum(total, axis=1, keep_dims=True)
+    return tl.split(total)
+
+
+@triton.jit
 def _rotate(a, b, cos, sin):
     return a * cos - b * sin, a * sin + b * cos
 
@@ -495,15 +504,20 @@ def norm_backward_kernel(
             b += bias_b.to(COMPUTE_DTYPE)
         grad_a = grad_a.to(COMPUTE_DTYPE)
         grad_b = grad_b.to(COMPUTE_DTYPE)
+        sizes = tl.abs(grad_a) + tl.abs(grad_b)
         if HALF > 0:
             if AFTER:
                 a, b = _rotate(a, b, cos, sin)
             else:
                 grad_a, grad_b = _inverse_rotate(grad_a, grad_b, cos, sin)
-        # Rows past the last one are 0 or a bias; of 0, eps = 0 makes NaN.
-        rstd = tl.where(head_mask, _rstd(a, b, width, EPS, ACROSS), 0.0)
-        a = a * rstd
-        b = b * rstd
+        squares, size = _sum_two_rows(a * a + b * b, sizes, ACROSS)
+        # A row without a gradient may hold anything, and 0 · NaN is NaN. A row past the last one is such a row.
+        has_grad = size != 0
+        rstd = tl.where(has_grad, tl.rsqrt(squares / width + EPS), 0.0)
+        a = tl.where(has_grad, a, 0.0)
+        b = tl.where(has_grad, b, 0.0)
+        grad_a = grad_a * rstd
+        grad_b = grad_b * rstd
         if NEEDS_DW:
             dw_a += grad_a * a
             dw_b += grad_b * b
@@ -511,9 +525,10 @@ def norm_backward_kernel(
             if HAS_WEIGHT:
                 grad_a = grad_a * (weight_a.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
                 grad_b = grad_b * (weight_b.to(COMPUTE_DTYPE) + WEIGHT_OFFSET)
-            mean = _sum_rows(a * grad_a + b * grad_b, ACROSS) / width
-            dx_a = rstd * (grad_a - a * mean)
-            dx_b = rstd * (grad_b - b * mean)
+            # rstd · (g - y · mean(y · g)) of y = rstd · x, by one product less of each feature.
+            mean = _sum_rows(a * grad_a + b * grad_b, ACROSS) * rstd * rstd / width
+            dx_a = grad_a - a * mean
+            dx_b = grad_b - b * mean
             if AFTER and HALF > 0:
                 dx_a, dx_b = _inverse_rotate(dx_a, dx_b, cos, sin)
             if NEEDS_DB:
