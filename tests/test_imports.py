@@ -21,7 +21,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # What each folder or module may import of Ropewalk beside itself and OPEN. The longest name that fits a module counts;
 # "x" is x without what has a line of its own, "x.*" is all below x.
-OPEN = "device frequencies testing ops.tracing ops.arguments"
+OPEN = "device frequencies testing ops.tracing ops.arguments ops.once"
 _SHARED_BY_KERNELS = "ops.attention.call ops.attention.backend ops.attention.pages ops.attention.tables"
 _TRITON_FOR_HOPPER = "arguments tiles masking scheduler softmax score_mods config gather launch_common support"
 LAYERS = {

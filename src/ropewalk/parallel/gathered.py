@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention.autograd import node_of_call
+from ropewalk.ops.once import differentiable_once
 from ropewalk.parallel import shards
 from ropewalk.parallel.call import ShardedCall, attend, learned_of, with_learned
 from ropewalk.parallel.exchange import Exchange, find_exchange
@@ -359,7 +359,7 @@ class _Overlapped(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         k, v = ctx.saved_tensors
         call, exchange, groups = ctx.call, ctx.exchange, ctx.groups
@@ -549,7 +549,7 @@ class _Fetch(torch.autograd.Function):
         return whole_k, whole_v
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         home = _Home(transport_of(ctx.layout), ctx.exchange, ctx.groups, *ctx.saved_tensors)
         home.transport.open()

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention import api
 from ropewalk.ops.attention.autograd import without_inputs
 from ropewalk.ops.attention.backend import LN_2, Saved, Wanted
 from ropewalk.ops.attention.backends import KERNELS, backward_of, choose
 from ropewalk.ops.attention.tables import map_far_features, map_features
+from ropewalk.ops.once import differentiable_once
 from ropewalk.parallel.call import ShardedCall, attend, learned_of, outside, with_learned
 from ropewalk.parallel.layout import SequenceLayout
 from ropewalk.parallel.shards import accumulator
@@ -186,7 +186,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *learned = ctx.saved_tensors
         call: ShardedCall = ctx.call

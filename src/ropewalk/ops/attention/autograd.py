@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, FarQK, as_bhtd, flatten, from_bhtd
+from ropewalk.ops.once import differentiable_once
 from ropewalk.ops.tracing import is_plain_eager
 
 
@@ -138,5 +138,5 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None, None
 
 
-_differentiate_again = once_differentiable(_differentiate)
+_differentiate_again = differentiable_once(_differentiate)
 _NODES = (_Attend._backward_cls, plans.NODE)

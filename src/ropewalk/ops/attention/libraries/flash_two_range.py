@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ropewalk.ops.once import differentiable_once
 
 
 @lru_cache
@@ -55,7 +56,7 @@ class _Attend(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         _, attend_backward = _functions()
         q, k, q_past, k_far, v, out, lse = ctx.saved_tensors

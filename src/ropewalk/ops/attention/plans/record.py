@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.plans.leaves import of_given
 from ropewalk.ops.attention.plans.library import LibraryCall
 from ropewalk.ops.attention.plans.made import MadeCall
 from ropewalk.ops.attention.plans.planned import PlannedCall
+from ropewalk.ops.once import differentiable_once
 from ropewalk.schemes import PositionScheme
 
 
@@ -104,4 +104,4 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = 
     )
 
 
-_differentiate_again = once_differentiable(_differentiate)
+_differentiate_again = differentiable_once(_differentiate)
