@@ -161,16 +161,21 @@ def max_logits(call: AttentionCall) -> Tensor:
     if scheme_of(call).has_axes():  # scores do not depend on them
         indices = token_indices(call)
         positions_q, positions_k = indices.queries, indices.keys
-    largest = q.new_full((heads,), -torch.inf)
-    for start in range(0, queries if batch * keys else 0, rows):
-        block = slice(start, min(start + rows, queries))
+
+    def find_largest(block: slice) -> Tensor:
         distance = (positions_q[:, block, None] - positions_k[:, None])[:, None]
         scores = scores_of(q[:, :, block], k, _far_block(far, block), distance, scheme_of(call).far_window())
         may = allowed(block, call)
         scores = scores * call.scale
         scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
-        largest = torch.maximum(largest, scores.amax((0, 2, 3)))
-    return largest.float()
+        return scores.amax((0, 2, 3))
+
+    if batch * queries * keys == 0:
+        return q.new_full((heads,), -torch.inf, dtype=torch.float32)
+    if rows >= queries:  # a loop would make the length a constant of a traced program
+        return find_largest(slice(0, queries)).float()
+    blocks = [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+    return torch.stack([find_largest(block) for block in blocks]).amax(0).float()
 
 
 def _far_block(far: FarQK | None, block: slice) -> FarQK | None:

@@ -175,7 +175,8 @@ def check_scale(name: str, scale: Tensor | None, cache: Tensor, kind: Format, *,
     _check_device(name, scale, cache)
     heads = cache.shape[head]
     if kind is Format.FP8:
-        if tuple(scale.shape) not in ((), (heads,)):
+        # torch.compile does not find a tuple with symbols among others by `in`.
+        if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] != heads):
             raise ValueError(f"{name} has shape {tuple(scale.shape)}, but must be () or (K,) with K = {heads}")
         return
     expected = scale_shape(cache, kind, head)

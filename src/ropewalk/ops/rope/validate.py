@@ -276,7 +276,13 @@ def as_bthd(x: Tensor, layout: str) -> Tensor:
 def may_overlap_itself(x: Tensor) -> bool:
     """Say whether two indices of `x` may address the same memory; False is certain."""
     reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+    rest = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    while rest:
+        smallest = 0  # torch.compile sorts and takes the least of no symbols
+        for index in range(1, len(rest)):
+            if rest[index][0] < rest[smallest][0]:
+                smallest = index
+        stride, size = rest.pop(smallest)
         if stride <= reach:
             return x.numel() > 0
         reach += stride * (size - 1)
