@@ -5,11 +5,13 @@ Callers go through the module (`device.is_rocm()`), so that a test can fake a GP
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import math
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +33,25 @@ def release_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; nothing where it is none, as that of a build of one's own may be."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return () if numbers is None else tuple(map(int, numbers.groups()))
+
+
+def ensure_context() -> None:
+    """Give this thread the CUDA context of the current device, which Triton needs for descriptors, if it has none.
+
+    A new thread has none until a call of CUDA's runtime, which memory from PyTorch's cache does not need.
+    """
+    if getattr(_thread, "has_context", False) or is_rocm() or is_interpreted():
+        return
+    driver, context, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        driver.cuDeviceGet(ctypes.byref(number), torch.cuda.current_device())
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        driver.cuCtxSetCurrent(context)
+    _thread.has_context = True
+
+
+_thread = threading.local()
 
 
 @assume_constant

@@ -128,3 +128,8 @@ def _describe(tensors: tuple[Tensor, ...]) -> list[Any]:
     for x in tensors:
         found += (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.requires_grad)
     return found
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Say whether default hooks pack what a forward saves, as those of checkpoints and of `save_on_cpu` do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

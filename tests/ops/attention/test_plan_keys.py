@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import types
@@ -734,3 +735,47 @@ def test_each_device_has_its_own_rotation(monkeypatch: pytest.MonkeyPatch) -> No
     compiled = [plan_module._compile_rope(spec, device) for device in (0, 1, 0)]
     assert compiled[0] is compiled[2] is not compiled[1]
     plan_module._compile_rope.cache_clear()
+
+
+# === saved tensors ===
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("hooks", ["clone", "save_on_cpu"])
+def test_a_backward_reads_what_hooks_give_back(device: torch.device, hooks: str, impl: str | None) -> None:
+    """Hooks give back dense copies, of other strides than the mask had that is read where it lies."""
+    call = {**QKV, "position": Alibi(), "causal": True, "mask": draw(B, 1, 1, T, seed=9) > -1.0, "impl": impl}
+    if ON_GPU:
+        call = {name: x.half() if name in "qkv" else x for name, x in call.items()}
+    call = place(call, device)
+    packing = {
+        "clone": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    }[hooks]
+    expected = without_plans(functools.partial(train, call))
+    for _ in range(3):
+        for _ in range(2):
+            assert_same(train(call), expected)
+        with packing():
+            found = train(call)
+        assert_same(found, expected)
+
+
+# === threads ===
+
+
+@on_gpu
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_new_thread_launches(device: torch.device, calls: int, learns: bool, impl: str | None) -> None:
+    """A new thread has no CUDA context, which descriptors need: neither for its first call nor for a planned one."""
+    run = train if learns else infer
+    tensors = {name: draw(2, 128, 4, 64, seed=seed).half() for seed, name in enumerate("qkv")}
+    call = place({**tensors, "causal": True, "impl": impl, "return_lse": calls == 3}, device)
+    expected = without_plans(functools.partial(run, call))
+    for _ in range(calls):
+        run(call)
+    for _ in range(4):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert_same(pool.submit(run, call).result(), expected)

@@ -135,6 +135,7 @@ class AtOnce:
 
     def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
         """Launch a kernel by Triton."""
+        gpu.ensure_context()
         kernel[(n_programs,)](**arguments)
 
     def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -23,7 +23,7 @@ from ropewalk.ops.attention.plans.cache import (
     plan_or_none,
 )
 from ropewalk.ops.attention.plans.leaves import call_of, pick_numbers, pick_tensors, shares_table, switches
-from ropewalk.ops.tracing import with_memory
+from ropewalk.ops.tracing import has_saved_tensor_hooks, with_memory
 
 OUT, LSE = range(2)  # of a forward's results
 
@@ -128,6 +128,8 @@ class Backwards:
 
     def __init__(self, plan: ForwardPlan | None, backend: KernelBackend, layout: str) -> None:
         self.backend, self.layout, self.waits = backend, layout, plan is None
+        # Hooks give back other tensors than were saved, of any strides: as `save_on_cpu` does, dense ones.
+        self.plans = not has_saved_tensor_hooks()
         self.of_forward: dict[Any, BackwardPlan | None] = {} if plan is None else plan.backwards
         self.found: dict[Any, Any] = {}  # a `BackwardPlan` and its results in the caller's layout; None; or `SEEN`
 
@@ -143,6 +145,8 @@ class Backwards:
         forward saved of them. grad_lse: (B, H, Tq).
         """
         strides, of_lse = grad_out.stride(), None
+        if not self.plans:
+            return self._launch(saved, describe, grad_out, grad_lse, wanted)
         if 0 in strides or grad_out.is_neg():
             grad_out = as_dense(grad_out)
             strides = grad_out.stride()
@@ -162,7 +166,15 @@ class Backwards:
                 backward_plan, results = found
                 gradients: Gradients = backward_plan.run_at(inputs, addresses, results)
                 return gradients
+        return self._launch(saved, describe, grad_out, grad_lse, wanted)
+
+    def _launch(
+        self, saved: Sequence[Tensor], describe: Describe, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients without a plan."""
         grad_out = as_dense(grad_out)
+        if grad_lse is not None:
+            grad_lse = with_memory(grad_lse).contiguous()
         call, out, rest = describe(saved)
         backend, layout = backward_of(self.backend, call, wanted), self.layout
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, layout), grad_lse, wanted)

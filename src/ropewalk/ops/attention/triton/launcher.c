@@ -160,7 +160,7 @@ static const char* find_descriptor(Descriptor* descriptor, uint64_t address) {
   return PyErr_Occurred() ? NULL : (*place)->map;
 }
 
-/* Give autograd's threads, which may have none, the device's context, as Triton's launcher does. */
+/* Give a thread that has none, as a new one, the device's context, as Triton's launcher does; descriptors need it. */
 static CUresult ensure_context(int index) {
   CUcontext context = NULL;
   CUdevice device;
@@ -172,7 +172,7 @@ static CUresult ensure_context(int index) {
 }
 
 static CUresult launch_all(const Launches* self, void** params, CUstream stream) {
-  CUresult result = ensure_context(self->device);
+  CUresult result = CUDA_SUCCESS;
   for (Py_ssize_t i = 0; i < self->n_kernels && !result; i++) {
     const Kernel* kernel = &self->kernels[i];
     CUlaunchAttribute attributes[2];
@@ -208,11 +208,12 @@ static PyObject* run(PyObject* object, PyObject* const* args, Py_ssize_t n_args)
     addresses[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[0], i));
     if (addresses[i] == (uint64_t)-1 && PyErr_Occurred()) return NULL;
   }
+  CUresult result = ensure_context(self->device);
   char* bytes = alloca(self->n_bytes + ALIGNMENT);
   bytes += -(uintptr_t)bytes % ALIGNMENT;
   void** params = alloca((self->n_params + 1) * sizeof *params);
   void** next = params;
-  for (Py_ssize_t i = 0; i < self->n_kernels; i++) {
+  for (Py_ssize_t i = 0; i < self->n_kernels && !result; i++) {
     Kernel* kernel = &self->kernels[i];
     memcpy(bytes, kernel->bytes, kernel->n_bytes);
     for (Py_ssize_t j = 0; j < kernel->n_pointers; j++) {
@@ -229,10 +230,11 @@ static PyObject* run(PyObject* object, PyObject* const* args, Py_ssize_t n_args)
     for (Py_ssize_t j = 0; j < kernel->n_params; j++) *next++ = bytes + kernel->offsets[j];
     bytes += kernel->n_bytes;
   }
-  CUresult result;
-  Py_BEGIN_ALLOW_THREADS;
-  result = launch_all(self, params, (CUstream)(uintptr_t)stream);
-  Py_END_ALLOW_THREADS;
+  if (!result) {
+    Py_BEGIN_ALLOW_THREADS;
+    result = launch_all(self, params, (CUstream)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS;
+  }
   if (result) {
     const char* name = NULL;
     get_error_name(result, &name);
