@@ -1,4 +1,4 @@
-"""Score mods of a user's own, for the rows of docs/support.md about them: no backend knows their names."""
+"""Score mods of a user's own, which no backend knows by name."""
 
 from __future__ import annotations
 
