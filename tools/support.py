@@ -2,36 +2,34 @@
 
 python tools/support.py
 
-The calls are small ones on the CPU, whose q, k and v are then imagined to be on a GPU: every machine with Triton writes
-the same.
+Rows are the values of the table of products (`tests/products/table.py`), each in the plainest call that has it, and
+some combinations. Calls are made on the CPU, and their q, k and v are then imagined to be on a GPU: every machine with
+Triton writes the same. Pairs take a minute; `tests/products/refused_pairs.jsonl` keeps what they gave.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from ropewalk import Alibi, BlockLists, ExpoSB, NoPosition, PositionScheme, ReRope, Rope, SelfExtend, T5Bias, mrope_axes
-from ropewalk import device as gpu
-from ropewalk.ops.attention import backends
-from ropewalk.ops.attention.api import make_call
-from ropewalk.ops.attention.backend import Refusal
-from ropewalk.ops.attention.call import AttentionCall
-from ropewalk.ops.attention.hopper import support as hopper
-from ropewalk.ops.attention.libraries import flash, flash_two_range, sdpa
-from ropewalk.schemes import Rotation
+TESTS = Path(__file__).parents[1] / "tests"
+if str(TESTS) not in sys.path:
+    sys.path.append(str(TESTS))
+
+from products import foreign  # noqa: E402
+from products.cover import all_pairs, refusal, refusals  # noqa: E402
+from products.table import FEATURES, NEUTRAL, Row, names_a_call, plainest  # noqa: E402
+
+from ropewalk import PositionScheme  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/support.md"
+PAIRS = TESTS / "products/refused_pairs.jsonl"
 COLUMNS = {
     "triton": "`triton`",
     "gluon": "`gluon`",
@@ -39,398 +37,382 @@ COLUMNS = {
     "sdpa": "`sdpa` (cuDNN)",
     "reference": "`reference`",
 }
-B, T, H, K, D = 2, 96, 4, 2, 64
-N_BUCKETS = 8
+EACH = "each"  # in place of a backend: `attention` itself refuses
 
-
-@dataclass(frozen=True, eq=False)
-class OwnInPyTorch(PositionScheme):
-    """A scheme of one's own that has the reference form alone."""
-
-    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
-        """Let scores fall with the distance."""
-        return scores - 0.1 * distance.abs()
-
-
-@dataclass(frozen=True, eq=False)
-class OwnWithFunctions(PositionScheme):
-    """A scheme of one's own with score functions of one's own."""
-
-    rates: Tensor  # (H,)
-    name: str = "LOG_BIAS"  # which says nothing of the gradient of what it reads
-
-    def kernel_score_mod(self) -> str:
-        """Functions that the library does not know."""
-        return f"own_score_mods:{self.name}"
-
-    def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
-        """The rates, (H, 1)."""
-        return self.rates.to(device, torch.float32)[:, None]
-
-    def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
-        """Let scores fall with the logarithm of the distance."""
-        return scores - self.rates[:, None, None].to(scores.dtype) * torch.log1p(distance.abs())
-
-
-@dataclass(frozen=True, eq=False)
-class OwnRotation(PositionScheme):
-    """A scheme of one's own that turns pairs by tables which are differentiable."""
-
-    inv_freq: Tensor  # (R/2,)
-
-    def rotation(self, positions: Tensor, head_dim: int) -> Rotation:
-        """The tables of Rope."""
-        angles = positions[..., None] * self.inv_freq
-        return Rotation(angles.cos(), angles.sin(), False, None)
-
-
-@dataclass(frozen=True, eq=False)
-class OwnTwoRanges(OwnRotation):
-    """A scheme of one's own whose far pairs are those of a window or more, and score as at its end."""
-
-    window: int
-
-    def far_window(self) -> int:
-        """The window."""
-        return self.window
-
-    def far_rotation(self, positions: Tensor, head_dim: int, of: str) -> Rotation | None:
-        """Queries stand a window before or behind position 0, where keys are."""
-        if of == "keys":
-            return None
-        return self.rotation(torch.full_like(positions, self.window if of == "past" else -self.window), head_dim)
+# Features by their sections, and how the page calls their values. A neutral value without a label has no row.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Position schemes": ("scheme", "positions", "keys_rotated"),
+    "Which keys a query attends": (
+        *("causal", "window", "mask", "key_lengths", "key_starts", "query_starts", "blocks", "tokens"),
+    ),
+    "Packed sequences and pages": ("layout", "bounds", "pages"),
+    "Everything else": (
+        *("scale", "softcap", "sinks", "dropout", "norm", "gate", "results", "deterministic"),
+        *("dtype", "head_dim", "heads", "batch", "memory", "gradients", "grad memory"),
+    ),
+}
+LABELS: dict[tuple[str, str], str] = {
+    ("scheme", "none"): "`NoPosition()`",
+    ("scheme", "rope"): "`Rope()`",
+    ("scheme", "rope interleaved"): "`Rope(interleaved=True)`",
+    ("scheme", "rope partial"): "`Rope(rotary_dim=…)`",
+    ("scheme", "rope offset"): "`Rope(rotary_dim=…, rotary_offset=…)`",
+    ("scheme", "rope blocks"): "`Rope(pair_block=…)`, pairs inside blocks",
+    ("scheme", "rope axes"): "`Rope(axes=…)`",
+    ("scheme", "rope frequencies"): "`Rope(inv_freq=…, attention_factor=…)`",
+    ("scheme", "alibi"): "`Alibi()`",
+    ("scheme", "alibi learned"): "`Alibi(slopes)`, learned",
+    ("scheme", "t5"): "`T5Bias(table)`",
+    ("scheme", "t5 learned"): "`T5Bias(table, bidirectional=False)`, learned",
+    ("scheme", "exposb"): "`ExpoSB()`",
+    ("scheme", "exposb decay"): "`ExpoSB(distance_decay=True)`",
+    ("scheme", "exposb bands"): "`ExpoSB(band_weights=…)`, learned",
+    ("scheme", "exposb bands decay"): "`ExpoSB(band_weights=…, distance_decay=True)`, learned",
+    ("scheme", "rerope"): "`ReRope(window)`",
+    ("scheme", "rerope leak"): "`ReRope(window, leak=…, log_n=…)`",
+    ("scheme", "self-extend"): "`SelfExtend(window, group, log_n=…)`",
+    ("scheme", "own score_mod"): "your own: `score_mod` alone",
+    ("scheme", "own kernel"): "your own: `kernel_score_mod`",
+    ("scheme", "own kernel learned"): "your own: `kernel_score_mod` with `param_grad`, learned",
+    ("scheme", "own rotation"): "your own: `rotation`",
+    ("scheme", "own rotation learned"): "your own: `rotation`, learned",
+    ("scheme", "own two-range"): "your own: `far_window` and `far_rotation`",
+    ("positions", "queries"): "`positions_q`",
+    ("positions", "keys"): "`positions_k`",
+    ("positions", "one tensor"): "`positions_q` and `positions_k`, one tensor",
+    ("positions", "two tensors"): "`positions_q` and `positions_k`, two tensors",
+    ("keys_rotated", "yes"): "`keys_rotated` without pages",
+    ("causal", "yes"): "`causal`",
+    ("window", "int"): "`window`",
+    ("window", "left"): "`window=(left, -1)`",
+    ("window", "right"): "`window=(-1, right)`",
+    ("window", "pair"): "`window=(left, right)`",
+    ("mask", "keys"): "`mask` of keys",
+    ("mask", "pairs"): "`mask` of pairs",
+    ("mask", "rows"): "`mask` of pairs, per batch row",
+    ("mask", "heads"): "`mask` of pairs, per head",
+    ("key_lengths", "given"): "`key_lengths`",
+    ("key_lengths", "with zero"): "`key_lengths`, one of them 0",
+    ("key_starts", "given"): "`key_starts`",
+    ("query_starts", "given"): "`query_starts`",
+    ("blocks", "causal"): "`blocks`: `BlockLists.causal`",
+    ("blocks", "sliding"): "`blocks`: `BlockLists.sliding_window`",
+    ("blocks", "own 128"): "`blocks`, your own lists of 128 × 128",
+    ("blocks", "own 64"): "`blocks`, your own lists of 64 × 64",
+    ("blocks", "BlockMask"): "`blocks`: FlexAttention's `BlockMask`",
+    ("tokens", "odd"): "a number of tokens that is no multiple of 16",
+    ("tokens", "fewer queries"): "fewer queries than keys",
+    ("tokens", "more queries"): "more queries than keys",
+    ("tokens", "one query"): "one query",
+    ("tokens", "few queries"): "5 queries",
+    ("tokens", "no keys"): "no keys",
+    ("layout", "bhtd"): '`layout="bhtd"`',
+    ("layout", "thd"): "packed: `cu_seqlens_q`",
+    ("bounds", "equal"): "packed: `cu_seqlens_q` and an equal `cu_seqlens_k`",
+    ("bounds", "unequal"): "packed: `cu_seqlens_q` and another `cu_seqlens_k`",
+    ("bounds", "with empty"): "packed, some sequences empty",
+    ("bounds", "with a tail"): "packed, with tokens after the last sequence",
+    ("pages", "own 16"): "`block_table`, pages of 16 keys",
+    ("pages", "own 64"): "`block_table`, pages of 64 keys",
+    ("pages", "fp8 16"): "`block_table`, fp8 pages with `k_scale` and `v_scale`",
+    ("pages", "int8 16"): "`block_table`, int8 pages with `k_scale` and `v_scale`",
+    ("pages", "int4 16"): "`block_table`, int4 pages with `k_scale` and `v_scale`",
+    ("pages", "dense cache"): "packed over a dense cache: `cu_seqlens_q`, `key_lengths`",
+    ("scale", "given"): "`scale`",
+    ("scale", "negative"): "a scale of 0 or less",
+    ("softcap", "given"): "`softcap`",
+    ("sinks", "fixed"): "`sinks`",
+    ("sinks", "learned"): "`sinks`, learned",
+    ("dropout", "given"): "`dropout_p`",
+    ("norm", "before"): "`norm`: `QKNorm(q_weight, k_weight, offset=1.0)`",
+    ("norm", "after"): "`norm`: `QKNorm(…, after=True)`",
+    ("norm", "per head"): "`norm`: `QKNorm(…)` with weights per head",
+    ("norm", "across heads"): "`norm`: `QKNorm(…, across_heads=True)`",
+    ("norm", "without weights"): "`norm`: `QKNorm()`",
+    ("gate", "head"): "`gate` of a number per head",
+    ("gate", "feature"): "`gate`",
+    ("results", "lse"): "`return_lse`",
+    ("results", "lse and its gradient"): "`return_lse`, with a gradient of it",
+    ("results", "max logits"): "`return_max_logits`",
+    ("results", "all"): "`return_lse` and `return_max_logits`",
+    ("deterministic", "yes"): "`deterministic=True`",
+    ("dtype", "float16"): "float16",
+    ("dtype", "float32"): "float32",
+    ("dtype", "float64"): "float64",
+    ("head_dim", "128"): "head dim 128",
+    ("head_dim", "256"): "head dim 256",
+    ("head_dim", "96"): "head dim 96",
+    ("head_dim", "20"): "a head dim that is no multiple of 8, 20",
+    ("head_dim", "512"): "head dim 512",
+    ("head_dim", "192/128"): "v's head dim another, 192 and 128",
+    ("head_dim", "64/32"): "v's head dim another, 64 and 32",
+    ("heads", "4/4"): "as many key heads as query heads",
+    ("heads", "6/1"): "one key head for 6 query heads",
+    ("heads", "21/3"): "3 key heads for 21 query heads",
+    ("batch", "1"): "a batch of 1",
+    ("memory", "sliced heads"): "q, k and v: slices of heads of wider tensors",
+    ("memory", "sliced features"): "q, k and v: slices of features of wider tensors",
+    ("memory", "misaligned"): "q, k and v whose rows are not aligned to 16 bytes",
+    ("memory", "features apart"): "q, k and v whose features are not contiguous",
+    ("memory", "broadcast"): "k and v that are expanded over the batch",
+    ("gradients", "all"): "gradients of all tensors",
+    ("gradients", "q"): "a gradient of q alone",
+    ("gradients", "k and v"): "gradients of k and v alone",
+    ("gradients", "options"): "gradients of options alone: sinks, gates, what schemes learn",
+    ("grad memory", "expanded"): "a gradient of the output that is expanded",
+    ("grad memory", "features apart"): "a gradient of the output whose features are not contiguous",
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of call: how the table names it, and its keywords; its tensors, where they are not the usual ones."""
+    """A row of the page: how it is called, its values, and a scheme that the table does not have."""
 
-    name: str
-    keywords: Callable[[torch.device], dict[str, Any]]
-    dtype: torch.dtype = torch.bfloat16
-    queries: int = T
-    head_dim: int = D
-    value_dim: int | None = None  # None: the head dim
-    packed: bool = False
-    page_size: int | None = None  # None: keys do not lie in pages
-    stored: torch.dtype | None = None  # of pages; None: that of q
+    label: str
+    values: Row
+    position: PositionScheme | None = field(default=None, compare=False)
 
-    def tensors(self, device: torch.device, *, learned: bool = False) -> list[Tensor]:
-        """q, k and v."""
-        rows: tuple[int, ...] = (B, T)
-        if self.page_size is not None:
-            rows = (B * T // self.page_size, self.page_size)
-        tokens: tuple[int, ...] = (B, self.queries)
-        if self.packed:
-            rows, tokens = (B * T,) if self.page_size is None else rows, (B * T,)
-        shapes = [(*tokens, H, self.head_dim), (*rows, K, self.head_dim), (*rows, K, self.value_dim or self.head_dim)]
-        q, *pages = (torch.randn(shape, device=device).to(self.dtype).requires_grad_(learned) for shape in shapes)
-        return [q, *pages] if self.stored is None else [q, *(x.detach().to(self.stored) for x in pages)]
-
-    def given(self, device: torch.device) -> dict[str, Any]:
-        """Its keywords; a gate has q's dtype."""
-        return {name: x.to(self.dtype) if name == "gate" else x for name, x in self.keywords(device).items()}
+    def row(self) -> Row:
+        """Return the plainest row with these values."""
+        found = plainest(*self.values.items())
+        if found is None:
+            raise SystemExit(f"{self.label} has values that name no call together: {self.values}")
+        return found
 
 
-def _integers(device: torch.device, *numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def _pages(**values: str) -> Row:
+    return {"pages": "own 16", "tokens": "one query", **values}
 
 
-def _pages(device: torch.device, **keywords: Any) -> dict[str, Any]:
-    table = torch.arange(B * T // 16, dtype=torch.int32, device=device).view(B, -1)
-    return {"block_table": table, "key_lengths": _integers(device, T, 20), **keywords}
-
-
-def _mask(device: torch.device) -> Tensor:
-    return (torch.arange(T, device=device) < T // 2).expand(B, 1, 1, T)
-
-
-def _pairs(device: torch.device, heads: int) -> Tensor:
-    places = torch.arange(T, device=device)
-    return ((places[:, None] + places) % 3 < torch.arange(1, heads + 1, device=device)[:, None, None]).repeat(
-        B, 1, 1, 1
-    )
-
-
-def _lists(device: torch.device, block: int) -> BlockLists:
-    """Lists that attend all blocks, one by one."""
-    n = -(-T // block)
-    counts, indices = torch.full((1, 1, n), n, device=device), torch.arange(n, device=device).expand(1, 1, n, n)
-    return BlockLists(counts, indices.clone(), block_q=block, block_k=block)
-
-
-def _scales(device: torch.device, *features: int) -> dict[str, Tensor]:
-    dtype = torch.float16 if features else torch.float32  # 4-bit numbers have a scale for every 32 features
-    made = torch.ones(B * T // 16, 16, K, *features, dtype=dtype, device=device)
-    return {"k_scale": made, "v_scale": made.clone()}
-
-
-def _learned(*shape: int, device: torch.device) -> Tensor:
-    return torch.rand(*shape, device=device).requires_grad_()
-
-
-SECTIONS: dict[str, list[Case]] = {
+# Combinations of which the page says more than of their values alone.
+COMBINATIONS: dict[str, list[Case]] = {
     "Position schemes": [
-        Case("`NoPosition()`", lambda device: {"position": NoPosition()}),
-        Case("`Rope()`", lambda device: {"position": Rope()}),
-        Case(
-            "`Rope(rotary_dim=…, rotary_offset=…)`", lambda device: {"position": Rope(rotary_dim=32, rotary_offset=32)}
-        ),
-        Case("`Alibi()`", lambda device: {"position": Alibi()}),
-        Case("`Alibi(slopes)`, learned", lambda device: {"position": Alibi(_learned(H, device=device))}),
-        Case("`T5Bias(table)`, learned", lambda device: {"position": T5Bias(_learned(N_BUCKETS, H, device=device))}),
-        Case("`ExpoSB()`", lambda device: {"position": ExpoSB()}),
-        Case("`ExpoSB(distance_decay=True)`", lambda device: {"position": ExpoSB(distance_decay=True)}),
-        Case(
-            "`ExpoSB(band_weights=…)`, learned",
-            lambda device: {"position": ExpoSB(band_weights=_learned(H, device=device))},
-        ),
-        Case("`ReRope(window)`, causal", lambda device: {"position": ReRope(16), "causal": True}),
-        Case("`ReRope(window)`, not causal", lambda device: {"position": ReRope(16)}),
-        Case("`ReRope(window, leak=…)`, causal", lambda device: {"position": ReRope(16, leak=4.0), "causal": True}),
-        Case("`SelfExtend(window, group)`, causal", lambda device: {"position": SelfExtend(16, 4), "causal": True}),
+        Case("`ReRope(window)`, causal", {"scheme": "rerope", "causal": "yes"}),
+        Case("`ReRope(window, leak=…)`, causal", {"scheme": "rerope leak", "causal": "yes"}),
+        Case("`SelfExtend(window, group)`, causal", {"scheme": "self-extend", "causal": "yes"}),
         Case(
             "`ReRope(window)`, causal, fewer queries than keys",
-            lambda device: {"position": ReRope(16), "causal": True},
-            queries=5,
+            {"scheme": "rerope", "causal": "yes", "tokens": "fewer queries"},
         ),
         Case(
             "`ReRope(window)`, causal, positions per token",
-            lambda device: {"position": ReRope(16), "causal": True, "positions_q": _positions(device)},
+            {"scheme": "rerope", "causal": "yes", "positions": "queries"},
         ),
-        Case("your own: `score_mod` alone", lambda device: {"position": OwnInPyTorch()}),
-        Case(
-            "your own: `kernel_score_mod`",
-            lambda device: {"position": OwnWithFunctions(torch.rand(H, device=device))},
-        ),
-        Case(
-            "your own: `kernel_score_mod` with `param_grad`, learned",
-            lambda device: {"position": OwnWithFunctions(_learned(H, device=device), "LEARNED_LOG_BIAS")},
-        ),
+        Case("your own: `far_window` and `far_rotation`, causal", {"scheme": "own two-range", "causal": "yes"}),
         Case(
             "your own: `kernel_score_mod` without `param_grad`, learned",
-            lambda device: {"position": OwnWithFunctions(_learned(H, device=device))},
+            {"scheme": "own kernel"},
+            foreign.OwnWithFunctions(torch.rand(4).requires_grad_()),
         ),
-        Case("your own: `rotation`", lambda device: {"position": OwnRotation(torch.rand(D // 2, device=device))}),
-        Case(
-            "your own: `rotation`, learned",
-            lambda device: {"position": OwnRotation(_learned(D // 2, device=device))},
-        ),
-        Case(
-            "your own: `far_window` and `far_rotation`, causal",
-            lambda device: {"position": OwnTwoRanges(torch.rand(D // 2, device=device), 16), "causal": True},
-        ),
+        Case("your own: a subclass of `Rope` with its own `rotation`", {"scheme": "rope"}, foreign.OwnRope()),
+        Case("your own: a subclass of `Alibi` with its own `score_mod`", {"scheme": "alibi"}, foreign.OwnAlibi()),
+        Case("`Rope()`, positions per token", {"scheme": "rope", "positions": "queries"}),
+        Case("`Rope()`, positions of keys and queries", {"scheme": "rope", "positions": "two tensors"}),
+        Case("`Rope(axes=…)`, positions on several axes", {"scheme": "rope axes", "positions": "queries"}),
+        Case("`Rope()`, `keys_rotated` without pages", {"scheme": "rope", "keys_rotated": "yes"}),
     ],
     "Which keys a query attends": [
-        Case("`causal`", lambda device: {"causal": True}),
-        Case("`causal`, fewer queries than keys", lambda device: {"causal": True}, queries=64),
-        Case("`window`", lambda device: {"causal": True, "window": 16}),
-        Case("`window=(left, right)`", lambda device: {"window": (16, 8)}),
-        Case("`mask` of keys", lambda device: {"mask": _mask(device)}),
-        Case("`mask` of pairs", lambda device: {"mask": _pairs(device, 1)}),
-        Case("`mask` of pairs, per head", lambda device: {"mask": _pairs(device, H)}),
-        Case("`key_lengths`", lambda device: {"key_lengths": _integers(device, T, 20)}),
-        Case("`key_starts`", lambda device: {"causal": True, "key_starts": _integers(device, 0, 20)}),
+        Case("`causal`, fewer queries than keys", {"causal": "yes", "tokens": "fewer queries"}),
+        Case("`causal`, `window`", {"causal": "yes", "window": "int"}),
+        Case("`causal`, `key_starts`", {"causal": "yes", "key_starts": "given"}),
         Case(
-            "`query_starts`",
-            lambda device: {"causal": True, "query_starts": _integers(device, 20, 7)},
-            queries=64,
+            "`causal`, `query_starts`, fewer queries than keys",
+            {"causal": "yes", "query_starts": "given", "tokens": "fewer queries"},
         ),
+    ],
+    "Packed sequences and pages": [
+        Case("packed: `cu_seqlens_q`, `causal`", {"layout": "thd", "causal": "yes"}),
         Case(
-            "packed: `cu_seqlens_q`",
-            lambda device: {"causal": True, "layout": "thd", "cu_seqlens_q": _integers(device, 0, 30, 33, B * T)},
-            packed=True,
-        ),
-        Case(
-            "packed over pages: `cu_seqlens_q`, `block_table`",
-            lambda device: _pages(
-                device,
-                position=Rope(),
-                keys_rotated=True,
-                causal=True,
-                layout="thd",
-                cu_seqlens_q=_integers(device, 0, 30, B * T),
-            ),
-            page_size=16,
-            packed=True,
+            "packed over pages, `keys_rotated=True`",
+            {"layout": "thd", "pages": "own 16", "causal": "yes", "scheme": "rope", "keys_rotated": "yes"},
         ),
         Case(
             "packed over pages, keys not rotated",
-            lambda device: _pages(
-                device, position=Rope(), causal=True, layout="thd", cu_seqlens_q=_integers(device, 0, 30, B * T)
-            ),
-            page_size=16,
-            packed=True,
+            {"layout": "thd", "pages": "own 16", "causal": "yes", "scheme": "rope"},
         ),
-        Case("`blocks`: `BlockLists.causal`", lambda device: {"blocks": BlockLists.causal(T, device=device)}),
-        Case("`blocks`, your own lists of 128 × 128", lambda device: {"blocks": _lists(device, 128)}),
-        Case("`blocks`, your own lists of 64 × 64", lambda device: {"blocks": _lists(device, 64)}),
-        Case("`block_table`", _pages, queries=1, page_size=16),
+        Case("`block_table`, one query", _pages()),
+        Case("`block_table`, one query, keys not rotated", _pages(scheme="rope")),
+        Case("`block_table`, one query, `keys_rotated=True`", _pages(scheme="rope", keys_rotated="yes")),
+        Case("`block_table`, one query, `ReRope(window)`", _pages(scheme="rerope")),
         Case(
-            "`block_table`, keys not rotated", lambda device: _pages(device, position=Rope()), queries=1, page_size=16
+            "`block_table`, one query, int8 pages, `keys_rotated=True`",
+            _pages(pages="int8 16", scheme="rope", keys_rotated="yes"),
         ),
-        Case(
-            "`block_table`, `keys_rotated=True`",
-            lambda device: _pages(device, position=Rope(), keys_rotated=True),
-            queries=1,
-            page_size=16,
-        ),
-        Case(
-            "`block_table`, `ReRope(window)`",
-            lambda device: _pages(device, position=ReRope(16)),
-            queries=1,
-            page_size=16,
-        ),
-        Case(
-            "`block_table`, int8 pages with `k_scale` and `v_scale`",
-            lambda device: _pages(device, position=Rope(), keys_rotated=True, **_scales(device)),
-            queries=1,
-            page_size=16,
-            stored=torch.int8,
-        ),
+        Case("`block_table`, one query, `return_max_logits`", _pages(results="max logits")),
     ],
-    "Everything else": [
-        Case("`softcap`", lambda device: {"softcap": 30.0}),
-        Case("`sinks`", lambda device: {"sinks": _learned(H, device=device)}),
-        Case("`gate`", lambda device: {"gate": torch.randn(B, T, H, D, device=device)}),
-        Case("`gate` of a number per head", lambda device: {"gate": torch.randn(B, T, H, device=device)}),
-        Case("`dropout_p`", lambda device: {"dropout_p": 0.1}),
-        Case("positions per token", lambda device: {"position": Rope(), "positions_q": _positions(device)}),
-        Case(
-            "positions of keys and queries",
-            lambda device: {"position": Rope(), "positions_q": _positions(device), "positions_k": _positions(device)},
-        ),
-        Case(
-            "`Rope(axes=…)`, positions on several axes",
-            lambda device: {
-                "position": Rope(axes=mrope_axes([16, 8, 8])),
-                "positions_q": _positions(device).expand(3, -1, -1),
-            },
-        ),
-        Case("`Rope(pair_block=…)`, pairs inside blocks", lambda device: {"position": Rope(pair_block=32)}),
-        Case("`keys_rotated` without pages", lambda device: {"position": Rope(), "keys_rotated": True}),
-        Case("`return_lse`", lambda device: {"return_lse": True}),
-        Case("`return_max_logits`", lambda device: {"return_max_logits": True}),
-        Case(
-            "`return_max_logits`, `block_table`",
-            lambda device: _pages(device, return_max_logits=True),
-            queries=1,
-            page_size=16,
-        ),
-        Case("`deterministic=True`", lambda device: {"deterministic": True}),
-        Case("a scale of 0 or less", lambda device: {"scale": -0.1}),
-        Case("fewer than 64 queries", lambda device: {}, queries=5),
-        Case("float16", lambda device: {}, dtype=torch.float16),
-        Case("float32", lambda device: {}, dtype=torch.float32),
-        Case("float64", lambda device: {}, dtype=torch.float64),
-        Case("head dim 256", lambda device: {}, head_dim=256),
-        Case("head dim 512", lambda device: {}, head_dim=512),
-        Case("head dim 512 in float32", lambda device: {}, head_dim=512, dtype=torch.float32),
-        Case("a head dim that is no multiple of 8", lambda device: {}, head_dim=20),
-        Case("v's head dim another, 192 and 128", lambda device: {}, head_dim=192, value_dim=128),
-    ],
+    "Everything else": [Case("head dim 512 in float32", {"head_dim": "512", "dtype": "float32"})],
 }
 
 
-def _positions(device: torch.device) -> Tensor:
-    return torch.arange(T, device=device).expand(B, T)
+def label_of(name: str, value: str) -> str:
+    """Return how the page calls a value; raise if nobody has named it."""
+    label = LABELS.get((name, value))
+    if label is None:
+        raise SystemExit(f"{name} has the value {value!r}, but LABELS of tools/support.py has no label for it")
+    return label
 
 
-@contextmanager
-def imagined_gpu(capability: tuple[int, int] = (9, 0), flash_attn: int = 4) -> Iterator[None]:
-    """Stand in for a GPU with cuDNN, flash-attn and Gluon."""
-    answers: list[tuple[Any, str, Any]] = [
-        (gpu, "capability", lambda device: capability),
-        (gpu, "is_rocm", lambda: False),
-        (gpu, "is_interpreted", lambda: False),
-        (sdpa, "may_use_cudnn", lambda: True),
-        (flash, "flash_version", lambda device: flash_attn),
-        (flash, "load_flash", lambda version: (object, None)),
-        (flash_two_range, "load_functions", lambda: ((object, object), None)),
-        # A fake tensor means a tracer to flash-attn, which it does not support; and it has no address.
-        (gpu, "is_fake", lambda x: False),
-        (sdpa, "why_misaligned", lambda call: None),
-        (flash, "why_misaligned", lambda call: None),
-        (hopper, "why_missing", lambda: None),
+def cases() -> dict[str, list[Case]]:
+    """Return the rows of each section: the values of its features, and combinations."""
+    placed = [name for names in SECTIONS.values() for name in names]
+    for name in FEATURES:
+        if placed.count(name) != 1:
+            raise SystemExit(f"{name} is in {placed.count(name)} of SECTIONS of tools/support.py, but must be in one")
+    return {
+        title: [
+            *(
+                Case(label_of(name, value), {name: value})
+                for name in names
+                for value in FEATURES[name].values
+                if value != NEUTRAL[name] or (name, value) in LABELS
+            ),
+            *COMBINATIONS[title],
+        ]
+        for title, names in SECTIONS.items()
+    }
+
+
+def why_not(case: Case, *, training: bool) -> dict[str | None, str | None]:
+    """Say why each backend does not run a case on a GPU, with a backward or without one; None if it does."""
+    row = case.row()
+    if not training:
+        gradients = "none"
+    elif row["gradients"] == "none":
+        gradients = "all"
+    else:
+        gradients = row["gradients"]
+    return refusals({**row, "gradients": gradients}, COLUMNS, position=case.position)
+
+
+# === pairs ===
+
+Choice = tuple[str, str]  # a feature and its value
+Pair = tuple[Choice, Choice]
+
+
+class Refused(NamedTuple):
+    """A pair of values that a backend does not run together, though it runs each."""
+
+    impl: str
+    pair: Pair
+    reason: str
+
+
+def pairs() -> list[Pair]:
+    """Return the pairs of values that are not neutral."""
+    return [pair for pair in all_pairs() if all(value != NEUTRAL[name] for name, value in pair)]
+
+
+def refused_of(some: Iterable[Pair]) -> Iterator[Refused]:
+    """Find the pairs that `attention` or a backend refuses, though it runs each value alone."""
+    impls = (None, *COLUMNS)
+    known: dict[Choice, dict[str | None, str | None]] = {}
+
+    def runs(choice: Choice, impl: str | None) -> bool:
+        if choice not in known:
+            row = plainest(choice)
+            known[choice] = dict.fromkeys(impls, "no call has it") if row is None else refusals(row, impls)
+        return known[choice][impl] is None
+
+    for pair in some:
+        row = plainest(*pair)
+        if row is None:
+            continue
+        asked = [impl for impl in impls if all(runs(choice, impl) for choice in pair)]
+        reasons = refusals(row, asked)
+        for impl in asked[:1] if reasons.get(None) is not None else asked:
+            reason = reasons[impl]
+            if reason is None:
+                continue
+            smallest = smallest_refused(row, impl)  # what else the row has may be why
+            if dict(pair).items() <= smallest.items() and all(runs(choice, impl) for choice in smallest.items()):
+                yield Refused(EACH if impl is None else impl, pair, reason)
+
+
+def smallest_refused(row: Row, impl: str | None) -> Row:
+    """Return the fewest values of a refused row that are refused, too, beside neutral ones."""
+    kept = dict(row)
+    for name, neutral in NEUTRAL.items():
+        tried = {**kept, name: neutral}
+        if tried != kept and names_a_call(tried) and refusal(tried, impl) is not None:
+            kept = tried
+    return {name: value for name, value in kept.items() if value != NEUTRAL[name]}
+
+
+def read_refused() -> list[Refused]:
+    """Return the refused pairs that the file keeps."""
+    found = []
+    for line in PAIRS.read_text(encoding="utf-8").splitlines():
+        kept = json.loads(line)
+        for (a, x), (b, y) in kept["pairs"]:
+            found.append(Refused(kept["impl"], ((a, x), (b, y)), kept["reason"]))
+    return found
+
+
+def write_refused(refused: Iterable[Refused]) -> None:
+    """Keep refused pairs, those of a backend and a reason on a line."""
+    lines: dict[tuple[str, str], list[Pair]] = {}
+    for impl, pair, reason in refused:
+        lines.setdefault((impl, reason), []).append(pair)
+    text = [
+        json.dumps({"impl": impl, "reason": reason, "pairs": found}, ensure_ascii=False)
+        for (impl, reason), found in lines.items()
     ]
-    with ExitStack() as stack:
-        for place, name, answer in answers:
-            stack.enter_context(mock.patch.object(place, name, answer))
-        yield
+    PAIRS.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
-def on_gpu(x: Tensor) -> Tensor:
-    """A tensor without memory that says that it is there; all else is as x's."""
-    with FakeTensorMode():
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda", requires_grad=x.requires_grad)
+def pair_rows(refused: Iterable[Refused]) -> list[str]:
+    """Return the table of pairs: values of a feature, those of another, who refuses them, and why."""
+    refused_by: dict[tuple[Pair, str], list[str]] = {}
+    for impl, pair, reason in refused:
+        refused_by.setdefault((pair, reason), []).append(impl)
+    partners: dict[tuple[str, str, str, str], dict[str, list[str]]] = {}  # the values of a of each value of b
+    for (((a, x), (b, y)), reason), impls in refused_by.items():
+        by = "each" if impls == [EACH] else ", ".join(f"`{impl}`" for impl in impls)
+        partners.setdefault((a, b, by, reason), {}).setdefault(y, []).append(x)
+    lines = []
+    for (a, b, by, reason), found in partners.items():
+        merged: dict[tuple[str, ...], list[str]] = {}
+        for y, values in found.items():
+            merged.setdefault(tuple(values), []).append(y)
+        lines += [f"| {_join(a, values)} | {_join(b, others)} | {by} | {reason} |" for values, others in merged.items()]
+    return lines
 
 
-def refusal_on_gpu(impl: str, call: AttentionCall) -> Refusal | None:
-    """A backend's refusal of a call as if its tensors were on the imagined GPU."""
-    q, k, v = (on_gpu(x) for x in (call.q, call.k, call.v))
-    return backends.why_not(backends.BACKENDS[impl], call._replace(q=q, k=k, v=v))
+def _join(name: str, values: Sequence[str]) -> str:
+    """Name some values of a feature."""
+    arguments = FEATURES[name].arguments
+    if len(values) > 1 and len(values) == len(FEATURES[name].values) - 1 and arguments[:1] not in ((), ("q",)):
+        return f"any `{arguments[0]}`"
+    return "; ".join(label_of(name, value) for value in values)
 
 
-def why_not(case: Case, impl: str, *, training: bool) -> str | None:
-    """Say why a backend does not run a case there, with a backward or without one; None if it does."""
-    call = call_of(case, training)
-    if isinstance(call, str):
-        return call
-    with torch.set_grad_enabled(training), imagined_gpu():
-        refusal = refusal_on_gpu(impl, call)
-        return None if refusal is None else refusal.reason
+# === the page ===
 
 
-@functools.cache
-def call_of(case: Case, training: bool) -> AttentionCall | str:
-    """The call of a case, or why there is none."""
-    cpu = torch.device("cpu")
-    with torch.set_grad_enabled(training), imagined_gpu():
-        try:
-            return make_call(*case.tensors(cpu, learned=training), **case.given(cpu))
-        except ValueError as error:
-            return str(error)
-
-
-# Fields that are filled in after a backend was chosen, and the rows of the arguments that they come from.
-FILLED_IN = {"gate": "`gate`", "seed": "`dropout_p`", "row_logits": "`return_max_logits`"}
-
-
-def fields_without_a_row(fields: Sequence[str] = AttentionCall._fields) -> list[str]:
-    """Name the fields of a call that are the same in the calls of all rows: the page says nothing of them."""
-    seen: dict[str, set[str]] = {}
-    cases = [case for cases in SECTIONS.values() for case in cases]
-    for case, training in itertools.product(cases, (False, True)):
-        call = call_of(case, training)
-        for name, value in () if isinstance(call, str) else call._asdict().items():
-            if len(seen.setdefault(name, set())) < 2:
-                seen[name].add(str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
-    rows = {case.name for case in cases}
-    filled_in = {name for name, row in FILLED_IN.items() if row in rows}
-    return [name for name in fields if len(seen.get(name, ())) < 2 and name not in filled_in]
-
-
-def render() -> str:
-    """The page; raise if a field of a call has no row."""
-    missing = fields_without_a_row()
-    if missing:
-        raise SystemExit(f"no row of SECTIONS sets {', '.join(missing)} of AttentionCall: add a Case for each")
+def render(refused: Iterable[Refused]) -> str:
+    """Return the page; raise if a feature has no section, or a value no label."""
     notes: dict[str, int] = {}
 
-    def cell(case: Case, impl: str) -> str:
-        reasons = [why_not(case, impl, training=training) for training in (False, True)]
-        reason = reasons[0] or reasons[1]
-        if reason is None:
-            return "yes"
-        number = notes.setdefault(reason, len(notes) + 1)
-        return f"{'–' if reasons[0] else 'forward'} ({number})"
+    def row(case: Case) -> str:
+        forward, both = (why_not(case, training=training) for training in (False, True))
+        cells = []
+        for impl in COLUMNS:
+            reason = forward[impl] or both[impl]
+            if reason is None:
+                cells.append("yes")
+                continue
+            number = notes.setdefault(reason, len(notes) + 1)
+            cells.append(f"{'–' if forward[impl] else 'forward'} ({number})")
+        return f"| {case.label} | {' | '.join(cells)} |"
 
     lines = [INTRODUCTION]
-    for title, cases in SECTIONS.items():
+    for title, rows in cases().items():
         lines += [f"## {title}", "", f"| | {' | '.join(COLUMNS.values())} |", f"| --- {'| --- ' * len(COLUMNS)}|"]
-        lines += [f"| {case.name} | {' | '.join(cell(case, impl) for impl in COLUMNS)} |" for case in cases]
+        lines += [row(case) for case in rows]
         lines.append("")
-    lines += ["## Why not", "", *(f"{number}. {reason}" for reason, number in notes.items())]
+    lines += ["## Why not", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
+    lines += [PAIRS_INTRODUCTION, "| | with | not by | because |", "| --- | --- | --- | --- |", *pair_rows(refused)]
     return "\n".join(lines) + "\n"
 
 
@@ -440,17 +422,31 @@ INTRODUCTION = """\
 <!-- Written by tools/support.py from the backends' own refusals. Do not edit. -->
 
 The GPU is an NVIDIA one of compute capability 9.0, with cuDNN, flash-attn 4 and a Triton that has Gluon.
-Calls are in bfloat16 with a head dim of 64, unless a row says otherwise.
+Calls are in bfloat16, with 256 queries and keys, 4 query heads, 2 key heads and a head dim of 64, unless a row says
+otherwise.
 “yes” is forward and backward, with the gradient of what is learned; “forward” is without any gradient.
 Numbers in brackets are of the [reasons](#why-not).
 The frequencies that `Rope` is given are constants.
 
-A backend runs a call that combines features if it runs each of them; `attention` says which do not go together.
+Rows are the values of the table that the tests of products read, each in the plainest call that has it.
+Rows of “your own” are schemes that the library does not know.
+A backend runs a call that combines features if it runs each of them, but for the
+[pairs that do not go together](#pairs-that-do-not-go-together).
 `explain_choice` answers for your call, on your machine.
 `impl=None` picks the fastest backend that can run a call, by measurement, or by expectation where nothing was measured.
 """
 
+PAIRS_INTRODUCTION = """\
+## Pairs that do not go together
+
+The backend runs each value alone, and not both together.
+“each” says that `attention` raises, whatever the backend.
+"""
+
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    torch.set_num_threads(1)  # calls are small
+    refused = list(refused_of(pairs()))
+    write_refused(refused)
+    PAGE.write_text(render(refused), encoding="utf-8")
+    print(f"wrote {PAGE} and {PAIRS}")

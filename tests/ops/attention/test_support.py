@@ -2,99 +2,127 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from datetime import date
 
 import pytest
 import support
 import torch
 from helpers.modes import INTERPRETED, needs_kernels
+from products import calls
+from products.cover import refusal
+from products.imagined import imagined_gpu
+from products.table import FEATURES, Feature
 
-from ropewalk import apply_rope, attention, inverse_frequencies, rope_table
+from ropewalk import Alibi, Rope, apply_rope, attention, inverse_frequencies, rope_table
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backends import BACKENDS
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.libraries import flash
 
 pytest.importorskip("triton")
 
 
-CASES = {case.name: case for cases in support.SECTIONS.values() for case in cases}
+COMBINATIONS = {case.label: case for cases in support.COMBINATIONS.values() for case in cases}
+CASES = {case.label: case for cases in support.cases().values() for case in cases}
+PARTS = 8  # of the pairs, one of which is found anew on a day
 
 
 def test_it_is_current():
     current = support.PAGE.read_text(encoding="utf-8")
-    assert support.render() == current, "python tools/support.py writes it anew"
+    assert support.render(support.read_refused()) == current, "python tools/support.py writes it anew"
 
 
 def test_what_was_imagined_is_gone():
     before = [getattr(place, name) for place, name in PATCHED]
-    with support.imagined_gpu():
+    with imagined_gpu():
         assert all(getattr(place, name) is not old for (place, name), old in zip(PATCHED, before, strict=True))
     assert [getattr(place, name) for place, name in PATCHED] == before
 
 
-PATCHED = [(gpu, "capability"), (support.flash, "flash_version"), (gpu, "is_fake")]
+PATCHED = [(gpu, "capability"), (flash, "flash_version"), (gpu, "is_fake")]
 
 
-def test_names_are_used_once():
-    assert len(CASES) == sum(len(cases) for cases in support.SECTIONS.values()) > 30
+def test_labels_are_used_once():
+    assert len(CASES) == sum(len(cases) for cases in support.cases().values())
+    assert {(name, value) for name, feature in FEATURES.items() for value in feature.values} >= support.LABELS.keys()
 
 
-def test_each_field_of_a_call_has_a_row():
-    assert support.fields_without_a_row() == []
-    assert support.fields_without_a_row((*AttentionCall._fields, "logit_bias")) == ["logit_bias"]
+def test_a_value_without_a_label_is_an_error(monkeypatch):
+    monkeypatch.setitem(FEATURES, "softcap", FEATURES["softcap"]._replace(values=("none", "given", "huge")))
+    with pytest.raises(SystemExit, match="no label for it"):
+        support.render([])
 
 
-def test_a_field_without_a_row_is_an_error(monkeypatch):
-    rest = [case for case in support.SECTIONS["Everything else"] if "softcap" not in case.name]
-    monkeypatch.setitem(support.SECTIONS, "Everything else", rest)
-    with pytest.raises(SystemExit, match="no row of SECTIONS sets softcap of AttentionCall"):
-        support.render()
+def test_a_feature_without_a_section_is_an_error(monkeypatch):
+    monkeypatch.setitem(FEATURES, "logit bias", Feature(("logit_bias",), ("none", "given")))
+    with pytest.raises(SystemExit, match="logit bias is in 0 of SECTIONS"):
+        support.render([])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "your own" in name])
-def test_what_is_your_own_is_not_the_librarys(device, name):
-    given = CASES[name].given(device)
-    if "position" in given:
-        assert not type(given["position"]).__module__.startswith("ropewalk")
-    with torch.no_grad():
-        call = make_call(*CASES[name].tensors(device), **given)
-    assert call.score_mod is None or not call.score_mod.startswith("ropewalk")
+def check_pairs(pairs):
+    """Compare what is refused of some pairs with what the file keeps."""
+    kept = [refused for refused in support.read_refused() if refused.pair in set(pairs)]
+    assert set(support.refused_of(pairs)) == set(kept), "python tools/support.py writes it anew"
 
 
-def learned_by(keywords):
-    """The tensors of a call, beside q, k and v, that are to be learned."""
-    values = [*vars(keywords.get("position", object)).values(), keywords.get("sinks")]
-    return [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+def test_pairs_are_current():
+    some = {(impl, reason): pair for impl, pair, reason in support.read_refused()}
+    check_pairs([*some.values(), *support.pairs()[::400]])
+
+
+@pytest.mark.slow
+def test_a_part_of_all_pairs_is_current():
+    check_pairs(support.pairs()[date.today().toordinal() % PARTS :: PARTS])
+
+
+def own_scheme(case, device):
+    """The scheme of a row."""
+    call = calls.build(case.row(), 0, device, calls.CPU)
+    return case.position or call.keywords(call.leaves)["position"]
+
+
+@pytest.mark.parametrize("label", [label for label in CASES if "your own:" in label])
+def test_what_is_your_own_is_not_the_librarys(device, label):
+    scheme = own_scheme(CASES[label], device)
+    assert not type(scheme).__module__.startswith("ropewalk")
+    if "subclass" in label:
+        assert isinstance(scheme, (Rope, Alibi))
+    else:
+        assert not (scheme.kernel_score_mod() or "").startswith("ropewalk")
 
 
 @pytest.mark.parametrize("impl", [pytest.param("triton", marks=needs_kernels), "reference"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_so(device, name, impl):
-    case = CASES[name]
-    if impl == "triton" and INTERPRETED and case.dtype == torch.bfloat16:
-        case = replace(case, dtype=torch.float16)  # the interpreter's products of bfloat16 are wrong
+@pytest.mark.parametrize("label", COMBINATIONS)
+def test_it_is_so(device, label, impl):
+    case = COMBINATIONS[label]
     for training in (False, True):
-        keywords = case.given(device)
-        tensors = case.tensors(device, learned=training)
+        row = {**case.row(), "gradients": "all" if training else "none"}
+        refused = refusal(row, impl, calls.CPU, case.position) is not None
+        if impl == "triton" and INTERPRETED and row["dtype"] == "bfloat16":
+            row["dtype"] = "float16"  # the interpreter's products of bfloat16 are wrong
+        call = calls.build(row, 0, device, calls.CPU)
+        leaves = {name: x.requires_grad_(name in call.learned) for name, x in call.leaves.items()}
+        given = call.keywords(leaves)
+        if case.position is not None:
+            given["position"] = case.position
         with torch.set_grad_enabled(training):
-            if support.why_not(case, impl, training=training) is not None:
+            if refused:
                 with pytest.raises(ValueError, match=r"cannot run this call|no backward"):
-                    attention(*tensors, impl=impl, **keywords)
+                    attention(**given, impl=impl)
                 continue
-            out = attention(*tensors, impl=impl, **keywords)
+            out = attention(**given, impl=impl)
             if not training:
                 continue
-            out = out[0] if isinstance(out, tuple) else out
-            leaves = [*tensors, *learned_by(keywords)]
-            grads = torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True)
-            assert all(grad is not None and grad.isfinite().all() for grad in grads)
-            assert len(leaves) == 3 + ("learned" in name or name == "`sinks`")
+            learned = [leaves[name] for name in call.learned]
+            learned += [x for x in vars(case.position or object).values() if getattr(x, "requires_grad", False)]
+            assert len(learned) == 3 + ("learned" in label)
+            grads = torch.autograd.grad(out.float().square().sum(), learned)
+            assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_a_refusal_is_in_the_table():
     packed = CASES["packed: `cu_seqlens_q`"]
-    assert support.why_not(packed, "flash", training=False) == "packed sequences (cu_seqlens_q) are not supported"
+    assert support.why_not(packed, training=False)["flash"] == "packed sequences (cu_seqlens_q) are not supported"
 
 
 @needs_kernels
