@@ -40,8 +40,8 @@ def ensure_context() -> None:
 
     A new thread has none until a call of CUDA's runtime, which memory from PyTorch's cache does not need.
     """
-    if getattr(_thread, "has_context", False) or is_rocm() or is_interpreted():
-        return
+    if getattr(_thread, "has_context", False) or is_rocm() or not torch.cuda.is_initialized():
+        return  # no tensor is on a GPU of NVIDIA's
     driver, context, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context:

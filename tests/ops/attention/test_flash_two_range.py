@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import support
 import torch
 from helpers.attention_calls import assert_correct
 from helpers.modes import needs_kernels, on_gpu
+from products.imagined import imagined_gpu, refusal_on_gpu
 
 from ropewalk import ReRope, Rope, SelfExtend, attention, explain_choice, torch_attention
 from ropewalk.ops.attention.api import make_call
@@ -121,8 +121,8 @@ def test_what_cannot_be_two_calls_is_refused(stand_in, changed, code):
     keywords = {**REQUEST, **changed}
     queries, version = keywords.pop("queries", T), keywords.pop("version", 4)
     q, k = torch.randn(1, queries, 2, 16), torch.randn(1, T, 2, 16)
-    with support.imagined_gpu(flash_attn=version):
-        refusal = support.refusal_on_gpu("flash", make_call(q.half(), k.half(), k.half(), **keywords))
+    with imagined_gpu(flash_attn=version):
+        refusal = refusal_on_gpu("flash", make_call(q.half(), k.half(), k.half(), **keywords))
     assert (None if refusal is None else refusal.code) == code
 
 
@@ -167,6 +167,6 @@ def test_flash_attn_with_the_head_dims_of_latent_attention(device):
 def test_other_head_dims_of_values(dims, version, capability, position, runs):
     q, k = (torch.randn(1, 200, 2, dims[0]).half() for _ in range(2))
     call = make_call(q, k, q[..., : dims[1]], causal=True, position=position or Rope())
-    with support.imagined_gpu(capability, version):
-        refusal = support.refusal_on_gpu("flash", call)
+    with imagined_gpu(capability, version):
+        refusal = refusal_on_gpu("flash", call)
     assert (None if refusal is None else refusal.code) == (None if runs else "v_head_dim")

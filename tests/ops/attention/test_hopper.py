@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import support
 import torch
 from helpers.hopper_calls import (
     GLUON,
@@ -35,6 +34,7 @@ from helpers.hopper_calls import (
     random_grad,
 )
 from helpers.kernel_checks import launch_backward
+from products.imagined import imagined_gpu
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -79,7 +79,7 @@ def hopper():
 
     Without `monkeypatch`, which a test may use: it would put back what stands in here after that has gone.
     """
-    with support.imagined_gpu(), mock.patch.object(flash, "flash_version", return_value=None):
+    with imagined_gpu(), mock.patch.object(flash, "flash_version", return_value=None):
         yield
 
 
