@@ -16,13 +16,14 @@ endif
 OTHER_TRITONS := $(OLDEST_TRITON) $(NEWER_TRITONS)
 
 # What runs Triton's kernels on a CPU runs in Triton's interpreter, all else without: `tests/helpers/modes.py` selects.
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat tests/modules
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/ops tests/compat tests/modules tests/products
 COMPILED := $(wildcard tests/ops/*/test_*compilation.py)
 ONLY_IN_ALL := target or browser or docs or distribution or slow
 # How many cases `make test-all` takes of tests that compile or interpret kernels; `all` takes hours on two cores.
 COVER ?= most
 
-.PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu sanitize lint clean
+.PHONY: demo dist check check-tests test test-all test-newest test-oldest test-gpu products products-pack products-gpu \
+	sanitize lint clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/ropewalk demo
@@ -55,6 +56,21 @@ $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON) --cover $(COVER) tests/ops/attention/test_hopper_compilation.py
 $(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON) --cover few -m "not slow and not target" $(filter-out %test_cuda_compilation.py,$(COMPILED))
+
+# Every pair of features of `attention`, by each backend. On this machine's CPU: by the reference, and some by Triton's
+# interpreter, another part each day.
+products: $(VENV)/dev-installed
+	$(PYTEST) tests/products
+	TRITON_INTERPRET=1 $(PYTEST) tests/products
+
+# All of it on an H100 or H200: compile here, without a GPU, for its Python and for Triton $(OLDEST_TRITON), then run there
+# with the Python that is there. PYTHON is one of the same version as that.
+PACK ?= build/products.tar.xz
+RECORD ?= records/products.json
+products-pack: $(VENV)/triton-$(OLDEST_TRITON)/installed
+	PYTHONPATH=$(CURDIR)/$(<D):src:tests $(BIN)/python tools/prove_products.py pack $(PACK) --python $(PYTHON)
+products-gpu:
+	PYTHONPATH=src:tests $(PYTHON) tools/prove_products.py gpu $(PACK) $(RECORD)
 
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
