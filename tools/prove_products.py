@@ -84,7 +84,7 @@ def target_of(python: str, triton: str) -> Any:
     return pack.Target(key, suffix, headers)
 
 
-def run_on_gpu(path: Path | None, record: Path, seconds: float, of_sequences: float, workers: int) -> None:
+def run_on_gpu(path: Path, record: Path, seconds: float, of_sequences: float, workers: int) -> None:
     """Run the array and sequences on this machine's GPU by many processes, and write what was covered."""
     import torch
     from products import cover, pack, run
@@ -92,12 +92,11 @@ def run_on_gpu(path: Path | None, record: Path, seconds: float, of_sequences: fl
     from ropewalk.bench.core.records import describe_run
 
     folder = Path(tempfile.mkdtemp())
-    manifest = None if path is None else pack.read_pack(path, folder / "triton")
-    # Neighbours share features, so that each process gets some of all.
+    manifest = pack.read_pack(path, folder / "triton")
     entries = cover.load()
     found = {
         **describe_run("products", torch.device("cuda"), {}),
-        "pack": manifest and {name: manifest[name] for name in ("commit", "kernels", "launchers", "bytes")},
+        "pack": {name: manifest[name] for name in ("commit", "kernels", "launchers", "bytes")},
         "workers": workers,
     }
     if seconds:
@@ -126,6 +125,22 @@ def run_on_gpu(path: Path | None, record: Path, seconds: float, of_sequences: fl
         print(f"sequences: {part['calls']} calls in {part['seconds']:.0f} s, {len(part['faults'])} wrong")
         print(f"  {part['compiled']} kernels compiled here, exit codes {part['exit_codes']}")
         print(*part["faults"], sep="\n\n")
+    if wrong := what_is_wrong(found):
+        raise SystemExit(f"{wrong}: {record} has the details")
+
+
+def what_is_wrong(record: dict[str, Any]) -> str | None:
+    """Say in one line why a run proves less than all; None if it does not."""
+    array, sequences = record.get("array", {}), record.get("sequences", {})
+    n_missing = sum(of["missing"] for of in record.get("pairs", {}).values())
+    found = {
+        "calls of the array are wrong": len(array.get("faults", ())),
+        "calls of sequences are wrong": len(sequences.get("faults", ())),
+        "pairs have no call": n_missing,
+        "processes did not reach the end of their rows": array.get("first_pass", []).count(None),
+        "processes failed": sum(code != 0 for part in (array, sequences) for code in part.get("exit_codes", ())),
+    }
+    return ", ".join(f"{n} {what}" for what, n in found.items() if n) or None
 
 
 def render(record: dict[str, Any]) -> str:

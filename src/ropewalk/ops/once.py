@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
-_REFUSAL = (
-    b"trying to differentiate twice: attention by our kernels is differentiable once; impl='reference' is as often as "
-    b"you like"
+REFUSAL = (
+    "trying to differentiate twice: attention by our kernels is differentiable once; impl='reference' is as often as "
+    "you like"
 )
 
 
@@ -31,7 +31,7 @@ def differentiable_once(backward: Backward) -> Backward:
             found = backward(ctx, *grads)
         # What was saved leads to the inputs, so that a gradient of these inputs alone asks the refusal, too.
         leading = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
-        refuse = torch._C._functions.DelayedError(_REFUSAL, len(found) + len(leading))
+        refuse = torch._C._functions.DelayedError(REFUSAL.encode(), len(found) + len(leading))
         given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in found]
         refusing: tuple[Tensor | None, ...] = refuse(*given, *leading)
         return refusing[: len(found)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from ropewalk.ops.attention.backend import LN_2, KernelBackend, Saved, Wanted
 from ropewalk.ops.attention.backends import KERNELS, backward_of
 from ropewalk.ops.attention.call import LEAVES, SCHEMA, AttentionCall, FarQK, flatten, unflatten
+from ropewalk.ops.once import REFUSAL
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 # The log-sum-exp is to base 2. The rotated features are what the backward reads; each is empty where the call leaves
@@ -225,7 +226,7 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("attention by our kernels is differentiable once; impl='reference' is as often as you like")
+    raise RuntimeError(REFUSAL)
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")

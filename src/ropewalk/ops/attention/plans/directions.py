@@ -145,14 +145,14 @@ class Backwards:
         forward saved of them. grad_lse: (B, H, Tq).
         """
         strides, of_lse = grad_out.stride(), None
-        if not self.plans:
-            return self._launch(saved, describe, grad_out, grad_lse, wanted)
         if 0 in strides or grad_out.is_neg():
             grad_out = as_dense(grad_out)
             strides = grad_out.stride()
         if grad_lse is not None:
             grad_lse = with_memory(grad_lse).contiguous()
             of_lse = grad_lse.stride()
+        if not self.plans:
+            return self._launch(saved, describe, grad_out, grad_lse, wanted)
         key = (strides, of_lse, wanted, switches())
         found = self.found.get(key, UNKNOWN)
         if found is UNKNOWN or found is SEEN:
@@ -173,8 +173,6 @@ class Backwards:
     ) -> Gradients:
         """Return the gradients without a plan."""
         grad_out = as_dense(grad_out)
-        if grad_lse is not None:
-            grad_lse = with_memory(grad_lse).contiguous()
         call, out, rest = describe(saved)
         backend, layout = backward_of(self.backend, call, wanted), self.layout
         gradients = backend.backward(call, out, rest, as_bhtd(grad_out, layout), grad_lse, wanted)
