@@ -20,11 +20,12 @@ from ropewalk import BlockLists
 from ropewalk import device as gpu
 from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.autograd import without_inputs
-from ropewalk.ops.attention.backend import AT_ONCE, Wanted
+from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.blocks import kernel as kernel_of_lists
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper import ranges
 from ropewalk.ops.attention.triton import launch_common
+from ropewalk.ops.launch.steps import AT_ONCE
 from ropewalk.schemes import Alibi, ExpoSB, ReRope, Rope, SelfExtend, T5Bias
 
 H, T = 4, 1152  # whole tiles of 128 and of 192 queries

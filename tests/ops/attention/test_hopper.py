@@ -58,11 +58,13 @@ from ropewalk.ops.attention.api import make_call
 from ropewalk.ops.attention.backend import Wanted
 from ropewalk.ops.attention.backends import REFERENCE
 from ropewalk.ops.attention.call import as_bhtd, flatten
+from ropewalk.ops.attention.hopper import config as hopper_config
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper import support as hopper_support
-from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING, BY_HEADS, STAGGERED
+from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING, BY_HEADS
 from ropewalk.ops.attention.hopper.support import why_not_on
 from ropewalk.ops.attention.libraries import flash
+from ropewalk.ops.attention.triton import score_mods
 from ropewalk.testing import assert_close_to_truth
 
 triton = pytest.importorskip("triton")
@@ -105,12 +107,15 @@ def chosen(call, impl=None):
     return backends.choose(call, impl).name
 
 
+SCORES = SimpleNamespace(forward=None)  # a `ScoreMod` that says nothing of itself
+
+
 @dataclass(frozen=True, eq=False)
 class Own(PositionScheme):
     """A scheme with score functions that nobody has seen."""
 
     def kernel_score_mod(self) -> str:
-        return "somewhere:SCORES"
+        return f"{__name__}:SCORES"
 
     def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor:
         return torch.zeros(n_heads, 1, device=device)
@@ -198,6 +203,25 @@ SUPPORTED = {
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_calls(hopper, name):
     assert refusal(call_on_gpu(**SUPPORTED[name])) is None
+
+
+def test_the_fields_of_a_score_mod_decide(hopper, monkeypatch):
+    call = call_on_gpu(position=Own())
+    assert refusal(call) == "score_mod"
+    monkeypatch.setattr(SCORES, "runs_on_hopper", True, raising=False)
+    assert refusal(call) is None
+    wanted = Wanted(score_mod_params=True)
+    assert getattr(GLUON.why_no_backward(call, wanted), "code", None) == "score_mod_params"
+    monkeypatch.setattr(SCORES, "is_slope", True, raising=False)
+    assert GLUON.why_no_backward(call, wanted) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "is_own"), [({}, True), ({"softcap": 2.0}, True), ({"positions_q": POSITIONS}, False)], ids=str
+)
+def test_the_decay_of_indices_is_split_by_rows_and_columns(hopper, given, is_own):
+    score_mod = hopper_launch._score_mod_of(call_on_gpu(position=ExpoSB(distance_decay=True), **given))
+    assert [mod == score_mods.DECAY.value for mod in (score_mod.forward, score_mod.backward)] == [is_own] * 2
 
 
 class FarAlibi(ReRope):
@@ -370,7 +394,12 @@ def shaped(batch, tokens, heads=12, head_dim=64, **keywords):
     return call_on_gpu((q, q, q), **keywords)
 
 
-HALVES, TWO, THREE = hopper_launch.FORWARD_HALVES, hopper_launch.FORWARD_SCORE_MOD, hopper_launch.FORWARD[64, True]
+def config_of(call, features=64):
+    """The configuration of a call's forward on an H200."""
+    return hopper_config.choose_forward(call, hopper_launch._score_mod_of(call), features, n_sms=132)
+
+
+HALVES, TWO, THREE = hopper_config.HALVES, hopper_config.TWO, hopper_config.THREE
 BY_SHAPE = {
     "few queries": (HALVES, lambda: shaped(32, 256)),
     "one more tile": (HALVES, lambda: shaped(32, 512, causal=True)),
@@ -402,7 +431,7 @@ BY_SHAPE = {
 @pytest.mark.parametrize("name", BY_SHAPE)
 def test_forwards_at_64_features_have_the_configuration_of_their_shape(hopper, name):
     expected, make = BY_SHAPE[name]
-    assert hopper_launch._forward_config(make(), 64, n_sms=132) == expected
+    assert config_of(make()) == expected
 
 
 def test_packed_sequences_are_as_long_as_their_mean(hopper):
@@ -410,13 +439,13 @@ def test_packed_sequences_are_as_long_as_their_mean(hopper):
         q = torch.empty(4096, 96, 64, dtype=torch.bfloat16)
         starts = torch.arange(count + 1, dtype=torch.int32) * (4096 // max(1, count))
         call = call_on_gpu((q, q, q), layout="thd", cu_seqlens_q=starts)
-        assert hopper_launch._forward_config(call, 64, n_sms=132) == expected
+        assert config_of(call) == expected
 
 
 def test_maxima_lag_at_128_features_where_there_are_many_keys(hopper):
     for tokens, lags in ((512, False), (1024, True)):
-        config = hopper_launch._forward_config(shaped(8, tokens, head_dim=128), 128, n_sms=132)
-        assert config == hopper_launch.FORWARD[128, False]._replace(LAGS=lags)
+        config = config_of(shaped(8, tokens, head_dim=128), 128)
+        assert config == hopper_config.FORWARD[128][-1].config._replace(LAGS=lags)
 
 
 def test_few_queries_go_by_heads_and_keys(hopper):
@@ -456,12 +485,8 @@ STEP_ORDERS = {  # of heads that share keys, keys, and features
     "dropout": (BY_HEADS, (8, 8192, 128), {"causal": True, "dropout_p": 0.1}),
     "far pairs": (BY_HEADS, (8, 8192, 128), {"causal": True, "position": ReRope(64)}),
     "lists": (BY_HEADS, (8, 8192, 128), {"causal": True, "blocks": BlockLists.sliding_window(TQ, window=130)}),
-    "full": (STAGGERED, (8, 8192, 128), {}),
-    "full, many keys": (STAGGERED, (1, 65536, 128), {"softcap": 5.0}),
-    "full slopes": (BY_HEADS, (1, 8192, 128), {"position": Alibi()}),
-    "full, narrow": (BY_HEADS, (1, 8192, 64), {}),
+    "full": (BY_HEADS, (8, 8192, 128), {}),
     "full, wide": (BY_HEADS, (8, 8192, 256), {}),
-    "full, in order": (BY_HEADS, (1, 8192, 128), {"deterministic": True}),
 }
 
 
@@ -471,7 +496,7 @@ def test_steps_of_the_backward_have_the_order_that_was_measured(hopper, monkeypa
     expected, (heads_per_key, keys, features), keywords = STEP_ORDERS[name]
     queries = keys = TQ if "blocks" in keywords else keys
     call = call_on_gpu(draw("cpu", queries=queries, keys=keys, heads=1, key_heads=1, head_dim=features), **keywords)
-    assert hopper_launch._choose_step_order(call, call.q.device, heads_per_key, keys, features) == expected.value
+    assert hopper_config.choose_step_order(call, call.q.device, heads_per_key, keys, features) == expected.value
 
 
 def test_the_bandwidth_is_that_of_the_card(monkeypatch):
@@ -688,7 +713,7 @@ OTHER_SHAPES = {
 @pytest.mark.parametrize("shape", OTHER_SHAPES, ids=str)
 def test_every_call_as_if_of_other_shapes(monkeypatch, device, shape, name):
     for constant, value in OTHER_SHAPES[shape].items():
-        monkeypatch.setattr(hopper_launch, constant, value)
+        monkeypatch.setattr(hopper_config, constant, value)
     check_supported(GLUON, draw(device, head_dim=shape[0]), **CALLS[name](device))
 
 
@@ -749,7 +774,7 @@ def test_dropped_pairs_are_those_of_the_reference(device, head_dim, p, backend):
             part = x[:, :, first : first + head_dim]
             part.copy_(torch.eye(head_dim, device=device)[: part.shape[2]])
         call = make_call(q, k, v, layout="bhtd", dropout_p=p)._replace(seed=seed)
-        stays = reference.kept(slice(0, TQ), call)
+        stays = reference.dropout_mask(slice(0, TQ), call)
         out, saved = kernels.forward(call, True)
         keys = stays[..., first : first + head_dim]
         assert torch.equal(out[..., : keys.shape[3]] != 0, keys)
@@ -832,7 +857,7 @@ def test_nan_in_queries_stays_in_their_rows(kernels, device, head_dim):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_maxima_that_grow_from_tile_to_tile(monkeypatch, kernels, device, head_dim, dtype, growth, position):
-    monkeypatch.setattr(hopper_launch, "SHORT_KEYS", 0)  # so that maxima lag
+    monkeypatch.setattr(hopper_config, "SHORT_KEYS", 0)  # so that maxima lag
     """By few powers of two, which add up before anything is multiplied, or many; in some rows of a warp, or in none."""
     q, k, v = draw(device, dtype, keys=900, head_dim=head_dim)
     some = torch.arange(TQ, device=device) % 3 == 0
@@ -861,7 +886,7 @@ def test_heads_share_keys(kernels, device, heads):
 def test_steps_in_every_order(monkeypatch, device, head_dim, name, keys, sections):
     """Heads alternate, and walk back in one section of heads, and on in the next."""
     if sections == "many":
-        monkeypatch.setattr(hopper_launch, "_key_heads_per_l2_section", lambda *_: 1)
+        monkeypatch.setattr(hopper_launch, "key_heads_per_l2_section", lambda *_: 1)
     lengths = {"key_lengths": integers(device, keys - 3, 130)}
     starts = {"key_starts": integers(device, 0, 140), "query_starts": integers(device, 30, 0)}
     extra = {"rope": {"position": Rope()}, "lengths": lengths, "starts": lengths | starts, "softcap": {"softcap": 5.0}}
@@ -869,8 +894,8 @@ def test_steps_in_every_order(monkeypatch, device, head_dim, name, keys, section
     tensors = draw(device, queries=keys - 99, keys=keys, heads=16, head_dim=head_dim)
     made = make_call(*tensors, layout="bhtd", **call)
     widest = 128 if head_dim in (96, 128) else 256
-    expected = ALTERNATING if call["causal"] else STAGGERED if widest == 128 else BY_HEADS
-    assert hopper_launch._choose_step_order(made, device, 8, keys, widest) == expected.value
+    expected = ALTERNATING if call["causal"] else BY_HEADS
+    assert hopper_config.choose_step_order(made, device, 8, keys, widest) == expected.value
     check_supported(GLUON, tensors, **call)
 
 

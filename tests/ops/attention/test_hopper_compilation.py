@@ -43,6 +43,7 @@ from helpers.compile_hopper import (
     spilled_bytes,
 )
 
+from ropewalk.ops.attention.hopper import config as hopper_config
 from ropewalk.ops.attention.hopper import launch as hopper_launch
 from ropewalk.ops.attention.hopper.backward_warps import ALTERNATING
 
@@ -325,7 +326,7 @@ def test_every_supported_triton_is_compiled_with_and_has_a_record():
 def test_sections_of_the_backward_fill_the_cache_or_the_processors(tokens, heads_per_key, head_dim, section):
     """Of the last three not one, 6 and 61 key heads fit into 24 MiB."""
     q = torch.empty(1, heads_per_key, tokens, head_dim, dtype=torch.bfloat16, device="meta")
-    assert hopper_launch._key_heads_per_l2_section(q, heads_per_key, tokens, head_dim) == section
+    assert hopper_config.key_heads_per_l2_section(q, heads_per_key, tokens, head_dim) == section
 
 
 @pytest.mark.parametrize("name", ["alibi-learned", "rerope-causal"])

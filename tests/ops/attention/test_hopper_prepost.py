@@ -49,8 +49,8 @@ def shape(request):
 def batch(request, device, shape):
     """The batch's rows; of a packed one, where sequences lie; each token's row in the workspace; its rows; tiles."""
     TILE = shape.tile
-    from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.triton.launch_common import schedule_tiles
+    from ropewalk.ops.launch.steps import AT_ONCE
 
     if request.param == "dense":
         tiles = math.ceil(TOKENS / TILE)
@@ -214,9 +214,9 @@ def test_finish_of_one_workspace(device, batch, shape, workspace):
 @pytest.mark.parametrize("of_rows", [False, True], ids=["of-heads", "of-rows"])
 def test_the_gradient_of_a_factor(device, batch, shape, of_rows):
     """Queries that attend nothing may be NaN. A head whose factor is 0 has no gradient."""
-    from ropewalk.ops.attention.backend import AT_ONCE
     from ropewalk.ops.attention.triton.arguments import Scores
     from ropewalk.ops.attention.triton.launch_common import sum_param_grads, tiled
+    from ropewalk.ops.launch.steps import AT_ONCE
 
     size, packed, _, _, n_tiles = batch
     if of_rows and packed is not None:
@@ -248,8 +248,9 @@ def test_the_gradient_of_a_factor(device, batch, shape, of_rows):
 def test_the_launcher_takes_the_gradient_of_band_weights(monkeypatch, device, features, causal, packed):
     """Given what the backward kernel would add to the workspace, from the definition in float64."""
     launch = pytest.importorskip("ropewalk.ops.attention.hopper.launch")
-    from ropewalk.ops.attention.backend import AT_ONCE, Wanted
+    from ropewalk.ops.attention.backend import Wanted
     from ropewalk.ops.attention.triton.launch_common import begin_forward
+    from ropewalk.ops.launch.steps import AT_ONCE
 
     weights = torch.tensor([0.5, 0.0, -2.0, 1.3], device=device).requires_grad_()
     cu_seqlens = torch.tensor(SEQUENCES[:-1], device=device)

@@ -23,13 +23,13 @@ from ropewalk.ops.attention.hopper.backward_warps import (
     Inputs,
     KvSmem,
     QuerySmem,
-    ReduceSmem,
     has_keys,
     load_warp,
     loop_over_queries,
     loops_before,
     next_in_loop,
     order_steps,
+    ranges_of,
     reduce_dq_warp,
     tile_of_program,
     wg_query_range,
@@ -52,12 +52,10 @@ from ropewalk.ops.attention.hopper.dropout import (
     to_half_or_zero,
 )
 from ropewalk.ops.attention.hopper.gluon_compat import (
-    await_stores,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    store_tile,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -91,24 +89,22 @@ from ropewalk.ops.attention.hopper.tiles import (
 from ropewalk.ops.attention.triton.arguments import Far, KeyTile, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import (
     ALL,
-    FAR_FUTURE,
-    FAR_PAST,
     NEAR,
     PAST,
     mask_flags,
     range_flags,
     slots_of_head,
 )
-from ropewalk.ops.attention.triton.softmax import begin_dropout
+from ropewalk.ops.attention.triton.softmax import begin_dropout, differentiate_cap
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
 
 
 class KvGrads(NamedTuple):
     """Targets of the gradients of keys and values."""
 
-    dk: Any  # descriptor, for tiles of WG_ROWS; or RowTarget, as `Options.GRADS_BY_TMA` says
+    dk: Any  # RowTarget
     dk_far: Any  # RowTarget; None: rebased and added to dk
-    dv: Any  # as dk
+    dv: Any  # RowTarget
     feature_weights: Any  # pointer to (D,), of the keys' features; or None
 
 
@@ -123,12 +119,13 @@ class KeyRotation(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of the pipeline: `launch.BackwardConfig`, whether keys ahead may be far, and how dK and dV leave."""
+    """Constants of the pipeline: `config.BackwardConfig`, and whether keys ahead may be far."""
 
     BLOCK_M: Any
     DEFER_DQ: Any
     HAS_FUTURE: Any
-    GRADS_BY_TMA: Any
+    CONSUMER_REGISTERS: Any
+    OTHER_REGISTERS: Any
 
 
 class WgKv(NamedTuple):
@@ -285,8 +282,7 @@ def step_d128(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_fla
     if dropped is not None:
         p = negate_dropped(p, dropped)
     p_half = p_operand(p, dropped, DTYPE, p_layout)
-    if score_flags.SOFTCAP:  # before p and the scores are both needed
-        p *= 1 - capped * capped
+    p = differentiate_cap(p, capped, score_flags)  # before p and the scores are both needed
     dp, p_half = warpgroup_mma_wait(0, deps=(dp, p_half))
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
     ds = differentiate_scores(step.m_start, p, dp, delta, scaled, wg_kv.idx, seqlens, scores, flags, score_flags)
@@ -343,8 +339,7 @@ def step_d64(acc, step, smem, dq_smem, wg_kv, seqlens, scores, flags, score_flag
     if dropped is not None:
         p = negate_dropped(p, dropped)
     p_half = p_operand(p, dropped, DTYPE, p_layout)
-    if score_flags.SOFTCAP:  # before p and the scores are both needed
-        p *= 1 - capped * capped
+    p = differentiate_cap(p, capped, score_flags)  # before p and the scores are both needed
     dq, p_half = warpgroup_mma_wait(0, deps=(dq, p_half))
     if step.use > step.first_use:
         named_barrier_sync(DQ_FREE, CONSUMER)
@@ -437,7 +432,7 @@ def _mainloop_q(
             bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
             slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
             exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
-            scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
+            scores = HeadScores(params, scores.scale, scores.cap, exp2_scale, bias, slope, positions)
             if smem.param_sums is not None:
                 begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
             for i in range(order.skipped_first, order.steps - order.skipped_last):
@@ -526,7 +521,7 @@ def _mainloop_listed_q(
         bias = load_bias(scores, tile.batch, head, wg_start, tile.start)
         slope = load_slope(scores, tile.batch, head, wg_start, tile.start)
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
-        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
+        scores = HeadScores(params, scores.scale, scores.cap, exp2_scale, bias, slope, positions)
         if smem.param_sums is not None:
             begin_sums(smem.param_sums, BLOCK_M, CONSUMER)
         for _step in range(tiles.count + tiles.n_partial):
@@ -582,16 +577,11 @@ def _mainloop_listed_q(
 
 
 @gluon.jit
-def _store_grad(target, memory, grad, tile, kv_capacity, CONSUMER: gl.constexpr, BY_TMA: gl.constexpr):
-    """Store a warp group's part of dK or dV, by way of its part of a tile's memory, which no warp reads any more."""
+def _store_grad(target, rows, grad, tile, kv_capacity, CONSUMER: gl.constexpr):
+    """Store a warp group's part of dK or dV, by way of rows in memory that no warp reads any more."""
+    rows.store(grad.to(rows.dtype))
     start = tile.start + CONSUMER * WG_ROWS
-    rows = memory.reshape([BLOCK_N, memory.shape[3]]).slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-    rows.store(grad.to(memory.dtype))
-    if BY_TMA:
-        fence_async_shared()
-        store_tile(target, [tile.batch, tile.kv_head, start, 0], memory.slice(CONSUMER * WG_ROWS, WG_ROWS, 2))
-    else:
-        store_rows(target, rows, tile.batch, tile.kv_head, tile.k_offset, start, kv_capacity)
+    store_rows(target, rows, tile.batch, tile.kv_head, tile.k_offset, start, kv_capacity)
 
 
 @gluon.jit
@@ -620,60 +610,44 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
     mainloop: gl.constexpr = _mainloop_q if problem.lists.ptr is None else _mainloop_listed_q
     zeros = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
     state = (zeros, zeros, 0)
+    far_tile = kv.k_far.reshape([BLOCK_N, BLOCK_D])
     if problem.far_window is not None:
-        far_tile = kv.k_far.reshape([BLOCK_N, BLOCK_D])
         zero_missing_rows(far_tile, tile.start, seqlens.kv_start, seqlens.n_keys, BLOCK_N, flags.HAS_STARTS)
-        keys = KeyTile(far_tile, wg_v, k_idx)
+    RANGES: gl.constexpr = ranges_of(problem.far_window is not None, options.HAS_FUTURE)
+    for i in gl.static_range(len(RANGES)):
         state = mainloop(
-            state, keys, smem, dq_smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+            state,
+            KeyTile(k_tile if i + 1 == len(RANGES) else far_tile, wg_v, k_idx),
+            smem,
+            dq_smem,
+            tile,
+            seqlens,
+            problem,
+            flags,
+            score_flags,
+            options,
+            CONSUMER,
+            RANGES[i],
         )
-        if options.HAS_FUTURE:
-            state = mainloop(
-                state,
-                keys,
-                smem,
-                dq_smem,
-                tile,
-                seqlens,
-                problem,
-                flags,
-                score_flags,
-                options,
-                CONSUMER,
-                FAR_FUTURE,
-            )
-        acc_dk, acc_dv, use = state
-        if grads.dk_far is not None:  # no warp reads the far keys any more
-            wg_far = far_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
-            wg_far.store(gl.where(key_mask(k_idx, seqlens, dk_layout), acc_dk * problem.grad_scale, 0.0).to(DTYPE))
-            store_rows(grads.dk_far, wg_far, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
-            acc_dk = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
-        else:
-            acc_dk = rebase_rotation(
-                acc_dk,
-                rotation.far_table,
-                rotation.table,
-                tile.batch,
-                tile.k_offset + wg_start,
-                tile.k_offset + kv_capacity,
-                rotation.R,
-                rotation.INTERLEAVED,
-            )
-        state = (acc_dk, acc_dv, use)
-    state = mainloop(
-        state,
-        KeyTile(k_tile, wg_v, k_idx),
-        smem,
-        dq_smem,
-        tile,
-        seqlens,
-        problem,
-        flags,
-        score_flags,
-        options,
-        CONSUMER,
-        ALL if problem.far_window is None else NEAR,
-    )
+        if i + 2 == len(RANGES):  # no warp reads the far keys any more
+            acc_dk, acc_dv, use = state
+            if grads.dk_far is not None:
+                wg_far = far_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, 0)
+                wg_far.store(gl.where(key_mask(k_idx, seqlens, dk_layout), acc_dk * problem.grad_scale, 0.0).to(DTYPE))
+                store_rows(grads.dk_far, wg_far, tile.batch, tile.kv_head, tile.k_offset, wg_start, kv_capacity)
+                acc_dk = gl.zeros([WG_ROWS, BLOCK_D], gl.float32, dk_layout)
+            else:
+                acc_dk = rebase_rotation(
+                    acc_dk,
+                    rotation.far_table,
+                    rotation.table,
+                    tile.batch,
+                    tile.k_offset + wg_start,
+                    tile.k_offset + kv_capacity,
+                    rotation.R,
+                    rotation.INTERLEAVED,
+                )
+            state = (acc_dk, acc_dv, use)
 
     # === epilogue
     acc_dk, acc_dv, use = state
@@ -683,9 +657,8 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
         acc_dv = acc_dv * problem.dropout.rescale
     if grads.feature_weights is not None:
         feature = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dk_layout))
-        head_dim = grads.dk.shape[3] if options.GRADS_BY_TMA else grads.dk.head_dim
-        acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < head_dim, other=0.0)[None, :]
-    _store_grad(grads.dv, kv.v, gl.where(exists, acc_dv, 0.0), tile, kv_capacity, CONSUMER, options.GRADS_BY_TMA)
+        acc_dk = acc_dk * gl.load(grads.feature_weights + feature, feature < grads.dk.head_dim, other=0.0)[None, :]
+    _store_grad(grads.dv, wg_v, gl.where(exists, acc_dv, 0.0), tile, kv_capacity, CONSUMER)
     acc_dk = gl.where(exists, acc_dk, 0.0)
     if rotation.cos is not None:
         use += CONSUMER * WG_ROWS // BLOCK_M
@@ -699,13 +672,24 @@ def _compute_warps(grads, rotation, smem, kv, dq_smem, problem, flags, score_fla
             rotation.INTERLEAVED,
         )
         acc_dk = inverse_rotate(acc_dk, cos, sin, rotation.INTERLEAVED)
-    dk_memory = kv.v
-    if options.GRADS_BY_TMA:  # which may still read dV from there
-        dk_memory = kv.k
-        named_barrier_sync(RANGE_DONE, 0)  # the last product of dQ of each warp group reads all keys
-    _store_grad(grads.dk, dk_memory, acc_dk, tile, kv_capacity, CONSUMER, options.GRADS_BY_TMA)
-    if options.GRADS_BY_TMA:
-        await_stores(0)
+    _store_grad(grads.dk, wg_v, acc_dk, tile, kv_capacity, CONSUMER)
+
+
+@gluon.jit
+def _start_warps(
+    inputs, grads, dq_accum, workspace_rows, rotation, smem, kv, dq_smem, problem, flags, score_flags, options
+):
+    """Start the roles of a program."""
+    gl.warp_specialize(
+        [
+            (_compute_warps, (grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, 0)),
+            (_compute_warps, (grads, rotation, smem, kv, dq_smem, problem, flags, score_flags, options, 1)),
+            (load_warp, (inputs, smem, kv, problem, flags)),
+            (reduce_dq_warp, (dq_accum, workspace_rows, smem, kv, dq_smem, problem, flags, options)),
+        ],
+        [4, 1, 1],
+        [options.CONSUMER_REGISTERS, options.OTHER_REGISTERS, options.OTHER_REGISTERS],
+    )
 
 
 @gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
@@ -719,9 +703,9 @@ def backward_kernel(
     do,  # (B, H, Tq, Dv), for tiles of BLOCK_M
     dq_accum,  # the workspaces, as lines of 32 elements, for tiles of a chunk: near pairs, far ones behind, then ahead
     dq_order_ptr,  # a number of each tile of the workspaces, 0 before; or None: programs add in any order
-    dk,  # descriptor of (B, K, Tk, D), for tiles of WG_ROWS; RowTarget without GRADS_BY_TMA
-    dk_far,  # RowTarget, of far keys; None: added to dk
-    dv,  # as dk
+    dk,  # RowTarget of (B, K, Tk, D)
+    dk_far,  # likewise, of far keys; None: added to dk
+    dv,  # likewise
     lse_ptr,  # (B, H, Tq), dense
     delta_ptr,
     feature_weights_ptr,  # (D,), of the keys' features; or None
@@ -749,7 +733,6 @@ def backward_kernel(
     workspace_rows,  # of each head
     BLOCK_M: gl.constexpr,  # queries of a step
     DEFER_DQ: gl.constexpr,  # compute dQ a step late: warp groups may be a step apart
-    GRADS_BY_TMA: gl.constexpr,  # dk and dv are descriptors
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
@@ -761,13 +744,12 @@ def backward_kernel(
     HAS_PARTIAL_TILES: gl.constexpr,
     MOD: gl.constexpr,
     MOD_BWD: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):
     """Compute dK and dV of a tile of one key head, and add its part of dQ.
 
     `step_d128` and `step_d64` (DEFER_DQ) show the timeline of a step.
     """
-    BLOCK_D: gl.constexpr = k.block_shape[3]
     let_next_kernel_begin()
     schedule = Schedule(n_tiles, n_rows, n_heads, heads_per_key, heads_per_l2_section)
     q_ring = make_ring(q, STAGES, 2)
@@ -807,98 +789,33 @@ def backward_kernel(
         lists.k_pos is None,
         HAS_PARTIAL_TILES,
     )
-    gl.warp_specialize(
-        [
-            (
-                _compute_warps,
-                (
-                    KvGrads(dk, dk_far, dv, feature_weights_ptr),
-                    KeyRotation(table, far_table, cos, R, INTERLEAVED),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, param_sums),
-                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
-                    DqSmem(ds_tiles, dq_chunks),
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        lists,
-                        dropout,
-                        dq_order_ptr,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                    ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
-                    Options(BLOCK_M, DEFER_DQ, q_far_future is not None, GRADS_BY_TMA),
-                    role,
-                ),
-            )
-            if role < 2
-            else (
-                load_warp,
-                (
-                    Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
-                    QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts),
-                    KvSmem(k_tile, k_far_tile, v_tile, kv_full),
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        lists,
-                        dropout,
-                        dq_order_ptr,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                ),
-            )
-            if role == 2
-            else (
-                reduce_dq_warp,
-                (
-                    dq_accum,
-                    ReduceSmem(dq_chunks, listed_ring),
-                    workspace_rows,
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        lists,
-                        None,
-                        dq_order_ptr,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                    BLOCK_M,
-                    BLOCK_D,
-                    q_far_future is not None,
-                ),
-            )
-            for role in (0, 1, 2, 3)
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    _start_warps(
+        Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, cos, sin, lse_ptr, delta_ptr),
+        KvGrads(dk, dk_far, dv, feature_weights_ptr),
+        dq_accum,
+        workspace_rows,
+        KeyRotation(table, far_table, cos, R, INTERLEAVED),
+        QuerySmem(q_ring, do_ring, stats, stats_full, listed_ring, starts, param_sums),
+        KvSmem(k_tile, k_far_tile, v_tile, kv_full),
+        DqSmem(ds_tiles, dq_chunks),
+        Problem(
+            packed,
+            bounds,
+            scores,
+            grad_scale,
+            window,
+            window_right,
+            far_window,
+            schedule,
+            n_queries,
+            n_keys,
+            None,
+            lists,
+            dropout,
+            dq_order_ptr,
+            STEP_ORDER,
+        ),
+        FLAGS,
+        ScoreFlags(MOD, MOD_BWD, None, CAPPED, True),
+        Options(BLOCK_M, DEFER_DQ, q_far_future is not None, CONSUMER_REGISTERS, OTHER_REGISTERS),
     )

@@ -37,13 +37,13 @@ class Inputs(NamedTuple):
 
     q: Any
     k: Any
-    v: Any
+    v: Any  # None: the kernel of dV above 128 features, which reads no values
     far: Any  # Far
     do: Any
     cos: Any  # of the keys; None: their gradient is not rotated
     sin: Any
     lse: Any  # pointers to (B, H, Tq)
-    delta: Any
+    delta: Any  # or None, likewise
 
 
 class QuerySmem(NamedTuple):
@@ -74,17 +74,9 @@ class DqSmem(NamedTuple):
     dq: Any  # [2, ...]: a chunk of each compute warp group; inside one its own
 
 
-class ReduceSmem(NamedTuple):
-    """Shared memory that the dQ-reduce warp reads."""
-
-    dq: Any  # as in `DqSmem`
-    listed: Any  # ListedRing; None without lists
-
-
 # Values of `Problem.STEP_ORDER`: orders of a program's steps, which `StepOrder` describes.
 BY_HEADS = gl.constexpr(0)
-STAGGERED = gl.constexpr(1)
-ALTERNATING = gl.constexpr(2)
+ALTERNATING = gl.constexpr(1)
 
 
 class StepOrder(NamedTuple):
@@ -92,10 +84,6 @@ class StepOrder(NamedTuple):
 
     BY_HEADS: head after head, from the first queries to the last. In causal attention a program begins with the queries
     at its keys, so programs of other keys are at other queries.
-
-    STAGGERED: head after head, and in a head the programs of later keys begin at later queries; each goes on with the
-    first queries after the last. If all queries attend all keys, programs would add to the same rows of dQ at the same
-    time otherwise.
 
     ALTERNATING: a tile of queries of all heads, and then the next tile. In causal attention programs have loops of all
     lengths, and by heads they would soon be at queries of all heads, which exceed the L2 cache. Here they meet. The
@@ -190,8 +178,6 @@ def order_steps(tile, tile_range, steps_per_head, n_skipped, problem, BLOCK_M: g
         stride = gl.where(goes_back, -BLOCK_M, BLOCK_M)
         order = StepOrder(1, steps, skipped_first, skipped - skipped_first, first, stride)
     else:
-        if problem.STEP_ORDER == STAGGERED:
-            first += tile.start // BLOCK_N % gl.maximum(steps_per_head, 1) * BLOCK_M
         order = StepOrder(heads_per_key, steps_per_head, n_skipped, 0, first, BLOCK_M)
     return order
 
@@ -218,6 +204,13 @@ def next_in_loop(m_start, member, order, tile_range, problem):
     else:
         m_start, member = next_step(m_start, member, order, tile_range, problem)
     return m_start, member
+
+
+@gluon.constexpr_function
+def ranges_of(HAS_FAR, HAS_FUTURE):
+    """Return the ranges of pairs that a program loops over, in this order."""
+    far = (FAR_PAST.value, FAR_FUTURE.value)[: 1 + HAS_FUTURE]
+    return (*far, NEAR.value) if HAS_FAR else (ALL.value,)
 
 
 @gluon.constexpr_function
@@ -361,15 +354,14 @@ def _pass_on(last_ptr, key_tile, has_last, ptr, waits):
 
 
 @gluon.jit
-def _reduce_in_order(
-    dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M: gl.constexpr, RANGE: gl.constexpr
-):
+def _reduce_in_order(dq_accum, dq_smem, workspace, tile, seqlens, problem, flags, options, RANGE: gl.constexpr):
     """Add chunks of dQ as `_reduce_loop` does, to each tile of queries from the last tile of keys to the first.
 
     The number of a tile of queries is that of the tile of keys that was added last, counted from 1. Loops begin with
     the first queries of their keys, so that the tile of keys behind is ahead of this one. Its program began sooner:
     nobody waits for a program that has yet to begin. Tiles of keys that attend queries are neighbours.
     """
+    BLOCK_M: gl.constexpr = options.BLOCK_M
     _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     _, behind, _, _ = loop_over_queries(tile.start + BLOCK_N, seqlens, problem, flags, BLOCK_M, RANGE)
     key_tile = tile.start // BLOCK_N + 1
@@ -387,105 +379,62 @@ def _reduce_in_order(
         _pass_on(last_ptr, key_tile, step > 0, ptr, (m_start >= behind.start) & (m_start < behind.stop))
         for consumer in gl.static_range(2):
             named_barrier_sync(DQ_FULL, consumer)
-            tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], smem.dq.index(consumer))
+            tma_add(dq_accum, [line + consumer * dq_accum.block_shape[0], 0], dq_smem.dq.index(consumer))
         m_start, member = next_step(m_start, member, order, tile_range, problem)
     if n_steps > 0:
         gl.inline_asm_elementwise(_SAY_ADDED, "=r,l,r", [ptr.to(gl.int64), key_tile], gl.int32, False, 1)
 
 
 @gluon.jit
-def _reduce_loop(
-    dq_accum,
-    smem,
-    workspace,
-    tile,
-    seqlens,
-    problem,
-    flags,
-    BLOCK_M: gl.constexpr,
-    HAS_FUTURE: gl.constexpr,
-    RANGE: gl.constexpr,
-):
+def _reduce_loop(dq_accum, smem, dq_smem, workspace, tile, seqlens, problem, flags, options, RANGE: gl.constexpr):
     """Add each compute warp group's chunks of dQ to the workspace of a range of pairs."""
+    BLOCK_M: gl.constexpr = options.BLOCK_M
     _, tile_range, per_head, n_steps = loop_over_queries(tile.start, seqlens, problem, flags, BLOCK_M, RANGE)
     lists = problem.lists
     if problem.dq_order is not None:
-        _reduce_in_order(dq_accum, smem, workspace, tile, seqlens, problem, flags, BLOCK_M, RANGE)
+        _reduce_in_order(dq_accum, dq_smem, workspace, tile, seqlens, problem, flags, options, RANGE)
     elif lists.ptr is None:
         order = order_steps(tile, tile_range, per_head, 0, problem, BLOCK_M)
         m_start = order.first
         member = 0
         for _step in range(n_steps):
             row = member * workspace.rows + m_start
-            _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
+            _reduce_step(dq_accum, dq_smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
             m_start, member = next_step(m_start, member, order, tile_range, problem)
     else:
         heads_per_key = problem.schedule.heads_per_key
-        listed_use = loops_before(RANGE, HAS_FUTURE) * heads_per_key
+        listed_use = loops_before(RANGE, options.HAS_FUTURE) * heads_per_key
         for member in range(heads_per_key):
             head = tile.kv_head * heads_per_key + member
             line = line_of_tile(problem, tile, head, tile.k_offset, seqlens.n_keys, RANGE)
             tiles = smem.listed.receive(listed_use + member)
             for i in range(tiles.count + tiles.n_partial):
                 row = member * workspace.rows + start_of_tile(i, tiles, line, BLOCK_M, lists.slots is not None)
-                _reduce_step(dq_accum, smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
+                _reduce_step(dq_accum, dq_smem.dq, workspace.line + row * workspace.LINES_PER_ROW)
 
 
 @gluon.jit
-def reduce_dq_warp(
-    dq_accum,
-    smem,
-    workspace_rows,
-    problem,
-    flags,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    HAS_FUTURE: gl.constexpr,
-):
+def reduce_dq_warp(dq_accum, workspace_rows, smem, kv, dq_smem, problem, flags, options):
     """Add each step's dQ to the workspaces: one for each range of pairs."""
     await_kernel_before()
-    tile, _, workspace_row, seqlens = tile_of_program(problem, flags, BLOCK_M)
-    LINES_PER_ROW: gl.constexpr = BLOCK_D // dq_accum.block_shape[1]
+    tile, _, workspace_row, seqlens = tile_of_program(problem, flags, options.BLOCK_M)
+    LINES_PER_ROW: gl.constexpr = kv.k.shape[3] // dq_accum.block_shape[1]
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
     line = (head * workspace_rows + workspace_row) * LINES_PER_ROW
-    if problem.far_window is not None:
-        # Lines of each workspace.
-        n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+    n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+    RANGES: gl.constexpr = ranges_of(problem.far_window is not None, options.HAS_FUTURE)
+    for i in gl.static_range(len(RANGES)):
+        first_line = line + (i + 1) % len(RANGES) * n_lines  # the workspace of near pairs is the first one
         _reduce_loop(
             dq_accum,
             smem,
-            Workspace(line + n_lines, workspace_rows, LINES_PER_ROW),
+            dq_smem,
+            Workspace(first_line, workspace_rows, LINES_PER_ROW),
             tile,
             seqlens,
             problem,
             flags,
-            BLOCK_M,
-            HAS_FUTURE,
-            FAR_PAST,
+            options,
+            RANGES[i],
         )
-        if HAS_FUTURE:
-            _reduce_loop(
-                dq_accum,
-                smem,
-                Workspace(line + 2 * n_lines, workspace_rows, LINES_PER_ROW),
-                tile,
-                seqlens,
-                problem,
-                flags,
-                BLOCK_M,
-                HAS_FUTURE,
-                FAR_FUTURE,
-            )
-    _reduce_loop(
-        dq_accum,
-        smem,
-        Workspace(line, workspace_rows, LINES_PER_ROW),
-        tile,
-        seqlens,
-        problem,
-        flags,
-        BLOCK_M,
-        HAS_FUTURE,
-        ALL if problem.far_window is None else NEAR,
-    )
     await_stores(0)

@@ -3,7 +3,7 @@
 dK and dV of 128 keys and 256 features take all registers of a processor, so that no kernel can hold both beside scores.
 Half as many keys would double what is read for each product, and what is added to dQ. Two kernels compute scores twice,
 six products a step in place of five, and hold 128 keys each. With 192 features, and values of 128, dK and dV leave
-registers for scores, one tile of float32 at a time: one kernel has both, unless a score mod or softcap needs more.
+registers for scores, one tile of float32 at a time: one kernel has both, unless a score mod or soft-capping needs more.
 
 A program has a tile of keys, and loops over the queries that attend them. Scores are transposed, [keys, queries], so
 that P and dS go from registers into the products that sum over queries. Five roles share a program: two compute warp
@@ -21,12 +21,14 @@ from ropewalk.ops.attention.hopper.backward import begin_dropout_of_head, differ
 from ropewalk.ops.attention.hopper.backward_warps import (
     ALTERNATING,
     BY_HEADS,
+    Inputs,
     Workspace,
     has_keys,
     loop_over_queries,
     next_in_loop,
     next_step,
     order_steps,
+    ranges_of,
     tile_of_program,
     wg_query_range,
 )
@@ -74,19 +76,8 @@ from ropewalk.ops.attention.hopper.tiles import (
 )
 from ropewalk.ops.attention.triton.arguments import Far, Schedule, ScoreFlags
 from ropewalk.ops.attention.triton.masking import ALL, FAR_FUTURE, FAR_PAST, NEAR, PAST, mask_flags, range_flags
+from ropewalk.ops.attention.triton.softmax import differentiate_cap
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head
-
-
-class Inputs(NamedTuple):
-    """Tensors that the load warp reads: descriptors, but for lse and delta."""
-
-    q: Any
-    k: Any
-    v: Any  # None: the kernel of dV, which reads no values
-    far: Any  # Far
-    do: Any
-    lse: Any  # pointers to (B, H, Tq)
-    delta: Any  # or None, likewise
 
 
 class Smem(NamedTuple):
@@ -106,10 +97,12 @@ class Smem(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of a kernel: chunks of features, and whether keys ahead may be far."""
+    """Constants of a kernel: chunks of features, whether keys ahead may be far, and registers of a thread."""
 
     D_CHUNKS: Any
     HAS_FUTURE: Any
+    CONSUMER_REGISTERS: Any
+    OTHER_REGISTERS: Any
 
 
 class Step(NamedTuple):
@@ -319,7 +312,7 @@ def _mainloop_dv(
         bias = load_bias(scores, tile.batch, head, n_start, tile.start)
         slope = load_slope(scores, tile.batch, head, n_start, tile.start)
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
-        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
+        scores = HeadScores(params, scores.scale, scores.cap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * order.steps
         for _skipped in range(order.skipped_first):
@@ -403,30 +396,15 @@ def _compute_dv(targets, smem, problem, flags, score_flags, options, CONSUMER: g
 
     # === mainloop
     state = (gl.zeros([WG_ROWS, BLOCK_DV], gl.float32, dv_layout), 0)
-    if problem.far_window is not None:
+    RANGES: gl.constexpr = ranges_of(problem.far_window is not None, options.HAS_FUTURE)
+    for i in gl.static_range(len(RANGES)):
         state = _mainloop_dv(
-            state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_PAST
+            state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, RANGES[i]
         )
-        if options.HAS_FUTURE:
-            state = _mainloop_dv(
-                state, k_idx, smem, tile, seqlens, problem, flags, score_flags, options, CONSUMER, FAR_FUTURE
-            )
-        fence_async_shared()
-        mbarrier.arrive(smem.k_empty, count=1)
-        _await_keys(smem, wg_k, wg_start, tile, seqlens, flags, options, 1)
-    state = _mainloop_dv(
-        state,
-        k_idx,
-        smem,
-        tile,
-        seqlens,
-        problem,
-        flags,
-        score_flags,
-        options,
-        CONSUMER,
-        ALL if problem.far_window is None else NEAR,
-    )
+        if i + 2 == len(RANGES):  # far keys are read no more
+            fence_async_shared()
+            mbarrier.arrive(smem.k_empty, count=1)
+            _await_keys(smem, wg_k, wg_start, tile, seqlens, flags, options, 1)
 
     # === epilogue
     acc_dv, _ = state
@@ -574,8 +552,7 @@ def _step_chunks(
     )
     if dropped is not None:
         p = negate_dropped(p, dropped)
-    if score_flags.SOFTCAP:  # before p and the scores are both needed
-        p *= 1 - capped * capped
+    p = differentiate_cap(p, capped, score_flags)  # before p and the scores are both needed
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
@@ -773,8 +750,7 @@ def _step_whole(
     )
     if dropped is not None:
         p = negate_dropped(p, dropped)
-    if score_flags.SOFTCAP:  # before p and the scores are both needed
-        p *= 1 - capped * capped
+    p = differentiate_cap(p, capped, score_flags)  # before p and the scores are both needed
     dp = warpgroup_mma_wait(0, deps=(dp,))
     smem.do.release(step.use)
     delta = None if dropped is None else smem.stats.index(2 * stage + 1)
@@ -848,7 +824,7 @@ def _mainloop_dk(
         bias = load_bias(scores, tile.batch, head, n_start, tile.start)
         slope = load_slope(scores, tile.batch, head, n_start, tile.start)
         exp2_scale = exp2_scale_of_head(scores, tile.batch, head)
-        scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
+        scores = HeadScores(params, scores.scale, scores.cap, exp2_scale, bias, slope, positions)
         dropout = begin_dropout_of_head(problem, tile, member)
         use = first_use + member * order.steps
         m_start = order.first
@@ -926,7 +902,8 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
     if FUSED:
         acc = (acc, gl.zeros([WG_ROWS, BLOCK_DV], gl.float32, wgmma_layout(BLOCK_DV)))
     use = 0
-    if problem.far_window is not None:
+    RANGES: gl.constexpr = ranges_of(problem.far_window is not None, options.HAS_FUTURE)
+    for i in gl.static_range(len(RANGES)):
         acc, use = _mainloop_dk(
             (acc, use),
             k_idx,
@@ -939,59 +916,31 @@ def _compute_dk(targets, smem, problem, flags, score_flags, options, CONSUMER: g
             score_flags,
             options,
             CONSUMER,
-            FAR_PAST,
+            RANGES[i],
         )
-        if options.HAS_FUTURE:
-            acc, use = _mainloop_dk(
-                (acc, use),
-                k_idx,
-                targets,
-                smem,
+        if i + 2 == len(RANGES):  # far keys are read no more
+            acc_dk = acc
+            if FUSED:
+                acc_dk, acc_dv = acc
+            _store_dk(
+                acc_dk,
+                targets.dk_far,
+                wg_k,
+                None,
+                problem.grad_scale,
+                exists,
                 tile,
-                seqlens,
-                problem,
-                flags,
-                score_flags,
+                wg_start,
+                kv_capacity,
                 options,
-                CONSUMER,
-                FAR_FUTURE,
+                BLOCK_D,
             )
-        acc_dk = acc
-        if FUSED:
-            acc_dk, acc_dv = acc
-        _store_dk(
-            acc_dk,
-            targets.dk_far,
-            wg_k,
-            None,
-            problem.grad_scale,
-            exists,
-            tile,
-            wg_start,
-            kv_capacity,
-            options,
-            BLOCK_D,
-        )
-        fence_async_shared()
-        mbarrier.arrive(smem.k_empty, count=1)
-        _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 1)
-        acc = _zero_acc(options, BLOCK_D)
-        if FUSED:
-            acc = (acc, acc_dv)
-    acc, _ = _mainloop_dk(
-        (acc, use),
-        k_idx,
-        targets,
-        smem,
-        tile,
-        seqlens,
-        problem,
-        flags,
-        score_flags,
-        options,
-        CONSUMER,
-        ALL if problem.far_window is None else NEAR,
-    )
+            fence_async_shared()
+            mbarrier.arrive(smem.k_empty, count=1)
+            _await_keys(smem, k_tiles, tile.start, tile, seqlens, flags, options, 1)
+            acc = _zero_acc(options, BLOCK_D)
+            if FUSED:
+                acc = (acc, acc_dv)
 
     # === epilogue
     if FUSED:
@@ -1076,13 +1025,14 @@ def _reduce_dq_warp(
     head = (tile.batch * problem.schedule.n_heads + tile.kv_head) * problem.schedule.heads_per_key
     line = (head * workspace_rows + workspace_row) * LINES_PER_ROW
     use = 0
-    if problem.far_window is not None:
-        # Lines of each workspace.
-        n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+    n_lines = problem.schedule.n_rows * problem.schedule.heads_per_key * workspace_rows * LINES_PER_ROW
+    RANGES: gl.constexpr = ranges_of(problem.far_window is not None, options.HAS_FUTURE)
+    for i in gl.static_range(len(RANGES)):
+        first_line = line + (i + 1) % len(RANGES) * n_lines  # the workspace of near pairs is the first one
         use = _reduce_loop(
             dq_accum,
             use,
-            Workspace(line + n_lines, workspace_rows, LINES_PER_ROW),
+            Workspace(first_line, workspace_rows, LINES_PER_ROW),
             smem,
             tile,
             seqlens,
@@ -1091,38 +1041,38 @@ def _reduce_dq_warp(
             options,
             FUSED,
             CONSUMER,
-            FAR_PAST,
+            RANGES[i],
         )
-        if options.HAS_FUTURE:
-            use = _reduce_loop(
-                dq_accum,
-                use,
-                Workspace(line + 2 * n_lines, workspace_rows, LINES_PER_ROW),
-                smem,
-                tile,
-                seqlens,
-                problem,
-                flags,
-                options,
-                FUSED,
-                CONSUMER,
-                FAR_FUTURE,
-            )
-    _reduce_loop(
-        dq_accum,
-        use,
-        Workspace(line, workspace_rows, LINES_PER_ROW),
-        smem,
-        tile,
-        seqlens,
-        problem,
-        flags,
-        options,
-        FUSED,
-        CONSUMER,
-        ALL if problem.far_window is None else NEAR,
-    )
     await_stores(0)
+
+
+@gluon.jit
+def _start_warps(inputs, targets, dq_accum, workspace_rows, smem, problem, flags, score_flags, options):
+    """Start the roles of a program; that of dV has no dQ-reduce warps."""
+    OTHER_REGISTERS: gl.constexpr = options.OTHER_REGISTERS
+    FUSED: gl.constexpr = targets.dv is not None
+    if inputs.v is None:
+        gl.warp_specialize(
+            [
+                (_compute_dv, (targets, smem, problem, flags, score_flags, options, 0)),
+                (_compute_dv, (targets, smem, problem, flags, score_flags, options, 1)),
+                (_load_warp, (inputs, smem, problem, flags, options)),
+            ],
+            [4, 1],
+            [options.CONSUMER_REGISTERS, options.OTHER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute_dk, (targets, smem, problem, flags, score_flags, options, 0)),
+                (_compute_dk, (targets, smem, problem, flags, score_flags, options, 1)),
+                (_load_warp, (inputs, smem, problem, flags, options)),
+                (_reduce_dq_warp, (dq_accum, workspace_rows, smem, problem, flags, options, FUSED, 0)),
+                (_reduce_dq_warp, (dq_accum, workspace_rows, smem, problem, flags, options, FUSED, 1)),
+            ],
+            [4, 1, 1, 1],
+            [options.CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        )
 
 
 @gluon.jit(do_not_specialize=(*DO_NOT_SPECIALIZE, "n_tiles", "n_rows", "heads_per_l2_section", "workspace_rows"))
@@ -1169,7 +1119,7 @@ def backward_wide_kernel(
     HAS_PARTIAL_TILES: gl.constexpr,
     MOD: gl.constexpr,
     MOD_BWD: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):
     """Compute dV of a tile of one key head; or dK, or both, and add its part of dQ.
 
@@ -1211,133 +1161,30 @@ def backward_wide_kernel(
         True,
         HAS_PARTIAL_TILES,
     )
-    gl.warp_specialize(
-        [
-            (
-                _compute_dv if v is None else _compute_dk,
-                (
-                    Targets(dv, dk, dk_far, feature_weights_ptr),
-                    Smem(
-                        q_ring,
-                        do_ring,
-                        stats,
-                        stats_full,
-                        k_tiles,
-                        k_full,
-                        k_empty,
-                        v_tiles,
-                        ds,
-                        dv_tiles,
-                        dq_tiles,
-                    ),
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        None,
-                        dropout,
-                        None,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                    ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, True),
-                    Options(D_CHUNKS, q_far_future is not None),
-                    role,
-                ),
-            )
-            if role < 2
-            else (
-                _load_warp,
-                (
-                    Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, lse_ptr, delta_ptr),
-                    Smem(
-                        q_ring,
-                        do_ring,
-                        stats,
-                        stats_full,
-                        k_tiles,
-                        k_full,
-                        k_empty,
-                        v_tiles,
-                        ds,
-                        dv_tiles,
-                        dq_tiles,
-                    ),
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        None,
-                        dropout,
-                        None,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                    Options(D_CHUNKS, q_far_future is not None),
-                ),
-            )
-            if role < 3
-            else (
-                _reduce_dq_warp,
-                (
-                    dq_accum,
-                    workspace_rows,
-                    Smem(
-                        q_ring,
-                        do_ring,
-                        stats,
-                        stats_full,
-                        k_tiles,
-                        k_full,
-                        k_empty,
-                        v_tiles,
-                        ds,
-                        dv_tiles,
-                        dq_tiles,
-                    ),
-                    Problem(
-                        packed,
-                        bounds,
-                        scores,
-                        grad_scale,
-                        window,
-                        window_right,
-                        far_window,
-                        schedule,
-                        n_queries,
-                        n_keys,
-                        None,
-                        None,
-                        None,
-                        None,
-                        STEP_ORDER,
-                    ),
-                    FLAGS,
-                    Options(D_CHUNKS, q_far_future is not None),
-                    dv is not None,
-                    role - 3,
-                ),
-            )
-            for role in ((0, 1, 2) if v is None else (0, 1, 2, 3, 4))
-        ],
-        [4, 1] if v is None else [4, 1, 1, 1],
-        [CONSUMER_REGISTERS, OTHER_REGISTERS]
-        if v is None
-        else [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    _start_warps(
+        Inputs(q, k, v, Far(q_far_past, q_far_future, k_far, far_window), do, None, None, lse_ptr, delta_ptr),
+        Targets(dv, dk, dk_far, feature_weights_ptr),
+        dq_accum,
+        workspace_rows,
+        Smem(q_ring, do_ring, stats, stats_full, k_tiles, k_full, k_empty, v_tiles, ds, dv_tiles, dq_tiles),
+        Problem(
+            packed,
+            bounds,
+            scores,
+            grad_scale,
+            window,
+            window_right,
+            far_window,
+            schedule,
+            n_queries,
+            n_keys,
+            None,
+            None,
+            dropout,
+            None,
+            STEP_ORDER,
+        ),
+        FLAGS,
+        ScoreFlags(MOD, MOD_BWD, None, CAPPED, True),
+        Options(D_CHUNKS, q_far_future is not None, CONSUMER_REGISTERS, OTHER_REGISTERS),
     )

@@ -29,6 +29,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import (
     mma_v2,
     wait_copies,
 )
+from ropewalk.ops.attention.triton.softmax import begin_rows
 from ropewalk.ops.attention.triton.tiles import partner_of
 
 WARP_KEYS = gl.constexpr(16)  # keys of a block, which is what one warp attends with one product
@@ -47,7 +48,7 @@ class PagedTensors(NamedTuple):
     v_scale: Any
     out: Any  # (B, H, Tq, D)
     lse: Any  # (B, H, Tq), dense, base 2
-    sinks: Any  # (H,), float32; or None
+    first_logits: Any  # (H,), float32, of each row's softmax; or None
 
 
 class Partials(NamedTuple):
@@ -918,12 +919,12 @@ def _store_results(
     head = kv_head * G + row % G
     token = row // G
     factor = gl.full([CONFIG.HEADS, N], 1.0, gl.float32, of_row)
-    if tensors.sinks is not None:
-        sink = gl.load(tensors.sinks + head, exists & is_whole, other=float("-inf")) * 1.4426950408889634
-        new_max = gl.maximum(row_max, sink)
+    if tensors.first_logits is not None:
+        logit = gl.load(tensors.first_logits + head, exists & is_whole, other=float("-inf")) * 1.4426950408889634
+        new_max = gl.maximum(row_max, logit)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         factor = gl.exp2(row_max - shift)
-        row_sum = row_sum * factor + gl.exp2(sink - shift)
+        row_sum = row_sum * factor + gl.exp2(logit - shift)
         row_max = new_max
     attends = row_sum != 0  # true for NaN, which results must show
     row_sum = gl.where(attends, row_sum, 1.0)
@@ -1010,7 +1011,7 @@ def decode_pages_kernel(
         v_scale_stride = v_scale_strides.head
         k_scale_ptr += kv_head * k_scale_stride
     at_head = PagedTensors(
-        tensors.q, k_ptr, v_ptr, k_scale_ptr, tensors.v_scale, tensors.out, tensors.lse, tensors.sinks
+        tensors.q, k_ptr, v_ptr, k_scale_ptr, tensors.v_scale, tensors.out, tensors.lse, tensors.first_logits
     )
     rotation = Rotation(rotary_table, table_start, table_rows)
     tile = share.start
@@ -1118,7 +1119,7 @@ def combine_shares_kernel(
     partials,
     out_ptr,
     lse_ptr,
-    sinks_ptr,
+    first_logits_ptr,
     out_strides,
     bounds,
     window,
@@ -1151,11 +1152,8 @@ def combine_shares_kernel(
     if first_share < last_share:
         head = kv_head * CONFIG.HEADS_PER_KEY + query_row % CONFIG.HEADS_PER_KEY
         token = query_row // CONFIG.HEADS_PER_KEY
-        row_max = gl.to_tensor(float("-inf"))
-        row_sum = gl.to_tensor(0.0)
-        if sinks_ptr is not None:
-            row_max = gl.load(sinks_ptr + head) * 1.4426950408889634
-            row_sum = gl.where(row_max == float("-inf"), 0.0, 1.0)
+        zero = gl.to_tensor(0.0)
+        row_max, row_sum = begin_rows(zero, zero, first_logits_ptr, head, None, 1.0, 1.0)
         feature = gl.arange(0, D, layout=by_feature)
         acc = gl.zeros([D], gl.float32, by_feature)
         for share in range(first_share, last_share + 1, AT_ONCE):

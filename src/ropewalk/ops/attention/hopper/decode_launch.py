@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.hopper.decode import (
@@ -30,11 +29,13 @@ from ropewalk.ops.attention.tables import empty_aligned, with_dense_features
 from ropewalk.ops.attention.triton.launch_common import (
     LOG2_E,
     bounds_args,
+    first_logits,
     on_its_device,
     rope_table_args,
     window_args,
 )
 from ropewalk.ops.cache.formats import QUANTIZED, Format
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 
 class PagedTiles(NamedTuple):
@@ -133,7 +134,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         torch.empty(sides, config.N, dim, dtype=torch.float32, device=q.device),
         torch.empty(sides, config.N, dtype=torch.float32, device=q.device),
     )
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    logits = first_logits(call)
     shared = {
         "partials": partials,
         "out_strides": _strides(out, 1),
@@ -151,7 +152,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     on.launch(
         decode_pages_kernel,
         n_shares * n_programs,
-        tensors=PagedTensors(q, k, v, call.k_scale, call.v_scale, out, lse, sinks),
+        tensors=PagedTensors(q, k, v, call.k_scale, call.v_scale, out, lse, logits),
         q_strides=_strides(q, 1),
         k_strides=_strides(k, unit),
         v_strides=_strides(v, unit),
@@ -175,14 +176,14 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             batch * n_heads * n_queries,
             out_ptr=out,
             lse_ptr=lse,
-            sinks_ptr=sinks,
+            first_logits_ptr=logits,
             n_shares=n_shares,
             **shared,
             num_warps=1,
             launch_pdl=True,  # what comes before its wait runs beside the end of the first kernel
         )
     if call.gate is not None:
-        (gated,) = gate_kernel.forward(out, call.gate, on)
+        (gated,) = gate_kernel.forward(gate_kernel.GatedOutput(out, call.gate), on)
         assert gated is not None
         out = gated
     return out, lse

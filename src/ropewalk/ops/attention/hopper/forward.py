@@ -45,7 +45,7 @@ from ropewalk.ops.attention.triton.masking import (
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info
-from ropewalk.ops.attention.triton.softmax import begin_dropout, logit_factor
+from ropewalk.ops.attention.triton.softmax import begin_dropout, begin_rows, logit_factor
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, load_sigmoid, params_of_head
 
 
@@ -66,7 +66,7 @@ class RowResults(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of the pipeline: `launch.ForwardConfig`, and whether keys ahead may be far."""
+    """Constants of the pipeline: `config.ForwardConfig`, and whether keys ahead may be far."""
 
     HALVES: Any
     HALF: Any  # which of them a warp is in
@@ -302,7 +302,7 @@ def _mainloop_kv(
     bias = load_bias(scores, tile.batch, tile.head, first, first)
     slope = load_slope(scores, tile.batch, tile.head, first, first)
     exp2_scale = exp2_scale_of_head(scores, tile.batch, tile.head)
-    scores = HeadScores(params, scores.scale, scores.softcap, exp2_scale, bias, slope, positions)
+    scores = HeadScores(params, scores.scale, scores.cap, exp2_scale, bias, slope, positions)
     dropout = None
     if problem.dropout is not None:
         row = tile.batch * problem.schedule.n_heads + tile.head
@@ -494,7 +494,7 @@ def _compute_warps(
     rings,
     out_tiles,
     gate,
-    sinks_ptr,
+    first_logits_ptr,
     problem,
     flags,
     score_flags,
@@ -517,13 +517,11 @@ def _compute_warps(
         wg_start = tile.start + CONSUMER * WG_ROWS
         q_idx = wg_start + gl.arange(0, WG_ROWS, layout=row_layout)
         exp2_scale = exp2_scale_of_head(problem.scores, tile.batch, tile.head)
-        row_max = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
-        row_logit = row_max
+        zeros = gl.zeros([WG_ROWS], gl.float32, row_layout)
+        row_logit = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
         row_sum = sum_in_threads(gl.zeros([WG_ROWS, options.BLOCK_N], gl.float32, s_layout))
-        if sinks_ptr is not None:
-            row_max = gl.zeros([WG_ROWS], gl.float32, row_layout)
-            row_max += gl.load(sinks_ptr + tile.head) * (1.4426950408889634 / exp2_scale)
-            row_sum += 0.25  # of four threads
+        # Four threads have a row.
+        row_max, row_sum = begin_rows(zeros, row_sum, first_logits_ptr, tile.head, None, exp2_scale, 0.25)
 
         # === mainloop
         state = (gl.zeros([WG_ROWS, BLOCK_D], gl.float32, o_layout), row_max, row_sum, row_logit)
@@ -542,7 +540,7 @@ def _compute_warps(
         lse_row = (tile.batch * problem.schedule.n_heads + tile.head).to(gl.int64) * problem.n_queries + tile.q_offset
         gl.store(row_results.lse + lse_row + q_idx, lse, q_idx < seqlens.n_queries)
         if score_flags.MAX_LOGITS:
-            row_logit *= logit_factor(problem.scores, score_flags.MOD, score_flags.SOFTCAP)
+            row_logit *= logit_factor(problem.scores, score_flags.MOD, score_flags.CAPPED)
             gl.store(row_results.logits + lse_row + q_idx, row_logit, q_idx < seqlens.n_queries)
         if gate.ptr is not None:
             row = wg_start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, o_layout))
@@ -595,7 +593,7 @@ def forward_kernel(
     lists,  # Lists, of rows, or of those of each range of pairs
     dropout,  # Dropout | None
     gate,  # Gate
-    sinks_ptr,  # (H,); or None
+    first_logits_ptr,  # (H,), float32, of each row's softmax; or None
     scores,  # Scores
     window,
     window_right,  # or None: as `window`
@@ -622,7 +620,7 @@ def forward_kernel(
     WINDOWED: gl.constexpr,
     HAS_PARTIAL_TILES: gl.constexpr,
     MOD: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    CAPPED: gl.constexpr,
     PIN_EXP2: gl.constexpr,  # hold exponentials before the wait for O
     CONVERT_P_EARLY: gl.constexpr,  # convert P before the wait for O
     PINGPONG: gl.constexpr,  # warp groups issue their matrix products in turn
@@ -682,7 +680,7 @@ def forward_kernel(
                     ),
                     out_tiles[role // CONSUMERS],
                     gate,
-                    sinks_ptr,
+                    first_logits_ptr,
                     Problem(
                         packed,
                         bounds,
@@ -699,7 +697,7 @@ def forward_kernel(
                         dropout,
                     ),
                     FLAGS,
-                    ScoreFlags(MOD, None, None, SOFTCAP, True, row_logits_ptr is not None),
+                    ScoreFlags(MOD, None, None, CAPPED, True, row_logits_ptr is not None),
                     Options(
                         HALVES,
                         role // CONSUMERS,

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.blocks.kernel import FULL, PARTIAL, compact
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.hopper.prepost import workspace_start
@@ -19,6 +18,7 @@ from ropewalk.ops.attention.triton.arguments import Lists, Packed
 from ropewalk.ops.attention.triton.launch_common import NO_LISTS, bounds_args, far_window_arg, positions_args
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, wide
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 BLOCK = 128  # tokens of a block, of queries and of keys
 RANGES = 3  # near pairs, far ones behind, and those ahead: the range r of masking.py has the lists of "head" r − 1

@@ -20,7 +20,7 @@ from ropewalk.ops.attention.hopper.gluon_compat import gl, gluon
 from ropewalk.ops.attention.hopper.tiles import BLOCK_N
 from ropewalk.ops.attention.triton.masking import PAST
 from ropewalk.ops.attention.triton.scheduler import sequence_info
-from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, DECAY_RATE
+from ropewalk.ops.attention.triton.score_mods import BIAS_MARGIN, DECAY, DECAY_RATE
 from ropewalk.ops.attention.triton.tiles import load_positions as load_float_positions
 from ropewalk.ops.attention.triton.tiles import numbers_of_head, params_of_head, position_origin
 
@@ -57,7 +57,7 @@ class HeadScores(NamedTuple):
 
     params: Any
     scale: Any
-    softcap: Any
+    cap: Any
     exp2_scale: Any
     bias: Any  # Bias; None: there is none
     slope: Any  # Slope; likewise
@@ -243,9 +243,8 @@ def _bias_of_positions(bias, q_pos, k_pos):
 
 @gluon.constexpr_function
 def _is_decay(mod):
-    """Say whether a function of a `ScoreMod` is ExpoSB's decay, or its adjoint, with a head's weight or without."""
-    names = ("_exposb_decay", "_bands_decay", "_exposb_decay_adjoint", "_bands_decay_adjoint")
-    return mod.__module__ == "ropewalk.ops.attention.triton.score_mods" and mod.__name__ in names
+    """Say whether the decay stands for a function of a `ScoreMod`."""
+    return mod == DECAY.value
 
 
 @gluon.constexpr_function

@@ -15,7 +15,7 @@ from ropewalk.ops.attention.hopper.scores import (
 from ropewalk.ops.attention.hopper.tiles import sum_in_threads
 from ropewalk.ops.attention.triton.arguments import Seqlens
 from ropewalk.ops.attention.triton.masking import attention_mask
-from ropewalk.ops.attention.triton.softmax import tanh
+from ropewalk.ops.attention.triton.softmax import cap_scores, scale_logits, scale_scores
 
 
 class TileMask(NamedTuple):
@@ -197,11 +197,9 @@ def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flag
     rest = 0.0
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     HAS_MOD: gl.constexpr = score_flags.MOD is not None
-    CHANGES: gl.constexpr = score_flags.SOFTCAP or HAS_MOD or scores.bias is not None or scores.slope is not None
+    CHANGES: gl.constexpr = score_flags.CAPPED or HAS_MOD or scores.bias is not None or scores.slope is not None
     if score_flags.MAX_LOGITS and CHANGES:
-        logit = s
-        if (score_flags.SOFTCAP or HAS_MOD) and scores.scale is not None:
-            logit = s * scores.scale  # which may be below 0
+        logit = scale_logits(s, scores, score_flags)
         largest = row_logit
         if flags.PARTIAL_TILES:
             if mask.masked:  # a maximum in each branch: a masked tile that both end with would take more registers
@@ -215,12 +213,9 @@ def _change_scores(s, row_logit, q_idx, n_start, mask, scores, flags, score_flag
         else:
             largest = gl.max(logit, 1)
         row_logit = gl.maximum(row_logit, largest)
-    if score_flags.SOFTCAP:
-        s = tanh(s * scores.scale, score_flags.FAST_TANH)
-        if HAS_MOD:
-            s *= scores.softcap
-    elif HAS_MOD and scores.scale is not None:
-        s *= scores.scale
+    s = cap_scores(s, scores, score_flags)
+    if HAS_MOD:
+        s = scale_scores(s, scores, score_flags)
     if scores.bias is not None:
         s, rest = add_bias(s, n_start, column, scores)
     elif scores.slope is not None:
@@ -310,14 +305,10 @@ def recompute_p(s, lse, m_start, k_idx, mask, scores, flags, score_flags):
     """Return P of a tile of raw scores [keys, queries], the soft-capped scores, and the score function's input."""
     seqlens = mask.seqlens
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    if score_flags.SOFTCAP:
-        s = tanh(s * scores.scale, score_flags.FAST_TANH)
+    s = cap_scores(s, scores, score_flags)
     scaled = s
     if score_flags.MOD is not None:
-        if score_flags.SOFTCAP:
-            scaled = s * scores.softcap
-        elif scores.scale is not None:
-            scaled = s * scores.scale
+        scaled = scale_scores(s, scores, score_flags)
     modified = scaled
     if scores.bias is not None:
         modified = add_transposed_bias(scaled, m_start, column, seqlens, scores)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted, why_unread
-from ropewalk.ops.attention.call import AttentionCall
+from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted, why_unread
+from ropewalk.ops.attention.call import SCORE_CHANGES, SOFTMAX, AttentionCall
 from ropewalk.ops.attention.pages import describe, is_copied
-from ropewalk.ops.attention.triton.support import Triton
+from ropewalk.ops.attention.triton.support import Triton, score_mod_has
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions of Triton whose Gluon the kernels compile with
 DTYPES = (torch.float16, torch.bfloat16)
@@ -20,26 +21,17 @@ MAX_PAGED_ROWS, PAGED_DIMS, PAGE_MULTIPLE = 16, (64, 128), 16  # of calls over p
 WIDEST_LEARNED = 128  # features of a row whose score mod's parameters have a gradient
 WIDEST_ORDERED = 128  # features of a row of a deterministic backward
 LISTED, WIDEST_LISTED = 128, 128  # tokens of a listed block, and features of a row beside lists
-_SCORE_MODS = {
-    f"ropewalk.ops.attention.triton.score_mods:{name}"
-    for name in ("UNCHANGED", "ALIBI", "EXPOSB_DECAY", "EXPOSB_BANDS", "EXPOSB_BANDS_DECAY", "T5_BIAS")
-}
-
-_LEARNED_SCORE_MODS = _SCORE_MODS - {
-    f"ropewalk.ops.attention.triton.score_mods:{name}" for name in ("UNCHANGED", "EXPOSB_DECAY")
-}
 
 # What both directions read. Keys that are rotated have no table.
 _IN_BOTH = (
     *("q", "k", "v", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts", "query_starts"),
-    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", "scale", "softcap", "gate", "sinks"),
-    *("dropout_p", "seed", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far"),
-    "deterministic",
+    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", *SOFTMAX, *SCORE_CHANGES, "gate"),
+    *("dropout_p", "seed", "keys_rotated", "tables", "far", "deterministic"),
 )
 # What the kernels read that decode from pages in place; tables are of q alone.
 DECODE_READS = (
     *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "key_lengths", "key_starts", "query_starts"),
-    *("block_table", "positions_q", "positions_k", "scale", "k_scale", "v_scale", "gate", "sinks", "keys_rotated"),
+    *("block_table", "positions_q", "positions_k", *SOFTMAX, "k_scale", "v_scale", "gate", "keys_rotated"),
     *("tables", "return_lse", "deterministic", "needs_backward"),
 )
 _NOT_DECODED = {
@@ -88,7 +80,7 @@ class Gluon:
         refusal = _why_no_ranges(call)
         if refusal is not None:
             return refusal
-        if call.score_mod is not None and call.score_mod not in _SCORE_MODS:
+        if call.score_mod is not None and not score_mod_has(call.score_mod, "runs_on_hopper"):
             return Refusal("score_mod", f"{scheme}'s score mod, {call.score_mod}, is not supported")
         return None
 
@@ -184,10 +176,10 @@ def _why_no_lists(call: AttentionCall) -> Refusal | None:
             return Refusal("blocks", f"lists of blocks of {rows} × {columns} are not supported: {needed}")
     elif call.mask is None:
         return None
-    code, given = ("blocks", "lists of blocks") if call.mask is None else ("mask", "a mask")
+    code, feature = ("blocks", "lists of blocks") if call.mask is None else ("mask", "a mask")
     for name, x in (("q", call.q), ("v", call.v)):
         if x.shape[3] > WIDEST_LISTED:
-            return Refusal(code, f"{name}'s head dim is {x.shape[3]}, but with {given} must be up to {WIDEST_LISTED}")
+            return Refusal(code, f"{name}'s head dim is {x.shape[3]}, but with {feature} must be up to {WIDEST_LISTED}")
     return None
 
 
@@ -195,10 +187,10 @@ def _why_no_ranges(call: AttentionCall) -> Refusal | None:
     """Say why the kernels do not tell far pairs by positions, by lists of blocks of each range; None if they do."""
     if call.far is None or call.goes_by_index:
         return None
-    given = "positions_q and positions_k with a two-range encoding"
+    feature = "positions_q and positions_k with a two-range encoding"
     if call.mask is not None or call.blocks is not None:
         beside = "a mask" if call.blocks is None else "lists of blocks"
-        return Refusal("positions", f"{given} are not supported beside {beside}")
+        return Refusal("positions", f"{feature} are not supported beside {beside}")
     for name, x in (("q", call.q), ("v", call.v)):
         if x.shape[3] > WIDEST_LISTED:
             needed = f"with positions and a two-range encoding must be up to {WIDEST_LISTED}"
@@ -208,22 +200,23 @@ def _why_no_ranges(call: AttentionCall) -> Refusal | None:
 
 def _why_no_param_grad(call: AttentionCall) -> Refusal | None:
     """Say why the backward does not differentiate the score mod's parameters; None if it does."""
-    if call.score_mod not in _LEARNED_SCORE_MODS:
+    is_factor, has_bias, is_slope = (score_mod_has(call.score_mod, x) for x in ("is_factor", "bias", "is_slope"))
+    if not (is_factor or has_bias or is_slope):
         return Refusal("score_mod_params", f"gradients of the parameters of {call.score_mod} are not supported")
     beside = {"softcap": call.softcap is not None, "a two-range encoding": call.far is not None}
-    if ":EXPOSB_BANDS" in call.score_mod:
+    if is_factor:
         # It is taken from dS times the factor, in the inputs' dtype: small factors underflow there.
         beside["float16"] = call.q.dtype == torch.float16
     else:
         beside["positions"] = not call.goes_by_index
         beside[f"head dims of more than {WIDEST_LEARNED}"] = max(call.q.shape[3], call.v.shape[3]) > WIDEST_LEARNED
-    if call.score_mod.endswith(":T5_BIAS"):
+    if has_bias:
         beside["lists"] = call.mask is not None or call.blocks is not None
         beside["dropout"] = call.dropout_p > 0
-    given = next((name for name, is_given in beside.items() if is_given), None)
-    if given is None:
+    feature = next((name for name, is_set in beside.items() if is_set), None)
+    if feature is None:
         return None
-    return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported beside {given}")
+    return Refusal("score_mod_params", f"gradients of a score mod's parameters are not supported beside {feature}")
 
 
 def _why_not_ordered(call: AttentionCall) -> Refusal | None:
@@ -239,8 +232,8 @@ def _why_not_ordered(call: AttentionCall) -> Refusal | None:
         if getattr(call, name) is not None:
             return Refusal("deterministic", f"{name} is not supported with deterministic: {order}")
     if call.far is not None and not call.goes_by_index:
-        given = "positions of a two-range encoding are"
-        return Refusal("deterministic", f"{given} not supported with deterministic: {order}")
+        feature = "positions of a two-range encoding are"
+        return Refusal("deterministic", f"{feature} not supported with deterministic: {order}")
     return None
 
 
