@@ -85,7 +85,7 @@ class PositionScheme:
     def score_mod_params(self, n_heads: int, device: torch.device) -> Tensor | None:
         """Return the parameters of the `ScoreMod`, (H, n) or (B, H, n), float32; None if it reads none.
 
-        Learned parameters stay differentiable. All are made on the device, as a CUDA graph may not copy from the host.
+        Learned parameters stay differentiable. All are on the device, as a CUDA graph may not copy from the host.
         """
         return None
 

@@ -185,7 +185,7 @@ class T5Bias(PositionScheme):
     def score_mod(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Add the bias of the distance's bucket."""
         biases = self._biases(scores.shape[1], scores.device, scores.dtype)
-        of_distance = biases[:, self._buckets(scores.device).long()]  # (H, 2 · max_distance + 1)
+        distance_bias = biases[:, self._buckets(scores.device).long()]  # (H, 2 · max_distance + 1)
         furthest = self.max_distance
         index = (-distance[:, 0]).clamp(-furthest, furthest) + furthest
-        return scores + of_distance[:, index].transpose(0, 1)
+        return scores + distance_bias[:, index].transpose(0, 1)

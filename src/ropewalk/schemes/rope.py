@@ -44,9 +44,9 @@ class Rope(PositionScheme):
         scores = q @ k.mT * scale
 
     Args:
-        base: of the frequencies ω_i = base^(−2i/R), where `inv_freq` is not given.
+        base: of the frequencies ω_i = base^(−2i/R), where `inv_freq` is None.
         inv_freq: ω of each pair, (R/2,); of any scaling variant, from `inverse_frequencies`. Keep it on the CPU: its
-            tables are then made once, where those of an inv_freq on a GPU are made in each call.
+            tables are then computed once, where those of an inv_freq on a GPU are computed in each call.
         rotary_dim: R, the number of rotated features; None for all of the head, or twice the width of inv_freq.
         interleaved: pair features (2i, 2i + 1) rather than (i, i + R/2).
         pair_block: P, pairs half-split inside blocks of P features, as in `apply_rope`; P is even and divides R, and
@@ -54,7 +54,7 @@ class Rope(PositionScheme):
             (Gemma 4's vision tower).
         attention_factor: multiplies the rotated features of q and of k (YaRN's; 1 for most).
         rotary_offset: the first rotated feature, for heads that rotate their last ones (DeepSeek's the last 64 of 192);
-            R is then all features from it on, unless rotary_dim or inv_freq is given.
+            R is then all features from it on, unless rotary_dim or inv_freq is passed.
         axes: (R/2,), int32 or int64: the position axis of each pair, for tokens with several positions (multimodal
             RoPE; `mrope_axes` makes it). positions_q and positions_k of a call are then (A, B, T) or (A, 1, T),
             (A, total) in "thd"; a token without them has its index on every axis. Give it on the device of the
@@ -164,6 +164,6 @@ def _pick_axes(table: Tensor, axes: Tensor) -> Tensor:
 
 def default_frequencies(rotary_dim: int, base: float, device: torch.device) -> Tensor:
     """Return ω of each pair, (R/2,), in float64."""
-    if device.type == "cuda":  # made there: neither a compiled program nor a CUDA graph may copy them from the host
+    if device.type == "cuda":  # created there: neither a compiled program nor a CUDA graph may copy them from the host
         return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / -rotary_dim)
     return inverse_frequencies("default", rotary_dim, base)[0]

@@ -171,6 +171,6 @@ def test_tables_are_whole(name):
     keys = {(kernel[:-7], width, size) for kernel in KERNELS for width in (64, 128, 192, 256) for size in (2, 4)}
     keys |= {(name, 512, 2) for name in ("forward", "backward_dq", "backward_dk", "backward_dv")}
     assert set(table["any"]) == keys
-    specials = {"score_mod", "score_mod_bwd", "bias", "softcap", "far", "dropout", "packed", "padding", "mask", "bits"}
+    specials = {"score_mod", "score_mod_bwd", "bias", "cap", "far", "dropout", "packed", "padding", "mask", "bits"}
     assert set(table) - {"any"} <= specials
     assert all(set(entries) <= keys for entries in table.values())

@@ -8,19 +8,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import is_set
 from ropewalk.ops.attention.call import NOT_IN_PROGRAM, AttentionCall
-from ropewalk.ops.rope.api import apply_rope
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 LN_2 = math.log(2)
-Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
-Result = TypeVar("Result")
 
 
 class Refusal(NamedTuple):
@@ -96,78 +93,6 @@ class Gradients(NamedTuple):
     q_future: Tensor | None = None
     k_far: Tensor | None = None
     gate: Tensor | None = None  # like the gate
-
-
-class UnplannableError(Exception):
-    """A launcher takes a step that no plan can repeat: the call runs without one."""
-
-
-class Steps(Protocol):
-    """The steps of a launcher: they run at once, or each time that a plan made of them runs."""
-
-    def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
-        """Launch a kernel."""
-
-    def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that launches; where it raises, because a kernel does not fit, no launch of it is a step."""
-
-    def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function that writes into tensors and allocates nothing that a later step reads."""
-
-    def rope(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **keywords: Any) -> Any:
-        """Rotate as `apply_rope` does, in layout "bhtd"."""
-
-    def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
-        """Return memory that belongs to the stream of each run, on the device of a tensor."""
-
-    def device_of(self, like: Tensor) -> torch.device:
-        """Return the device of a tensor that may be a plan's, without memory."""
-
-    def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
-        """Return a function's numbers, which a plan of caches of all lengths takes anew in each run."""
-
-    def longest(self, n_keys: int) -> int | None:
-        """Return the longest cache that the steps are for; None if it is this one alone."""
-
-
-class AtOnce:
-    """Steps that run at once."""
-
-    def launch(self, kernel: Any, n_programs: int, /, **arguments: Any) -> None:
-        """Launch a kernel by Triton."""
-        gpu.ensure_context()
-        kernel[(n_programs,)](**arguments)
-
-    def attempt(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call the function: what ran before a kernel that does not fit runs again with smaller tiles."""
-        return function(*arguments)
-
-    def operate(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call the function."""
-        function(*arguments)
-
-    def rope(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **keywords: Any) -> Any:
-        """Rotate by the kernel that plans launch: the CUDA extension's may differ in the last bit."""
-        return apply_rope(q, k, cos, sin, layout="bhtd", impl="triton", **keywords)
-
-    def per_stream(self, make: Callable[[torch.device], Tensor], like: Tensor) -> Tensor:
-        """Return the memory of the current stream."""
-        return make(like.device)
-
-    def device_of(self, like: Tensor) -> torch.device:
-        """Return the tensor's device."""
-        return like.device
-
-    def measure(self, function: Callable[..., Sizes], work: Any, *arguments: Any) -> Sizes:
-        """Call the function."""
-        return function(work, *arguments)
-
-    def longest(self, n_keys: int) -> int | None:
-        """Return None: the cache is the one at hand."""
-        return None
-
-
-AT_ONCE = AtOnce()
 
 
 class Backend(Protocol):

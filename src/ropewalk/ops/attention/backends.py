@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import (
@@ -25,7 +26,7 @@ from ropewalk.ops.attention.libraries.sdpa import Sdpa
 from ropewalk.ops.attention.pages import describe, is_copied
 from ropewalk.ops.attention.reference import Reference
 from ropewalk.ops.attention.tables import resolve_scheme
-from ropewalk.ops.attention.triton.support import Triton
+from ropewalk.ops.attention.triton.support import Triton, score_mod_has
 from ropewalk.ops.attention.validate import Arguments, validate
 from ropewalk.ops.tracing import is_transformed
 
@@ -48,7 +49,7 @@ class Rule(NamedTuple):
     masked: bool = False  # only with a bool mask
     paged: bool = False  # only with pages that are read in place
     few: bool = False  # only with few queries of so many heads that they fill the GPU
-    by_positions: bool = False  # only up to 64 features, with a score mod but T5's bias that reads positions per token
+    by_positions: bool = False  # only up to 64 features, with a score mod but a bias that reads positions per token
     dropout: bool = False  # only with dropout
     features: int = 0  # at least so many, of a head of queries and keys or of values
 
@@ -123,10 +124,10 @@ def _is_few(call: AttentionCall) -> bool:
 
 
 def _goes_by_positions(call: AttentionCall) -> bool:
-    """Say whether kernels compute a score mod of few features from positions per token; T5's bias is looked up."""
-    if call.score_mod is None or call.goes_by_index or call.score_mod.endswith(":T5_BIAS"):
+    """Say whether kernels compute a score mod of few features from positions per token; a bias is looked up."""
+    if call.score_mod is None or call.goes_by_index or max(call.q.shape[3], call.value_dim) > 64:
         return False
-    return max(call.q.shape[3], call.value_dim) <= 64
+    return not score_mod_has(call.score_mod, "bias")
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,12 @@ def choose(call: AttentionCall, impl: str | None) -> Backend:
     if refusal is not None:
         raise ValueError(f"impl is {impl!r}, but it cannot run this call: {refusal.reason}")
     return backend
+
+
+def takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:
+    """Say whether a backend's kernels gate the output: where the gate alone needs a gradient, they would need none."""
+    needs_grad = torch.is_grad_enabled() and gate.requires_grad
+    return "gate" in backend.reads and (call.needs_backward or not needs_grad)
 
 
 def explain(call: AttentionCall, impl: str | None) -> Choice:

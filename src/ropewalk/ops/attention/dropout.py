@@ -5,7 +5,7 @@ their sequence and r is h. Numbers come from Philox4x32 with 7 rounds, whose key
 (4 · (n // 64) + (n mod 8) // 2, m, r, s) gives those of 16 keys: key n's is in word (n mod 64) // 16, byte
 2 · ((n mod 16) // 8) + n mod 2. So a thread of an NVIDIA GPU computes the numbers of the scores that it holds.
 
-A probability is kept where its number is not among the first D of 256. A rate of T steps of 2⁻¹⁶ is finer than that: D
+A probability stays where its number is not among the first D of 256. A rate of T steps of 2⁻¹⁶ is finer than that: D
 is T // 256, and one more for T mod 256 in 256 blocks of 64 keys, in even turns that begin where the seed says. So each
 probability is dropped at the exact rate.
 

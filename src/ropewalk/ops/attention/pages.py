@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ropewalk.ops.attention.backend import why_unread
-from ropewalk.ops.attention.call import AttentionCall, RopeTable, kv_capacity
+from ropewalk.ops.attention.call import SCORE_CHANGES, SOFTMAX, AttentionCall, RopeTable, kv_capacity
 
 # The least that a copy pays for: queries times heads that share a key, for each row of the block table, ...
 MIN_ROWS = 512
@@ -21,9 +21,8 @@ SLOWER = 2
 # The fields of a call that Triton's decode kernels read; any other one takes a copy of pages, and the forward kernel.
 DECODE_READS = (
     *("q", "k", "v", "scheme", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts"),
-    *("query_starts", "block_table", "positions_q", "positions_k", "scale", "softcap", "k_scale", "v_scale", "gate"),
-    *("sinks", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far", "return_lse"),
-    *("deterministic", "needs_backward"),
+    *("query_starts", "block_table", "positions_q", "positions_k", *SOFTMAX, *SCORE_CHANGES, "k_scale", "v_scale"),
+    *("gate", "keys_rotated", "tables", "far", "return_lse", "deterministic", "needs_backward"),
 )
 
 

@@ -54,12 +54,12 @@ class Reference(LibraryBackend):
 
 
 def in_dtype(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
-    """The call with q, k, v and given features of far pairs in another dtype, quantised pages as numbers."""
+    """The call with q, k, v and the caller's features of far pairs in another dtype, quantised pages as numbers."""
     far = call.far
     if far is not None and far.given is not None:
         q_past, q_future, k_far = far.given
-        given = FarQK(q_past.to(dtype), None if q_future is None else q_future.to(dtype), k_far.to(dtype))
-        far = far._replace(given=given)
+        features = FarQK(q_past.to(dtype), None if q_future is None else q_future.to(dtype), k_far.to(dtype))
+        far = far._replace(given=features)
     if call.k_scale is not None and call.v_scale is not None:
         k, v = read_pages(call.k, call.k_scale, dtype), read_pages(call.v, call.v_scale, dtype)
     else:
@@ -105,8 +105,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _needs_grad(call: AttentionCall) -> bool:
     """Say whether a gradient flows to a tensor of a call."""
-    given = () if call.far is None or call.far.given is None else call.far.given
-    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *given)
+    features = () if call.far is None or call.far.given is None else call.far.given
+    learned = (call.q, call.k, call.v, call.sinks, call.score_mod_params, *features)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
 
 
@@ -118,8 +118,8 @@ _INDICES = (
 
 def _with_own_indices(call: AttentionCall) -> AttentionCall:
     """Return the call with copies of its indices, which the caller may write to before the backward."""
-    given = {name: getattr(call, name) for name in _INDICES}
-    return call._replace(**{name: x.clone() for name, x in given.items() if x is not None})
+    indices = {name: getattr(call, name) for name in _INDICES}
+    return call._replace(**{name: x.clone() for name, x in indices.items() if x is not None})
 
 
 def _bind_recomputed(q: Tensor, k: Tensor, far: FarQK | None, call: AttentionCall) -> Callable[..., Any]:
@@ -227,7 +227,7 @@ def map_features(call: AttentionCall, positions_q: Tensor, positions_k: Tensor) 
 
 
 def map_far_features(call: AttentionCall, positions_q: Tensor, positions_k: Tensor) -> FarQK | None:
-    """Rotate q and k as far pairs score them, or return what was given; None if the scheme has one range."""
+    """Rotate q and k as far pairs score them, or return the caller's; None if the scheme has one range."""
     if call.far is not None and call.far.given is not None:
         return call.far.given
     scheme = scheme_of(call)
@@ -280,7 +280,7 @@ def _rotate(x: Tensor, table: Rotation) -> Tensor:
     )
 
 
-def kept(block: slice, call: AttentionCall) -> Tensor:
+def dropout_mask(block: slice, call: AttentionCall) -> Tensor:
     """Return the mask of probabilities of a block of queries that dropout keeps, (B, H, M, Tk)."""
     if call.seed is None:
         raise ValueError("seed is None, but dropout_p is above 0: the call needs a seed, (1,), int64")
@@ -335,7 +335,7 @@ def _attend_block(
         lse = torch.stack((lse, nothing.expand_as(lse))).logsumexp(dim=0)
     p = torch.exp(scores - lse[..., None])
     if call.dropout_p > 0:
-        p = p.masked_fill(~kept(block, call), 0) * dropout.rescale(call.dropout_p)
+        p = p.masked_fill(~dropout_mask(block, call), 0) * dropout.rescale(call.dropout_p)
     out = (p.unflatten(1, (k.shape[1], -1)) @ v.unsqueeze(2)).flatten(1, 2)
     if attends_nothing is not None:
         out = out.masked_fill(attends_nothing, 0)

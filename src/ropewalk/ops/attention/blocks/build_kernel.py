@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.kinds import Operation
+from ropewalk.ops.launch.steps import Steps
 
 # The rule of a span, and of a choice of blocks.
 CAUSAL, WINDOW, DOCUMENTS, FRAMES = range(4)
@@ -20,7 +22,7 @@ _STRIDES = ("stride_batch", "stride_head", "stride_row", "stride_block")  # of s
 _NEVER, _ALWAYS = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of blocks, beyond those of all scores
 
 
-@triton.jit(do_not_specialize=("n_queries", "n_keys", "n_blocks", "before", "after", "n_sinks", "n_bounds"))
+@triton.jit(do_not_specialize=("n_queries", "n_keys", "n_blocks", "before", "after", "n_first", "n_bounds"))
 def span_kernel(
     counts_ptr,  # (rows,): blocks that spans cut
     indices_ptr,  # (rows, N)
@@ -32,8 +34,8 @@ def span_kernel(
     n_keys,
     n_blocks,
     before,  # keys of a window before its query; frames behind
-    after,  # tokens of a frame; frames ahead are in n_sinks
-    n_sinks,
+    after,  # tokens of a frame; frames ahead are in n_first
+    n_first,
     n_bounds,
     RULE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -49,11 +51,11 @@ def span_kernel(
     start = tl.zeros((BLOCK_Q,), tl.int32)
     stop = tl.zeros((BLOCK_Q,), tl.int32) + n_keys
     if RULE == _WINDOW:
-        start = tl.where(index - before <= n_sinks, 0, index - before)
+        start = tl.where(index - before <= n_first, 0, index - before)
     if RULE == _FRAMES:
         frame = tl.where(index >= 0, index // after, -1 - (-1 - index) // after)
         start = (frame - before) * after
-        stop = (frame + n_sinks + 1) * after
+        stop = (frame + n_first + 1) * after
     if RULE == _DOCUMENTS:
         start -= 1  # of no document
         stop = tl.zeros((BLOCK_Q,), tl.int32)
@@ -87,17 +89,17 @@ def span_kernel(
     full_stop = tl.where(least_stop == n_keys, n_blocks, least_stop // BLOCK_K)
     full_stop = tl.minimum(tl.maximum(full_stop, full), last)
     n_before = 0
-    if RULE == _WINDOW:  # whole blocks of sinks before the first query; that spans cut them too is no matter
+    if RULE == _WINDOW:  # whole blocks of first keys before the first query; that spans cut them too is no matter
         first_index = row * BLOCK_Q + (n_keys - n_queries)
-        n_before = tl.maximum(tl.minimum(n_sinks // BLOCK_K, (first_index + 1) // BLOCK_K), 0)
-    after_sinks = tl.minimum(tl.maximum(full, n_before), full_stop)
-    n_full = n_before + (full_stop - after_sinks)
+        n_before = tl.maximum(tl.minimum(n_first // BLOCK_K, (first_index + 1) // BLOCK_K), 0)
+    after_first = tl.minimum(tl.maximum(full, n_before), full_stop)
+    n_full = n_before + (full_stop - after_first)
     n_cut = (full - first) + (last - full_stop)
     tl.store(counts_ptr + row, n_cut)
     tl.store(full_counts_ptr + row, n_full)
     for step in tl.range(0, n_full, STEP):
         entry = step + tl.arange(0, STEP)
-        block = tl.where(entry < n_before, entry, after_sinks + entry - n_before)
+        block = tl.where(entry < n_before, entry, after_first + entry - n_before)
         tl.store(full_indices_ptr + wide(row) * n_blocks + entry, block, entry < n_full)
     for step in tl.range(0, n_cut, STEP):
         entry = step + tl.arange(0, STEP)
@@ -241,74 +243,95 @@ def mask_kernel(
     tl.store(counts_ptr + program, count)
 
 
-def _empty(device: torch.device, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=device)
+class SpansCall(NamedTuple):
+    """A rule by which spans of keys are found, and its numbers."""
+
+    rule: int
+    bounds: Tensor | None
+    sizes: tuple[int, int, int, int]  # queries, keys, block_q, block_k
+    numbers: tuple[int, int, int]
+    causal: bool
+    device: torch.device
 
 
-def make_spans(
-    rule: int,
-    bounds: Tensor | None,
-    sizes: tuple[int, int, int, int],
-    numbers: tuple[int, int, int],
-    causal: bool,
-    device: torch.device,
-) -> list[Tensor]:
+class ChoiceCall(NamedTuple):
+    """A rule by which blocks are chosen, and its numbers."""
+
+    rule: int
+    scores: Tensor | None
+    shape: tuple[int, int]  # B, H
+    sizes: tuple[int, int, int, int]
+    numbers: tuple[int, int, int, int, int]
+    causal: bool
+    own: bool
+    device: torch.device
+
+
+class MaskCall(NamedTuple):
+    """A bool mask (B, H, Tq, Tk), and the sizes of blocks."""
+
+    mask: Tensor
+    block_q: int
+    block_k: int
+
+
+def _empty(like: Tensor | None, device: torch.device, *shape: int) -> Tensor:
+    """Allocate a result; in a plan, tensors have no memory."""
+    return torch.empty(shape, dtype=torch.int32, device=device if like is None else like.device)
+
+
+def make_spans(call: SpansCall, on: Steps) -> list[Tensor]:
     """Return counts and indices of blocks that spans cut, those of full ones, and the spans."""
-    n_queries, n_keys, block_q, block_k = sizes
+    bounds, (n_queries, n_keys, block_q, block_k) = call.bounds, call.sizes
     rows, n_blocks = triton.cdiv(n_queries, block_q), triton.cdiv(n_keys, block_k)
-    made = [_empty(device, 1, 1, rows), _empty(device, 1, 1, rows, n_blocks)]
-    made += [_empty(device, 1, 1, rows), _empty(device, 1, 1, rows, n_blocks), _empty(device, 1, 1, n_queries, 2)]
-    span_kernel[(rows,)](
-        **dict(
-            zip(("counts_ptr", "indices_ptr", "full_counts_ptr", "full_indices_ptr", "spans_ptr"), made, strict=True)
-        ),
+    shapes = {"counts_ptr": (rows,), "indices_ptr": (rows, n_blocks), "full_counts_ptr": (rows,)}
+    shapes |= {"full_indices_ptr": (rows, n_blocks), "spans_ptr": (n_queries, 2)}
+    made = {name: _empty(bounds, call.device, 1, 1, *shape) for name, shape in shapes.items()}
+    on.launch(
+        span_kernel,
+        rows,
+        **made,
         bounds_ptr=bounds,
         n_queries=n_queries,
         n_keys=n_keys,
         n_blocks=n_blocks,
-        **dict(zip(("before", "after", "n_sinks"), numbers, strict=True)),
+        **dict(zip(("before", "after", "n_first"), call.numbers, strict=True)),
         n_bounds=0 if bounds is None else bounds.shape[0],
-        RULE=rule,
-        CAUSAL=causal,
+        RULE=call.rule,
+        CAUSAL=call.causal,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         STEP=128,
         num_warps=4,
     )
-    return made
+    return list(made.values())
 
 
-def choose(
-    rule: int,
-    scores: Tensor | None,
-    shape: tuple[int, int],
-    sizes: tuple[int, int, int, int],
-    numbers: tuple[int, int, int, int, int],
-    causal: bool,
-    own: bool,
-    device: torch.device,
-) -> list[Tensor]:
+def choose(call: ChoiceCall, on: Steps) -> list[Tensor]:
     """Return counts and indices of chosen blocks, (B, H, M) and (B, H, M, width), sorted."""
-    n_queries, n_keys, block_q, block_k = sizes
+    scores, (n_queries, n_keys, block_q, block_k) = call.scores, call.sizes
     rows, n_blocks = triton.cdiv(n_queries, block_q), triton.cdiv(n_keys, block_k)
-    *_, width = numbers
+    *_, width = call.numbers
     strides: tuple[Any, ...] = (0, 0, 0, 0) if scores is None else scores.stride()
-    counts, indices = _empty(device, *shape, rows), _empty(device, *shape, rows, width)
+    counts = _empty(scores, call.device, *call.shape, rows)
+    indices = _empty(scores, call.device, *call.shape, rows, width)
     block = max(32, triton.next_power_of_2(n_blocks))
-    choose_kernel[(counts.numel(),)](
+    on.launch(
+        choose_kernel,
+        counts.numel(),
         counts_ptr=counts,
         indices_ptr=indices,
         scores_ptr=scores,
         **dict(zip(_STRIDES, strides, strict=True)),
-        n_heads=shape[1],
+        n_heads=counts.shape[1],
         n_queries=n_queries,
         n_keys=n_keys,
         n_rows=rows,
         n_blocks=n_blocks,
-        **dict(zip(("n_chosen", "near", "n_global", "seed", "width"), numbers, strict=True)),
-        RULE=rule,
-        CAUSAL=causal,
-        OWN=own,
+        **dict(zip(("n_chosen", "near", "n_global", "seed", "width"), call.numbers, strict=True)),
+        RULE=call.rule,
+        CAUSAL=call.causal,
+        OWN=call.own,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         BLOCK=block,
@@ -317,12 +340,16 @@ def choose(
     return [counts, indices]
 
 
-def read_mask(mask: Tensor, block_q: int, block_k: int) -> list[Tensor]:
-    """Return counts and indices of the blocks in which a bool mask (B, H, Tq, Tk) has a pair."""
+def read_mask(call: MaskCall, on: Steps) -> list[Tensor]:
+    """Return counts and indices of the blocks in which a mask has a pair."""
+    mask, block_q, block_k = call
     batch, heads, n_queries, n_keys = mask.shape
     rows, n_blocks = triton.cdiv(n_queries, block_q), triton.cdiv(n_keys, block_k)
-    counts, indices = _empty(mask.device, batch, heads, rows), _empty(mask.device, batch, heads, rows, n_blocks)
-    mask_kernel[(counts.numel(),)](
+    counts = _empty(mask, mask.device, batch, heads, rows)
+    indices = _empty(mask, mask.device, batch, heads, rows, n_blocks)
+    on.launch(
+        mask_kernel,
+        counts.numel(),
         counts_ptr=counts,
         indices_ptr=indices,
         mask_ptr=mask.view(torch.uint8),
@@ -337,3 +364,8 @@ def read_mask(mask: Tensor, block_q: int, block_k: int) -> list[Tensor]:
         num_warps=4,
     )
     return [counts, indices]
+
+
+SPANS = Operation(SpansCall, lambda call: make_spans)
+CHOICE = Operation(ChoiceCall, lambda call: choose)
+MASK = Operation(MaskCall, lambda call: read_mask)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
+from ropewalk.ops.launch.kinds import Operation
 from ropewalk.ops.tracing import is_intercepted
 
 CAUSAL, WINDOW, DOCUMENTS, FRAMES = range(4)  # as in `build_kernel`, which loads Triton
@@ -63,6 +64,12 @@ def _runs_kernel(device: torch.device) -> bool:
     return not (torch.compiler.is_compiling() or is_intercepted()) and gpu.why_no_triton(device) is None
 
 
+def _run(operation: Operation[Any], call: Any, device: torch.device) -> list[Any]:
+    """Run a kernel on a device, which a call without tensors does not have."""
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        return list(operation.run(call))
+
+
 def make_spans(
     rule: int, bounds: Tensor | None, sizes: Sizes, numbers: tuple[int, int, int], causal: bool, device: torch.device
 ) -> list[Tensor]:
@@ -70,12 +77,13 @@ def make_spans(
     if _runs_kernel(device):
         from ropewalk.ops.attention.blocks import build_kernel
 
-        return build_kernel.make_spans(rule, bounds, sizes, numbers, causal, device)
+        call = build_kernel.SpansCall(rule, bounds, sizes, numbers, causal, device)
+        return _run(build_kernel.SPANS, call, device)
     index = torch.arange(sizes.queries, device=device) + (sizes.keys - sizes.queries)
     start, stop = torch.zeros_like(index), torch.full_like(index, sizes.keys)
     if rule == WINDOW:
-        before, _, n_sinks = numbers
-        start = torch.where(index - before <= n_sinks, 0, index - before)
+        before, _, n_first = numbers
+        start = torch.where(index - before <= n_first, 0, index - before)
     elif rule == FRAMES:
         behind, per_frame, ahead = numbers
         frame = index.div(per_frame, rounding_mode="floor")
@@ -91,11 +99,11 @@ def make_spans(
         stop = torch.minimum(stop, index + 1)
     start = start.clamp(0, sizes.keys)
     stop = torch.maximum(stop.clamp(0, sizes.keys), start)
-    n_sinks = numbers[2] if rule == WINDOW else 0
-    return [*_lists_of_spans(start, stop, sizes, n_sinks), torch.stack((start, stop), -1).int()[None, None]]
+    n_first = numbers[2] if rule == WINDOW else 0
+    return [*_lists_of_spans(start, stop, sizes, n_first), torch.stack((start, stop), -1).int()[None, None]]
 
 
-def _lists_of_spans(start: Tensor, stop: Tensor, sizes: Sizes, n_sinks: int) -> list[Tensor]:
+def _lists_of_spans(start: Tensor, stop: Tensor, sizes: Sizes, n_first: int) -> list[Tensor]:
     """Return the lists of spans (Tq,): blocks that are cut, and full ones."""
     rows, n_blocks = -(-sizes.queries // sizes.block_q), -(-sizes.keys // sizes.block_k)
     device, missing = start.device, rows * sizes.block_q - sizes.queries
@@ -112,8 +120,8 @@ def _lists_of_spans(start: Tensor, stop: Tensor, sizes: Sizes, n_sinks: int) -> 
     listed = (end > least_start[:, None]) & (begin < most_stop[:, None])
     full = listed & (begin >= most_start[:, None]) & (end <= least_stop[:, None])
     first_index = m[:, :1] + (sizes.keys - sizes.queries)
-    sinks = (end <= n_sinks) & (end <= first_index + 1)
-    return [*sorted_lists(listed & ~full), *sorted_lists(full | sinks)]
+    first = (end <= n_first) & (end <= first_index + 1)
+    return [*sorted_lists(listed & ~full), *sorted_lists(full | first)]
 
 
 def sorted_lists(marks: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,12 +145,13 @@ def choose(
     if _runs_kernel(device):
         from ropewalk.ops.attention.blocks import build_kernel
 
-        return build_kernel.choose(rule, scores, shape, sizes, numbers, causal, own, device)
+        call = build_kernel.ChoiceCall(rule, scores, shape, sizes, numbers, causal, own, device)
+        return _run(build_kernel.CHOICE, call, device)
     rows, n_blocks = -(-sizes.queries // sizes.block_q), -(-sizes.keys // sizes.block_k)
     row, block = torch.arange(rows, device=device)[:, None], torch.arange(n_blocks, device=device)
     offset = sizes.keys - sizes.queries
     last = ((row + 1) * sizes.block_q).clamp(max=sizes.queries) - 1 + offset
-    of_first, of_last = (x.clamp(min=0) // sizes.block_k for x in (row * sizes.block_q + offset, last))
+    first_block, last_block = (x.clamp(min=0) // sizes.block_k for x in (row * sizes.block_q + offset, last))
     exists = (block * sizes.block_k <= last) if causal else torch.ones_like(row * block, dtype=torch.bool)
     reached = exists
     if rule == SCORES:
@@ -151,17 +160,17 @@ def choose(
         key = (score + 0.0).view(torch.int32)
         key = torch.where(key < 0, key ^ 0x7FFFFFFF, key).clamp(max=2**31 - 2)
         exists = exists & (score > -torch.inf)
-        always = (block >= of_first) & (block <= of_last) & (last >= 0) if own else torch.zeros_like(exists)
+        always = (block >= first_block) & (block <= last_block) & (last >= 0) if own else torch.zeros_like(exists)
     elif rule == RANDOM:
         head = torch.arange(shape[1], device=device)[:, None, None]
         key = _hash(_hash(_hash(numbers.seed + head * 0x3C6EF372) + row) + block)
-        distance = torch.maximum(of_first - block, block - of_last)
+        distance = torch.maximum(first_block - block, block - last_block)
         always = (distance <= numbers.near) | (block < numbers.first) | (row < numbers.first)
     else:
         key = torch.zeros_like(row * block)
-        distance = (of_first - block).clamp(min=0)
+        distance = (first_block - block).clamp(min=0)
         if not causal:
-            distance = torch.maximum(distance, block - of_last)
+            distance = torch.maximum(distance, block - last_block)
         always = (distance % numbers.first == 0) & (distance // numbers.first <= numbers.near)
     always = always & reached
     key = torch.where(always, _ALWAYS, torch.where(exists, key.long(), _NEVER)).expand(*shape, rows, n_blocks)
@@ -190,7 +199,7 @@ def read_mask(mask: Tensor, block_q: int, block_k: int) -> list[Tensor]:
     if _runs_kernel(mask.device):
         from ropewalk.ops.attention.blocks import build_kernel
 
-        return build_kernel.read_mask(mask, block_q, block_k)
+        return _run(build_kernel.MASK, build_kernel.MaskCall(mask, block_q, block_k), mask.device)
     *_, n_queries, n_keys = mask.shape
     padded = torch.nn.functional.pad(mask, (0, -n_keys % block_k, 0, -n_queries % block_q))
     marks = padded.unflatten(3, (-1, block_k)).unflatten(2, (-1, block_q)).any(-1).any(3)

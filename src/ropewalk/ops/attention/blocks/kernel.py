@@ -6,13 +6,16 @@ blocks of keys, and its columns into those of queries.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.kinds import Operation
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 FULL, PARTIAL = 2, 1  # all pairs of a block; those that bits choose
 _WIDTHS = {"rows": (8, 128), "columns": (32, 32)}  # lines and items of a step: consecutive bytes in either direction
@@ -105,12 +108,14 @@ def compact_kernel(
     tl.store(out_ptrs + 1, n_partial, line < n_lines)
 
 
-def mark(marks: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
+def mark(marks: Tensor, counts: Tensor, indices: Tensor, value: int, on: Steps = AT_ONCE) -> None:
     """Mark lists in a map (B, H, M, N), with one launch."""
     batch, heads, rows, n_blocks = marks.shape
     of_counts = [0 if size == 1 else stride for size, stride in zip(counts.shape[:2], counts.stride(), strict=False)]
     of_indices = [0 if size == 1 else stride for size, stride in zip(indices.shape[:2], indices.stride(), strict=False)]
-    mark_kernel[(batch * heads * rows,)](
+    on.launch(
+        mark_kernel,
+        batch * heads * rows,
         map_ptr=marks,
         counts_ptr=counts,
         indices_ptr=indices,
@@ -155,3 +160,35 @@ def compact(marks: Tensor, of: str, width: int, has_partial: bool, on: Steps = A
         num_warps=4,
     )
     return out
+
+
+class ListsCall(NamedTuple):
+    """Lists of blocks, in any order and with duplicates."""
+
+    counts: Tensor
+    indices: Tensor
+    full_counts: Tensor | None
+    full_indices: Tensor | None
+    n_blocks: int
+    has_partial: bool
+    columns: bool  # lists of columns, too
+
+
+def make_lists(call: ListsCall, on: Steps) -> tuple[Tensor, Tensor | None]:
+    """Return sorted lists without duplicates of rows, and of columns if they are wanted."""
+    lists = [(call.counts, call.indices, PARTIAL if call.has_partial else FULL)]
+    if call.full_counts is not None and call.full_indices is not None:
+        lists.append((call.full_counts, call.full_indices, FULL))
+    shape = [max(sizes) for sizes in zip(*(counts.shape for counts, *_ in lists), strict=True)]
+    marks = torch.empty(*shape, call.n_blocks, dtype=torch.uint8, device=call.counts.device)
+    on.operate(Tensor.zero_, marks)
+    width = 0
+    for counts, indices, value in lists:
+        width += indices.shape[3]
+        if indices.shape[3]:
+            mark(marks, counts, indices, value, on)
+    rows = compact(marks, "rows", min(width, call.n_blocks), call.has_partial, on)
+    return rows, compact(marks, "columns", marks.shape[2], call.has_partial, on) if call.columns else None
+
+
+LISTS = Operation(ListsCall, lambda call: make_lists)

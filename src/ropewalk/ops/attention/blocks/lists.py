@@ -27,8 +27,8 @@ class BlockLists:
             listed[b, h, i, indices[b, h, i, : counts[b, h, i]].long()] = True  # and so for the full lists
         mask = listed.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)[:, :, :Tq, :Tk]
 
-    Lists may be in any order, and name a block twice. They are sorted once, on their device, and what was made of them
-    is kept beside them until they are written to. PyTorch's operations in place are seen. Writes through `.data` or a
+    Lists may be in any order, and name a block twice. They are sorted once, on their device, and their tables are
+    cached beside them until they are written to. PyTorch's operations in place are seen. Writes through `.data` or a
     NumPy array, by a kernel of one's own, or by the replay of a CUDA graph are not: make new `BlockLists` after them.
 
     Args:
@@ -100,7 +100,7 @@ class BlockLists:
             tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
         """
         sizes = check_sizes(n_queries, n_keys, block_q, block_k)
-        return cls._of_spans(builders.CAUSAL, None, sizes, (0, 0, 0), True, device)
+        return cls._from_spans(builders.CAUSAL, None, sizes, (0, 0, 0), True, device)
 
     @classmethod
     def sliding_window(
@@ -145,7 +145,7 @@ class BlockLists:
         check_integer("n_sinks", n_sinks, 0)
         if n_sinks % block_k:
             raise ValueError(f"n_sinks is {n_sinks}, but must be a multiple of block_k, {block_k}")
-        return cls._of_spans(builders.WINDOW, None, sizes, (window - 1, 0, n_sinks), True, device)
+        return cls._from_spans(builders.WINDOW, None, sizes, (window - 1, 0, n_sinks), True, device)
 
     @classmethod
     def documents(
@@ -195,7 +195,7 @@ class BlockLists:
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be (S + 1,)")
         bounds = cu_seqlens.contiguous()
-        return cls._of_spans(builders.DOCUMENTS, bounds, sizes, (0, 0, 0), bool(causal), cu_seqlens.device)
+        return cls._from_spans(builders.DOCUMENTS, bounds, sizes, (0, 0, 0), bool(causal), cu_seqlens.device)
 
     @classmethod
     def frames(
@@ -246,7 +246,7 @@ class BlockLists:
         check_integer("behind", behind, 0)
         check_integer("ahead", ahead, 0)
         numbers = (min(behind, n_frames), tokens_per_frame, min(ahead, n_frames))
-        return cls._of_spans(builders.FRAMES, None, sizes, numbers, False, device)
+        return cls._from_spans(builders.FRAMES, None, sizes, numbers, False, device)
 
     @classmethod
     def dilated(
@@ -524,7 +524,7 @@ class BlockLists:
         return cls(counts, indices, None, None, block_q, block_k)
 
     @classmethod
-    def _of_spans(
+    def _from_spans(
         cls,
         rule: int,
         bounds: Tensor | None,

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.blocks.kernel import FULL, PARTIAL, compact
 from ropewalk.ops.attention.call import BlockTables
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 BLOCK = 128  # tokens of a block, of queries and of keys
 

@@ -1,4 +1,4 @@
-"""Lists of blocks, validated and made into the `BlockTables` that kernels read, and kept beside the lists.
+"""Lists of blocks, validated, turned into the `BlockTables` that kernels read, and cached beside them.
 
 Shape letters: B batch, T tokens (Tq of queries, Tk of keys), H query heads, M blocks of queries, N blocks of keys.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.lists import BlockLists
-from ropewalk.ops.attention.call import BLOCK_TENSORS, BlockTables, as_bhtd
+from ropewalk.ops.attention.call import BlockTables, as_bhtd
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
 
 SIZES = (64, 128)
@@ -63,14 +63,13 @@ class Sizes(NamedTuple):
 _version_of = attrgetter("_version")
 
 
-class _Kept:
-    """Tables that were made of lists, and the state that the lists were in."""
+class _CachedTables:
+    """Tables of lists, and the state that the lists were in."""
 
     __slots__ = (
         "call",
         "contents",
-        "made",
-        "signature",
+        "event",
         "sizes",
         "source",
         "stream",
@@ -82,7 +81,6 @@ class _Kept:
 
     def __init__(self, source: Source, sizes: Sizes, tables: BlockTables, call: tuple[Any, ...]) -> None:
         self.source, self.sizes, self.tables, self.call = source, sizes, tables, call
-        self.signature = _sign(tables)
         captured = list(_captured(source.mask_mod))
         tensors = {id(x): x for *_, x in captured if isinstance(x, Tensor) and not x.is_inference()}
         self.watched = [*source.tensors, *tensors.values()]
@@ -90,23 +88,23 @@ class _Kept:
         self.variables = [x for x in captured if not (isinstance(x[0], tuple) or isinstance(x[2], FunctionType))]
         self.versions = [x._version for x in self.watched]
         self.contents = [(x, _copy_contents(x)) for *_, x in captured if _has_contents(x)]
-        # The stream that makes the tables, and the event that they are made; None once they are.
-        self.stream, self.made = 0, None
+        # The stream that makes the tables, and the event after them; None once it came.
+        self.stream, self.event = 0, None
         device = tables.rows.device
         if device.type == "cuda":
-            self.stream, self.made = torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.Event()
-            self.made.record(torch.cuda.current_stream(device))
+            self.stream, self.event = torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Let the current stream wait for the tables, which another one may make yet."""
-        if self.made is None or self.stream == torch._C._cuda_getCurrentRawStream(self.tables.rows.device.index):
+        if self.event is None or self.stream == torch._C._cuda_getCurrentRawStream(self.tables.rows.device.index):
             return
         if torch.cuda.is_current_stream_capturing():  # which waits for its own events alone: a capture begins idle
             return
-        if self.made.query():
-            self.made = None
+        if self.event.query():
+            self.event = None
         else:
-            self.made.wait(torch.cuda.current_stream(self.tables.rows.device))
+            self.event.wait(torch.cuda.current_stream(self.tables.rows.device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, ()  # a copy of the lists keeps nothing, and any unpickler reads an empty set
@@ -117,39 +115,28 @@ def has_rows(q: Any, k: Any) -> bool:
     return isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == 4 and k.ndim == 4
 
 
-def signature_of_blocks(blocks: Any, tables: BlockTables) -> str:
-    """Return what plans know the tables of `blocks` by: of all that a key could hold, only a string keeps its hash."""
-    kept = getattr(blocks, _ATTRIBUTE, None)
-    return kept.signature if isinstance(kept, _Kept) and kept.tables is tables else _sign(tables)
-
-
-def _sign(tables: BlockTables) -> str:
-    given: Any = tables[BLOCK_TENSORS]
-    tensors = [None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in given]
-    return repr((tensors, tables.block_q, tables.block_k))
-
-
-def kept_tables(blocks: Any, q: Tensor, k: Tensor, layout: str) -> tuple[BlockTables, str] | None:
-    """Return what `find_tables` made of `BlockLists` in the last call of such tensors, and its signature, or None.
+def cached_tables_of(blocks: Any, q: Tensor, k: Tensor, layout: str) -> BlockTables | None:
+    """Return the cached tables of `BlockLists`, those of the last call of such tensors, or None.
 
     Each eager call asks this first, so it calls no other Python function. `BlockLists` is frozen: it compares no field.
     """
     if type(blocks) is not BlockLists:
         return None
-    kept = blocks.__dict__.get(_ATTRIBUTE)
-    if type(kept) is not _Kept or kept.call != (q.shape, k.shape, q.device, layout):
+    cached = blocks.__dict__.get(_ATTRIBUTE)
+    if type(cached) is not _CachedTables or cached.call != (q.shape, k.shape, q.device, layout):
         return None
-    if kept.tables.columns is None and torch.is_grad_enabled():
+    if cached.tables.columns is None and torch.is_grad_enabled():
         return None
-    if list(map(_version_of, kept.watched)) != kept.versions:
+    if list(map(_version_of, cached.watched)) != cached.versions:
         return None
-    if kept.made is not None:
-        kept.wait()
-    return kept.tables, kept.signature
+    if cached.event is not None:
+        cached.wait()
+    tables: BlockTables = cached.tables
+    return tables
 
 
 def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Tensor | None) -> BlockTables:
-    """Return the tables of a call's `blocks`, made of them now or kept from an earlier call.
+    """Return the tables of a call's `blocks`, computed now or cached.
 
     They have `columns` where a backward may come.
     """
@@ -165,17 +152,17 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     sizes, columns = Sizes(batch, heads, queries, keys), torch.is_grad_enabled()
     compiling = torch.compiler.is_compiling()
     if compiling and not isinstance(blocks, BlockLists):  # to read a mask_mod would compile for each one
-        kept = getattr(blocks, _ATTRIBUTE, None)
-        if isinstance(kept, _Kept) and kept.sizes == sizes and kept.tables.columns is not None:
-            return kept.tables
+        cached = getattr(blocks, _ATTRIBUTE, None)
+        if isinstance(cached, _CachedTables) and cached.sizes == sizes and cached.tables.columns is not None:
+            return cached.tables
     source = _read(blocks)
     if not compiling:
-        kept = vars(blocks).get(_ATTRIBUTE)
-        is_kept = isinstance(kept, _Kept) and _is_current(kept, source, sizes, q.device)
-        if is_kept and (kept.tables.columns is not None or not columns):
-            kept.call = (q.shape, k.shape, q.device, layout)
-            kept.wait()
-            tables: BlockTables = kept.tables
+        cached = vars(blocks).get(_ATTRIBUTE)
+        is_cached = isinstance(cached, _CachedTables) and _is_current(cached, source, sizes, q.device)
+        if is_cached and (cached.tables.columns is not None or not columns):
+            cached.call = (q.shape, k.shape, q.device, layout)
+            cached.wait()
+            tables: BlockTables = cached.tables
             return tables
     _check(source, sizes, q, isinstance(blocks, BlockLists))
     _check_lengths(blocks, sizes)
@@ -189,7 +176,7 @@ def find_tables(blocks: Any, q: Tensor, k: Tensor, layout: str, block_table: Ten
     tables = _make(source, sizes, columns)
     may_keep = not compiling and is_plain_eager(*source.tensors) and not is_intercepted()
     if may_keep and not any(x.is_inference() for x in source.tensors) and not _is_capturing(q):
-        vars(blocks)[_ATTRIBUTE] = _Kept(source, sizes, tables, (q.shape, k.shape, q.device, layout))
+        vars(blocks)[_ATTRIBUTE] = _CachedTables(source, sizes, tables, (q.shape, k.shape, q.device, layout))
     return tables
 
 
@@ -197,15 +184,15 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_current(kept: _Kept, source: Source, sizes: Sizes, device: torch.device) -> bool:
-    """Say whether lists are those that tables were made of on this device, and nothing was written to them since."""
+def _is_current(cached: _CachedTables, source: Source, sizes: Sizes, device: torch.device) -> bool:
+    """Say whether lists are those of the tables on this device, and nothing was written to them since."""
     return (
-        kept.sizes == sizes
+        cached.sizes == sizes
         and source.tensors[0].device == device
-        and all(x is y for x, y in zip(kept.source, source, strict=True))
-        and [x._version for x in kept.watched] == kept.versions
-        and all(map(_is_there, kept.variables))
-        and all(_holds(x, copied) for x, copied in kept.contents)
+        and all(x is y for x, y in zip(cached.source, source, strict=True))
+        and [x._version for x in cached.watched] == cached.versions
+        and all(map(_is_there, cached.variables))
+        and all(_holds(x, copied) for x, copied in cached.contents)
     )
 
 
@@ -353,23 +340,23 @@ _NAMES = {
 }
 
 
-def _check(source: Source, sizes: Sizes, q: Tensor, of_lists: bool) -> None:
+def _check(source: Source, sizes: Sizes, q: Tensor, are_lists: bool) -> None:
     """Raise unless lists are of the right types, for a call of these extents."""
-    names = _NAMES[of_lists]
+    names = _NAMES[are_lists]
     for name, size in zip(names[4:], source[4:6], strict=True):
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name} of blocks is {size!r}, but must be 64 or 128")
         if size not in SIZES:
             raise ValueError(f"{name} of blocks is {size}, but must be 64 or 128")
     if (source.full_counts is None) is not (source.full_indices is None):
-        missing, given = (names[2], names[3]) if source.full_counts is None else (names[3], names[2])
-        raise ValueError(f"{missing} of blocks is None, but must be given beside {given}")
+        missing, other = (names[2], names[3]) if source.full_counts is None else (names[3], names[2])
+        raise ValueError(f"{missing} of blocks is None, but must be given beside {other}")
     rows, n_blocks = -(-sizes.queries // source.block_q), -(-sizes.keys // source.block_k)
     pairs: list[tuple[Any, ...]] = [(source.counts, source.indices, *names[:2])]
     if source.full_counts is not None:
         pairs.append((source.full_counts, source.full_indices, *names[2:4]))
-    for counts, indices, of_counts, of_indices in pairs:
-        for name, x in ((of_counts, counts), (of_indices, indices)):
+    for counts, indices, counts_name, indices_name in pairs:
+        for name, x in ((counts_name, counts), (indices_name, indices)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} of blocks is {type(x).__name__}, but must be a tensor of int32 or int64")
             if x.dtype not in (torch.int32, torch.int64):
@@ -380,17 +367,17 @@ def _check(source: Source, sizes: Sizes, q: Tensor, of_lists: bool) -> None:
         fits = counts.ndim == 3 and counts.shape[0] in (1, sizes.batch) and counts.shape[1] in (1, sizes.heads)
         if not fits or counts.shape[2] != rows:
             raise ValueError(
-                f"{of_counts} of blocks has shape {tuple(counts.shape)}, but must be (B or 1, H or 1, M) with "
+                f"{counts_name} of blocks has shape {tuple(counts.shape)}, but must be (B or 1, H or 1, M) with "
                 f"B = {sizes.batch}, H = {sizes.heads} and M = {rows} blocks of {source.block_q} for {sizes.queries} "
                 "queries"
             )
         if indices.ndim != 4 or indices.shape[:3] != counts.shape:
             raise ValueError(
-                f"{of_indices} of blocks has shape {tuple(indices.shape)}, but must be {of_counts}' and n: "
+                f"{indices_name} of blocks has shape {tuple(indices.shape)}, but must be {counts_name}' and n: "
                 f"{(*counts.shape, 'n')}"
             )
         if _has_values(counts) and _has_values(indices):
-            _check_values(counts, indices, of_counts, of_indices, n_blocks)
+            _check_values(counts, indices, counts_name, indices_name, n_blocks)
 
 
 def _check_spans(spans: Any, sizes: Sizes, q: Tensor) -> None:
@@ -409,29 +396,30 @@ def _check_spans(spans: Any, sizes: Sizes, q: Tensor) -> None:
 
 
 def _check_lengths(blocks: Any, sizes: Sizes) -> None:
-    """Raise unless a BlockMask was made for a call's lengths, or for whole blocks that hold them."""
-    made = getattr(blocks, "seq_lengths", None)
-    if made is None:
+    """Raise unless a BlockMask was built for a call's lengths, or for whole blocks that hold them."""
+    mask_lengths = getattr(blocks, "seq_lengths", None)
+    if mask_lengths is None:
         return
-    for name, length, tokens, size in zip(("Tq", "Tk"), made, sizes[2:], blocks.BLOCK_SIZE, strict=True):
+    for name, length, tokens, size in zip(("Tq", "Tk"), mask_lengths, sizes[2:], blocks.BLOCK_SIZE, strict=True):
         if length != tokens and length != -(-tokens // size) * size:
-            raise ValueError(f"blocks is a BlockMask for {name} = {length}, but must be made for {tokens}")
+            raise ValueError(f"blocks is a BlockMask for {name} = {length}, but must be built for {tokens}")
 
 
 def _has_values(x: Tensor) -> bool:
     return x.device.type == "cpu" and not (torch.compiler.is_compiling() or gpu.is_fake(x) or is_intercepted())
 
 
-def _check_values(counts: Tensor, indices: Tensor, of_counts: str, of_indices: str, n_blocks: int) -> None:
+def _check_values(counts: Tensor, indices: Tensor, counts_name: str, indices_name: str, n_blocks: int) -> None:
     n = indices.shape[3]
     wrong = (counts < 0) | (counts > n)
     if bool(wrong.any()):
-        raise ValueError(f"{of_counts} of blocks holds {int(counts[wrong][0])}, but must be from 0 to n = {n}")
+        raise ValueError(f"{counts_name} of blocks holds {int(counts[wrong][0])}, but must be from 0 to n = {n}")
     listed = torch.arange(n) < counts[..., None]
     wrong = listed & ((indices < 0) | (indices >= n_blocks))
     if bool(wrong.any()):
         raise ValueError(
-            f"{of_indices} of blocks holds {int(indices[wrong][0])}, but must be from 0 to below N = {n_blocks} blocks"
+            f"{indices_name} of blocks holds {int(indices[wrong][0])}, but must be from 0 to below N = {n_blocks} "
+            "blocks"
         )
 
 
@@ -441,15 +429,15 @@ def _make(source: Source, sizes: Sizes, columns: bool) -> BlockTables:
     lists, (block_q, block_k, spans, mask_mod) = source.lists, source[4:]
     if mask_mod is None:
         if is_plain_eager(*source.tensors) and not is_intercepted():
-            rows, of_columns = make_lists(*lists, n_blocks, spans is not None, columns)
+            rows, column_lists = make_lists(*lists, n_blocks, spans is not None, columns)
         else:
-            rows, of_columns = torch.ops.ropewalk.block_lists(*lists, n_blocks, spans is not None, columns)
+            rows, column_lists = torch.ops.ropewalk.block_lists(*lists, n_blocks, spans is not None, columns)
         spans = None if spans is None else spans.contiguous()
-        return BlockTables(rows, of_columns if columns else None, None, None, spans, block_q, block_k)
+        return BlockTables(rows, column_lists if columns else None, None, None, spans, block_q, block_k)
     marks = _mark(*lists, n_blocks, True)
-    rows, of_columns = _compact(marks, *lists, True, columns)
+    rows, column_lists = _compact(marks, *lists, True, columns)
     slots, bits = _evaluate(mask_mod, marks == PARTIAL, source, sizes)
-    return BlockTables(rows, of_columns, slots, bits, None, block_q, block_k)
+    return BlockTables(rows, column_lists, slots, bits, None, block_q, block_k)
 
 
 def make_lists(
@@ -463,6 +451,12 @@ def make_lists(
 ) -> tuple[Tensor, Tensor | None]:
     """Return sorted lists without duplicates of rows, and of columns if they are wanted, as `BlockTables` has them."""
     lists = (counts, indices, full_counts, full_indices)
+    if gpu.why_no_triton(counts.device) is None and counts.numel() and n_blocks:
+        from ropewalk.ops.attention.blocks import kernel
+
+        rows, column_lists = kernel.LISTS.run(kernel.ListsCall(*lists, n_blocks, has_partial, columns))
+        assert rows is not None
+        return rows, column_lists
     return _compact(_mark(*lists, n_blocks, has_partial), *lists, has_partial, columns)
 
 
@@ -479,21 +473,21 @@ def _mark(
     if full_counts is not None:
         shape = [max(x, y) for x, y in zip(shape, full_counts.shape, strict=True)]
     marks = torch.zeros(*shape, n_blocks, dtype=torch.uint8, device=counts.device)
-    for of_counts, of_indices, value in (
+    for kind_counts, kind_indices, value in (
         (counts, indices, PARTIAL if has_partial else FULL),
         (full_counts, full_indices, FULL),
     ):
-        if of_counts is None or of_indices is None or of_indices.shape[3] == 0 or marks.numel() == 0:
+        if kind_counts is None or kind_indices is None or kind_indices.shape[3] == 0 or marks.numel() == 0:
             continue
         if gpu.why_no_triton(counts.device) is None:
             from ropewalk.ops.attention.blocks import kernel
 
-            kernel.mark(marks, of_counts, of_indices, value)
+            kernel.mark(marks, kind_counts, kind_indices, value)
             continue
-        listed = torch.arange(of_indices.shape[3], device=counts.device) < of_counts[..., None]
-        listed = listed & (of_indices >= 0) & (of_indices < n_blocks)
-        found = torch.zeros(*of_counts.shape, n_blocks + 1, dtype=torch.bool, device=counts.device)
-        found = found.scatter(3, torch.where(listed, of_indices, n_blocks).long(), True)[..., :n_blocks]
+        listed = torch.arange(kind_indices.shape[3], device=counts.device) < kind_counts[..., None]
+        listed = listed & (kind_indices >= 0) & (kind_indices < n_blocks)
+        found = torch.zeros(*kind_counts.shape, n_blocks + 1, dtype=torch.bool, device=counts.device)
+        found = found.scatter(3, torch.where(listed, kind_indices, n_blocks).long(), True)[..., :n_blocks]
         marks = torch.where(found, value, marks)
     return marks
 
@@ -528,8 +522,8 @@ def _sort(marks: Tensor, width: int) -> Tensor:
 def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """Return where the bits of partial blocks are, and the bits. The host waits for the number of blocks, once."""
     device, block_q, block_k = partial.device, source.block_q, source.block_k
-    of_blocks = partial.nonzero()  # (count, 4)
-    count = of_blocks.shape[0]
+    block_indices = partial.nonzero()  # (count, 4)
+    count = block_indices.shape[0]
     slots = torch.zeros(partial.shape, dtype=torch.int32, device=device)
     slots[partial] = torch.arange(count, dtype=torch.int32, device=device)
     bits = torch.empty(max(count, 2), block_q, block_k // 32, dtype=torch.int32, device=device)
@@ -543,7 +537,7 @@ def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, source: Source, 
 
     with torch.no_grad(), TransformGetItemToIndex():
         for start in range(0, count, step):
-            b, h, i, j = of_blocks[start : start + step].unbind(1)
+            b, h, i, j = block_indices[start : start + step].unbind(1)
             m = (i[:, None] * block_q + torch.arange(block_q, device=device)).clamp(max=sizes.queries - 1)
             n = (j[:, None] * block_k + torch.arange(block_k, device=device)).clamp(max=sizes.keys - 1)
             allowed = evaluate(b, h, m, n).expand(len(b), block_q, block_k)
@@ -569,8 +563,8 @@ def _block_lists(
     has_partial: bool,
     columns: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows, of_columns = make_lists(counts, indices, full_counts, full_indices, n_blocks, has_partial, columns)
-    return rows, rows.new_empty(0) if of_columns is None else of_columns
+    rows, column_lists = make_lists(counts, indices, full_counts, full_indices, n_blocks, has_partial, columns)
+    return rows, rows.new_empty(0) if column_lists is None else column_lists
 
 
 def _block_lists_fake(
@@ -589,8 +583,8 @@ def _block_lists_fake(
         width = width + full_indices.shape[3]
     width = torch.sym_min(width, n_blocks)
     empty = counts.new_empty
-    of_rows = empty((batch, heads, rows, 3 + width), dtype=torch.int32)
-    return of_rows, empty((batch, heads, n_blocks, 3 + rows) if columns else (0,), dtype=torch.int32)
+    row_lists = empty((batch, heads, rows, 3 + width), dtype=torch.int32)
+    return row_lists, empty((batch, heads, n_blocks, 3 + rows) if columns else (0,), dtype=torch.int32)
 
 
 _LIBRARY.impl("block_lists", _block_lists, "CompositeExplicitAutograd")

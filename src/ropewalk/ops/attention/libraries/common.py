@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.attention.backend import Refusal, why_unread
-from ropewalk.ops.attention.call import AttentionCall, rope_tables
+from ropewalk.ops.attention.call import SCORE_SENTENCES, AttentionCall, rope_tables
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -24,8 +24,7 @@ _SENTENCES = {
     "blocks": "lists of blocks (blocks) are not supported",
     "key_starts": "key_starts, which may leave rows without a key, are not supported",
     "query_starts": "query_starts, a key index of the first query per batch row, are not supported",
-    "softcap": "softcap is not supported",
-    "sinks": "sinks are not supported",
+    **SCORE_SENTENCES,
     "dropout_p": "dropout (dropout_p) is not supported: its seed would mean another mask",
     "mask": "mask, which may leave rows without a key, is not supported",
     "key_lengths": "key_lengths, which may leave rows without a key, is not supported",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.kinds import Operation
+from ropewalk.ops.launch.steps import Steps
 
 
 @triton.jit(do_not_specialize=("first", "n_tokens"))
@@ -53,31 +56,51 @@ def merge_kernel(
     tl.store(lse_ptr + row, largest + tl.log(total), exists)
 
 
+class MergeCall(NamedTuple):
+    """The arguments of `merge`, all dense in their last dimension."""
+
+    out: Tensor
+    lse: Tensor
+    other: Tensor
+    other_lse: Tensor
+
+
+def launch_merge(call: MergeCall, on: Steps) -> tuple[()]:
+    """Merge with one launch."""
+    out, other = call.out, call.other
+    batch, tokens, heads, head_dim = out.shape
+    rows = other.shape[1]
+    block = 32
+    on.launch(
+        merge_kernel,
+        batch * heads * triton.cdiv(rows, block),
+        out_ptr=out,
+        lse_ptr=call.lse,
+        other_ptr=other,
+        other_lse_ptr=call.other_lse,
+        out_strides=out.stride()[:3],
+        other_strides=other.stride()[:3],
+        first=tokens - rows,
+        n_heads=heads,
+        n_tokens=tokens,
+        D=head_dim,
+        BLOCK=block,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=4,
+    )
+    return ()
+
+
+MERGE = Operation(MergeCall, lambda call: launch_merge)
+
+
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention's output (B, T, H, D) and natural log-sum-exp (B, H, T), in place, with that of the last queries.
 
     Those are other (B, T', H, D) and other_lse (B, H, T'). Each of these queries must have attended something.
     """
-    batch, tokens, heads, head_dim = out.shape
-    rows = other.shape[1]
     if other.numel() == 0:
         return
     assert lse.is_contiguous(), "lse is not dense"
     assert out.stride(3) == other.stride(3) == 1, "the features of out and other are not dense"
-    block, block_d = 32, max(16, triton.next_power_of_2(head_dim))
-    with torch.cuda.device_of(out):
-        merge_kernel[(batch * heads * triton.cdiv(rows, block),)](
-            out_ptr=out,
-            lse_ptr=lse,
-            other_ptr=other,
-            other_lse_ptr=other_lse.contiguous(),
-            out_strides=out.stride()[:3],
-            other_strides=other.stride()[:3],
-            first=tokens - rows,
-            n_heads=heads,
-            n_tokens=tokens,
-            D=head_dim,
-            BLOCK=block,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+    MERGE.run(MergeCall(out, lse, other, other_lse.contiguous()))

@@ -107,7 +107,12 @@ class Sdpa(LibraryBackend):
         if call.tables.q is None:
             return attend
         map_qk = bind_map(call)
-        return lambda q, k, v: attend(*map_qk(q, k), v)
+
+        def map_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = map_qk(q, k)
+            return attend(q, k, v)
+
+        return map_and_attend
 
 
 def _read_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
@@ -122,8 +127,8 @@ def _read_on_a_cpu(call: AttentionCall) -> tuple[str, ...]:
 
 def _needs_mask(call: AttentionCall) -> bool:
     """Say whether some pairs are not attended, other than by causality between as many queries as keys."""
-    given = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
-    return call.has_window or any(x is not None for x in given) or (call.causal and call.q.shape[2] != call.k.shape[2])
+    masks = (call.mask, call.key_lengths, call.key_starts, call.query_starts)
+    return call.has_window or any(x is not None for x in masks) or (call.causal and call.q.shape[2] != call.k.shape[2])
 
 
 def _attend_packed(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
@@ -151,10 +156,10 @@ def _sequences(call: AttentionCall) -> list[tuple[slice, slice]]:
     """Return the queries and the keys of each sequence that has both."""
     assert call.cu_seqlens_q is not None
     assert call.cu_seqlens_k is not None
-    of_queries, of_keys = (
+    spans_q, spans_k = (
         [slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (call.cu_seqlens_q, call.cu_seqlens_k)
     )
-    pairs = zip(of_queries, of_keys, strict=True)
+    pairs = zip(spans_q, spans_k, strict=True)
     return [(queries, keys) for queries, keys in pairs if queries.start < queries.stop and keys.start < keys.stop]
 
 

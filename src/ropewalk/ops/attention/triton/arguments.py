@@ -111,7 +111,7 @@ class Scores(NamedTuple):
     params_stride: Any  # from one head's to the next's; or None
     params_stride_batch: Any  # None: all batch rows have the same
     scale: Any  # multiplies products before soft-capping and the score function; None: `exp2_scale` holds it
-    softcap: Any
+    cap: Any  # of soft-capping, by which `scale` is divided; without it 1, or None in the decode kernel
     exp2_scale: Any  # multiplies scores, as the softmax reads them, into exponents of 2
     # Of the kernels for Hopper:
     largest: Any = None  # the distance from which a bias is the same, of which `params` has a table; None: no bias
@@ -129,7 +129,7 @@ class ScoreFlags(NamedTuple):
     MOD: Any  # None: scores are products, and `exp2_scale` holds the scale
     MOD_BWD: Any
     PARAM_GRAD: Any
-    SOFTCAP: Any
+    CAPPED: Any
     FAST_TANH: Any
     MAX_LOGITS: Any = None  # keep each row's largest scaled score
     HIDES_KEYS: Any = None  # MOD may return −inf for all that a row attends

@@ -41,6 +41,7 @@ from ropewalk.ops.attention.triton.masking import (
     loop_index,
     loop_length,
     mask_flags,
+    masked_of_loop,
     query_ranges,
     range_flags,
     range_mask,
@@ -48,7 +49,13 @@ from ropewalk.ops.attention.triton.masking import (
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
-from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
+from ropewalk.ops.attention.triton.softmax import (
+    begin_dropout,
+    cap_scores,
+    differentiate_cap,
+    dropout_mask,
+    scale_scores,
+)
 from ropewalk.ops.attention.triton.tiles import (
     DO_NOT_SPECIALIZE,
     accumulate_chunks,
@@ -98,11 +105,10 @@ def _mainloop_q(
         else:
             lse = tl.load(stream.lse + q_index)
         capped = dot_chunks(keys.k, q_tile, blocks.PRECISION, blocks.D_CHUNKS)
-        if score_flags.SOFTCAP:
-            capped = tanh(capped * scores.scale, score_flags.FAST_TANH)
+        capped = cap_scores(capped, scores, score_flags)
         s = capped
         if score_flags.MOD is not None:
-            scaled = capped * (scores.softcap if score_flags.SOFTCAP else scores.scale)
+            scaled = scale_scores(capped, scores, score_flags)
             k_pos, q_pos = relative_positions(
                 keys.pos,
                 scoring.positions,
@@ -155,8 +161,7 @@ def _mainloop_q(
         if blocks.HAS_DV:
             acc_dv = tl.dot(p_dropped.to(do_tile.dtype), do_tile, acc_dv, input_precision=blocks.PRECISION)
         if blocks.HAS_DK:
-            if score_flags.SOFTCAP:  # before p and capped are both needed
-                p *= 1 - capped * capped
+            p = differentiate_cap(p, capped, score_flags)  # before p and capped are both needed
             dp = tl.dot(keys.v, do_tile.T, input_precision=blocks.PRECISION)
             if dropout is not None:
                 dp = tl.where(stays, dp * dropout.rescale, dropout.zero)
@@ -192,7 +197,7 @@ def _attend_heads(
         scores = scoring.scores
         params = params_of_head(scores, tile.batch, head)
         scores = Scores(
-            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.cap, scores.exp2_scale
         )
         head_scoring = Scoring(scores, scoring.positions, scoring.origin, dropout)
         head_stream = QueryStream(
@@ -205,52 +210,25 @@ def _attend_heads(
             stream.sequence,
         )
         head_range = tile_range
-        if slots is not None:
-            state = _mainloop_q(
-                state,
-                keys,
-                q,
-                head_stream,
-                of_head,
-                list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, BITS),
-                head_masking,
-                head_scoring,
-                flags,
-                score_flags,
-                blocks,
-                BITS,
-            )
-        if lists_ptr is not None:
-            head_range = list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, True)
-        state = _mainloop_q(
-            state,
-            keys,
-            q,
-            head_stream,
-            of_head,
-            head_range,
-            head_masking,
-            head_scoring,
-            flags,
-            score_flags,
-            blocks,
-            True,
-        )
-        if HAS_MIDDLE:
-            state = _mainloop_q(
-                state,
-                keys,
-                q,
-                head_stream,
-                of_head,
-                head_range,
-                head_masking,
-                head_scoring,
-                flags,
-                score_flags,
-                blocks,
-                False,
-            )
+        HAS_BITS: tl.constexpr = slots is not None
+        for LOOP in tl.static_range(3):
+            if LOOP == 1 and lists_ptr is not None:
+                head_range = list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, True)
+            if masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, True) is not None:
+                state = _mainloop_q(
+                    state,
+                    keys,
+                    q,
+                    head_stream,
+                    of_head,
+                    list_range(tile_range, lists_ptr, blocks.M, blocks.LIST_Q, BITS) if LOOP == 0 else head_range,
+                    head_masking,
+                    head_scoring,
+                    flags,
+                    score_flags,
+                    blocks,
+                    masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, True),
+                )
     return state
 
 
@@ -389,7 +367,7 @@ def backward_dkdv_kernel(
     MOD: tl.constexpr,
     MOD_BWD: tl.constexpr,
     HIDES_KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    CAPPED: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -453,7 +431,7 @@ def backward_dkdv_kernel(
             masking,
             scoring,
             FLAGS,
-            ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH, None, HIDES_KEYS),
+            ScoreFlags(MOD, MOD_BWD, None, CAPPED, FAST_TANH, None, HIDES_KEYS),
             Blocks(
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
             ),
@@ -468,7 +446,7 @@ def backward_dkdv_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, MOD_BWD, None, SOFTCAP, FAST_TANH, None, HIDES_KEYS),
+        ScoreFlags(MOD, MOD_BWD, None, CAPPED, FAST_TANH, None, HIDES_KEYS),
         Blocks(
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP, HAS_DK, HAS_DV
         ),

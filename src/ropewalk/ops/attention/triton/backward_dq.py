@@ -40,13 +40,20 @@ from ropewalk.ops.attention.triton.masking import (
     loop_index,
     loop_length,
     mask_flags,
+    masked_of_loop,
     range_flags,
     range_mask,
     range_seqlens,
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
-from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, tanh
+from ropewalk.ops.attention.triton.softmax import (
+    begin_dropout,
+    cap_scores,
+    differentiate_cap,
+    dropout_mask,
+    scale_scores,
+)
 from ropewalk.ops.attention.triton.tiles import (
     DO_NOT_SPECIALIZE,
     accumulate_chunks,
@@ -92,11 +99,10 @@ def _mainloop_kv(
                 exists = exists & (k_index >= seqlens.kv_start)
             k_tile = zero_missing_rows(k_tile, exists, blocks.D_CHUNKS)
         capped = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
-        if score_flags.SOFTCAP:
-            capped = tanh(capped * scores.scale, score_flags.FAST_TANH)
+        capped = cap_scores(capped, scores, score_flags)
         s = capped
         if score_flags.MOD is not None:
-            scaled = capped * (scores.softcap if score_flags.SOFTCAP else scores.scale)
+            scaled = scale_scores(capped, scores, score_flags)
             q_pos, k_pos = relative_positions(
                 queries.pos,
                 scoring.positions,
@@ -115,8 +121,8 @@ def _mainloop_kv(
         if dropout is not None:
             stays = dropout_mask(dropout, q_index, k_start, blocks.N, False)
             dp = tl.where(stays, dp * dropout.rescale, dropout.zero)
-        if score_flags.SOFTCAP and score_flags.PARAM_GRAD is None:  # before p and capped are both needed
-            p *= 1 - capped * capped
+        if score_flags.PARAM_GRAD is None:  # before p and capped are both needed
+            p = differentiate_cap(p, capped, score_flags)
         ds = p * (dp - queries.delta[:, None])
         if MASKED:
             attends = attention_mask(q_index[:, None], k_index[None, :], seqlens, flags)
@@ -145,8 +151,8 @@ def _mainloop_kv(
             )
         if score_flags.MOD_BWD is not None:
             ds = score_flags.MOD_BWD(ds, scaled, q_pos[:, None], k_pos[None, :], scores.params, NONE_AHEAD)
-        if score_flags.SOFTCAP and score_flags.PARAM_GRAD is not None:
-            ds *= 1 - capped * capped
+        if score_flags.CAPPED and score_flags.PARAM_GRAD is not None:
+            ds = differentiate_cap(ds, capped, score_flags)
             if MASKED:  # a row that attends nothing may hold NaN
                 ds = tl.where(attends, ds, 0.0)
         acc_dq = accumulate_chunks(ds, k_tile, acc_dq, blocks.PRECISION, blocks.D_CHUNKS)
@@ -164,41 +170,26 @@ def _attend_range(state, q, queries, k, v, tile, masking, scoring, flags, score_
         masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not blocks.ONE_LOOP
     )
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
-    if masking.lists.slots is not None:
-        state = _mainloop_kv(
-            state,
-            queries,
-            k,
-            v,
-            tile,
-            list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS),
-            masking,
-            scoring,
-            range_flags(flags, RANGE),
-            score_flags,
-            blocks,
-            BITS,
-        )
-    if masking.lists.ptr is not None:
-        tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
-    if HAS_MIDDLE:
-        state = _mainloop_kv(
-            state,
-            queries,
-            k,
-            v,
-            tile,
-            tile_range,
-            masking,
-            scoring,
-            range_flags(flags, RANGE),
-            score_flags,
-            blocks,
-            False,
-        )
-    return _mainloop_kv(
-        state, queries, k, v, tile, tile_range, masking, scoring, range_flags(flags, RANGE), score_flags, blocks, True
-    )
+    HAS_BITS: tl.constexpr = masking.lists.slots is not None
+    for LOOP in tl.static_range(3):
+        if LOOP == 1 and masking.lists.ptr is not None:
+            tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
+        if masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, False) is not None:
+            state = _mainloop_kv(
+                state,
+                queries,
+                k,
+                v,
+                tile,
+                list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS) if LOOP == 0 else tile_range,
+                masking,
+                scoring,
+                range_flags(flags, RANGE),
+                score_flags,
+                blocks,
+                masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, False),
+            )
+    return state
 
 
 @triton.jit
@@ -325,7 +316,7 @@ def backward_dq_kernel(
     MOD: tl.constexpr,
     MOD_BWD: tl.constexpr,
     PARAM_GRAD: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    CAPPED: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -387,7 +378,7 @@ def backward_dq_kernel(
     masking = Masking(seqlens, mask, far_window, lists)
     params = params_of_head(scores, batch, head)
     scores = Scores(
-        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.cap, scores.exp2_scale
     )
     if dropout is not None:
         dropout = begin_dropout(dropout, batch * n_heads + head, sequence if PACKED else head * 0)
@@ -419,7 +410,7 @@ def backward_dq_kernel(
             masking,
             scoring,
             FLAGS,
-            ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
+            ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, CAPPED, FAST_TANH),
             Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP),
         )
     acc_dq, grad_params = _attend_range(
@@ -432,7 +423,7 @@ def backward_dq_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, SOFTCAP, FAST_TANH),
+        ScoreFlags(MOD, MOD_BWD, PARAM_GRAD, CAPPED, FAST_TANH),
         Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, None, ONE_LOOP),
         ALL if far_window is None else NEAR,
     )

@@ -95,7 +95,7 @@ _HOPPER: Table = {
     "score_mod": {("forward", 64, 2): Tiles(64, 128, 4, 3), ("backward_dq", 64, 2): Tiles(64, 64, 4, 3, 168)},
     "score_mod_bwd": {("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2)},
     "bias": {("forward", 192, 2): Tiles(128, 32, 8, 2), ("backward_dq", 192, 2): Tiles(128, 32, 8, 2)},
-    "softcap": {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)},
+    "cap": {("forward", 128, 2): Tiles(64, 64, 4, 3, 168)},
     "dropout": {
         ("forward", 64, 2): Tiles(64, 64, 4, 3, 168),
         ("backward_dkdv", 64, 2): Tiles(64, 64, 4, 2),
@@ -146,7 +146,7 @@ _BLACKWELL: Table = {  # of data centers, with 512 columns of tensor memory; thr
         ("backward_dkdv", 256, 2): Tiles(32, 64, 8, 1),
         ("backward_dq", 64, 2): Tiles(64, 64, 4, 2),
     },
-    "softcap": _HOPPER["softcap"],
+    "cap": _HOPPER["cap"],
     "mask": {
         **_HOPPER["mask"],
         ("forward", 128, 2): Tiles(64, 32, 8, 2),
@@ -270,8 +270,8 @@ def _specials(score_mod: ScoreMod | None, call: AttentionCall) -> Iterator[str]:
             yield "score_mod_bwd"
         if score_mod.bias is not None:
             yield "bias"
-    if call.softcap is not None:
-        yield "softcap"
+    if call.is_capped:
+        yield "cap"
     if call.far is not None:
         yield "far"
     if call.dropout_p > 0:

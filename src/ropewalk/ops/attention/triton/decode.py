@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ropewalk.ops.attention.triton.arguments import Scores
-from ropewalk.ops.attention.triton.softmax import tanh
+from ropewalk.ops.attention.triton.softmax import begin_rows, tanh
 from ropewalk.ops.attention.triton.tiles import DO_NOT_SPECIALIZE, params_of_head, partner_of, wide
 
 
@@ -28,7 +28,7 @@ class DecodeTensors(NamedTuple):
     v: Any  # with Dv for D
     out: Any  # (B, H, Tq, Dv); if SPLIT (B, H, Tq, n_splits, Dv), dense and float32
     lse: Any  # (B, H, Tq), dense, base 2; if SPLIT (B, H, Tq, n_splits)
-    sinks: Any  # (H,), float32; or None: if SPLIT, the combine kernel adds them
+    first_logits: Any  # (H,), float32, of each row's softmax; or None: if SPLIT, the combine kernel adds them
 
 
 class RowStrides(NamedTuple):
@@ -94,19 +94,6 @@ class RopeTables(NamedTuple):
     q_far: Any  # queries, as they read far keys
     k: Any
     k_far: Any
-
-
-class DecodeScores(NamedTuple):
-    """Inputs of the score function, soft-capping and softmax; `arguments.Scores` says what the numbers multiply."""
-
-    positions_q: Any  # `Positions`, or None
-    positions_k: Any
-    params: Any  # pointer to the score function's numbers, float32; or None
-    params_stride: Any  # from one head's to the next's; or None
-    params_stride_batch: Any  # None: all batch rows have the same
-    scale: Any
-    exp2_scale: Any
-    softcap: Any
 
 
 class Heads(NamedTuple):
@@ -645,7 +632,7 @@ def mainloop_kv(
     pages = cache.pages
     row_scale = scores.exp2_scale
     pair_scale = scores.exp2_scale
-    IS_PLAIN: tl.constexpr = SCORE_MOD is None and scores.softcap is None
+    IS_PLAIN: tl.constexpr = SCORE_MOD is None and scores.cap is None
     DTYPE: tl.constexpr = tl.float32 if rows.q_ptr.dtype.element_ty == tl.float32 else tl.float16  # of products
     if CONFIG.FORMAT > 0 and IS_PLAIN:  # one product for each score: these kernels wait for instructions
         row_scale = queries.factor * scores.exp2_scale
@@ -726,11 +713,10 @@ def mainloop_kv(
             s = tl.dot(queries, k_tile.T, input_precision=CONFIG.PRECISION)
         elif not IS_PLAIN:
             s = s * queries.factor[:, None]
-        if SCORE_MOD is not None or scores.softcap is not None:
-            s = s * scores.scale
-        if scores.softcap is not None:
-            s = scores.softcap * tanh(s / scores.softcap, False)
+        if scores.cap is not None:
+            s = tanh(s * scores.scale, False)
         if SCORE_MOD is not None:
+            s *= scores.scale if scores.cap is None else scores.cap
             if CONFIG.INDEX_POSITIONS:  # the origin is the tile's first key
                 q_pos = (rows.q_pos - n_start).to(tl.float32)
                 k_pos = offset.to(tl.float32)
@@ -855,7 +841,9 @@ def decode_kernel(
     mask_stride_head,  # None, as that of queries, if all rows attend the same keys
     mask_stride_query,
     mask_stride_key,
-    scores,
+    positions_q,  # `Positions`, or None
+    positions_k,
+    scores,  # `Scores`, whose cap may be None
     window,  # attended keys n are more than kv_index − window
     window_right,  # and less than kv_index + window_right; None: as `window`
     far_window,  # keys so many positions behind or more are far; None: none is
@@ -963,16 +951,16 @@ def decode_kernel(
 
     q_offsets = row_offsets(strides.q, batch, head, token, CONFIG.STRIDE_UNIT)
     kv_index = token + causal_offset
-    origin = key_origin(scores.positions_k, batch)
+    origin = key_origin(positions_k, batch)
     q_pos = kv_index
     if not CONFIG.INDEX_POSITIONS:
-        q_pos = positions_of(scores.positions_q, batch, token, row_exists, wide(kv_index - kv_start), origin)
+        q_pos = positions_of(positions_q, batch, token, row_exists, wide(kv_index - kv_start), origin)
     rows = Rows(tensors.q, q_offsets, batch, token, row_exists, q_pos)
-    numbers = Scores(None, None, None, scores.scale, scores.softcap, scores.exp2_scale)
+    numbers = Scores(None, None, None, scores.scale, scores.cap, scores.exp2_scale)
     if scores.params is not None:
         params = params_of_head(scores, batch, tl.where(row_exists, head, 0))[:, None]
         numbers = Scores(
-            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+            params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.cap, scores.exp2_scale
         )
     mask_ptr = None
     if mask is not None:
@@ -1002,16 +990,11 @@ def decode_kernel(
             scales.v_stride_token,
             scales.v_stride_group,
         )
-    cache = Cache(
-        k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, scores.positions_k, origin, kv_start, k_scales, v_scales
-    )
+    cache = Cache(k_ptr, k_strides, v_ptr, v_strides, pages, n_pages, positions_k, origin, kv_start, k_scales, v_scales)
 
     # === mainloop ===
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if tensors.sinks is not None:
-        row_max = tl.load(tensors.sinks + head, row_exists, other=0.0) * 1.4426950408889634
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    zeros = tl.zeros((BLOCK_M,), tl.float32)
+    row_max, row_sum = begin_rows(zeros, zeros, tensors.first_logits, head, row_exists, 1.0, 1.0)
     if CONFIG.FORMAT == 3:
         zeros = tl.zeros((BLOCK_M, BLOCK_DV // 4), tl.float32)
         row_sum = row_sum[:, None] + tl.zeros((BLOCK_M, SUM_COLUMNS), tl.float32)
@@ -1059,7 +1042,7 @@ def combine_kernel(
     out_ptr,  # (B, H, Tq, Dv)
     lse_ptr,  # (B, H, Tq)
     out_strides,  # `RowStrides`, in elements
-    sinks_ptr,  # (H,), float32; or None
+    first_logits_ptr,  # as of `DecodeTensors`
     n_heads,
     n_queries,
     n_splits,
@@ -1073,11 +1056,8 @@ def combine_kernel(
     head = row // n_queries % n_heads
     batch = row // n_queries // n_heads
     feature = tl.arange(0, BLOCK_DV)
-    row_max = tl.full((), float("-inf"), tl.float32)
-    row_sum = tl.full((), 0.0, tl.float32)
-    if sinks_ptr is not None:
-        row_max = tl.load(sinks_ptr + head) * 1.4426950408889634
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    zero = tl.full((), 0.0, tl.float32)
+    row_max, row_sum = begin_rows(zero, zero, first_logits_ptr, head, None, 1.0, 1.0)
     acc_o = tl.zeros((BLOCK_DV,), tl.float32)
     for start in range(0, n_splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)

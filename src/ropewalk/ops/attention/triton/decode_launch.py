@@ -14,14 +14,13 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Steps, why_unread
+from ropewalk.ops.attention.backend import why_unread
 from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, FarTables, kv_capacity
 from ropewalk.ops.attention.pages import DECODE_READS
 from ropewalk.ops.attention.tables import with_dense_features
 from ropewalk.ops.attention.triton.arguments import Positions
 from ropewalk.ops.attention.triton.decode import (
     DecodeConfig,
-    DecodeScores,
     DecodeStrides,
     DecodeTensors,
     Heads,
@@ -32,18 +31,21 @@ from ropewalk.ops.attention.triton.decode import (
     decode_kernel,
 )
 from ropewalk.ops.attention.triton.launch_common import (
-    LOG2_E,
     bounds_args,
     broadcast_strides,
+    first_logits,
     launch_fitting,
     load_score_mod,
     positions_args,
     precision,
     rope_table_args,
+    scores_args,
     window_args,
+    write_no_keys,
 )
 from ropewalk.ops.attention.triton.weigh import map_and_weigh
 from ropewalk.ops.cache.formats import QUANTIZED, Format
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 MAX_ROWS = 64  # queries times heads that share keys: with more, the forward kernel has enough rows to fill a GPU
 MIN_KEYS = 256  # of calls with several queries; fewer keys are not split
@@ -172,11 +174,10 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    logits = first_logits(call)
     n_keys = kv_capacity(call)
     if n_keys == 0 or k.shape[0] == 0:
-        lse.copy_((torch.full((n_heads,), -math.inf, device=q.device) if sinks is None else sinks * LOG2_E)[:, None])
-        return out.zero_(), lse
+        return write_no_keys(call, out, lse), lse
     if call.tables.k is not None and call.block_table is None and call.far is None:
         q, k = map_and_weigh(call, on)  # both in one launch; otherwise the kernel rotates q, and k where it must
         call = call._replace(tables=NO_TABLES)
@@ -199,6 +200,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
     sizes = on.measure(measure_cache, work, k, v, call.mask, n_keys)
     n_splits = sizes.n_splits
     score_mod = load_score_mod(call)
+    scores = scores_args(call, score_mod)
     partial, partial_lse = out, lse
     if n_splits > 1:
         longest = on.longest(n_keys)
@@ -212,7 +214,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
         on.launch(
             decode_kernel,
             sizes.n_programs,
-            tensors=DecodeTensors(q, k, v, partial, partial_lse, sinks if n_splits == 1 else None),
+            tensors=DecodeTensors(q, k, v, partial, partial_lse, logits if n_splits == 1 else None),
             strides=DecodeStrides(_row_strides(q, config.STRIDE_UNIT), _row_strides(out, 1)),
             k_stride_batch=sizes.k_stride_batch,
             k_stride_head=sizes.k_stride_head,
@@ -233,7 +235,9 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             mask_stride_head=sizes.mask_stride_head,
             mask_stride_query=sizes.mask_stride_query,
             mask_stride_key=None if call.mask is None else broadcast_strides(call.mask, 4)[3],
-            scores=_score_args(call, is_plain=score_mod is None),
+            positions_q=_position_args(call.positions_q, call),
+            positions_k=_position_args(call.positions_k, call),
+            scores=scores if call.is_capped else scores._replace(cap=None),
             **window_args(call),
             far_window=None if call.far is None else min(call.far.window, 2**29),
             heads=Heads(n_kv_heads, n_heads // n_kv_heads),
@@ -257,7 +261,7 @@ def forward(call: AttentionCall, on: Steps = AT_ONCE) -> tuple[Tensor, Tensor]:
             out_ptr=out,
             lse_ptr=lse,
             out_strides=_row_strides(out, 1),
-            sinks_ptr=sinks,
+            first_logits_ptr=logits,
             n_heads=n_heads,
             n_queries=n_queries,
             n_splits=n_splits,
@@ -404,29 +408,10 @@ def _has_rows(mask: Tensor) -> bool:
     return bool(head or query)
 
 
-def _score_args(call: AttentionCall, is_plain: bool) -> DecodeScores:
-    """Return the scores' group; plain scores, without soft-capping, are scaled inside of their exponent alone."""
-    params = _contiguous(call.score_mod_params)
-    return DecodeScores(
-        positions_q=_position_args(call.positions_q, call),
-        positions_k=_position_args(call.positions_k, call),
-        params=params,
-        params_stride=None if params is None else params.shape[-1],
-        params_stride_batch=None if params is None or params.ndim == 2 else params[0].numel(),
-        scale=call.scale,
-        exp2_scale=call.scale * LOG2_E if is_plain and call.softcap is None else LOG2_E,
-        softcap=call.softcap,
-    )
-
-
 def _position_args(positions: Tensor | None, call: AttentionCall) -> Positions | None:
     """Return positions that the kernel reads, with 0 for their number, which would make a binary for each length."""
     args = positions_args(positions)
     return None if args is None or call.goes_by_index else args._replace(n_tokens=0)
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _block_of(head_dim: int, kind: Format = Format.OWN) -> int:

@@ -36,13 +36,22 @@ from ropewalk.ops.attention.triton.masking import (
     loop_index,
     loop_length,
     mask_flags,
+    masked_of_loop,
     range_flags,
     range_mask,
     range_seqlens,
     slots_of_head,
 )
 from ropewalk.ops.attention.triton.scheduler import sequence_info, tile_of_program
-from ropewalk.ops.attention.triton.softmax import begin_dropout, dropout_mask, logit_factor, tanh
+from ropewalk.ops.attention.triton.softmax import (
+    begin_dropout,
+    begin_rows,
+    cap_scores,
+    dropout_mask,
+    logit_factor,
+    scale_logits,
+    scale_scores,
+)
 from ropewalk.ops.attention.triton.tiles import (
     DO_NOT_SPECIALIZE,
     dot_chunks,
@@ -103,16 +112,10 @@ def _mainloop_kv(
             )
         s = dot_chunks(queries.q, k_tile, blocks.PRECISION, blocks.D_CHUNKS)
         if score_flags.MAX_LOGITS:
-            logit = s
-            if score_flags.SOFTCAP or score_flags.MOD is not None:  # the scale may be below 0
-                logit = s * scores.scale
-        if score_flags.SOFTCAP:
-            s = tanh(s * scores.scale, score_flags.FAST_TANH)
-            if score_flags.MOD is not None:
-                s *= scores.softcap
-        elif score_flags.MOD is not None:
-            s *= scores.scale
+            logit = scale_logits(s, scores, score_flags)
+        s = cap_scores(s, scores, score_flags)
         if score_flags.MOD is not None:
+            s = scale_scores(s, scores, score_flags)
             q_pos, k_pos = relative_positions(
                 queries.pos,
                 scoring.positions,
@@ -189,41 +192,26 @@ def _attend_range(state, q, k, v, q_pos, tile, masking, scoring, flags, score_fl
         masking.mask.ptr is None and (RANGE == ALL or flags.INDEX_POSITIONS) and not blocks.ONE_LOOP
     )
     tile_range = key_ranges(tile.start, seqlens, range_flags(flags, RANGE), blocks.M, blocks.N, not HAS_MIDDLE)
-    if masking.lists.slots is not None:
-        state = _mainloop_kv(
-            state,
-            queries,
-            k,
-            v,
-            tile,
-            list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS),
-            masking,
-            scoring,
-            range_flags(flags, RANGE),
-            score_flags,
-            blocks,
-            BITS,
-        )
-    if masking.lists.ptr is not None:
-        tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
-    if HAS_MIDDLE:
-        state = _mainloop_kv(
-            state,
-            queries,
-            k,
-            v,
-            tile,
-            tile_range,
-            masking,
-            scoring,
-            range_flags(flags, RANGE),
-            score_flags,
-            blocks,
-            False,
-        )
-    return _mainloop_kv(
-        state, queries, k, v, tile, tile_range, masking, scoring, range_flags(flags, RANGE), score_flags, blocks, True
-    )
+    HAS_BITS: tl.constexpr = masking.lists.slots is not None
+    for LOOP in tl.static_range(3):
+        if LOOP == 1 and masking.lists.ptr is not None:
+            tile_range = list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, True)
+        if masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, False) is not None:
+            state = _mainloop_kv(
+                state,
+                queries,
+                k,
+                v,
+                tile,
+                list_range(tile_range, masking.lists.ptr, blocks.N, blocks.LIST_K, BITS) if LOOP == 0 else tile_range,
+                masking,
+                scoring,
+                range_flags(flags, RANGE),
+                score_flags,
+                blocks,
+                masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, False),
+            )
+    return state
 
 
 @triton.jit
@@ -271,7 +259,7 @@ def forward_kernel(
     positions_q,  # Positions | None
     positions_k,
     gate,  # Gate
-    sinks_ptr,  # (H,); or None
+    first_logits_ptr,  # (H,), float32, of each row's softmax; or None
     dropout,  # Dropout | None
     scores,  # Scores
     window,
@@ -294,7 +282,7 @@ def forward_kernel(
     WINDOWED: tl.constexpr,
     MOD: tl.constexpr,
     HIDES_KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    CAPPED: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -341,7 +329,7 @@ def forward_kernel(
     masking = Masking(seqlens, mask, far_window, lists)
     params = params_of_head(scores, batch, head)
     scores = Scores(
-        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.softcap, scores.exp2_scale
+        params, scores.params_stride, scores.params_stride_batch, scores.scale, scores.cap, scores.exp2_scale
     )
     rescale = 1.0
     if dropout is not None:
@@ -349,11 +337,8 @@ def forward_kernel(
         dropout = begin_dropout(dropout, batch * n_heads + head, sequence if PACKED else head * 0)
     scoring = Scoring(scores, positions_k, origin, dropout)
 
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks_ptr is not None:
-        row_max = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head) * 1.4426950408889634
-        row_sum = tl.full((BLOCK_M,), 1.0, tl.float32)
+    zeros = tl.zeros((BLOCK_M,), tl.float32)
+    row_max, row_sum = begin_rows(zeros, zeros, first_logits_ptr, head, None, 1.0, 1.0)
     MAX_LOGITS: tl.constexpr = row_logits_ptr is not None
     row_logit = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc_o, row_max, row_sum, row_logit = _attend(
@@ -367,7 +352,7 @@ def forward_kernel(
         masking,
         scoring,
         FLAGS,
-        ScoreFlags(MOD, None, None, SOFTCAP, FAST_TANH, MAX_LOGITS, HIDES_KEYS),
+        ScoreFlags(MOD, None, None, CAPPED, FAST_TANH, MAX_LOGITS, HIDES_KEYS),
         Blocks(BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, D_CHUNKS, PRECISION, LIST_Q, LIST_K, PAGE_SIZE, ONE_LOOP),
     )
 
@@ -381,5 +366,5 @@ def forward_kernel(
     lse = tl.where(attends, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse_ptr + q_offset + q_index, lse, q_index < seqlens.n_queries)
     if MAX_LOGITS:
-        row_logit *= logit_factor(scores, MOD, SOFTCAP)
+        row_logit *= logit_factor(scores, MOD, CAPPED)
         tl.store(row_logits_ptr + row_offset + q_offset + q_index, row_logit, q_index < seqlens.n_queries)

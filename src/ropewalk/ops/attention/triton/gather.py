@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.pages import describe, tables_of_keys, with_tables
 from ropewalk.ops.attention.tables import empty_aligned, with_dense_features
 from ropewalk.ops.attention.triton.decode import number_of_byte
 from ropewalk.ops.attention.triton.tiles import wide
 from ropewalk.ops.cache.formats import QUANTIZED, Format
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 BLOCK_N = 32  # keys of a program, of one head: 8 KiB of keys and of values at 128 features
 WIDEST_TILE = 256  # keys: kernels read whole tiles, so also keys that stand before a window, with probability 0

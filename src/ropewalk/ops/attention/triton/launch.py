@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Saved, Steps, Wanted
+from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
 from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, kv_capacity
 from ropewalk.ops.attention.gate import kernel as gate_kernel
 from ropewalk.ops.attention.pages import is_copied
@@ -26,17 +26,19 @@ from ropewalk.ops.attention.triton.forward import forward_kernel
 from ropewalk.ops.attention.triton.gather import copy_pages
 from ropewalk.ops.attention.triton.launch_common import (
     NO_FAR,
+    add_first_logits_grad,
     aligned,
     begin_forward,
     call_args,
+    first_logits,
     gate_args,
     gate_grads,
     gives_far_features,
-    gradient_of_sinks,
     inverse_rotate_all,
     launch_fitting,
     lists_args,
     load_score_mod,
+    no_keys_grad,
     on_its_device,
     page_args,
     precision,
@@ -49,6 +51,7 @@ from ropewalk.ops.attention.triton.launch_common import (
     windowed_arg,
 )
 from ropewalk.ops.attention.triton.score_mods import ScoreMod
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 # Launches of `backward_dkdv_kernel`: their tiles' name, and whether they compute dK and dV.
 WHOLE_DKDV = (("backward_dkdv", True, True),)
@@ -63,7 +66,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
     if not save and decode_launch.supports(call):
         out, lse = decode_launch.forward(call, on)
         if call.gate is not None and out.numel():
-            (gated,) = gate_kernel.forward(out, call.gate, on)
+            (gated,) = gate_kernel.forward(gate_kernel.GatedOutput(out, call.gate), on)
             assert gated is not None
             out = gated
         return out, Saved(call.q, call.k, lse)
@@ -93,7 +96,7 @@ def forward(call: AttentionCall, save: bool, on: Steps = AT_ONCE) -> tuple[Tenso
             packed=packed,
             lists=lists_args(call, "rows"),
             gate=gate_args(call.gate, v.shape[3]),
-            sinks_ptr=None if call.sinks is None else call.sinks.float().contiguous(),
+            first_logits_ptr=first_logits(call),
             **call_args(call, score_mod),
             n_heads=heads,
             heads_per_key=heads // k.shape[1],
@@ -141,11 +144,11 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of q, k and v, and the wanted ones.
 
-    grad_lse (B, H, Tq) is the gradient of the natural log-sum-exp. Far pairs have gradients of their own only if their
-    features were given to the forward.
+    grad_lse (B, H, Tq) is the gradient of the natural log-sum-exp. Far pairs have gradients of their own only if the
+    forward got their features.
     """
     call = with_rows(call)
-    lse, given = saved.lse, gives_far_features(call)
+    lse, has_far_features = saved.lse, gives_far_features(call)
     saved = Saved(aligned(saved.q), aligned(saved.k), lse, *(None if x is None else aligned(x) for x in saved[3:]))
     v, out, grad_out = aligned(call.v), aligned(out), aligned(grad_out)
     q, k = saved.q, saved.k
@@ -154,18 +157,16 @@ def backward(
     key_heads, keys = k.shape[1:3]
     if lse.numel() == 0 or keys == 0:
         grad_params = None if call.score_mod_params is None else torch.zeros_like(call.score_mod_params)
-        grad_sinks = torch.zeros_like(call.sinks) if call.sinks is not None else None
-        if grad_sinks is not None and grad_lse is not None:
-            grad_sinks = grad_sinks + grad_lse.sum((0, 2))
-        far = (None if x is None or not given else torch.zeros_like(x) for x in saved[3:])
+        grad_logits = no_keys_grad(call, grad_lse)
+        far = (None if x is None or not has_far_features else torch.zeros_like(x) for x in saved[3:])
         grad_gate = torch.zeros_like(call.gate) if wanted.gate and call.gate is not None else None
-        grads = Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_sinks, *far)
+        grads = Gradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_params, grad_logits, *far)
         return grads._replace(gate=grad_gate)
     score_mod = load_score_mod(call)
     features = cut_features(head_dim, v.shape[3])
     rotates = rotates_in_registers(call, head_dim, features)
     # Far pairs' gradients share sums with near ones where the kernels can rebase their rotation.
-    separate_far_grads = given or not rotates
+    separate_far_grads = has_far_features or not rotates
     far_grads = [None if x is None or not separate_far_grads else empty_aligned(x) for x in saved[3:]]
     shared: dict[str, Any] = {
         "SEPARATE_FAR": separate_far_grads,
@@ -266,15 +267,14 @@ def backward(
     if not rotates:
         grad_q, grad_k = inverse_rotate_all(grad_q, grad_k, far_grads, call, on)
 
-    grad_params = grad_sinks = None
+    grad_params = None
     if param_grads is not None and call.score_mod_params is not None:
         grad_params = sum_param_grads(
             call.score_mod_params, param_grads, batch, heads, call.cu_seqlens_q is not None, on
         )
-    if wanted.sinks and call.sinks is not None:
-        grad_sinks = gradient_of_sinks(call.sinks, lse, delta, on)
-    grads = Gradients(grad_q, grad_k, grad_v, grad_params, grad_sinks, *(far_grads if given else NO_FAR))
-    return grads._replace(gate=grad_gate)
+    grads = Gradients(grad_q, grad_k, grad_v, grad_params, None, *(far_grads if has_far_features else NO_FAR))
+    grads = grads._replace(gate=grad_gate)
+    return add_first_logits_grad(grads, call, lse, delta, wanted, on)
 
 
 def _tables_of_q(call: AttentionCall, rotates: bool, separate_far_grads: bool) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _constants(call: AttentionCall, score_mod: ScoreMod | None, features: Featur
         "CAUSAL": call.causal,
         "WINDOWED": windowed_arg(call),
         "MOD": None if score_mod is None else score_mod.forward,
-        "SOFTCAP": call.softcap is not None,
+        "CAPPED": call.is_capped,
         "FAST_TANH": q.dtype.itemsize == 2 and not (gpu.is_interpreted() or gpu.is_rocm()),
         "PRECISION": precision(),
     }

@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ropewalk.ops.attention import call as record
-from ropewalk.ops.attention.backend import Result, Saved, Steps, Wanted
+from ropewalk.ops.attention.backend import Gradients, Saved, Wanted
 from ropewalk.ops.attention.call import AttentionCall, kv_capacity
 from ropewalk.ops.attention.dropout import dropped_steps, rescale
 from ropewalk.ops.attention.tables import empty_aligned, map_far_features, rotate
@@ -39,9 +39,11 @@ from ropewalk.ops.attention.triton.config import AnyTiles, Features, is_of_keys,
 from ropewalk.ops.attention.triton.masking import OUTSIDE
 from ropewalk.ops.attention.triton.scheduler import schedule_kernel
 from ropewalk.ops.attention.triton.score_mods import UNCHANGED, ScoreMod
+from ropewalk.ops.attention.triton.softmax import sinks_grad_kernel
 from ropewalk.ops.attention.triton.sums import BLOCK as SUM_BLOCK
-from ropewalk.ops.attention.triton.sums import sinks_grad_kernel, sum_parts_kernel
+from ropewalk.ops.attention.triton.sums import sum_parts_kernel
 from ropewalk.ops.attention.triton.weigh import map_and_weigh
+from ropewalk.ops.launch.steps import Result, Steps
 
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 LOG2_E = math.log2(math.e)
@@ -87,7 +89,7 @@ def launch_fitting(tiles: AnyTiles, launch: Callable[[AnyTiles], Result], on: St
 def load_score_mod(call: AttentionCall) -> ScoreMod | None:
     """Return the scheme's `ScoreMod`; None where scores enter the softmax as they are, but for a positive scale."""
     if call.score_mod is None:
-        return None if call.scale > 0 or call.softcap is not None else UNCHANGED
+        return None if call.scale > 0 or call.is_capped else UNCHANGED
     module, _, attribute = call.score_mod.partition(":")
     score_mod = getattr(importlib.import_module(module), attribute)
     if not isinstance(score_mod, ScoreMod):
@@ -162,11 +164,11 @@ def scores_args(call: AttentionCall, score_mod: ScoreMod | None) -> Scores:
 
     Without a score function the scale waits for the multiplication that makes scores exponents of 2.
     """
-    params, softcap = call.score_mod_params, call.softcap
-    exp2_scale = call.scale * LOG2_E if softcap is None else softcap * LOG2_E
+    params, cap = call.score_mod_params, call.softcap
+    exp2_scale = call.scale * LOG2_E if cap is None else cap * LOG2_E
     return Scores(
-        scale=call.scale if softcap is None else call.scale / softcap,
-        softcap=1.0 if softcap is None else softcap,
+        scale=call.scale if cap is None else call.scale / cap,
+        cap=1.0 if cap is None else cap,
         exp2_scale=exp2_scale if score_mod is None else LOG2_E,
         params=None if params is None else params.contiguous(),
         params_stride=None if params is None else params.shape[-1],
@@ -266,8 +268,7 @@ def begin_forward(call: AttentionCall, on: Steps) -> tuple[Tensor, Tensor, Saved
     if lse.numel() and has_keys:
         return out, v, saved, False
     if lse.numel():
-        lse.fill_(-math.inf) if call.sinks is None else lse.copy_(call.sinks[:, None] * LOG2_E)
-        out.zero_()
+        write_no_keys(call, out, lse)
         if call.row_logits is not None:
             call.row_logits.fill_(-math.inf)
     return out, call.v, saved, True
@@ -367,7 +368,7 @@ def inverse_rotate_all(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the gradients of q and k back where the kernels cannot, and add those of far pairs.
 
-    Far gradients belong to q and k only if the scheme made the features of far pairs.
+    Far gradients belong to q and k only if the scheme computes the features of far pairs.
     """
     tables = call.tables
     grad_q = grad_q if tables.q is None else rotate(grad_q, tables.q, tables, on, inverse=True)
@@ -384,8 +385,32 @@ def inverse_rotate_all(
     return grad_q, grad_k
 
 
-def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, on: Steps) -> Tensor:
-    """Return the gradient of sinks (H,), from base-2 log-sum-exps and delta, both (B, H, Tq)."""
+def first_logits(call: AttentionCall) -> Tensor | None:
+    """Return the sinks (H,), the first logits of rows, as kernels read them; None without any."""
+    return None if call.sinks is None else call.sinks.float().contiguous()
+
+
+def write_no_keys(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
+    """Write the results of rows without a key, and return the output."""
+    logits = first_logits(call)
+    lse.fill_(-math.inf) if logits is None else lse.copy_(logits[:, None] * LOG2_E)
+    return out.zero_()
+
+
+def no_keys_grad(call: AttentionCall, grad_lse: Tensor | None) -> Tensor | None:
+    """Return the gradient of sinks where rows have no key: they are the natural log-sum-exps."""
+    if call.sinks is None or grad_lse is None:
+        return None if call.sinks is None else torch.zeros_like(call.sinks)
+    return torch.zeros_like(call.sinks) + grad_lse.sum((0, 2))
+
+
+def add_first_logits_grad(
+    grads: Gradients, call: AttentionCall, lse: Tensor, delta: Tensor, wanted: Wanted, on: Steps
+) -> Gradients:
+    """Return gradients with that of sinks, if it is wanted, from base-2 log-sum-exps and delta, both (B, H, Tq)."""
+    sinks = call.sinks
+    if sinks is None or not wanted.sinks:
+        return grads
     grad = torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
     batch, heads, queries = lse.shape
     on.launch(
@@ -400,7 +425,7 @@ def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, on: Steps) -> T
         n_rows=batch * queries,
         BLOCK=SUM_BLOCK,
     )
-    return grad
+    return grads._replace(sinks=grad)
 
 
 def sum_param_grads(params: Tensor, parts: Tensor, batch: int, heads: int, packed: bool, on: Steps) -> Tensor:

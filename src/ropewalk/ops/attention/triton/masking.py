@@ -57,6 +57,13 @@ def range_flags(flags, RANGE):
     return MaskFlags(*map(tl.constexpr, flags._replace(SIDE=side, WINDOWED=windowed, RANGE=pairs)))
 
 
+@triton.constexpr_function
+def masked_of_loop(LOOP, HAS_BITS, HAS_MIDDLE, MIDDLE_LAST):
+    """Return MASKED of one of a range's three main loops, in the order in which they run; None: it does not run."""
+    bits, middle = BITS.value if HAS_BITS else None, False if HAS_MIDDLE else None
+    return [bits, True, middle][LOOP] if MIDDLE_LAST else [bits, middle, True][LOOP]
+
+
 @triton.jit
 def attended_keys(seqlens, flags):
     """Return the extents without the keys that no query attends by its index; `flags` are those of the call.

@@ -19,6 +19,8 @@ import triton.language as tl
 
 # Distances beyond the largest that a table of biases has room for on either side: those of a tile with a nearer pair.
 BIAS_MARGIN = tl.constexpr(256)
+# In place of a function and its backward: kernels for Hopper have their own of what `ScoreMod.decays` says.
+DECAY = tl.constexpr("decay")
 
 
 class ScoreMod(NamedTuple):
@@ -37,10 +39,14 @@ class ScoreMod(NamedTuple):
     is_factor: bool = False
     # Whether the one parameter of a head is taken off for each token of distance.
     is_slope: bool = False
+    # Whether scores are multiplied by ExpoSB's decay of the distance: of rows and columns apart, in kernels for Hopper.
+    decays: bool = False
     # Whether scores are multiplied by something that is not below 0: a scale above 0 may then come later.
     multiplies: bool = False
     reads_positions: bool = True  # whether its result depends on positions
     hides_keys: bool = True  # whether its result may be −inf, as of a pair that a mask forbids
+    # Whether kernels for Hopper run it: its functions compute each score by itself, or it has a `bias`.
+    runs_on_hopper: bool = False
 
 
 @triton.jit
@@ -164,24 +170,15 @@ def _t5_parameters(sums, gradient, scores, query_position, key_position, paramet
     return sums
 
 
-UNCHANGED = ScoreMod(_unchanged, None, reads_positions=False, hides_keys=False)
-ALIBI = ScoreMod(_alibi, None, _alibi_parameters, is_slope=True, hides_keys=False)
-EXPOSB_DECAY = ScoreMod(_exposb_decay, _exposb_decay_adjoint, multiplies=True, hides_keys=False)
-EXPOSB_BANDS = ScoreMod(
-    _bands,
-    _bands_adjoint,
-    _bands_parameters,
-    is_factor=True,
-    multiplies=True,
-    reads_positions=False,
-    hides_keys=False,
+UNCHANGED = ScoreMod(_unchanged, None, reads_positions=False, hides_keys=False, runs_on_hopper=True)
+ALIBI = UNCHANGED._replace(forward=_alibi, param_grad=_alibi_parameters, is_slope=True, reads_positions=True)
+EXPOSB_DECAY = UNCHANGED._replace(
+    forward=_exposb_decay, backward=_exposb_decay_adjoint, decays=True, multiplies=True, reads_positions=True
 )
-EXPOSB_BANDS_DECAY = ScoreMod(
-    _bands_decay,
-    _bands_decay_adjoint,
-    _bands_decay_parameters,
-    is_factor=True,
-    multiplies=True,
-    hides_keys=False,
+EXPOSB_BANDS = UNCHANGED._replace(
+    forward=_bands, backward=_bands_adjoint, param_grad=_bands_parameters, is_factor=True, multiplies=True
 )
-T5_BIAS = ScoreMod(_t5, None, _t5_parameters, _t5_bias, hides_keys=False)
+EXPOSB_BANDS_DECAY = EXPOSB_DECAY._replace(
+    forward=_bands_decay, backward=_bands_decay_adjoint, param_grad=_bands_decay_parameters, is_factor=True
+)
+T5_BIAS = UNCHANGED._replace(forward=_t5, param_grad=_t5_parameters, bias=_t5_bias, reads_positions=True)

@@ -1,4 +1,4 @@
-"""Soft-capping and dropout of scores and probabilities."""
+"""Soft-capping of scores, sinks of their softmax, and dropout of probabilities."""
 
 from __future__ import annotations
 
@@ -28,14 +28,85 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def logit_factor(scores, MOD: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Return a factor above 0 that makes a row's largest score of the loops its largest scaled score."""
+def cap_scores(s, scores, flags):
+    """Return a tile of products, or with a cap their hyperbolic tangents, for `scale_scores`."""
+    if flags.CAPPED:
+        s = tanh(s * scores.scale, flags.FAST_TANH)
+    return s
+
+
+@triton.jit
+def scale_scores(capped, scores, flags):
+    """Return the scores that a score function takes, of what `cap_scores` returns."""
+    if flags.CAPPED:
+        capped *= scores.cap
+    elif scores.scale is not None:
+        capped *= scores.scale
+    return capped
+
+
+@triton.jit
+def differentiate_cap(ds, capped, flags):
+    """Return the gradient of what `cap_scores` takes, given that of its result; or of P, a factor of it."""
+    if flags.CAPPED:
+        ds *= 1 - capped * capped
+    return ds
+
+
+@triton.jit
+def scale_logits(s, scores, flags):
+    """Return products in the order of scaled scores: a scale that a cap or a score function reads may be below 0."""
+    if (flags.CAPPED or flags.MOD is not None) and scores.scale is not None:
+        s *= scores.scale
+    return s
+
+
+@triton.jit
+def logit_factor(scores, MOD: tl.constexpr, CAPPED: tl.constexpr):
+    """Return a factor above 0 that makes a row's largest result of `scale_logits` its largest scaled score."""
     factor = scores.scale
     if scores.scale is None:
         factor = scores.exp2_scale * 0.6931471805599453  # scale · log2(e) · ln(2)
-    elif SOFTCAP or MOD is not None:  # the loops multiplied by `scale`
-        factor = scores.softcap
+    elif CAPPED or MOD is not None:  # the scale is divided by the cap
+        factor = scores.cap
     return factor
+
+
+@triton.jit
+def begin_rows(zeros, sums, first_logits_ptr, head, exists, unit, SHARE: tl.constexpr):
+    """Return rows' maxima, in units of base 2, and sums before the first key: of their heads' sinks, if there are any.
+
+    zeros and sums are those of no key. SHARE is what a thread adds to its part of a row's sum.
+    """
+    row_max = zeros + float("-inf")
+    if first_logits_ptr is not None:
+        if exists is None:
+            logit = tl.load(first_logits_ptr + head)
+        else:
+            logit = tl.load(first_logits_ptr + head, exists, other=0.0)
+        row_max = zeros + logit * (1.4426950408889634 / unit)
+        sums += SHARE
+    return row_max, sums
+
+
+@triton.jit
+def sinks_grad_kernel(grad_ptr, sinks_ptr, lse_ptr, delta_ptr, n_heads, n_queries, n_rows, BLOCK: tl.constexpr):
+    """Write −Σ p · delta of a head over the n_rows rows of a batch, where p is the sink's probability.
+
+    lse (base 2) and delta are (B, H, Tq).
+    """
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        batch = row // n_queries
+        index = (batch.to(tl.int64) * n_heads + head) * n_queries + (row - batch * n_queries)
+        lse = tl.load(lse_ptr + index, row < n_rows, other=float("-inf"))
+        delta = tl.load(delta_ptr + index, row < n_rows, other=0.0)
+        # −inf: the row attends nothing, and its sink of −inf has no gradient.
+        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(sink - lse) * delta)
+    tl.store(grad_ptr + head, -tl.sum(total, 0))
 
 
 @triton.jit

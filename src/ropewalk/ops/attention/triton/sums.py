@@ -1,4 +1,4 @@
-"""Sums of the backward's parts: the gradients of sinks and of score parameters, the same bits every time."""
+"""Sums of the backward's parts: the gradients of score parameters, the same bits every time."""
 
 from __future__ import annotations
 
@@ -6,26 +6,6 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096  # numbers that a program adds at a time
-
-
-@triton.jit
-def sinks_grad_kernel(grad_ptr, sinks_ptr, lse_ptr, delta_ptr, n_heads, n_queries, n_rows, BLOCK: tl.constexpr):
-    """Write −Σ p · delta of a head over the n_rows rows of a batch, where p is the sink's probability.
-
-    lse (base 2) and delta are (B, H, Tq).
-    """
-    head = tl.program_id(0)
-    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        batch = row // n_queries
-        index = (batch.to(tl.int64) * n_heads + head) * n_queries + (row - batch * n_queries)
-        lse = tl.load(lse_ptr + index, row < n_rows, other=float("-inf"))
-        delta = tl.load(delta_ptr + index, row < n_rows, other=0.0)
-        # −inf: the row attends nothing, and its sink of −inf has no gradient.
-        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(sink - lse) * delta)
-    tl.store(grad_ptr + head, -tl.sum(total, 0))
 
 
 @triton.jit

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 
 import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention.backend import AT_ONCE, Gradients, Refusal, Saved, Steps, Wanted
-from ropewalk.ops.attention.call import AttentionCall, rope_tables
+from ropewalk.ops.attention.backend import Gradients, Refusal, Saved, Wanted
+from ropewalk.ops.attention.call import SCORE_CHANGES, SOFTMAX, AttentionCall, rope_tables
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
@@ -19,19 +20,18 @@ MAX_HEAD_DIM_OF_FLOAT32 = 256  # on GPUs: products without tensor cores hold who
 # What both directions read. Keys that are rotated have no table.
 _IN_BOTH = (
     *("q", "k", "v", "causal", "window_left", "window_right", "mask", "key_lengths", "key_starts", "query_starts"),
-    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", "scale", "softcap", "gate", "sinks"),
-    *("dropout_p", "seed", "keys_rotated", "score_mod", "score_mod_params", "n_learned_params", "tables", "far"),
-    "deterministic",
+    *("cu_seqlens_q", "cu_seqlens_k", "positions_q", "positions_k", "blocks", *SOFTMAX, *SCORE_CHANGES, "gate"),
+    *("dropout_p", "seed", "keys_rotated", "tables", "far", "deterministic"),
 )
-_OF_CACHES = ("block_table", "k_scale", "v_scale")
-_OF_RESULTS = ("return_lse", "needs_backward", "return_max_logits", "row_logits")
+_CACHE_FIELDS = ("block_table", "k_scale", "v_scale")
+_RESULT_FIELDS = ("return_lse", "needs_backward", "return_max_logits", "row_logits")
 
 
 class Triton:
     """The backend "triton"."""
 
     name = "triton"
-    reads: tuple[str, ...] = (*_IN_BOTH, *_OF_CACHES, *_OF_RESULTS, "scheme")
+    reads: tuple[str, ...] = (*_IN_BOTH, *_CACHE_FIELDS, *_RESULT_FIELDS, "scheme")
     backward_reads: tuple[str, ...] = _IN_BOTH
 
     def why_not(self, call: AttentionCall) -> Refusal | None:
@@ -70,7 +70,7 @@ class Triton:
             )
         params = call.score_mod_params
         learns = params is not None and torch.is_grad_enabled() and params.requires_grad
-        if call.score_mod is not None and learns and not has_param_grad(call.score_mod):
+        if call.score_mod is not None and learns and not score_mod_has(call.score_mod, "param_grad"):
             return Refusal("param_grad", f"{scheme}'s parameters require grad, but {call.score_mod} has no param_grad")
         return None
 
@@ -113,7 +113,9 @@ def _why_no_far(call: AttentionCall) -> Refusal | None:
 
 
 @gpu.assume_constant
-def has_param_grad(score_mod: str) -> bool:
-    """Say whether a ScoreMod, “module:NAME”, differentiates its parameters. It is imported: Triton must be there."""
+def score_mod_has(score_mod: str | None, field: str) -> bool:
+    """Say whether a `ScoreMod`, “module:NAME”, says something of itself; without Triton it cannot be asked."""
+    if score_mod is None or importlib.util.find_spec("triton") is None:
+        return False
     module, _, name = score_mod.partition(":")
-    return getattr(getattr(importlib.import_module(module), name), "param_grad", None) is not None
+    return getattr(getattr(importlib.import_module(module), name), field, None) not in (None, False)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 BLOCK_TOKENS = 16
 

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import Steps
 from ropewalk.ops.attention.call import AttentionCall
 from ropewalk.ops.attention.tables import map_features, with_dense_features
 from ropewalk.ops.attention.triton.arguments import RowTarget
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.steps import Steps
 
 _TILE = 4096  # features of a program: 8 KiB of 16-bit numbers
 
