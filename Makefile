@@ -51,7 +51,7 @@ test-all: lint
 	$(MAKE) $(OLDEST_TRITON:%=test-triton-%) $(OTHER_TRITONS:%=test-few-triton-%)
 
 # By another Triton: most cases of the kernels for Hopper, whose machine code differs; or one for sm_90 of each kernel.
-ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/attention/test_launcher.py
+ON_OTHER_TRITON = PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST) tests/ops/launch/test_launcher.py
 $(OTHER_TRITONS:%=test-triton-%): test-triton-%: $(VENV)/triton-%/installed
 	$(ON_OTHER_TRITON) --cover $(COVER) tests/ops/attention/test_hopper_compilation.py
 $(OTHER_TRITONS:%=test-few-triton-%): test-few-triton-%: $(VENV)/triton-%/installed
@@ -75,7 +75,7 @@ products-gpu:
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/rope/cuda/csrc/* src/ropewalk/ops/attention/triton/*.c
+	$(BIN)/clang-format --dry-run --Werror src/ropewalk/ops/rope/cuda/csrc/* src/ropewalk/ops/launch/*.c
 	$(BIN)/mypy
 
 # The tests of `make check`, by another PyTorch and the Triton that belongs to it: the newest, looked for at each run, and

@@ -84,7 +84,7 @@ def _launcher(device: torch.device) -> str | None:
 
     if not gpu.is_nvidia(device) or gpu.why_no_triton(device) is not None:
         return None
-    from ropewalk.ops.attention.triton import launcher
+    from ropewalk.ops.launch import launcher
 
     if (reason := launcher.why_missing()) is None:
         return "Planned calls of attention launch by the launcher in C."

@@ -60,8 +60,8 @@ def why_unread(function: Callable[..., Any], keywords: Mapping[str, Any], reads:
     for name, value in keywords.items():
         neutral = None if name in reads else defaults_of(function).get(name)
         if name not in reads and is_set(value, neutral):
-            given = f"is {value!r}" if isinstance(value, (bool, int, float, str)) else "was given"
-            return f"{name} {given}, but must be {neutral!r}"
+            value_text = f"is {value!r}" if isinstance(value, (bool, int, float, str)) else "was given"
+            return f"{name} {value_text}, but must be {neutral!r}"
     return None
 
 

@@ -47,7 +47,7 @@ class _Shards(NamedTuple):
     head_part: int  # this rank's
     rows: int
     row_part: int
-    of_tokens: tuple[int, ...] = ()  # the mesh's dimensions that share the sequence
+    token_dims: tuple[int, ...] = ()  # the mesh's dimensions that share the sequence
     adds_tokens: bool = True  # whether a shared DTensor's gradient is added up over these
 
     def local(self, name: str, x: Any) -> Tensor:
@@ -70,17 +70,17 @@ class _Shards(NamedTuple):
         else:
             x = DTensor.from_local(x, self.mesh, replicated, run_check=False)
         parts = [
-            Partial() if isinstance(placement, Shard) and (adds_tokens or index not in self.of_tokens) else Replicate()
+            Partial() if isinstance(placement, Shard) and (adds_tokens or index not in self.token_dims) else Replicate()
             for index, placement in enumerate(self.placements)
         ]
         result: Tensor = x.to_local(grad_placements=parts)
         return result
 
-    def of_heads(self, x: Tensor, dim: int) -> Tensor:
+    def take_heads(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's heads of a shared tensor."""
         return x if self.heads == 1 else x.chunk(self.heads, dim)[self.head_part]
 
-    def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
+    def take_rows(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's batch rows of a shared tensor, of one row for all of them too."""
         return x if self.rows == 1 or x.shape[dim] == 1 else x.chunk(self.rows, dim)[self.row_part]
 
@@ -89,7 +89,7 @@ class _Shards(NamedTuple):
         batch = 0 if self.layout != "thd" else None
         placements: list[Placement] = []
         for index, placement in enumerate(self.placements):
-            if index in self.of_tokens:
+            if index in self.token_dims:
                 assert tokens is not None
                 placements.append(Shard(tokens))
             elif not isinstance(placement, Shard):
@@ -114,13 +114,13 @@ def _read(
     heads, batch = _HEADS[layout], 0 if layout != "thd" else None
     mesh = q.device_mesh
     counts, parts = {heads: 1, batch: 1}, {heads: 0, batch: 0}
-    of_tokens: list[int] = []
+    token_dims: list[int] = []
     for index, placement in enumerate(q.placements):
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim % q.ndim if type(placement) is Shard else None
         if shares_tokens is not None and dim == _TOKENS[layout]:
-            of_tokens.append(index)
+            token_dims.append(index)
             continue
         if dim is None or dim not in (heads, batch):
             raise ValueError(
@@ -136,17 +136,17 @@ def _read(
             raise ValueError(f"{name} has {count} heads, but they must be a multiple of {counts[heads]} ranks")
     if batch is not None and q.shape[batch] % counts[batch]:
         raise ValueError(f"q has {q.shape[batch]} batch rows, but they must be a multiple of {counts[batch]} ranks")
-    if shares_tokens is not None and of_tokens and not shares_tokens(mesh, of_tokens):
+    if shares_tokens is not None and token_dims and not shares_tokens(mesh, token_dims):
         raise ValueError(
             f"q has the placements {tuple(q.placements)} on {mesh}, but its tokens must be sharded over the ranks of "
             f"the layout"
         )
     return _Shards(
-        mesh, tuple(q.placements), layout, counts[heads], parts[heads], counts[batch], parts[batch], tuple(of_tokens)
+        mesh, tuple(q.placements), layout, counts[heads], parts[heads], counts[batch], parts[batch], tuple(token_dims)
     )
 
 
-def _of_scheme(shards: _Shards, scheme: Any, n_heads: int) -> Any:
+def _shard_scheme(shards: _Shards, scheme: Any, n_heads: int) -> Any:
     """Return a scheme for this rank's heads, whose learned tensors get the sum of all ranks' gradients."""
     if not isinstance(scheme, PositionScheme) or not scheme.has_score_mod():
         return scheme
@@ -154,7 +154,7 @@ def _of_scheme(shards: _Shards, scheme: Any, n_heads: int) -> Any:
     tensors = {name: shards.shared(x) for name, x in fields.items() if isinstance(x, Tensor)}
     slopes = tensors.get("slopes")
     if slopes is not None and slopes.ndim == 2:
-        tensors["slopes"] = shards.of_rows(slopes)
+        tensors["slopes"] = shards.take_rows(slopes)
     if tensors:
         scheme = dataclasses.replace(scheme, **tensors)
     else:
@@ -167,7 +167,7 @@ def _of_scheme(shards: _Shards, scheme: Any, n_heads: int) -> Any:
     return scheme if shards.heads == 1 else OfHeads(scheme, shards.head_part * (n_heads // shards.heads), n_heads)
 
 
-def _of_norm(shards: _Shards, norm: Any) -> Any:
+def _shard_norm(shards: _Shards, norm: Any) -> Any:
     """Return a norm with this rank's weights."""
     if not isinstance(norm, QKNorm):
         return norm
@@ -178,22 +178,22 @@ def _of_norm(shards: _Shards, norm: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         shared = shards.shared(x)
-        return shards.of_heads(shared, 0) if shared.ndim == 2 else shared
+        return shards.take_heads(shared, 0) if shared.ndim == 2 else shared
 
     return dataclasses.replace(norm, q_weight=weight(norm.q_weight), k_weight=weight(norm.k_weight))
 
 
-def _of_positions(shards: _Shards, x: Any) -> Any:
+def _shard_positions(shards: _Shards, x: Any) -> Any:
     """Return this rank's rows of positions, (B or 1, T) or (A, B or 1, T)."""
     if not isinstance(x, Tensor) or shards.layout == "thd":
         return x.full_tensor() if isinstance(x, DTensor) else x
-    return shards.of_rows(shards.shared(x), 1 if x.ndim == 3 else 0)
+    return shards.take_rows(shards.shared(x), 1 if x.ndim == 3 else 0)
 
 
-def _of_scale(shards: _Shards, scale: Tensor) -> Tensor:
+def _shard_scale(shards: _Shards, scale: Tensor) -> Tensor:
     """Return the scales of this rank's key heads: (), (K,), or those of each token, (pages, page_size, K, …)."""
     shared = shards.shared(scale)
-    return shared if shared.ndim == 0 else shards.of_heads(shared, 0 if shared.ndim == 1 else 2)
+    return shared if shared.ndim == 0 else shards.take_heads(shared, 0 if shared.ndim == 1 else 2)
 
 
 def attend(attention: Callable[..., Any], q: Any, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Any:
@@ -229,25 +229,25 @@ def to_parts(
         local["gate"] = shards.local("gate", keywords["gate"])
     for name in _PER_ROW:
         if keywords[name] is not None:
-            local[name] = shards.of_rows(shards.shared(keywords[name]))
+            local[name] = shards.take_rows(shards.shared(keywords[name]))
     for name in ("positions_q", "positions_k"):
-        local[name] = _of_positions(shards, keywords[name])
+        local[name] = _shard_positions(shards, keywords[name])
     if keywords["positions_q"] is keywords["positions_k"]:
         local["positions_k"] = local["positions_q"]  # one rotation for both
     if keywords["mask"] is not None:
         mask = shards.shared(keywords["mask"])
         if mask.ndim > 2:
-            mask = shards.of_rows(mask)
+            mask = shards.take_rows(mask)
         if mask.ndim == 4 and mask.shape[1] > 1:
-            mask = shards.of_heads(mask, 1)
+            mask = shards.take_heads(mask, 1)
         local["mask"] = mask
     if keywords["sinks"] is not None:
-        local["sinks"] = shards.of_heads(shards.shared(keywords["sinks"]), 0)
+        local["sinks"] = shards.take_heads(shards.shared(keywords["sinks"]), 0)
     for name in ("k_scale", "v_scale"):
         if keywords[name] is not None:
-            local[name] = _of_scale(shards, keywords[name])
-    local["position"] = _of_scheme(shards, keywords["position"], q.shape[heads])
-    local["norm"] = _of_norm(shards, keywords["norm"])
+            local[name] = _shard_scale(shards, keywords[name])
+    local["position"] = _shard_scheme(shards, keywords["position"], q.shape[heads])
+    local["norm"] = _shard_norm(shards, keywords["norm"])
     for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"):
         if isinstance(keywords[name], DTensor):
             local[name] = keywords[name].full_tensor()
@@ -260,8 +260,8 @@ def to_dtensors(shards: _Shards, result: Any, keywords: dict[str, Any]) -> Any:
     heads, tokens, batch = _HEADS[layout], _TOKENS[layout], None if layout == "thd" else 0
     if not isinstance(result, tuple):
         return shards.distribute(result, heads, batch, tokens)
-    of_lse = (0, None, 1) if layout == "thd" else (1, 0, 2)
-    others = [shards.distribute(result[1], *of_lse)] if keywords["return_lse"] else []
+    lse_dims = (0, None, 1) if layout == "thd" else (1, 0, 2)
+    others = [shards.distribute(result[1], *lse_dims)] if keywords["return_lse"] else []
     if keywords["return_max_logits"]:
         others.append(shards.distribute(result[-1], 0, None))
     return (shards.distribute(result[0], heads, batch, tokens), *others)
@@ -282,15 +282,15 @@ def rotate(apply_rope: Callable[..., Any], q: Any, k: Any, keywords: dict[str, A
     for name in ("cos", "sin"):
         table = shards.shared(keywords[name])
         if table.ndim == 4 or (table.ndim == 3 and is_looked_up):
-            table = shards.of_heads(table, table.ndim - 2)
-        local[name] = shards.of_rows(table) if table.ndim == 4 or (table.ndim == 3 and not is_looked_up) else table
-    local["positions"] = _of_positions(shards, keywords["positions"])
+            table = shards.take_heads(table, table.ndim - 2)
+        local[name] = shards.take_rows(table) if table.ndim == 4 or (table.ndim == 3 and not is_looked_up) else table
+    local["positions"] = _shard_positions(shards, keywords["positions"])
     if isinstance(keywords["offsets"], Tensor):
-        local["offsets"] = shards.of_rows(shards.shared(keywords["offsets"]))
+        local["offsets"] = shards.take_rows(shards.shared(keywords["offsets"]))
     for name in ("axes", "cu_seqlens"):
         if isinstance(keywords[name], DTensor):
             local[name] = keywords[name].full_tensor()
-    local["norm"] = _of_norm(shards, keywords["norm"])
+    local["norm"] = _shard_norm(shards, keywords["norm"])
     result = apply_rope(shards.local("q", q), None if k is None else shards.local("k", k), **local)
     batch = None if layout == "thd" else 0
     if k is None:

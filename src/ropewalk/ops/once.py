@@ -32,8 +32,8 @@ def differentiable_once(backward: Backward) -> Backward:
         # What was saved leads to the inputs, so that a gradient of these inputs alone asks the refusal, too.
         leading = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
         refuse = torch._C._functions.DelayedError(REFUSAL.encode(), len(found) + len(leading))
-        given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in found]
-        refusing: tuple[Tensor | None, ...] = refuse(*given, *leading)
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in found]
+        refusing: tuple[Tensor | None, ...] = refuse(*leaves, *leading)
         return refusing[: len(found)]
 
     return differentiate

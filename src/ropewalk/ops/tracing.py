@@ -36,8 +36,9 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
             if x is not None and (
                 (type(x) is not Tensor and type(x) not in PLAIN_TYPES)  # most are one: the set takes longer
                 # The memory of a lazily negated view holds the opposite values, and what is known as zero has none: the
-                # dispatcher resolves both.
+                # dispatcher resolves both. PyTorch's guards end the process where a tensor has no strides.
                 or x.is_neg()
+                or x.is_nested
                 or not (x.data_ptr() or x.is_meta or x.numel() == 0)
             ):
                 return False
@@ -113,13 +114,13 @@ def make_matcher(*tensors: Tensor) -> Callable[..., bool]:
     pairs = [(index, firsts[id(x)]) for index, x in enumerate(tensors) if firsts[id(x)] != index]
     pick: Any = itemgetter(*firsts.values()) if len(firsts) > 1 else itemgetter(slice(1))  # a tuple, always
 
-    def check_twins(*others: Tensor) -> bool:
+    def check_repeats(*others: Tensor) -> bool:
         for index, first in pairs:
             if others[index] is not others[first]:
                 return False
         return check(*pick(others))
 
-    return check_twins
+    return check_repeats
 
 
 def _describe(tensors: tuple[Tensor, ...]) -> list[Any]:

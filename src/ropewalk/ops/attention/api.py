@@ -12,32 +12,20 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
-from ropewalk.ops.attention import autograd, operator, plans, reference
+from ropewalk.ops.attention import autograd, operator, reference
 from ropewalk.ops.attention.autograd import Features
 from ropewalk.ops.attention.backend import Backend
-from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain
-from ropewalk.ops.attention.blocks.tables import find_tables, has_rows, kept_tables, signature_of_blocks
-from ropewalk.ops.attention.call import (
-    BLOCK_TENSORS,
-    NO_BLOCKS,
-    NO_TABLES,
-    AttentionCall,
-    as_bhtd,
-    from_bhtd,
-    rope_tables,
-    tensors_of,
-)
+from ropewalk.ops.attention.backends import KERNELS, LIBRARIES, Choice, choose, explain, takes_gate
+from ropewalk.ops.attention.blocks.tables import cached_tables_of, find_tables, has_rows
+from ropewalk.ops.attention.call import NO_TABLES, AttentionCall, as_bhtd, from_bhtd, rope_tables, tensors_of
 from ropewalk.ops.attention.dropout import make_seed
 from ropewalk.ops.attention.gate.operation import apply_gate
-from ropewalk.ops.attention.tables import (
-    check_mapped_alone,
-    check_norm_fits,
-    goes_with_rotation,
-    norm_call,
-    resolve_scheme,
-    with_rows,
-)
-from ropewalk.ops.attention.validate import NO_POSITION, Arguments, validate
+from ropewalk.ops.attention.plans.find import ATTENTION
+from ropewalk.ops.attention.plans.library import LibraryCall
+from ropewalk.ops.attention.plans.norms import norm_first, norm_impl
+from ropewalk.ops.attention.tables import check_mapped_alone, check_norm_fits, goes_with_rotation
+from ropewalk.ops.attention.validate import NO_POSITION, Arguments, Unchecked, resolve
+from ropewalk.ops.launch.kinds import KINDS
 from ropewalk.ops.rope.api import normalize
 from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager
@@ -99,10 +87,10 @@ def repeat_plain(q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float) -> 
     """
     if is_dynamo_compiling():  # alone here: it is a constant to torch.compile, which traces no further
         return None
-    found: plans.LibraryCall | None = plans.CALLS.plain.get((causal, scale))
+    found: LibraryCall | None = KINDS.plain.get((causal, scale))
     if (
         found is None
-        or not found.matches(q, k, v)
+        or not found.matches_qkv(q, k, v)
         or found.records is not torch.is_grad_enabled()
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         or forward_ad._current_level >= 0
@@ -193,7 +181,7 @@ def attention(
         v: like k, but for its head dim Dv, which the output has.
         position: the position scheme, such as `Rope()`, `ReRope(2048)`, `Alibi()`, `T5Bias(table)` or `ExpoSB()`. What
             it has to learn gets its gradient; where something exchanges a module's parameters, as FSDP does, the scheme
-            is to be made of them in each forward.
+            is to be computed from them in each forward.
         causal: let no query attend a later key, by index, aligned at the bottom right.
         window: attend keys with abs(m - n) < window, by index; or, as flash-attn's (left, right), with m - left <= n <=
             m + right, where -1 leaves a side without a bound. With `causal`, no key after the query's own.
@@ -230,9 +218,9 @@ def attention(
             pages in place too: `explain_choice` says which.
         blocks: `BlockLists`, or FlexAttention's BlockMask: blocks of pairs that are attended, if every other mask
             allows it too. Kernels walk nothing that is not listed, forward and backward. A BlockMask has blocks of
-            64 or 128 and was made for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
+            64 or 128 and was built for Tq and Tk, and B or 1 rows and H or 1 heads; its mask_mod is evaluated in its
             partial blocks once, at b and h of the mask, into bits, and the host waits for their number then. Full
-            blocks are taken as they are. What was made of lists is kept beside them until they, or tensors, arrays and
+            blocks are taken as they are. Tables of lists are cached beside them until they, or tensors, arrays and
             sets that the mask_mod reads, are written to, or a variable or an attribute that it reads holds another
             number or tensor; which blocks are partial stays as the BlockMask says. Under `torch.compile` a BlockMask
             with a mask_mod must have been in a call outside before; and such changes are not seen.
@@ -254,7 +242,7 @@ def attention(
         gate: multiplies the output by its sigmoid; of q's dtype, any strides. It is shaped like the output, as in
             Qwen3-Next, or is one number for each head: (B, Tq, H), (B, H, Tq) or (total_q, H). Our kernels multiply
             their float32 output and round once, and keep the gated output alone for the backward. After others, the
-            output is rounded to its dtype, multiplied in float32 or more and rounded again; both are kept. The
+            output is rounded to its dtype, multiplied in float32 or more and rounded again; both are saved. The
             log-sum-exp does not depend on it. Differentiable.
         return_lse: return the log-sum-exp too; it is differentiable.
         return_max_logits: return each head's largest score too, as it is after the scale and before softcap, score mod
@@ -308,113 +296,81 @@ def attention(
     """
     if unknown:
         _refuse_unknown("attention", unknown)
-    attend_parts = None if find_sharded is None else find_sharded()
-    if attend_parts is None and type(q) is not Tensor and is_dtensor(q):
-        attend_parts = _attend_dtensors
-    over_cache = layout == "thd" and getattr(k, "ndim", 3) == 4  # packed queries
-    if norm is not None and attend_parts is None:
-        check_norm_fits(norm, keys_rotated, k if over_cache else block_table)
-        if not goes_with_rotation(norm, position):
-            q, k = normalize((q, k), norm, layout, _norm_impl(impl))
-            norm = None
-    how = (layout, deterministic, impl)
-    # As `plans.Flags` and `plans.Given` have them: the constructor of a named tuple costs the host a function.
-    flags: tuple[Any, ...] = (causal, window, scale, softcap, dropout_p, keys_rotated, return_lse, *how)
-    key = norm_key = None
-    is_compiling = torch.compiler.is_compiling()
-    is_autocast = (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q)
-    may_plan = not (attend_parts or return_max_logits or is_compiling)
-    may_plan = may_plan and (blocks is None or has_rows(q, k))  # of thd, which takes no blocks
-    if may_plan:
-        if is_autocast:
-            q, k, v, gate = (_lower(x) for x in (q, k, v, gate))
-        bounds_k = cu_seqlens_q if cu_seqlens_k is None and not over_cache else cu_seqlens_k
-        masks = (mask, key_lengths, key_starts, query_starts, cu_seqlens_q, bounds_k, block_table)
-        given_blocks: tuple[Any, ...] = NO_BLOCKS[BLOCK_TENSORS]
-        of_blocks = None
-        if blocks is not None:
-            kept = kept_tables(blocks, q, k, layout) if block_table is None else None
-            if kept is None:
-                tables = find_tables(blocks, q, k, layout, block_table)
-                blocks, of_blocks = tables, signature_of_blocks(blocks, tables)
-            else:
-                blocks, of_blocks = kept
-            given_blocks = blocks[BLOCK_TENSORS]
-        given = (q, k, v, *masks, positions_q, positions_k, *given_blocks, k_scale, v_scale, gate, sinks)
-    elif gate is not None and is_autocast:
-        gate = _lower(gate)
-    if may_plan and norm is not None:
-        norm_key, normed = plans.find_norm(given, position, norm, flags)
-        found = None
-        if normed is not None:
-            how_norm = (norm, given, position)
-            found = _outside_autocast(q, normed.run, *how_norm) if is_autocast else normed.run(*how_norm)
-        if found is not None:
-            (q, k), norm, position, positions_q, positions_k = found, None, NO_POSITION, None, None
-            given = (q, k, v, *masks, None, None, *given_blocks, k_scale, v_scale, gate, sinks)
-    if may_plan and norm is None:
-        key, planned = plans.find_call(given, position, flags, of_blocks)
-        if planned is not None:
-            if is_autocast:
-                result = _outside_autocast(q, plans.run_plan, planned, given, position)
-            else:
-                result = plans.run_plan(planned, given, position)
-            if result is not None:
-                return result if gate is None or planned.gates else _apply_gate(result, gate)
-    keywords: dict[str, Any] = dict(  # noqa: C408 (as they are passed)
-        position=position,
-        causal=causal,
-        window=window,
-        scale=scale,
-        mask=mask,
-        key_lengths=key_lengths,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        positions_q=positions_q,
-        positions_k=positions_k,
-        key_starts=key_starts,
-        query_starts=query_starts,
-        block_table=block_table,
-        blocks=blocks,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        keys_rotated=keys_rotated,
-        gate=gate,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        return_lse=return_lse,
-        return_max_logits=return_max_logits,
-        layout=layout,
-        deterministic=deterministic,
+    arguments = tuple.__new__(  # as `call` below: the constructor of a named tuple costs the host a function
+        Arguments,
+        (
+            *(position, causal, window, scale, mask, key_lengths, cu_seqlens_q, cu_seqlens_k, positions_q, positions_k),
+            *(key_starts, query_starts, block_table, softcap, sinks, dropout_p, keys_rotated, layout, gate, blocks),
+            *(k_scale, v_scale),
+        ),
     )
-    if attend_parts is not None:
-        return attend_parts(q, k, v, norm=norm, impl=impl, **keywords)
-    call = make_call(q, k, v, **keywords)
+    parts = None if find_sharded is None else find_sharded()
+    if parts is None and type(q) is not Tensor and is_dtensor(q):
+        parts = _attend_dtensors
+    if parts is not None:
+        flags = {"return_lse": return_lse, "return_max_logits": return_max_logits, "deterministic": deterministic}
+        return parts(q, k, v, norm=norm, impl=impl, **flags, **arguments._asdict())
     if norm is not None:
-        if norm_key is not None:
-            plans.note_norm(norm_key, call, norm, given, _norm_impl(impl), layout)
-        call = _outside_autocast(call.q, norm_call, call, norm, _norm_impl(impl))
-    backend = choose(call, impl)
-    if gate is not None and _takes_gate(backend, call, gate):
+        check_norm_fits(norm, keys_rotated, k if layout == "thd" and getattr(k, "ndim", 3) == 4 else block_table)
+        if not goes_with_rotation(norm, position):
+            q, k = normalize((q, k), norm, layout, norm_impl(impl))
+            norm = None
+    call = tuple.__new__(Unchecked, (q, k, v, arguments, return_lse, return_max_logits, deterministic, impl))
+    is_compiling = torch.compiler.is_compiling()
+    if (is_compiling or torch._C._is_any_autocast_enabled()) and _is_autocast(q):
+        return _attend_lowered(call, norm, is_compiling)
+    return _attend(call, norm, is_compiling)
+
+
+def _attend_lowered(call: Unchecked, norm: QKNorm | None, is_compiling: bool) -> Any:
+    """Attend as autocast has it: all that is computed in float32 from there on must stay there."""
+    arguments = call.arguments._replace(gate=_lower(call.arguments.gate))
+    call = call._replace(q=_lower(call.q), k=_lower(call.k), v=_lower(call.v), arguments=arguments)
+    with torch.autocast(call.q.device.type, enabled=False):
+        return _attend(call, norm, is_compiling)
+
+
+def _attend(call: Unchecked, norm: QKNorm | None, is_compiling: bool) -> Any:
+    """Attend by the plan of the call's kind, or without one."""
+    if norm is not None:
+        call = norm_first(call, norm)
+    if not (call.return_max_logits or is_compiling):
+        arguments = call.arguments
+        if arguments.blocks is not None and has_rows(call.q, call.k):  # of thd, which takes no blocks
+            q, k, blocks, layout = call.q, call.k, arguments.blocks, arguments.layout
+            tables = cached_tables_of(blocks, q, k, layout) if arguments.block_table is None else None
+            if tables is None:
+                tables = find_tables(blocks, q, k, layout, arguments.block_table)
+            call = call._replace(arguments=arguments._replace(blocks=tables))
+        kind = ATTENTION.find(call)
+        result = None if kind is None else kind.run(call)
+        if result is not None:
+            gate = arguments.gate
+            return result if gate is None or kind.gates else _apply_gate(result, gate)
+    return _attend_unplanned(call)
+
+
+def _attend_unplanned(unchecked: Unchecked) -> Any:
+    """Validate a call, choose a backend, and run it."""
+    q, k, v, arguments, *_ = unchecked
+    call = resolve(unchecked)
+    backend, gate, layout = choose(call, unchecked.impl), arguments.gate, arguments.layout
+    if gate is not None and takes_gate(backend, call, gate):
         call = call._replace(gate=as_bhtd(gate, layout))
-    if dropout_p > 0:
+    if call.dropout_p > 0:
         call = call._replace(seed=make_seed(call.q))
-    if key is not None:
-        plans.note_call(key, call, backend, given, layout, impl)
-    if return_max_logits:
-        out, lse, max_logits = _outside_autocast(call.q, _run_with_max_logits, call, backend)
-    else:
-        out, lse = run(call, backend, Features(q, k, v, None if call.gate is None else gate, layout))
-    if return_max_logits:
+    if call.return_max_logits:
+        out, lse, max_logits = _run_with_max_logits(call, backend)
         out = from_bhtd(out, layout)
+    else:
+        out, lse = _run(call, backend, Features(q, k, v, None if call.gate is None else gate, layout))
     if lse is not None and layout == "thd":
         lse = lse.squeeze(0)
     if gate is not None and call.gate is None:
         out = apply_gate(out, gate)
-    if return_max_logits:
-        return (out, lse, max_logits) if return_lse else (out, max_logits)
-    return (out, lse) if return_lse else out
+    if call.return_max_logits:
+        return (out, lse, max_logits) if call.return_lse else (out, max_logits)
+    return (out, lse) if call.return_lse else out
 
 
 def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
@@ -422,12 +378,6 @@ def _attend_dtensors(q: Any, k: Tensor, v: Tensor, **keywords: Any) -> Any:
     from ropewalk.ops import dtensor
 
     return dtensor.attend(attention, q, k, v, keywords)
-
-
-def _takes_gate(backend: Backend, call: AttentionCall, gate: Tensor) -> bool:
-    """Say whether a backend's kernels gate the output: where the gate alone needs a gradient, they would need none."""
-    needs_grad = torch.is_grad_enabled() and gate.requires_grad
-    return "gate" in backend.reads and (call.needs_backward or not needs_grad)
 
 
 def _apply_gate(result: Any, gate: Tensor) -> Any:
@@ -444,11 +394,6 @@ def _refuse_unknown(function: str, unknown: dict[str, Any]) -> NoReturn:
     """Raise for keywords that a function lacks; a scheme is meant for `position`, whatever it was called."""
     schemes = {name: "position" for name, x in unknown.items() if isinstance(x, PositionScheme)}
     refuse_unknown(function, unknown, _KEYWORDS, {**_ELSEWHERE, **schemes})
-
-
-def _norm_impl(impl: str | None) -> str | None:
-    """Return the implementation of the norm beside a backend."""
-    return impl if impl == "reference" else None
 
 
 def explain_choice(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Choice:
@@ -507,39 +452,10 @@ def make_call(
     **keywords: Any,
 ) -> AttentionCall:
     """Validate the arguments of `attention` and build the call, its scheme resolved to tables and numbers."""
-    if not (deterministic is None or isinstance(deterministic, bool)):
-        raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
     if _is_autocast(q):
         q, k, v = (_lower(x) for x in (q, k, v))
         keywords["gate"] = _lower(keywords.get("gate"))
-    arguments = Arguments(**keywords)
-    if torch.compiler.is_compiling():
-        _fix_all_but_lengths(q, k, v, arguments.layout)
-    elif torch._C._get_tracing_state() is not None:
-        raise TypeError(
-            "q is traced by torch.jit.trace, but attention must know sizes as ints: use torch.export or torch.compile"
-        )
-    call = resolve_scheme(validate(q, k, v, arguments))
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    needs_backward = False
-    if torch.is_grad_enabled():
-        params = call.score_mod_params
-        learns = (params is not None and params.requires_grad) or (call.sinks is not None and call.sinks.requires_grad)
-        if learns and call.block_table is not None:
-            raise ValueError(
-                "position has parameters that require grad, but with block_table there is no backward: call under "
-                "no_grad"
-            )
-        needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
-    if needs_backward:
-        call = with_rows(call)
-    return call._replace(
-        return_lse=return_lse,
-        deterministic=deterministic,
-        needs_backward=needs_backward,
-        return_max_logits=return_max_logits,
-    )
+    return resolve(Unchecked(q, k, v, Arguments(**keywords), return_lse, return_max_logits, deterministic))
 
 
 def run(call: AttentionCall, backend: Backend, features: Features | None = None) -> tuple[Tensor, Tensor | None]:
@@ -590,15 +506,6 @@ def _run_with_max_logits(call: AttentionCall, backend: Backend) -> tuple[Tensor,
     if row_logits.numel() == 0:
         return out, lse, row_logits.new_full(row_logits.shape[1:2], -torch.inf)
     return out, lse, row_logits.detach().amax((0, 2))
-
-
-def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    """Let torch.compile take the numbers of heads and the head dims for constants, as the kernels do."""
-    heads = -3 if layout == "bhtd" else -2
-    for x in (q, k, v):
-        if x.ndim in (len(layout), 4):
-            len(range(x.shape[heads]))  # a range has a length that must be known
-            len(range(x.shape[-1]))
 
 
 _AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))

@@ -1,18 +1,18 @@
-"""Running a backend eagerly, and what autograd keeps of a call."""
+"""Running a backend eagerly, and what autograd keeps of a call without a plan of its own."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.attention import plans
 from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Saved, Wanted
-from ropewalk.ops.attention.call import AttentionCall, FarQK, as_bhtd, flatten, from_bhtd
-from ropewalk.ops.once import differentiable_once
+from ropewalk.ops.attention.call import RECORD, AttentionCall, FarQK, as_bhtd, flatten, from_bhtd, unflatten
+from ropewalk.ops.attention.plans.backward import ATTEND, BackwardCall, Backwards, differentiate, features_of, forward
+from ropewalk.ops.attention.plans.planned import PlannedCall
+from ropewalk.ops.launch.autograd import step_of
 from ropewalk.ops.tracing import is_plain_eager
 
 
@@ -28,10 +28,10 @@ class Features(NamedTuple):
 
 def are_of_call(features: Features, call: AttentionCall) -> bool:
     """Say whether a call's q, k, v and gate are views of the caller's, in a layout of another order."""
-    *given, layout = features
-    if layout == "bhtd" or not is_plain_eager(*given):
+    *tensors, layout = features
+    if layout == "bhtd" or not is_plain_eager(*tensors):
         return False
-    for x, mine in zip(given, (call.q, call.k, call.v, call.gate), strict=True):
+    for x, mine in zip(tensors, (call.q, call.k, call.v, call.gate), strict=True):
         if x is None or mine is None:
             if x is not mine:
                 return False
@@ -52,30 +52,23 @@ def attend(
     layout = "bhtd"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
         if features is not None:
-            gradients: Any = Gradients._make(differentiable)
             named = features._asdict()
             layout = named.pop("layout")
-            differentiable = gradients._replace(**named)
-        result: tuple[Tensor, Tensor | None] = _Attend.apply(*differentiable, call, backend, layout)
+            differentiable = differentiable._replace(**named)
+        result: tuple[Tensor, Tensor | None] = ATTEND.record_any(_Attend(call, backend, layout), *differentiable)
         return result
-    out, saved, _ = plans.forward(call, backend, False)
+    out, saved = forward(call, backend, False)
     out = out if features is None else from_bhtd(out, features.layout)
     return out, saved.lse * LN_2 if call.return_lse else None
 
 
-def node_of_call(out: Tensor, lse: Tensor) -> Any:
-    """Return the node of the one eager call that autograd recorded for results, by kernels; None where there are more.
-
-    Its `apply` takes their gradients, None too, and returns those of q, k and v first.
-    """
-    node = out.grad_fn
-    return node if type(node) in _NODES and lse.grad_fn is node else None
-
-
-def differentiable_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    """The tensors of a call that may need a gradient, in the order of `Gradients`."""
-    given = None if call.far is None else call.far.given
-    return (call.q, call.k, call.v, call.score_mod_params, call.sinks, *(given or (None, None, None)), call.gate)
+def differentiable_tensors(call: AttentionCall) -> Gradients:
+    """The tensors of a call that may need a gradient, as those are called."""
+    q_past = q_future = k_far = None
+    if call.far is not None and call.far.given is not None:
+        q_past, q_future, k_far = call.far.given
+    learned = {name: getattr(call, name) for name in Wanted._fields}
+    return Gradients(call.q, call.k, call.v, q_past=q_past, q_future=q_future, k_far=k_far, **learned)
 
 
 def without_inputs(call: AttentionCall, saved: Saved) -> AttentionCall:
@@ -86,57 +79,60 @@ def without_inputs(call: AttentionCall, saved: Saved) -> AttentionCall:
     return call._replace(q=saved.q, k=saved.k, far=far)
 
 
-class _Attend(torch.autograd.Function):
-    """Attention with its backward kernels, differentiable once."""
+class _Attend:
+    """The step of a call: attention with its backward kernels, differentiable once."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        *differentiable, call, backend, layout = inputs
+    def __init__(self, call: AttentionCall, backend: KernelBackend, layout: str) -> None:
+        self.call: AttentionCall | None = call
+        self.backend, self.layout = backend, layout
+        self.numbers: list[Any] = []  # of the leaves that the backward reads; None for tensors
+        self.is_saved: list[bool] = []
+
+    def forward(self, ctx: Any, *differentiable: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Attend, and save what the backward reads."""
+        call, layout = self.call, self.layout
+        assert call is not None
+        self.call = None  # autograd keeps this step: what it needs of tensors is saved
         if layout != "bhtd":
-            given: Any = Gradients._make(differentiable)
-            # A view made here would name another error of writes in place than a detached one does.
-            q, k, v = [as_bhtd(x.detach(), layout) for x in (given.q, given.k, given.v)]
-            gate = None if given.gate is None else as_bhtd(given.gate.detach(), layout)
+            inputs: Any = Gradients._make(differentiable)
+            # A view created here would name another error of writes in place than a detached one does.
+            q, k, v = [as_bhtd(x.detach(), layout) for x in (inputs.q, inputs.k, inputs.v)]
+            gate = None if inputs.gate is None else as_bhtd(inputs.gate.detach(), layout)
             call = call._replace(q=q, k=k, v=v, gate=gate)
-        out, saved, plan = plans.forward(call, backend, True)
+        out, saved = forward(call, self.backend, True)
         out = out if layout == "bhtd" else from_bhtd(out, layout).detach()
         leaves = flatten(without_inputs(call, saved))
-        tensors = (*plans.pick_tensors(leaves), saved.lse, saved.q_past, saved.q_future, saved.k_far, out)
-        is_saved = [x is not None for x in tensors]
-        ctx.describe = functools.partial(_describe, plans.pick_numbers(leaves), is_saved, layout)
-        ctx.backwards = plans.Backwards(plan, backend, layout)
+        _, _, *far = features_of(saved)
+        tensors = [x for name, x in zip(RECORD.names, leaves, strict=True) if name in RECORD.tensors]
+        tensors += [saved.lse, *far, out]
+        self.numbers = [None if name in RECORD.tensors else x for name, x in zip(RECORD.names, leaves, strict=True)]
+        self.is_saved = [x is not None for x in tensors]
+        ctx.backwards = Backwards(self.describe, layout, waits=True)
         ctx.save_for_backward(*[x for x in tensors if x is not None])
         ctx.set_materialize_grads(False)
         return out, saved.lse * LN_2 if call.return_lse else None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (_differentiate_again if torch.is_grad_enabled() else _differentiate)(ctx, *grads)
+    backward = staticmethod(differentiate)
+
+    def describe(
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> BackwardCall:
+        """Return the backward of what was saved."""
+        rest = iter(saved)
+        found: list[Any] = [next(rest) if there else None for there in self.is_saved]
+        tensors: Any = iter(found)
+        leaves = [
+            next(tensors) if name in RECORD.tensors else x for name, x in zip(RECORD.names, self.numbers, strict=True)
+        ]
+        lse, q_past, q_future, k_far, out = tensors
+        call, out, backend = unflatten(leaves), as_bhtd(out, self.layout), self.backend.name
+        return BackwardCall(call, lse, q_past, q_future, k_far, out, grad_out, grad_lse, wanted, backend)
 
 
-def _describe(
-    numbers: Sequence[Any], is_saved: Sequence[bool], layout: str, saved: Sequence[Tensor]
-) -> tuple[AttentionCall, Tensor, Saved]:
-    """Return the call whose backward comes, its output, and what its forward saved."""
-    found = iter(saved)
-    *tensors, lse, q_past, q_future, k_far, out = [next(found) if x else None for x in is_saved]
-    assert lse is not None
-    assert out is not None
-    call = plans.call_of(tensors, numbers)
-    return call, as_bhtd(out, layout), Saved(call.q, call.k, lse, q_past, q_future, k_far)
+def find_node(out: Tensor, lse: Tensor) -> Any:
+    """Return the node of the one eager call that autograd recorded for results, by kernels; None where there are more.
 
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    reads_v = grad_out is not None  # the log-sum-exp alone does not: v has no gradient then, as in plain PyTorch
-    if grad_out is None:
-        *_, out = saved
-        grad_out = torch.zeros_like(out)
-    _, _, _, wants_params, wants_sinks, _, _, _, wants_gate, *_ = ctx.needs_input_grad  # the order of `Gradients`
-    wanted = Wanted(wants_params, wants_sinks, wants_gate)
-    grad_q, grad_k, grad_v, *rest = ctx.backwards.run(saved, ctx.describe, grad_out, grad_lse, wanted)
-    return grad_q, grad_k, grad_v if reads_v else None, *rest, None, None, None
-
-
-_differentiate_again = differentiable_once(_differentiate)
-_NODES = (_Attend._backward_cls, plans.NODE)
+    Its `apply` takes their gradients, None too, and returns None and those of q, k and v first.
+    """
+    node = out.grad_fn
+    return node if isinstance(step_of(node), (_Attend, PlannedCall)) and lse.grad_fn is node else None

@@ -6,15 +6,21 @@ dim, S packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ropewalk.ops.launch.record import Record, fields_of
 from ropewalk.schemes import PositionScheme
 
 MAX_PAGE_SIZE = 512
+
+# Fields that backends list together: numbers of the softmax, and what changes scores before it.
+SOFTMAX = ("scale", "sinks")
+SCORE_CHANGES = ("softcap", "score_mod", "score_mod_params", "n_learned_params")
+# Reasons for which a backend that lacks them refuses them.
+SCORE_SENTENCES = {"softcap": "softcap is not supported", "sinks": "sinks are not supported"}
 
 
 class RopeTable(NamedTuple):
@@ -59,7 +65,7 @@ class FarRange(NamedTuple):
     """The second range of a two-range encoding: pairs at least `window` positions apart."""
 
     window: int
-    tables: FarTables | None = None  # the scheme's rotations; None: the features are given
+    tables: FarTables | None = None  # the scheme's rotations; None: the caller's features
     given: FarQK | None = None  # rotated by the caller, and differentiable
 
 
@@ -140,6 +146,11 @@ class AttentionCall(NamedTuple):
         return self.window_left is not None or self.window_right is not None
 
     @property
+    def is_capped(self) -> bool:
+        """Whether scores are soft-capped."""
+        return self.softcap is not None
+
+    @property
     def reads_positions(self) -> bool:
         """Whether kernels read positions: for a score mod, or to tell far pairs from near ones."""
         return self.score_mod is not None or self.far is not None
@@ -160,112 +171,22 @@ def rope_tables(call: AttentionCall) -> list[Tensor]:
 
 # The program that runs needs neither the scheme object nor the fields that shape results and choose a backend.
 NOT_IN_PROGRAM = ("scheme", "return_lse", "needs_backward", "return_max_logits", "row_logits")
-_SCHEMA_TYPES = {
-    (Tensor, False): "Tensor",
-    (Tensor, True): "Tensor?",
-    (bool, False): "bool",
-    (bool, True): "bool?",
-    (int, False): "int",
-    (int, True): "SymInt?",
-    (float, False): "float",
-    (float, True): "float?",
-    (str, True): "str?",
-}
-
-
-class Field(NamedTuple):
-    """A field of a record."""
-
-    name: str
-    kind: Any  # its type, without None
-    is_optional: bool  # whether it may be None
-    fields: tuple[Field, ...] = ()  # of the record that it holds, if it holds one
-
-
-class Leaf(NamedTuple):
-    """A tensor or a number of a record, or of one that it holds."""
-
-    name: str  # with the names of the fields that hold it before its own
-    kind: Any
-    is_optional: bool
-
-
-def fields_of(record: type[Any], leave_out: Collection[str] = ()) -> tuple[Field, ...]:
-    """Return the fields of a record, but for some."""
-    fields = []
-    for name, hint in get_type_hints(record).items():
-        if name not in leave_out:
-            kind, *_ = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-            inner = fields_of(kind) if hasattr(kind, "_fields") else ()
-            fields.append(Field(name, kind, type(None) in get_args(hint), inner))
-    return tuple(fields)
-
-
-def leaves_of(fields: tuple[Field, ...], prefix: str = "", is_optional: bool = False) -> tuple[Leaf, ...]:
-    """Return the leaves of a record, those of a record that it holds in its place; all may be None if it may."""
-    leaves: list[Leaf] = []
-    for field in fields:
-        name, may_lack = prefix + field.name, is_optional or field.is_optional
-        leaves += leaves_of(field.fields, f"{name}_", may_lack) or [Leaf(name, field.kind, may_lack)]
-    return tuple(leaves)
-
-
-def schema_of(leaves: tuple[Leaf, ...]) -> str:
-    """Return leaves as arguments in the schema of an operator."""
-    return ", ".join(f"{_SCHEMA_TYPES[leaf.kind, leaf.is_optional]} {leaf.name}" for leaf in leaves)
-
-
-def flatten_fields(record: Any, fields: tuple[Field, ...]) -> list[Any]:
-    """Return the leaves' values of a record; None gives None for each."""
-    values: list[Any] = []
-    for field in fields:
-        value = None if record is None else getattr(record, field.name)
-        if field.fields:
-            values += flatten_fields(value, field.fields)
-        else:
-            values.append(value)
-    return values
-
-
-def unflatten_fields(record: Any, fields: tuple[Field, ...], values: Iterator[Any], is_optional: bool = False) -> Any:
-    """Undo `flatten_fields`. A record that may be None is None where it would hold nothing."""
-    given = {}
-    is_empty = is_optional
-    for name, kind, may_lack, inner in fields:
-        given[name] = value = unflatten_fields(kind, inner, values, may_lack) if inner else next(values)
-        is_empty = is_empty and value is None
-    return None if is_empty else record(**given)
-
-
-_FIELDS = fields_of(AttentionCall, NOT_IN_PROGRAM)
-_LEAVES = leaves_of(_FIELDS)
-LEAVES = tuple(leaf.name for leaf in _LEAVES)
-IS_TENSOR = tuple(leaf.kind is Tensor for leaf in _LEAVES)
-SCHEMA = schema_of(_LEAVES)
+RECORD = Record(AttentionCall, NOT_IN_PROGRAM)
+LEAVES, SCHEMA, flatten, unflatten = RECORD.names, RECORD.schema, RECORD.flatten, RECORD.unflatten
 NO_BLOCKS = (None,) * len(BlockTables._fields)
 BLOCK_TENSORS = slice(BlockTables._fields.index("block_q"))  # of tables: the sizes of blocks follow
 
 
-def flatten(call: AttentionCall) -> tuple[Any, ...]:
-    """The call as a flat tuple of tensors and numbers, in the order of `LEAVES`."""
-    return tuple(flatten_fields(call, _FIELDS))
-
-
-def unflatten(leaves: Any) -> AttentionCall:
-    """Undo `flatten`; the call has no scheme, and takes what the program does not need by default."""
-    call: AttentionCall = unflatten_fields(AttentionCall, _FIELDS, iter(leaves))
-    return call
-
-
-_TENSORS = tuple(field.name for field in _FIELDS if field.kind is Tensor)
+_TENSORS = tuple(field.name for field in RECORD.fields if field.kind is Tensor)
 _BLOCK_TENSORS = tuple(field.name for field in fields_of(BlockTables) if field.kind is Tensor)
 
 
 def tensors_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """Every tensor that the caller passed, as far as kernels read it."""
-    given = () if call.far is None or call.far.given is None else call.far.given
-    of_blocks = () if call.blocks is None else tuple([getattr(call.blocks, name) for name in _BLOCK_TENSORS])
-    return (*[getattr(call, name) for name in _TENSORS], *of_blocks, *given)  # a generator would cost a frame each
+    features = () if call.far is None or call.far.given is None else call.far.given
+    block_tensors = () if call.blocks is None else tuple([getattr(call.blocks, name) for name in _BLOCK_TENSORS])
+    # A generator would cost a frame each.
+    return (*[getattr(call, name) for name in _TENSORS], *block_tensors, *features)
 
 
 def as_bhtd(x: Tensor, layout: str) -> Tensor:
@@ -405,9 +326,9 @@ def expand_blocks(tables: BlockTables, queries: slice, n_keys: int) -> Tensor:
     """Return the mask of pairs that lists of blocks leave, (B or 1, H or 1, M, Tk), for a slice of the queries."""
     rows, device = tables.rows, tables.rows.device
     m = torch.arange(queries.start, queries.stop, device=device)
-    of_queries = rows[:, :, m // tables.block_q]
-    n_full, n_listed = of_queries[..., :1], of_queries[..., :1] + of_queries[..., 1:2]
-    entry, blocks = torch.arange(rows.shape[3] - 2, device=device), of_queries[..., 2:].long()
+    query_rows = rows[:, :, m // tables.block_q]
+    n_full, n_listed = query_rows[..., :1], query_rows[..., :1] + query_rows[..., 1:2]
+    entry, blocks = torch.arange(rows.shape[3] - 2, device=device), query_rows[..., 2:].long()
     n_blocks = -(-n_keys // tables.block_k)
 
     def mark(listed: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ from ropewalk.ops.once import REFUSAL
 
 _LIBRARY = torch.library.Library("ropewalk", "FRAGMENT")
 # The log-sum-exp is to base 2. The rotated features are what the backward reads; each is empty where the call leaves
-# its features alone, or was given them, and without `save`: then no backward may come.
+# its features alone, or got them, and without `save`: then no backward may come.
 _ROTATED = ("rotated_q", "rotated_k", "rotated_q_past", "rotated_q_future", "rotated_k_far")
 _RESULTS = ", ".join(f"Tensor {name}" for name in ("out", "lse", *_ROTATED))
 _LIBRARY.define(f"attend({SCHEMA}, bool save, str impl) -> ({_RESULTS})")
 # The same, and each row's largest scaled score, which has no gradient.
 _LIBRARY.define(f"attend_with_row_logits({SCHEMA}, bool save, str impl) -> ({_RESULTS}, Tensor row_logits)")
-# The call's q, k and given features of far pairs are those that the forward left. All gradients but the first three
-# are empty unless they are wanted: score parameters, sinks, the gate. A schema has at most 64 arguments.
+# The call's q, k and the caller's features of far pairs are those that the forward left. All gradients but the first
+# three are empty unless they are wanted: score parameters, sinks, the gate. A schema has at most 64 arguments.
 _LIBRARY.define(
     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? q_past, Tensor? q_future, "
     f"Tensor? k_far, bool[] wanted, str impl, {SCHEMA}) -> (Tensor grad_q, "
@@ -37,8 +37,8 @@ _LIBRARY.define(
 )
 # The leaves that the results of attend_backward are the gradients of.
 _LEARNED = ("score_mod_params", "sinks", "gate")
-_OF_FAR = ("far_given_q_past", "far_given_q_future", "far_given_k")
-_DIFFERENTIABLE = ("q", "k", "v", *_OF_FAR, *_LEARNED)
+_FAR_NAMES = ("far_given_q_past", "far_given_q_future", "far_given_k")
+_DIFFERENTIABLE = ("q", "k", "v", *_FAR_NAMES, *_LEARNED)
 
 
 def attend(call: AttentionCall, backend: KernelBackend) -> tuple[Tensor, Tensor | None]:
@@ -58,9 +58,9 @@ def attend_with_row_logits(call: AttentionCall, backend: KernelBackend) -> tuple
 def _features(call: AttentionCall) -> tuple[tuple[Tensor, bool], ...]:
     """q, k, and q, q, k again for far pairs: the tensors, and whether the scheme rotates them."""
     tables, far = call.tables, None if call.far is None else call.far.tables
-    of_far = (None, None, None) if far is None else far
+    far_tables = (None, None, None) if far is None else far
     tensors = (call.q, call.k, call.q, call.q, call.k)
-    rotations = (tables.q, tables.k, *of_far)
+    rotations = (tables.q, tables.k, *far_tables)
     return tuple((x, table is not None) for x, table in zip(tensors, rotations, strict=True))
 
 
@@ -117,10 +117,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     call = unflatten(leaves)
     out, lse, *rotated = output
     rotated = rotated[: len(_ROTATED)]  # row logits may follow, which have no gradient
-    given: Any = (None, None, None) if call.far is None or call.far.given is None else call.far.given
+    far_features: Any = (None, None, None) if call.far is None or call.far.given is None else call.far.given
     if call.far is not None and call.far.tables is not None:
-        given = None, None, call.k
-    plain: tuple[Any, ...] = (call.q, call.k, *given)
+        far_features = None, None, call.k
+    plain: tuple[Any, ...] = (call.q, call.k, *far_features)
     q, k, q_past, q_future, k_far = (
         mine if is_rotated else x for x, mine, (_, is_rotated) in zip(plain, rotated, _features(call), strict=True)
     )
@@ -149,13 +149,13 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
         *(grad_out, grad_lse, out, lse, q_past, q_future, k_far),
         *([needed[name] for name in _LEARNED], ctx.impl, *leaves),
     )
-    of_leaves = dict(zip(_DIFFERENTIABLE, grads, strict=True))
+    grads_by_leaf = dict(zip(_DIFFERENTIABLE, grads, strict=True))
     if not reads_v:  # as `autograd` does
-        del of_leaves["v"]
-    for name in (*_OF_FAR, *_LEARNED):
+        del grads_by_leaf["v"]
+    for name in (*_FAR_NAMES, *_LEARNED):
         if not needed[name]:
-            del of_leaves[name]
-    return *(of_leaves.get(name) for name in LEAVES), None, None
+            del grads_by_leaf[name]
+    return *(grads_by_leaf.get(name) for name in LEAVES), None, None
 
 
 def _attend_backward(
@@ -205,8 +205,9 @@ def _attend_backward_fake(
     *leaves: Any,
 ) -> tuple[Tensor, ...]:
     call = unflatten(leaves)
-    given = call.far is not None and call.far.given is not None
-    far = (torch.empty_like(x) if given and x is not None else lse.new_empty(0) for x in (q_past, q_future, k_far))
+    has_far_features = call.far is not None and call.far.given is not None
+    features = (q_past, q_future, k_far)
+    far = (torch.empty_like(x) if has_far_features and x is not None else lse.new_empty(0) for x in features)
     wants_params, wants_sinks, wants_gate = wanted
     learned = (call.score_mod_params if wants_params else None), (call.sinks if wants_sinks else None)
     rest = (lse.new_empty(0) if x is None else lse.new_empty(x.shape) for x in learned)

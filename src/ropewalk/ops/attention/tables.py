@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import Steps
 from ropewalk.ops.attention.call import (
     NO_TABLES,
     AttentionCall,
@@ -30,7 +27,10 @@ from ropewalk.ops.attention.call import (
     kv_capacity,
     token_positions,
 )
+from ropewalk.ops.launch.remembered import Identity, remember
+from ropewalk.ops.launch.steps import Steps
 from ropewalk.ops.rope.api import apply_rope, norm_and_rotate, normalize
+from ropewalk.ops.rope.autograd import rotate as rotate_eagerly
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
 from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
 from ropewalk.schemes import ExpoSB, NoPosition, PositionScheme, Rope, Rotation
@@ -48,11 +48,11 @@ def resolve_scheme(call: AttentionCall) -> AttentionCall:
     reads_positions = score_mod is not None or far_window is not None
     one_alone = (positions_q is None) is not (positions_k is None)
     if reads_positions and one_alone and (call.key_starts is not None or far_window is not None):
-        positions_q, positions_k = token_positions(call)  # kernels count by index where neither is given
+        positions_q, positions_k = token_positions(call)  # kernels count by index where both are None
     params = None
     if score_mod is not None:
         heads, device = call.q.shape[1], call.q.device
-        params = _remember(("params", heads), known_by, device, lambda: scheme.score_mod_params(heads, device))
+        params = remember(("params", heads), known_by, device, lambda: scheme.score_mod_params(heads, device))
     either = rotation_q or rotation_k
     rotated = {} if either is None else {"cos": either.cos, "sin": either.sin, "weights": either.weights}
     for name, x in (*rotated.items(), ("parameters", params)):
@@ -136,25 +136,27 @@ def map_features(call: AttentionCall, on: Steps | None = None) -> tuple[Tensor, 
     return q, k
 
 
-def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def bind_map(call: AttentionCall) -> Callable[[Tensor, Tensor], Any]:
     """Return `map_features` as a function of q and k, for eager calls whose other arguments are those of one call."""
     call = with_rows(call)
     tables = call.tables
     if tables.q is None:
         return lambda q, k: (q, k)
     if tables.k is None or tables.q.cos is not tables.k.cos or tables.feature_weights is not None:
+        empty = call.q.new_empty(0)  # the function keeps none of the call's features
+        call = call._replace(q=empty, k=empty, v=empty)
         return lambda q, k: map_features(call._replace(q=q, k=k))
-    (cos, sin), pairing = tables.q, pairing_of(tables)
-    return lambda q, k: differentiable_rope(q, k, cos, sin, **pairing)
+    rotation = RopeCall(*tables.q, None, None, 0, RopeFlags("bhtd", **pairing_of(tables)))
+    return lambda q, k: rotate_eagerly((q, k), rotation)
 
 
 def check_norm_fits(norm: QKNorm, keys_rotated: bool, block_table: Tensor | None) -> None:
     """Raise unless a call may have a norm."""
     if not isinstance(norm, QKNorm):
         raise TypeError(f"norm is {type(norm).__name__}, but must be a ropewalk.QKNorm")
-    given = {"keys_rotated": keys_rotated, "block_table": block_table is not None}
-    for name, is_given in given.items():
-        if is_given:
+    by_name = {"keys_rotated": keys_rotated, "block_table": block_table is not None}
+    for name, is_set in by_name.items():
+        if is_set:
             raise ValueError(f"norm was passed with {name}, but must be None: k was normed when it was cached")
 
 
@@ -192,19 +194,19 @@ def norm_by_tables(
     assert tables.q is not None
     assert tables.k is not None  # keys that come rotated have no norm
     flags = RopeFlags(layout, **pairing_of(tables), impl=impl)
-    of_q, of_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
+    rope_q, rope_k = (RopeCall(*table, None, None, 0, flags) for table in (tables.q, tables.k))
     if tables.q.cos is tables.k.cos:
-        q, k = norm_and_rotate((q, k), norm, of_q)
+        q, k = norm_and_rotate((q, k), norm, rope_q)
     else:
         weights, norm_flags = split_norm(norm, 2)
-        check_norm((q, k), weights, NormCall(of_q, norm_flags))  # which names k's weight
-        (q,) = norm_and_rotate((q,), norm, of_q)
-        (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), of_k)
+        check_norm((q, k), weights, NormCall(rope_q, norm_flags))  # which names k's weight
+        (q,) = norm_and_rotate((q,), norm, rope_q)
+        (k,) = norm_and_rotate((k,), dataclasses.replace(norm, q_weight=norm.k_weight), rope_k)
     return q, k
 
 
 def bind_norm(tables: Tables, layout: str, impl: str | None) -> Callable[[Tensor, Tensor, QKNorm], tuple[Tensor, ...]]:
-    """Return `norm_by_tables` as a function of q, k and a norm, with what tables decide made once."""
+    """Return `norm_by_tables` as a function of q, k and a norm, with what tables decide computed once."""
     if tables.q is None or tables.k is None or tables.q.cos is not tables.k.cos:
         return lambda q, k, norm: norm_by_tables(q, k, norm, tables, layout, impl)
     call = RopeCall(*tables.q, None, None, 0, RopeFlags(layout, **pairing_of(tables), impl=impl))
@@ -231,11 +233,15 @@ differentiable_rope = functools.partial(apply_rope, layout="bhtd")
 
 
 def _rope_of(on: Steps | None) -> Callable[..., Any]:
-    return differentiable_rope if on is None else on.rope
+    if on is None:
+        return differentiable_rope
+    from ropewalk.ops.rope.launch import rotate_features
+
+    return functools.partial(rotate_features, on=on)
 
 
 def map_far_features(call: AttentionCall, on: Steps | None = None) -> FarQK | None:
-    """Rotate q and k as far pairs score them, or return what was given; None if no pair is far.
+    """Rotate q and k as far pairs score them, or return the caller's; None if no pair is far.
 
     Differentiable without `on`.
     """
@@ -316,23 +322,23 @@ class _Rotations:
         kind = type(self.scheme)
         has_its_own = kind.query_rotation is not PositionScheme.query_rotation
         if kind.rotation is PositionScheme.rotation and not has_its_own:
-            return None, None  # before indices are made: on a GPU they are kernels
+            return None, None  # before indices are computed: on a GPU they are kernels
         if call.keys_rotated and not has_its_own:
             whole = self._whole()
             if whole is not None:
                 return whole, None
-        of_queries = self._of_queries("query_rotation") if has_its_own else None
+        query_rotation = self._query_rotation("query_rotation") if has_its_own else None
         rotation_k = None
         if not call.keys_rotated:
-            rotation_k = self._of_keys("rotation")
+            rotation_k = self._key_rotation("rotation")
             indices_q, indices_k = self.indices()
             same = call.positions_q is call.positions_k and (
                 call.positions_q is not None
                 or (indices_q is indices_k and (indices_q is not None or self.queries == self.keys))
             )
-            if same and of_queries is None:
+            if same and query_rotation is None:
                 return rotation_k, rotation_k
-        return of_queries or self._of_queries("rotation"), rotation_k
+        return query_rotation or self._query_rotation("rotation"), rotation_k
 
     def _whole(self) -> Rotation | None:
         """Return the rotation of all positions; None if q needs rows of it now: see `with_rows`."""
@@ -347,11 +353,11 @@ class _Rotations:
 
     def far(self) -> FarTables:
         """Return the rotations of far pairs."""
-        past, future = self._of_queries("far_rotation", "past"), None
+        past, future = self._query_rotation("far_rotation", "past"), None
         by_index = self.call.positions_q is None and self.call.positions_k is None
         if not (self.call.causal and by_index):
-            future = self._of_queries("far_rotation", "future")
-        keys = self._of_keys("far_rotation", "keys")
+            future = self._query_rotation("far_rotation", "future")
+        keys = self._key_rotation("far_rotation", "keys")
         return FarTables(_table_of(past), _table_of(future), _table_of(keys))
 
     def whole(self, side: int) -> tuple[Rotation | None, int]:
@@ -359,10 +365,10 @@ class _Rotations:
         counts_from_zero = side == 1 and self.call.key_starts is None and self.call.cu_seqlens_k is None
         return self._remembered(0 if counts_from_zero else self.lowest, self.keys, "rotation")
 
-    def _of_queries(self, method: str, *of: str) -> Rotation | None:
+    def _query_rotation(self, method: str, *of: str) -> Rotation | None:
         return self._tabulate(self.call.positions_q, 0, self.lowest, self.keys, method, *of)
 
-    def _of_keys(self, method: str, *of: str) -> Rotation | None:
+    def _key_rotation(self, method: str, *of: str) -> Rotation | None:
         start = 0 if self.call.key_starts is None and self.call.cu_seqlens_k is None else self.lowest
         return self._tabulate(self.call.positions_k, 1, start, self.keys, method, *of)
 
@@ -401,7 +407,7 @@ class _Rotations:
         # One table is for every length up to the next power of two, in both directions.
         low = 0 if start >= 0 else -_power_of_two(-start)
         high = _power_of_two(stop)
-        table = _remember(
+        table = remember(
             (method, *of, self.head_dim, low, high),
             self.known_by,
             self.device,
@@ -435,7 +441,7 @@ def row_source(call: AttentionCall, side: int) -> RowSource | None:
         if known_by is None:
             return None
         width = scheme.rotary_dim or head_dim - scheme.rotary_offset
-        frequencies = _remember(
+        frequencies = remember(
             ("frequencies", head_dim),
             known_by,
             device,
@@ -454,7 +460,7 @@ def _rows_of(indices: Tensor, low: int, n_rows: int) -> Tensor:
 
 
 def _indices(queries: int, keys: int, call: AttentionCall, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The positions of `token_positions` where none are given, in few launches; None for keys by their index.
+    """The positions of `token_positions` where both are None, in few launches; None for keys by their index.
 
     Those of tokens in no sequence may be anything.
     """
@@ -491,13 +497,6 @@ def _power_of_two(count: int) -> int:
     return max(256, 1 << max(0, count - 1).bit_length())
 
 
-_MOST_REMEMBERED = 16
-_remembered: OrderedDict[Any, Any] = OrderedDict()
-_captured: dict[Any, Any] = {}  # read by CUDA graphs: they are never told that memory is gone, so it must not go
-_lock = threading.Lock()
-
-
-Identity = tuple[Any, ...]
 _PLAIN_TYPES = {bool, int, float, str, type(None), torch.dtype, torch.device}
 _MOST_VALUES = 4096  # of a tensor that is read in each call
 
@@ -534,6 +533,12 @@ def signature_of(scheme: PositionScheme) -> Identity | None:
     return tuple(signature)
 
 
+def identify_scheme(scheme: PositionScheme) -> tuple[Any, ...]:
+    """Return a key of all that plans take of a scheme; they read values of tensors that no key can hold."""
+    identity = identity_of(scheme)
+    return ("read", signature_of(scheme)) if identity is None else identity
+
+
 _fixed: dict[int, tuple[weakref.ref[PositionScheme], Identity]] = {}  # of schemes that cannot change, by their id
 
 
@@ -541,7 +546,7 @@ def identity_of(scheme: PositionScheme) -> Identity | None:
     """Return a key of all that a scheme holds; None if it is not plain data.
 
     A tensor on the CPU is known by its values: writes through `.data` or a NumPy view leave its version as it was.
-    Values on a device cannot be read without waiting for it, so what derives from them is made in each call.
+    Values on a device cannot be read without waiting for it, so what derives from them is computed in each call.
     """
     known = _fixed.get(id(scheme))
     if known is not None and known[0]() is scheme:
@@ -595,47 +600,3 @@ def _is_readable(x: Tensor) -> bool:
     if x.device.type != "cpu" or x.requires_grad or x.numel() > _MOST_VALUES:
         return False
     return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def _remember(
-    kind: tuple[Any, ...],
-    known_by: Identity | None,
-    device: torch.device,
-    make: Callable[[], Any],
-) -> Any:
-    """Return a copy of the result of `make`, remembered by kind, scheme and device; make it anew without a key."""
-    if known_by is None:
-        return make()
-    key = (kind, device, known_by)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    with _lock:
-        if key in _remembered:  # None, too: a scheme that rotates nothing is not to be asked again
-            _remembered.move_to_end(key)
-            if capturing:
-                _captured[key] = _remembered[key]
-            return _remembered[key]
-    with torch.inference_mode(False), torch.no_grad():
-        made = _copy(make())  # it may be a view of a scheme's tensor
-    if not capturing:  # what a graph makes exists while it is replayed
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the next reader may be on another stream
-        with _lock:
-            _remembered[key] = made
-            while len(_remembered) > _MOST_REMEMBERED:
-                _remembered.popitem(last=False)
-    return made
-
-
-def are_remembered(tensors: Iterable[Tensor]) -> bool:
-    """Say whether all of some tensors lie in what is remembered, whose making every stream has waited for."""
-    with _lock:
-        made = [x for entry in _remembered.values() for x in (entry if isinstance(entry, Rotation) else (entry,))]
-    found = {x.untyped_storage().data_ptr() for x in made if isinstance(x, Tensor)}
-    return found.issuperset([x.untyped_storage().data_ptr() for x in tensors])
-
-
-def _copy(made: Any) -> Any:
-    """Return a copy of a tensor or a rotation."""
-    if isinstance(made, Rotation):
-        return Rotation(*map(_copy, made))
-    return made.clone() if isinstance(made, Tensor) else made

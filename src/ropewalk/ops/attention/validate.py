@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ropewalk.ops.arguments import check_dense
 from ropewalk.ops.attention.blocks.tables import find_tables
-from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, as_bhtd, kv_capacity
+from ropewalk.ops.attention.call import MAX_PAGE_SIZE, AttentionCall, BlockTables, as_bhtd, kv_capacity
+from ropewalk.ops.attention.tables import resolve_scheme, with_rows
 from ropewalk.ops.cache.formats import NUMBERS_PER_ELEMENT, QUANTIZED, Format
 from ropewalk.ops.cache.validate import check_scale, refuse_bytes
 from ropewalk.ops.tracing import has_values, is_dtensor
@@ -50,88 +51,145 @@ class Arguments(NamedTuple):
     keys_rotated: bool = False
     layout: str = "bthd"
     gate: Tensor | None = None
-    blocks: Any = None  # BlockLists, BlockMask, or BlockTables
+    blocks: BlockTables | None = None  # or what these come from: BlockLists, or FlexAttention's BlockMask
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
 
-def validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+class Unchecked(NamedTuple):
+    """A call as the caller makes it, but for a norm, which comes before."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    arguments: Arguments
+    return_lse: bool = False
+    return_max_logits: bool = False
+    deterministic: bool | None = None
+    impl: str | None = None
+
+
+def resolve(unchecked: Unchecked) -> AttentionCall:
+    """Validate a call, and resolve its scheme to tables and numbers."""
+    q, k, v, arguments, _, _, deterministic, _ = unchecked
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic is {deterministic!r}, but must be None, True or False")
+    if torch.compiler.is_compiling():
+        _fix_all_but_lengths(q, k, v, arguments.layout)
+    elif torch._C._get_tracing_state() is not None:
+        raise TypeError(
+            "q is traced by torch.jit.trace, but attention must know sizes as ints: use torch.export or torch.compile"
+        )
+    call = resolve_scheme(validate(q, k, v, arguments))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    needs_backward = False
+    if torch.is_grad_enabled():
+        params = call.score_mod_params
+        learns = (params is not None and params.requires_grad) or (call.sinks is not None and call.sinks.requires_grad)
+        if learns and call.block_table is not None:
+            raise ValueError(
+                "position has parameters that require grad, but with block_table there is no backward: call under "
+                "no_grad"
+            )
+        needs_backward = learns or q.requires_grad or k.requires_grad or v.requires_grad
+    if needs_backward:
+        call = with_rows(call)
+    return call._replace(
+        return_lse=unchecked.return_lse,
+        deterministic=deterministic,
+        needs_backward=needs_backward,
+        return_max_logits=unchecked.return_max_logits,
+    )
+
+
+def _fix_all_but_lengths(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    """Let torch.compile take the numbers of heads and the head dims for constants, as the kernels do."""
+    heads = -3 if layout == "bhtd" else -2
+    for x in (q, k, v):
+        if x.ndim in (len(layout), 4):
+            len(range(x.shape[heads]))  # a range has a length that must be known
+            len(range(x.shape[-1]))
+
+
+def validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionCall:
     """Validate the arguments of `attention` and build the call, its scheme not yet resolved.
 
     Dropout needs a seed beside: `call._replace(seed=...)`. The gate is checked alone: a backend's kernels take it by
     `call._replace(gate=...)`, and after others it acts on the output.
     """
-    is_over_cache = given.layout == "thd" and isinstance(k, Tensor) and k.ndim == 4
-    call = (_validate_over_cache if is_over_cache else _validate)(q, k, v, given)
+    is_over_cache = arguments.layout == "thd" and isinstance(k, Tensor) and k.ndim == 4
+    call = (_validate_over_cache if is_over_cache else _validate)(q, k, v, arguments)
     _check_pages(call)
     return call
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+def _validate(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionCall:
     """Validate all but the numbers of pages."""
-    layout, position, block_table = given.layout, given.position, given.block_table
+    layout, position, block_table = arguments.layout, arguments.position, arguments.block_table
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, but must be one of {', '.join(map(repr, LAYOUTS))}")
     if not isinstance(position, PositionScheme):
         raise TypeError(f"position is {position!r}, but must be a scheme of ropewalk.schemes, such as Rope()")
     check_class(position)
     batch, heads, queries, head_dim, value_dim, keys = _check_tensors(
-        q, k, v, layout, block_table, (given.k_scale, given.v_scale)
+        q, k, v, layout, block_table, (arguments.k_scale, arguments.v_scale)
     )
-    window_left, window_right = _as_window(given.window)
-    if not isinstance(given.causal, int) or given.causal not in (False, True):
-        raise TypeError(f"causal is {given.causal!r}, but must be True or False")
-    causal = bool(given.causal) or window_right == 0
-    scale = int(head_dim) ** -0.5 if given.scale is None else _as_float(given.scale)  # make_fx has symbols for sizes
+    window_left, window_right = _as_window(arguments.window)
+    if not isinstance(arguments.causal, int) or arguments.causal not in (False, True):
+        raise TypeError(f"causal is {arguments.causal!r}, but must be True or False")
+    causal = bool(arguments.causal) or window_right == 0
+    # make_fx has symbols for sizes.
+    scale = int(head_dim) ** -0.5 if arguments.scale is None else _as_float(arguments.scale)
     if not abs(scale) < math.inf:
-        raise ValueError(f"scale is {given.scale!r}, but must be a finite number")
-    cu_seqlens_k = given.cu_seqlens_q if given.cu_seqlens_k is None else given.cu_seqlens_k
+        raise ValueError(f"scale is {arguments.scale!r}, but must be a finite number")
+    cu_seqlens_k = arguments.cu_seqlens_q if arguments.cu_seqlens_k is None else arguments.cu_seqlens_k
     if layout == "thd":
-        _check_packed(q, queries, keys, given.cu_seqlens_q, cu_seqlens_k)
+        _check_packed(q, queries, keys, arguments.cu_seqlens_q, cu_seqlens_k)
         for name in ("mask", "key_lengths", "key_starts", "query_starts", "block_table"):
-            if getattr(given, name) is not None:
+            if getattr(arguments, name) is not None:
                 raise ValueError(f"{name} was given beside cu_seqlens_q, but layout 'thd' takes none")
     elif cu_seqlens_k is not None:
-        name = "cu_seqlens_k" if given.cu_seqlens_q is None else "cu_seqlens_q"
+        name = "cu_seqlens_k" if arguments.cu_seqlens_q is None else "cu_seqlens_q"
         raise ValueError(f"{name} was given with layout {layout!r}, but must come with layout 'thd' alone")
-    mask = given.mask
+    mask = arguments.mask
     if mask is not None:
         mask = _as_mask(mask, batch, heads, queries, keys)
         _check_device("mask", mask, q)
-    if given.key_lengths is not None:
-        _check_rows("key_lengths", given.key_lengths, batch, (0, keys), ("0", "Tk"), q)
-    if given.key_starts is not None:
-        _check_rows("key_starts", given.key_starts, batch, (0, keys), ("0", "Tk"), q)
-    if given.query_starts is not None:
+    if arguments.key_lengths is not None:
+        _check_rows("key_lengths", arguments.key_lengths, batch, (0, keys), ("0", "Tk"), q)
+    if arguments.key_starts is not None:
+        _check_rows("key_starts", arguments.key_starts, batch, (0, keys), ("0", "Tk"), q)
+    if arguments.query_starts is not None:
         limits = ("−Tq", "Tk − Tq")  # a query before the first key may attend nothing
-        _check_rows("query_starts", given.query_starts, batch, (-queries, keys - queries), limits, q)
-    positions_q, positions_k = given.positions_q, given.positions_k
+        _check_rows("query_starts", arguments.query_starts, batch, (-queries, keys - queries), limits, q)
+    positions_q, positions_k = arguments.positions_q, arguments.positions_k
     if positions_q is not None:
         positions_q = _check_positions("positions_q", positions_q, batch, queries, q, layout, position)
     if positions_k is not None:
         positions_k = _check_positions("positions_k", positions_k, batch, keys, q, layout, position)
-    if layout == "thd" and given.positions_q is given.positions_k:
-        positions_k = positions_q  # the checks made two views of one tensor
+    if layout == "thd" and arguments.positions_q is arguments.positions_k:
+        positions_k = positions_q  # the checks took two views of one tensor
     if block_table is not None:
-        if given.key_lengths is None:
+        if arguments.key_lengths is None:
             raise ValueError("key_lengths is None, but block_table needs it: which pages are filled")
-        _check_no_grad(q, k, v, given)
-    blocks = given.blocks
+        _check_no_grad(q, k, v, arguments)
+    blocks: Any = arguments.blocks
     if blocks is not None:
         blocks = find_tables(blocks, q, k, layout, block_table)
-    softcap = given.softcap
+    softcap = arguments.softcap
     if softcap is not None:
         softcap = math.nan if isinstance(softcap, bool) else _as_float(softcap)
         if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap is {given.softcap!r}, but must be None or a finite number above 0")
-    if given.sinks is not None:
-        _check_sinks(given.sinks, heads, q)
-    if given.gate is not None:
-        check_gate(given.gate, q, v, layout, value_dim)
-    dropout_p = _as_float(given.dropout_p)
+            raise ValueError(f"softcap is {arguments.softcap!r}, but must be None or a finite number above 0")
+    if arguments.sinks is not None:
+        _check_sinks(arguments.sinks, heads, q)
+    if arguments.gate is not None:
+        check_gate(arguments.gate, q, v, layout, value_dim)
+    dropout_p = _as_float(arguments.dropout_p)
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {given.dropout_p!r}, but must be a number from 0 to below 1")
-    if given.keys_rotated and position.far_window() is not None:
+        raise ValueError(f"dropout_p is {arguments.dropout_p!r}, but must be a number from 0 to below 1")
+    if arguments.keys_rotated and position.far_window() is not None:
         raise ValueError(
             f"keys_rotated is True, but {type(position).__name__} rotates a key in one way for near queries and in "
             "another for far ones: pass keys as they are"
@@ -145,10 +203,10 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCal
         window_left=window_left,
         window_right=None if causal else window_right,
         mask=mask,
-        key_lengths=given.key_lengths,
-        key_starts=given.key_starts,
-        query_starts=given.query_starts,
-        cu_seqlens_q=given.cu_seqlens_q,
+        key_lengths=arguments.key_lengths,
+        key_starts=arguments.key_starts,
+        query_starts=arguments.query_starts,
+        cu_seqlens_q=arguments.cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
         positions_q=positions_q,
@@ -156,22 +214,22 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCal
         blocks=blocks,
         scale=scale,
         softcap=softcap,
-        k_scale=given.k_scale,
-        v_scale=given.v_scale,
-        sinks=given.sinks,
+        k_scale=arguments.k_scale,
+        v_scale=arguments.v_scale,
+        sinks=arguments.sinks,
         dropout_p=dropout_p,
-        keys_rotated=bool(given.keys_rotated),
+        keys_rotated=bool(arguments.keys_rotated),
     )
 
 
-def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> AttentionCall:
+def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionCall:
     """Validate a call of packed queries over a cache: as a dense call, whose rows are the packed sequences.
 
     A dense cache is pages too, of as many keys as a row has.
     """
-    bounds, key_lengths = given.cu_seqlens_q, given.key_lengths
+    bounds, key_lengths = arguments.cu_seqlens_q, arguments.key_lengths
     for name in ("cu_seqlens_k", "positions_k", "mask", "key_starts", "query_starts", "blocks"):
-        if getattr(given, name) is not None:
+        if getattr(arguments, name) is not None:
             raise ValueError(f"{name} was given with packed queries over a cache, which take none")
     if isinstance(q, Tensor) and q.ndim == 3:
         _check_packed(q, q.shape[0], q.shape[0], bounds, bounds)
@@ -180,14 +238,14 @@ def _validate_over_cache(q: Tensor, k: Tensor, v: Tensor, given: Arguments) -> A
     sequences = 1 if bounds is None else bounds.numel() - 1
     # One query stands for those of each sequence: the cache's checks go by the number of sequences.
     rows = q.new_empty(sequences, 1, *q.shape[1:]) if isinstance(q, Tensor) and q.ndim == 3 else q
-    dense = given._replace(cu_seqlens_q=None, positions_q=None, gate=None, layout="bthd")
+    dense = arguments._replace(cu_seqlens_q=None, positions_q=None, gate=None, layout="bthd")
     call = _validate(rows, k, v, dense)
-    positions_q, block_table = given.positions_q, given.block_table
+    positions_q, block_table = arguments.positions_q, arguments.block_table
     if positions_q is not None:
-        positions_q = _check_positions("positions_q", positions_q, 1, q.shape[0], q, "thd", given.position)
-    if given.gate is not None:
-        check_gate(given.gate, q, v, "thd", call.value_dim)
-    _check_no_grad(q, k, v, given, "over a cache")
+        positions_q = _check_positions("positions_q", positions_q, 1, q.shape[0], q, "thd", arguments.position)
+    if arguments.gate is not None:
+        check_gate(arguments.gate, q, v, "thd", call.value_dim)
+    _check_no_grad(q, k, v, arguments, "over a cache")
     if block_table is None:
         block_table = torch.arange(sequences, dtype=torch.int32, device=q.device)[:, None]
     return call._replace(q=as_bhtd(q, "thd"), cu_seqlens_q=bounds, block_table=block_table, positions_q=positions_q)
@@ -379,8 +437,8 @@ def _check_pages(call: AttentionCall) -> None:
         raise ValueError(f"block_table holds {page} below key_lengths, but must be from 0 to below {pages} pages")
 
 
-def _check_no_grad(q: Tensor, k: Tensor, v: Tensor, given: Arguments, of: str = "with block_table") -> None:
-    others = (("sinks", given.sinks), ("k_scale", given.k_scale), ("v_scale", given.v_scale))
+def _check_no_grad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, of: str = "with block_table") -> None:
+    others = (("sinks", arguments.sinks), ("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale))
     for name, x in (("q", q), ("k", k), ("v", v), *others):
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, but {of} there is no backward: call under no_grad")

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import AT_ONCE, Steps
 from ropewalk.ops.attention.triton.tiles import wide
+from ropewalk.ops.launch.steps import AT_ONCE, Steps
 
 _ELEMENTS = 4096  # of a program: 16 for each thread
 _WARPS = 8
@@ -105,17 +105,34 @@ def gate_backward_kernel(
         tl.store(_pointers(grad_gate, outer, middle, inner, feature), dg, gate_mask)
 
 
-def forward(out: Tensor, gate: Tensor, on: Steps = AT_ONCE) -> list[Tensor | None]:
+class GatedOutput(NamedTuple):
+    """An output and its gate."""
+
+    out: Tensor
+    gate: Tensor
+
+
+class GateGradients(NamedTuple):
+    """The gradient of a gated output, and which gradients are wanted of it."""
+
+    out: Tensor
+    gate: Tensor
+    grad: Tensor
+    wants_out: bool
+    wants_gate: bool
+
+
+def forward(record: GatedOutput, on: Steps = AT_ONCE) -> list[Tensor | None]:
     """Return [out · σ(gate)], with out's strides if it is dense."""
+    out, gate = record
     gated = torch.empty_like(out)
     _launch(on, gate_forward_kernel, out, out=out, gate=gate, gated=gated)
     return [gated]
 
 
-def backward(
-    out: Tensor, gate: Tensor, grad: Tensor, wants_out: bool, wants_gate: bool, on: Steps = AT_ONCE
-) -> list[Tensor | None]:
+def backward(record: GateGradients, on: Steps = AT_ONCE) -> list[Tensor | None]:
     """Return the gradients of out and gate; None for one that is not wanted."""
+    out, gate, grad, wants_out, wants_gate = record
     grad_out = torch.empty_like(out) if wants_out else None
     grad_gate = torch.empty_like(gate) if wants_gate else None
     tensors = {"grad": grad, "out": out if wants_gate else None, "gate": gate}

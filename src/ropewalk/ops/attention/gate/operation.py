@@ -6,17 +6,19 @@ one kernel of it, each way.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.attention import plans
+from ropewalk.ops.launch.autograd import Recorder
+from ropewalk.ops.launch.kinds import Operation
 from ropewalk.ops.tracing import is_plain_eager, is_transformed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_FORWARDS, _BACKWARDS = plans.Cache(), plans.Cache()
+_RECORDER = Recorder("Gate")
 MAX_FEATURES = 1024  # of a row, which one program holds
 
 
@@ -29,7 +31,7 @@ def apply_gate(out: Tensor, gate: Tensor) -> Tensor:
     if not _runs_kernel(out, gate):
         return gate_plainly(out, gate)
     if torch.is_grad_enabled() and (out.requires_grad or gate.requires_grad):
-        gated: Tensor = _Gate.apply(out, gate)
+        gated: Tensor = _RECORDER.record_any(_Gate, out, gate)
         return gated
     return _multiply(out, gate)
 
@@ -68,17 +70,25 @@ def _runs_kernel(out: Tensor, gate: Tensor) -> bool:
     )
 
 
-def _multiply(out: Tensor, gate: Tensor) -> Tensor:
-    """Return out · σ(gate) by the kernel."""
+@functools.cache
+def _operations() -> tuple[Operation[Any], Operation[Any]]:
+    """Return the operations of the gate and of its gradients, whose kernels are loaded here."""
     from ropewalk.ops.attention.gate import kernel
 
-    (gated,) = plans.run_launcher(_FORWARDS, kernel.forward, (out, gate))
+    forward = Operation(kernel.GatedOutput, lambda record: kernel.forward)
+    return forward, Operation(kernel.GateGradients, lambda record: kernel.backward)
+
+
+def _multiply(out: Tensor, gate: Tensor) -> Tensor:
+    """Return out · σ(gate) by the kernel."""
+    forward, _ = _operations()
+    (gated,) = forward.run(forward.record.kind(out, gate))
     assert gated is not None
     return gated
 
 
-class _Gate(torch.autograd.Function):
-    """The gate with its kernels. It saves the output as it was before: σ may be 0."""
+class _Gate:
+    """The step of a gate with its kernels. It saves the output as it was before: σ may be 0."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gate: Tensor) -> Tensor:
@@ -90,7 +100,7 @@ class _Gate(torch.autograd.Function):
         out, gate = ctx.saved_tensors
         if torch.is_grad_enabled() or is_transformed() or not is_plain_eager(grad, out, gate):
             return differentiate_plainly(grad, out, gate)
-        from ropewalk.ops.attention.gate import kernel
-
-        grad_out, grad_gate = plans.run_launcher(_BACKWARDS, kernel.backward, (out, gate, grad), *ctx.needs_input_grad)
+        _, backward = _operations()
+        _, *wanted = ctx.needs_input_grad
+        grad_out, grad_gate = backward.run(backward.record.kind(out, gate, grad, *wanted))
         return grad_out, grad_gate

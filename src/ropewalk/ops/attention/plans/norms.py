@@ -1,51 +1,81 @@
-"""Kinds of calls whose q and k are normed and rotated in one launch before they attend."""
+"""The norm beside a rotation, which comes before a call: q and k normed and rotated in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ropewalk.ops.attention.call import AttentionCall, RopeTable, as_bhtd, from_bhtd
-from ropewalk.ops.attention.plans.cache import NORMS, may_plan, plan_or_none
-from ropewalk.ops.attention.plans.leaves import Flags, describe, lies_as_given, shares_table, switches
-from ropewalk.ops.attention.plans.made import Rows
-from ropewalk.ops.attention.tables import bind_norm, identity_of, signature_of, with_rows
+from ropewalk.ops.attention.plans.inputs import UNCHECKED, Inputs, Rows, find_paths, sides_of, tensors_of_caller
+from ropewalk.ops.attention.tables import bind_norm, identity_of, norm_call, with_rows
+from ropewalk.ops.attention.validate import NO_POSITION, Unchecked, resolve
+from ropewalk.ops.launch.kinds import Operation, matches_nothing, may_plan, plan_or_none
+from ropewalk.ops.launch.record import Record
+from ropewalk.ops.rope.norm import QKNorm
 from ropewalk.ops.tracing import is_intercepted, is_plain_eager
-from ropewalk.schemes import PositionScheme, Rope
-
-_WINDOW = Flags._fields.index("window")
+from ropewalk.schemes import Rope
 
 
-class NormedCall:
-    """A kind of call whose q and k are normed and rotated in one launch, and then attend without positions."""
+class NormedCall(NamedTuple):
+    """A call, and the norm that comes before it."""
 
-    def __init__(self, call: AttentionCall, impl: str | None, layout: str) -> None:
-        self.tables = with_rows(call).tables
+    call: Unchecked
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    offset: float
+    after: bool
+    across_heads: bool
+
+
+class _Kind:
+    """A kind of norms: the tables of its rotation, or the plan that makes them in each call."""
+
+    constants: Any = ()
+    matches = staticmethod(matches_nothing)
+    switches: tuple[bool, ...] = ()
+
+    def __init__(self, call: AttentionCall, record: NormedCall) -> None:
+        unchecked = record.call
+        self.tables, self.layout = with_rows(call).tables, unchecked.arguments.layout
+        self.impl = norm_impl(unchecked.impl)
         # Kernels give the same bits for views of another layout; sums of PyTorch's do not.
-        self.is_viewed = layout == "thd" or impl is not None or not call.q.is_cuda
-        self.layout, self.impl = layout, impl
+        self.is_viewed = self.layout == "thd" or self.impl is not None or not call.q.is_cuda
+        self.plan: Any = None
+        self.sides: list[Rows] = []
         placed = (call.positions_q, call.positions_k, call.key_starts, call.query_starts, call.cu_seqlens_q)
-        self.rows: list[Rows] = []
         assert call.scheme is not None
         if any(x is not None for x in placed) or identity_of(call.scheme) is None:
-            self.rows = [Rows(call, side, ()) for side in ((0,) if shares_table(call) else (0, 1))]
-            self.tables = self.tables._replace(q=None, k=None)  # no plan keeps what the call made
-        self.norm = bind_norm(self.tables, "bhtd" if self.is_viewed else layout, impl)
-        tables = (x for table in (self.tables.q, self.tables.k) for x in table or ())
-        self.constants = [*tables, *(x for rows in self.rows for x in rows.fixed)]
+            self._plan_rows(call, unchecked)
+        table_tensors = [x for table in (self.tables.q, self.tables.k) for x in table or ()]
+        self.constants = table_tensors + (self.inputs.all_constants if self.sides else [])
+        self.norm = bind_norm(self.tables, "bhtd" if self.is_viewed else self.layout, self.impl)
 
-    def run(self, norm: Any, given: Sequence[Any], position: Any) -> tuple[Tensor, ...] | None:
+    def _plan_rows(self, call: AttentionCall, unchecked: Unchecked) -> None:
+        from ropewalk.ops.launch.plan import Builder
+
+        paths = find_paths(call, unchecked)
+        assert paths is not None  # as `make` found
+        builder = Builder(call.q.device)
+        self.sides = [Rows(call, *sides) for sides in sides_of(call)]
+        self.inputs: Inputs = builder.follow(Inputs, call, paths, self.sides, {})
+        tables = self.inputs.meta_call.tables
+        self.plan = builder.finish([x for side in self.sides for x in getattr(tables, "qk"[side.side])])
+        self.tables = self.tables._replace(q=None, k=None)  # no plan keeps the call's rows
+
+    def run(self, unchecked: Unchecked, norm: QKNorm) -> tuple[Tensor, ...] | None:
         """Return q and k, normed and rotated; None where a tensor is misaligned."""
-        q, k, *_ = given
+        q, k, *_ = unchecked
         layout, norm_qk = self.layout, self.norm
-        if self.rows:
-            made = [rows.make(given, position) for rows in self.rows]
-            if None in made:
+        if self.plan is not None:
+            found = self.inputs.gather(unchecked)
+            if found is None:
                 return None
-            of_q, of_k = (RopeTable(*made[index]) for index in (0, -1))  # type: ignore[misc]
-            tables = self.tables._replace(q=of_q, k=of_q if len(made) == 1 else of_k)
+            cos, sin, *k_table = self.plan.run(*found, self.plan.results)
+            q_table = RopeTable(cos, sin)
+            tables = self.tables._replace(q=q_table, k=RopeTable(*k_table[:2]) if len(self.sides) > 1 else q_table)
             norm_qk = bind_norm(tables, "bhtd" if self.is_viewed else layout, self.impl)
         if not self.is_viewed:
             return norm_qk(q, k, norm)
@@ -53,44 +83,45 @@ class NormedCall:
         return from_bhtd(q, layout), from_bhtd(k, layout)
 
 
-def find_norm(
-    given: Sequence[Any], position: PositionScheme, norm: Any, flags: tuple[Any, ...]
-) -> tuple[Any, NormedCall | None]:
-    """Return the key of a call with a norm beside a rotation, None for one that no plan is for, and its plan."""
-    if is_intercepted():
-        return None, None
-    q, *_ = given
-    window = flags[_WINDOW]
-    try:
-        if not may_plan(q):
-            return None, None
-        identity = identity_of(position)
-        of_norm = (norm.eps, norm.offset, norm.after, norm.across_heads)
-        key = (
-            describe((*given, norm.q_weight, norm.k_weight)),
-            ("read", signature_of(position)) if identity is None else identity,
-            of_norm,
-            *map(type, of_norm),
-            flags,
-            *map(type, flags),
-            *(map(type, window) if type(window) is tuple else ()),
-            switches(),
-        )
-        return key, NORMS.found.get(key)
-    except (RuntimeError, TypeError, AttributeError):  # as in `find_call`
-        return None, None
+class _Norms(Operation[NormedCall]):
+    def make(self, record: NormedCall) -> _Kind | None:
+        """Return the kind of a norm; None where no rotation goes with it, or no plan makes its tables."""
+        call = resolve(record.call)
+        is_plannable = is_plain_eager(*tensors_of_caller(record.call), record.q_weight, record.k_weight)
+        is_plannable = is_plannable and type(call.scheme) is Rope and call.q.device == call.k.device
+        if not is_plannable or find_paths(call, record.call) is None:
+            return None
+        return plan_or_none(_Kind, call, record)  # type: ignore[no-any-return]
 
 
-def note_norm(
-    key: Any, call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
-) -> None:
-    """Plan the norms of a key, from its second call on; `call` is as it was before."""
-    NORMS.find(key, lambda: plan_or_none(_plan_norm, call, norm, given, impl, layout))
+def _resolve(record: NormedCall) -> Any:
+    return resolve(record.call)
 
 
-def _plan_norm(
-    call: AttentionCall, norm: Any, given: Sequence[Tensor | None], impl: str | None, layout: str
-) -> NormedCall | None:
-    is_kept = is_plain_eager(*given, norm.q_weight, norm.k_weight) and type(call.scheme) is Rope
-    is_kept = is_kept and lies_as_given(call, given) and call.q.device == call.k.device
-    return NormedCall(call, impl, layout) if is_kept else None
+NORMS = _Norms(Record(NormedCall, identify=UNCHECKED.identify), _resolve)
+
+
+def norm_impl(impl: str | None) -> str | None:
+    """Return the implementation of the norm beside a backend."""
+    return impl if impl == "reference" else None
+
+
+def norm_first(unchecked: Unchecked, norm: QKNorm) -> Unchecked:
+    """Return a call with q and k normed; those of `Rope` are rotated in the same launch, and have no position left."""
+    arguments = unchecked.arguments
+    found = None
+    if not torch.compiler.is_compiling() and not is_intercepted():
+        try:
+            if may_plan(unchecked.q):
+                norm_fields = (norm.q_weight, norm.k_weight, norm.eps, norm.offset, norm.after, norm.across_heads)
+                kind = NORMS.find(tuple.__new__(NormedCall, (unchecked, *norm_fields)))
+                found = None if kind is None else kind.run(unchecked, norm)
+        except (RuntimeError, AttributeError):  # sparse tensors have no strides, None no shape
+            found = None
+    if found is None:
+        call = norm_call(resolve(unchecked), norm, norm_impl(unchecked.impl))
+        found = from_bhtd(call.q, arguments.layout), from_bhtd(call.k, arguments.layout)
+    if type(arguments.position) is Rope:
+        arguments = arguments._replace(position=NO_POSITION, positions_q=None, positions_k=None)
+    q, k = found
+    return unchecked._replace(q=q, k=k, arguments=arguments)

@@ -1,100 +1,134 @@
-"""Kinds of calls of `attention` that kernels run: their plans, and what these read beside the caller's tensors."""
+"""Kinds of calls of `attention` that kernels run: one plan has all launches, also those that make rows of tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from ropewalk.ops.attention.backend import LN_2, Saved
-from ropewalk.ops.attention.call import AttentionCall, as_bhtd, flatten
-from ropewalk.ops.attention.dropout import make_seed
-from ropewalk.ops.attention.plans.cache import addresses_of, existing
-from ropewalk.ops.attention.plans.directions import LSE, OUT, Backwards, ForwardPlan, lay_out
-from ropewalk.ops.attention.plans.leaves import N_GIVEN, call_of, of_given, pick_numbers, pick_tensors
+from ropewalk.ops.attention.backend import LN_2, Gradients, KernelBackend, Wanted
+from ropewalk.ops.attention.call import RECORD, AttentionCall, as_bhtd, flatten, unflatten
+from ropewalk.ops.attention.plans.backward import ATTEND, BackwardCall, Backwards, differentiate, features_of, lay_out
+from ropewalk.ops.attention.plans.inputs import Inputs, Maker, Rows
+from ropewalk.ops.attention.validate import Unchecked
+from ropewalk.ops.launch.kinds import existing, matches_nothing
+from ropewalk.ops.launch.record import pick_at
 
-_caches = of_given("k", "v", "mask")
+MOST = 2**31 - 1  # numbers of a launch are int32
 
 
 class PlannedCall:
-    """A kind of call of `attention`: its plan, and the tensors that the plan reads beside the caller's."""
+    """A kind of call of `attention`: its plan, and what autograd keeps of it.
 
-    def __init__(self, call: AttentionCall, plan: ForwardPlan, layout: str) -> None:
-        tensors = pick_tensors(flatten(call))
-        self.plan, self.layout, self.return_lse = plan, layout, call.return_lse
-        self.given = [index for index, x in enumerate(tensors[:N_GIVEN]) if x is not None]
-        _, *of_scheme = tensors[N_GIVEN:]  # the first is the seed
-        self.constants = existing(of_scheme)
-        self.constant_addresses = [x.data_ptr() for x in self.constants]
-        self.numbers, self.is_given = pick_numbers(flatten(call)), [x is not None for x in tensors]
-        self.needs_backward, self.drops = call.needs_backward, call.dropout_p > 0
-        self.gates = call.gate is not None
-        out, *others = plan.plan.results
-        self.results = [lay_out(out, layout), *others]
-        self.n_inputs = len(self.given) + self.drops + len(self.constants)
+    paths, rows, makers: as `Inputs` takes them. longest: of caches that grow.
+    """
+
+    matches = staticmethod(matches_nothing)
+    switches: tuple[bool, ...] = ()
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        backend: KernelBackend,
+        layout: str,
+        paths: dict[str, str],
+        rows: Sequence[Rows] = (),
+        makers: dict[str, Maker] | None = None,
+        longest: int | None = None,
+    ) -> None:
+        from ropewalk.ops.launch.plan import Builder
+
+        self.layout, self.return_lse, self.gates = layout, call.return_lse, call.gate is not None
+        self.needs_backward = call.needs_backward
+        builder = Builder(call.q.device, longest)
+        self.inputs: Inputs = builder.follow(Inputs, call, paths, list(rows), makers or {})
+        self.constants, meta_call = self.inputs.all_constants, self.inputs.meta_call
+        out, saved = builder.follow(backend.forward, meta_call, self.needs_backward)
+        features = features_of(saved) if self.needs_backward else ()
+        leaves = dict(zip(RECORD.names, flatten(meta_call), strict=True))
+        row_tables = [leaves[name] for side in rows for name in side.names[:2]] if self.needs_backward else []
+        results = [out, saved.lse] if self.needs_backward or self.return_lse else [out]
+        results += [x for x in (*features, *row_tables) if x is not None and not builder.is_input(x)]
+        self.plan = builder.finish(results)
+        like, *others = self.plan.results
+        self.results = [lay_out(like, layout), *others]
+        self.sizes = builder.sizes
+        if longest is not None and self.sizes is not None:
+            self.measure, self.work, indices = self.sizes
+            self.pick_sizes = pick_at(indices)
+            self.head, self.token = (2, 1) if layout == "bthd" else (1, 2)
         if self.needs_backward:
+            q, k, *far = features
+            tensors = {name: x for name in RECORD.tensors if (x := leaves[name]) is not None} | {"q": q, "k": k}
+            order = existing([*tensors.values(), saved.lse, *far, out])
+            self.slots = [builder.slot_of(x) for x in order]
+            self.pick_saved = pick_at(self.slots)
+            self.has_far = [x is not None for x in far]
             # The caller's tensors have its shapes, and the backward's launchers read the call's.
-            views = [(x.shape, x.stride()) for x in existing(tensors[:N_GIVEN])]
-            q, k, *far = plan.features
-            _, _, *later = range(self.n_inputs)  # q and k as their features are mapped
-            saved = [slot for slot in (q, k, *later, plan.lse, *far, plan.out) if slot is not None]
-            self.pick_saved = itemgetter(*saved)
-            self.views = [views[slot] if slot < len(views) else None for slot in saved]
-        self.backwards = Backwards(plan, plan.backend, layout)
+            self.views = dict(enumerate(self.inputs.views))
+            self.saved_names, self.numbers, self.backend = list(tensors), leaves, backend.name
+            self.backwards = Backwards(self.describe, layout, waits=False)
+            names = self.inputs.names
+            self.pick_differentiable = pick_at([names.index(x) if x in names else None for x in Gradients._fields])
 
-    def inputs_of(self, given: Sequence[Tensor | None]) -> tuple[list[Any], list[int]] | None:
-        """Return the plan's inputs for a call's tensors, and their addresses; None where one is misaligned."""
-        inputs: list[Any] = [given[index] for index in self.given]
-        addresses = addresses_of(inputs)
-        if addresses is None:
+    def run(self, unchecked: Unchecked) -> Any:
+        """Return what `attention` does before a gate that no kernel applies; None where a tensor is misaligned."""
+        found = self.inputs.gather(unchecked)
+        if found is None:
             return None
-        if self.drops:
-            seed = make_seed(*inputs[:1])
-            inputs.append(seed)
-            addresses.append(seed.data_ptr())
-        return inputs + self.constants, addresses + self.constant_addresses
+        inputs, addresses = found
+        if self.needs_backward:
+            return ATTEND.record(self, *self.pick_differentiable(inputs), found)
+        return self.returned(self.plan.run(inputs, addresses, self.results))
+
+    def forward(self, ctx: Any, *arguments: Any) -> Any:
+        """Run the plan, and save what its backward reads."""
+        *_, (inputs, addresses) = arguments
+        results = self.plan.run(inputs, addresses, self.results)
+        ctx.backwards = self.backwards
+        ctx.save_for_backward(*self.pick_saved((*inputs, *results)))
+        ctx.set_materialize_grads(False)
+        return self.returned(results)
+
+    backward = staticmethod(differentiate)
 
     def returned(self, results: Sequence[Tensor]) -> Any:
         """Return what `attention` returns."""
+        out, *rest = results
         if not self.return_lse:
-            return results[OUT]
-        natural = results[LSE] * LN_2
-        return results[OUT], natural.squeeze(0) if self.layout == "thd" else natural
+            return out
+        natural = rest[0] * LN_2
+        return out, natural.squeeze(0) if self.layout == "thd" else natural
 
-    def describe(self, saved: Sequence[Tensor]) -> tuple[AttentionCall, Tensor, Saved]:
-        """Return the call whose backward comes, its output and what was saved, as `backward` takes them."""
-        of_call = (x if view is None else x.as_strided(*view) for x, view in zip(saved, self.views, strict=True))
-        *tensors, out = of_call
-        leaves, others = iter(tensors[: self.n_inputs]), iter(tensors[self.n_inputs :])
-        call = call_of([next(leaves) if is_given else None for is_given in self.is_given], self.numbers)
-        lse = next(others)
-        _, _, *far = self.plan.features
-        far_features = [None if slot is None else next(others) for slot in far]
-        return call, as_bhtd(out, self.layout), Saved(call.q, call.k, lse, *far_features)
+    def describe(
+        self, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    ) -> BackwardCall:
+        """Return the backward of what was saved."""
+        views = {  # what is one tensor stays one: launchers ask whether queries and keys have the same bounds
+            slot: x.as_strided(*self.views[slot]) if slot in self.views else x
+            for slot, x in zip(self.slots, saved, strict=True)
+        }
+        rest = iter([views[slot] for slot in self.slots])
+        leaves = {**self.numbers, **{name: next(rest) for name in self.saved_names}}
+        call = unflatten([leaves[name] for name in RECORD.names])
+        lse, q_past, q_future, k_far = next(rest), *[next(rest) if there else None for there in self.has_far]
+        out = as_bhtd(next(rest), self.layout)
+        return BackwardCall(call, lse, q_past, q_future, k_far, out, grad_out, grad_lse, wanted, self.backend)
 
 
 class GrowingCall(PlannedCall):
-    """A kind of call over caches of all lengths between two powers of two, and its plan."""
+    """A kind of call over caches of all lengths between two powers of two."""
 
-    def __init__(self, call: AttentionCall, plan: ForwardPlan, layout: str) -> None:
-        super().__init__(call, plan, layout)
-        assert plan.sizes is not None
-        self.measure, self.work, indices = plan.sizes
-        self.pick_given, self.pick_sizes = itemgetter(*self.given), itemgetter(*indices)
-        self.head, self.token = (2, 1) if layout == "bthd" else (1, 2)
-
-    def inputs_of(self, given: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
-        """Return the plan's inputs, and their addresses; None where one is misaligned, or the cache too large."""
-        inputs = list(self.pick_given(given)) + self.constants
-        addresses = addresses_of(inputs)
-        if addresses is None:
+    def run(self, unchecked: Unchecked) -> Any:
+        """Return what `attention` does; None where a tensor is misaligned, or the cache too large."""
+        found = self.inputs.gather(unchecked)
+        if found is None:
             return None
-        k, v, mask = _caches(given)
-        numbers = [*self.pick_sizes(self.measure(self.work, k, v, mask, k.shape[self.token], self.head))]
-        return None if max(numbers) > _MOST else (inputs + numbers, addresses + numbers)
-
-
-FIXED = object()  # in place of the plan of caches of all lengths, where a call is planned by its own length alone
-_MOST = 2**31 - 1  # numbers of a launch are int32
+        inputs, addresses = found
+        k, v = unchecked.k, unchecked.v
+        sizes = self.measure(self.work, k, v, unchecked.arguments.mask, k.shape[self.token], self.head)
+        numbers = [*self.pick_sizes(sizes)]
+        if max(numbers) > MOST:
+            return None
+        return self.returned(self.plan.run(inputs + numbers, addresses + numbers, self.results))
