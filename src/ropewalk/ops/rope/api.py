@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ropewalk.ops.arguments import refuse_unknown, without_unknown
-from ropewalk.ops.rope import norm_autograd
 from ropewalk.ops.rope.autograd import rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
-from ropewalk.ops.rope.norm import NormCall, QKNorm, check_norm, split_norm
-from ropewalk.ops.rope.norm_operator import norm_and_rotate_traced
+from ropewalk.ops.rope.norm import NormCall, Normed, QKNorm, check_norm, split_norm
+from ropewalk.ops.rope.norm import operation as norm_operation
+from ropewalk.ops.rope.norm.operator import norm_and_rotate_traced
 from ropewalk.ops.rope.operator import rotate_traced
-from ropewalk.ops.rope.pages import rotate_pages
+from ropewalk.ops.rope.pages.operation import rotate_pages
 from ropewalk.ops.rope.validate import LAYOUTS, are_per_head, check_not_offsets, check_offsets, rows_by_index
 from ropewalk.ops.tracing import is_dtensor, is_plain_eager, is_transformed
 
@@ -202,8 +202,8 @@ def apply_rope(
     ):
         cos, sin, offset = rows_by_index(q, cos, sin, offset, layout)
     if block_table is not None:
-        of_pages = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
-        tables = RopeCall(cos, sin, token_positions, cu_seqlens, offset, of_pages, axes)
+        page_flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
+        tables = RopeCall(cos, sin, token_positions, cu_seqlens, offset, page_flags, axes)
         return rotate_pages(q, k, block_table, tables, {"norm": norm, "q_bias": q_bias, "k_bias": k_bias})
     xs = (q,) if k is None else (q, k)
     # A named tuple's own constructor is a call of Python's.
@@ -236,14 +236,18 @@ def norm_and_rotate(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, ...]:
     """Normalise and rotate `xs`, (q,) or (q, k), as `apply_rope` with a norm."""
-    weights, flags = split_norm(norm, len(xs))
+    (q_weight, k_weight), flags = split_norm(norm, 2)
     cos, sin, positions, cu_seqlens, _, _, axes = call
-    parameters = (*weights, *biases[: len(xs)])
-    is_plain = is_plain_eager(*xs, *parameters, cos, sin, positions, cu_seqlens, axes) and not is_transformed()
-    if xs[0] is None or cos is None or sin is None:
+    q_bias, k_bias = biases
+    q, k = xs if len(xs) == 2 else (xs[0], None)
+    if k is None:
+        k_weight = k_bias = None
+    tensors = (q, k, q_weight, k_weight, q_bias, k_bias)
+    is_plain = is_plain_eager(*tensors, cos, sin, positions, cu_seqlens, axes) and not is_transformed()
+    if q is None or cos is None or sin is None:
         is_plain = False  # the checks of `norm_and_rotate_traced` raise
-    run = norm_autograd.norm_and_rotate if is_plain else norm_and_rotate_traced
-    return run(xs, parameters, tuple.__new__(NormCall, (call, flags)))  # as in `apply_rope`
+    run = norm_operation.norm_and_rotate if is_plain else norm_and_rotate_traced
+    return run(tuple.__new__(Normed, (*tensors, tuple.__new__(NormCall, (call, flags)))))  # as in `apply_rope`
 
 
 def normalize(xs: tuple[Tensor, ...], norm: QKNorm, layout: str, impl: str | None = None) -> tuple[Tensor, ...]:

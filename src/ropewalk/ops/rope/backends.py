@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ropewalk import device as gpu
-from ropewalk.ops.rope import cpu, head_tables, norm_reference, reference
-from ropewalk.ops.rope.call import RopeCall, Rotate
+from ropewalk.ops.launch.kinds import Launcher, plain
+from ropewalk.ops.launch.steps import Steps
+from ropewalk.ops.rope import cpu, reference
+from ropewalk.ops.rope.call import RopeCall, Rotation
 from ropewalk.ops.rope.cuda import load as native
+from ropewalk.ops.rope.heads import reference as head_reference
+from ropewalk.ops.rope.norm import reference as norm_reference
 from ropewalk.ops.rope.validate import are_per_head
 
 
@@ -26,8 +30,8 @@ class Backend(Protocol):
         Nothing is loaded or compiled for that.
         """
 
-    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
-        """Return the function for calls like this one; None if the backend fails to load, and refuses from now on."""
+    def launcher(self, rotation: Rotation) -> Launcher | None:
+        """Return the launcher of calls like this one; None if the backend fails to load, and refuses from now on."""
 
 
 class _Native:
@@ -44,9 +48,9 @@ class _Native:
             return "tables per head are not supported"
         return native.why_not(device)
 
-    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate | None:
+    def launcher(self, rotation: Rotation) -> Launcher | None:
         # Calls come here that the extension has refused to check by itself, or the one that loads it.
-        return native.rotate_unusual if native.load() else None
+        return _writing(native.rotate_unusual) if native.load() else None
 
 
 class _Triton:
@@ -57,14 +61,14 @@ class _Triton:
     def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
         return gpu.why_no_triton(device)
 
-    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
-        if are_per_head(call.cos, call.positions):
-            from ropewalk.ops.rope.triton import head_launch
+    def launcher(self, rotation: Rotation) -> Launcher:
+        if are_per_head(rotation.call.cos, rotation.call.positions):
+            from ropewalk.ops.rope.heads import launch as head_launch
 
-            return head_launch.prepare(xs, call)
-        from ropewalk.ops.rope.triton import launch
+            return head_launch.rotate
+        from ropewalk.ops.rope import launch
 
-        return launch.prepare(xs, call)
+        return launch.rotate
 
 
 class _Reference:
@@ -75,8 +79,20 @@ class _Reference:
     def why_not(self, device: torch.device, call: RopeCall | None = None) -> str | None:
         return None
 
-    def prepare(self, xs: Sequence[Tensor], call: RopeCall) -> Rotate:
-        return cpu.rotate if xs[0].device.type == "cpu" else reference.rotate
+    def launcher(self, rotation: Rotation) -> Launcher:
+        return _writing(cpu.rotate if rotation.q.device.type == "cpu" else reference.rotate)
+
+
+def _writing(rotate: Callable[[Sequence[Tensor], Sequence[Tensor], RopeCall], None]) -> Launcher:
+    """Return the launcher that calls a function which writes the rotation of the first tensors into the second."""
+
+    @plain
+    def launch(rotation: Rotation, on: Steps) -> Sequence[Tensor]:
+        xs, outs = rotation.xs, rotation.make_results()
+        rotate(xs, outs or xs, rotation.call)
+        return outs
+
+    return launch
 
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (_Native(), _Triton(), _Reference())}
@@ -107,27 +123,27 @@ def choose(impl: str | None, device: torch.device, call: RopeCall | None = None,
 
 
 def choose_norm(impl: str | None, device: torch.device) -> Any:
-    """Return the module of a call with a norm; its `prepare_forward` and `prepare_backward` make functions of calls."""
+    """Return the module of a call with a norm, whose launchers are `forward` and `backward`."""
     if choose(impl, device, has_norm=True) == "reference":
         return norm_reference
-    from ropewalk.ops.rope.triton import norm_launch
+    from ropewalk.ops.rope.norm import launch as norm_launch
 
     return norm_launch
 
 
-def choose_gradients(impl: str | None, device: torch.device, call: RopeCall) -> Any:
-    """Return the module of a call with tables to differentiate; its `prepare_gradients` makes functions of calls."""
+def choose_gradients(impl: str | None, device: torch.device, call: RopeCall) -> Launcher:
+    """Return the launcher of the gradients of a call with tables per head."""
     if choose(impl, device, call) == "reference":
-        return head_tables
-    from ropewalk.ops.rope.triton import head_launch
+        return head_reference.launch_gradients
+    from ropewalk.ops.rope.heads import launch as head_launch
 
-    return head_launch
+    return head_launch.differentiate
 
 
-def prepare(xs: Sequence[Tensor], call: RopeCall) -> Rotate:
-    """Return the function for calls like this one, whose arguments are checked."""
-    impl, device = call.flags.impl, xs[0].device
-    run = None
-    while run is None:  # again where a backend has failed to load: `choose` passes it over, or raises if it was named
-        run = BACKENDS[choose(impl, device, call)].prepare(xs, call)
-    return run
+def choose_launcher(rotation: Rotation) -> Launcher:
+    """Return the launcher of calls like this one, whose arguments are checked."""
+    q, _, call = rotation
+    launcher = None
+    while launcher is None:  # again where a backend has failed to load: `choose` passes it over, or raises if named
+        launcher = BACKENDS[choose(call.flags.impl, q.device, call)].launcher(rotation)
+    return launcher

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ropewalk.ops.rope import head_tables, reference
+from ropewalk.ops.rope import reference
 from ropewalk.ops.rope.autograd import differentiate, rotate
 from ropewalk.ops.rope.call import RopeCall, RopeFlags
+from ropewalk.ops.rope.heads import reference as head_reference
 from ropewalk.ops.rope.validate import (
     check_arguments,
     check_axes,
@@ -37,7 +38,6 @@ _ARGUMENTS = (
 _LIBRARY.define(f"rope(Tensor[] xs, {_ARGUMENTS}) -> Tensor[]")
 _LIBRARY.define(f"rope_(Tensor(a!)[] xs, {_ARGUMENTS}) -> ()")
 _LIBRARY.define(f"rope_gradients(Tensor[] grads, Tensor[] xs, {_ARGUMENTS}, bool needs_dx) -> Tensor[]")
-_INVERSE = 7  # its index among the arguments after xs
 
 
 def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
@@ -49,9 +49,8 @@ def rotate_traced(xs: Sequence[Tensor], call: RopeCall) -> tuple[Tensor, ...]:
             return _rotate_transformed(xs, call)
     elif call.cos.requires_grad or call.sin.requires_grad:
         check_learned(*call[:3], call.flags.inplace)
-    *rest, inplace, impl, pair_block = call.flags
-    arguments = (*call[:5], *rest, impl, pair_block, call.axes)
-    if not inplace:
+    arguments = _arguments_of(call)
+    if not call.flags.inplace:
         return tuple(torch.ops.ropewalk.rope(xs, *arguments))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     if needs_grad or (not compiling and any(x.is_neg() for x in xs)):
@@ -119,7 +118,14 @@ def is_hidden(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _make_call(arguments: Sequence[Any], inplace: bool) -> RopeCall:
+def _arguments_of(call: RopeCall) -> tuple[Any, ...]:
+    """Return the operators' arguments after xs."""
+    cos, sin, positions, cu_seqlens, offset, flags, axes = call
+    *rest, _, impl, pair_block = flags
+    return cos, sin, positions, cu_seqlens, offset, *rest, impl, pair_block, axes
+
+
+def _make_call(arguments: Sequence[Any], inplace: bool = False) -> RopeCall:
     """Make a call of the operators' arguments after xs."""
     *tensors, offset, layout, interleaved, inverse, rotary_dim, rotary_offset, impl, pair_block, axes = arguments
     flags = RopeFlags(layout, interleaved, inverse, rotary_dim, rotary_offset, inplace, impl, pair_block)
@@ -129,7 +135,7 @@ def _make_call(arguments: Sequence[Any], inplace: bool) -> RopeCall:
 
 def _rope(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
     with torch.no_grad():
-        return list(rotate(xs, _make_call(arguments, inplace=False)))
+        return list(rotate(xs, _make_call(arguments)))
 
 
 def _rope_(xs: list[Tensor], *arguments: Any) -> None:
@@ -138,7 +144,7 @@ def _rope_(xs: list[Tensor], *arguments: Any) -> None:
 
 
 def _rope_fake(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
-    _check(xs, _make_call(arguments, inplace=False))
+    _check(xs, _make_call(arguments))
     return [torch.empty_like(x) for x in xs]
 
 
@@ -149,7 +155,7 @@ def _rope_fake_(xs: list[Tensor], *arguments: Any) -> None:
 def _rope_gradients(grads: list[Tensor], xs: list[Tensor], *arguments: Any) -> list[Tensor]:
     *arguments, needs_dx = arguments  # type: ignore[assignment]
     with torch.no_grad():
-        dxs, dcos, dsin = differentiate(grads, xs, _make_call(arguments, inplace=False), needs_dx)
+        dxs, dcos, dsin = differentiate(grads, xs, _make_call(arguments), needs_dx)
     return [*(dxs or ()), dcos, dsin]
 
 
@@ -166,27 +172,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    *tensors, axes = ctx.saved_tensors[:5]
-    xs = ctx.saved_tensors[5:]
-    arguments = [*tensors, *ctx.rest, axes]
+    cos, sin, positions, cu_seqlens, axes, *xs = ctx.saved_tensors
+    call = _make_call((cos, sin, positions, cu_seqlens, *ctx.rest, axes))
     if xs:
-        return _backward_of_tables(ctx, grads, xs, arguments)
-    arguments[_INVERSE] = not arguments[_INVERSE]
+        return _backward_of_tables(ctx, grads, xs, call)
+    arguments = _arguments_of(call._replace(flags=call.flags.inverted()))
     return torch.ops.ropewalk.rope(grads, *arguments), *[None] * len(arguments)
 
 
-def _backward_of_tables(
-    ctx: Any, grads: list[Tensor], xs: Sequence[Tensor], arguments: Sequence[Any]
-) -> tuple[Any, ...]:
-    needs_dxs, needs_dcos, needs_dsin, *_ = ctx.needs_input_grad
+def _backward_of_tables(ctx: Any, grads: list[Tensor], xs: Sequence[Tensor], call: RopeCall) -> tuple[Any, ...]:
+    needs_dxs, needs_dcos, needs_dsin, *others = ctx.needs_input_grad
     needs_dx = any(needs_dxs)
     if torch.is_grad_enabled():  # create_graph=True: PyTorch's own operations have further derivatives
-        dxs, dcos, dsin = head_tables.differentiate(grads, xs, _make_call(arguments, inplace=False), needs_dx)
+        dxs, dcos, dsin = head_reference.differentiate(grads, xs, call, needs_dx)
     else:
-        *dxs, dcos, dsin = torch.ops.ropewalk.rope_gradients(grads, list(xs), *arguments, needs_dx)
+        *dxs, dcos, dsin = torch.ops.ropewalk.rope_gradients(grads, list(xs), *_arguments_of(call), needs_dx)
     results = list(dxs) if dxs else [None] * len(xs)
-    rest = [None] * (len(arguments) - 2)
-    return results, dcos if needs_dcos else None, dsin if needs_dsin else None, *rest
+    return results, dcos if needs_dcos else None, dsin if needs_dsin else None, *[None] * len(others)
 
 
 _LIBRARY.impl("rope", _rope, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 """The checks of `apply_rope`'s arguments, and their errors.
 
-They read shapes, strides, dtypes and devices alone, so that a plan made after them holds for all calls with the same
+They read shapes, strides, dtypes and devices alone, so that a plan built after them holds for all calls with the same
 metadata. `check_values` is the exception: it reads values, of CPU tensors only.
 """
 
@@ -389,8 +389,8 @@ def _check_positions(
     tokens: int,
     layout: str,
 ) -> None:
-    name_given = "offsets" if _are_offsets(positions, layout, axes) else "positions"
-    for name, index in ((name_given, positions), ("cu_seqlens", cu_seqlens), ("axes", axes)):
+    positions_name = "offsets" if _are_offsets(positions, layout, axes) else "positions"
+    for name, index in ((positions_name, positions), ("cu_seqlens", cu_seqlens), ("axes", axes)):
         if index is None:
             continue
         if not isinstance(index, Tensor):
@@ -408,7 +408,7 @@ def _check_positions(
         kind = "per token" if cos.ndim == 3 else "per token and head"
         raise ValueError(f"axes must be None where cos and sin are {kind} (they have {cos.ndim} dimensions)")
     if cos.ndim == 4 and positions is not None:
-        raise ValueError(f"{name_given} must be None where cos and sin are per token (they have 4 dimensions)")
+        raise ValueError(f"{positions_name} must be None where cos and sin are per token (they have 4 dimensions)")
     if cos.ndim > 2 and positions is None:
         return
     if axes is not None:

@@ -5,13 +5,14 @@ Shape letters: B batch, T tokens, H heads, D head dim, R rotary dim (R/2 pairs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ropewalk.ops.rope.norm import NormCall, is_per_head, split_parameters
+from ropewalk.ops.launch.kinds import plain
+from ropewalk.ops.launch.steps import Steps
+from ropewalk.ops.rope.norm import Needed, NormCall, Normed, NormGradients, is_per_head
 from ropewalk.ops.rope.reference import broadcast_rows, join_pairs, rotate_pairs, split_pairs, split_tables
 
 
@@ -27,74 +28,70 @@ def norm_rope(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: NormC
 
 
 def norm_rope_backward(
-    grads: Sequence[Tensor | None],
-    xs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-    needed: Sequence[bool],
+    q_grad: Tensor | None, k_grad: Tensor | None, normed: Normed, needed: Needed
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, weights and biases that are needed; they are differentiable too."""
+    q, k, q_weight, k_weight, q_bias, k_bias, call = normed
+    needed_of_q, needed_of_k = (needed.q, needed.q_weight, needed.q_bias), (needed.k, needed.k_weight, needed.k_bias)
+    dq, dq_weight, dq_bias = _gradients(q_grad, q, q_weight, q_bias, needed_of_q, call)
+    dk, dk_weight, dk_bias = _gradients(k_grad, k, k_weight, k_bias, needed_of_k, call)
+    return dq, dk, dq_weight, dk_weight, dq_bias, dk_bias
+
+
+def _gradients(
+    grad: Tensor | None,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needed: tuple[bool, bool, bool],
     call: NormCall,
-) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *parameters) that are needed; they are differentiable too."""
-    n = len(xs)
-    results: list[Tensor | None] = [None] * (3 * n)
-    for i, (grad, x, weight, bias) in enumerate(zip(grads, xs, *split_parameters(parameters), strict=True)):
-        if grad is None:
-            continue
-        g, y = grad.to(_compute_dtype(x)), _biased(x, bias, call)
-        is_given = (g != 0).any(_axes(call), keepdim=True)
-        if call.flags.after:
-            y = _rotate(y, call)
-        else:
-            g = _rotate(g, call, inverse=True)
-        y = _fill_lost(y, is_given, call)
-        rstd = _rstd(y, call)
-        y = y * rstd
-        if needed[n + i] and weight is not None:
-            results[n + i] = _sum(g * y, weight, call, per_head=is_per_head(weight, call.flags))
-        if needed[i] or needed[2 * n + i]:
-            if weight is not None:
-                g = g * _factors(weight, y, call)
-            dx = rstd * (g - y * (y * g).mean(_axes(call), keepdim=True))
-            dx = _rotate(dx, call, inverse=True) if call.flags.after else dx
-            if needed[i]:
-                results[i] = dx.to(x.dtype)
-            if needed[2 * n + i] and bias is not None:
-                results[2 * n + i] = _sum(dx, bias, call, per_head=True)
-    return results
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of its weight and of its bias that are needed."""
+    if grad is None or x is None:
+        return None, None, None
+    needs_dx, needs_dw, needs_db = needed
+    dx = dw = db = None
+    g, y = grad.to(_compute_dtype(x)), _biased(x, bias, call)
+    has_grad = (g != 0).any(_axes(call), keepdim=True)
+    if call.flags.after:
+        y = _rotate(y, call)
+    else:
+        g = _rotate(g, call, inverse=True)
+    y = _fill_lost(y, has_grad, call)
+    rstd = _rstd(y, call)
+    y = y * rstd
+    if needs_dw and weight is not None:
+        dw = _sum(g * y, weight, call, per_head=is_per_head(weight, call.flags))
+    if needs_dx or needs_db:
+        if weight is not None:
+            g = g * _factors(weight, y, call)
+        grad_x = rstd * (g - y * (y * g).mean(_axes(call), keepdim=True))
+        grad_x = _rotate(grad_x, call, inverse=True) if call.flags.after else grad_x
+        if needs_dx:
+            dx = grad_x.to(x.dtype)
+        if needs_db and bias is not None:
+            db = _sum(grad_x, bias, call, per_head=True)
+    return dx, dw, db
 
 
-def forward(xs: Sequence[Tensor], parameters: Sequence[Tensor | None], call: NormCall) -> tuple[Tensor, ...]:
+@plain
+@torch.no_grad()
+def forward(normed: Normed, on: Steps) -> Sequence[Tensor]:
     """Normalise and rotate outside of autograd."""
-    with torch.no_grad():
-        parts = zip(xs, *split_parameters(parameters), strict=True)
-        return tuple(_strided_like(norm_rope(x, weight, bias, call), x) for x, weight, bias in parts)
+    q, k, q_weight, k_weight, q_bias, k_bias, call = normed
+    sides = ((q, q_weight, q_bias), (k, k_weight, k_bias))
+    return [_strided_like(norm_rope(x, weight, bias, call), x) for x, weight, bias in sides if x is not None]
 
 
-def backward(
-    grads: Sequence[Tensor | None],
-    xs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-    needed: Sequence[bool],
-    call: NormCall,
-) -> list[Tensor | None]:
-    """Return the gradients of (*xs, *parameters) that are needed, outside of autograd."""
-    with torch.no_grad():
-        found = norm_rope_backward(grads, xs, parameters, needed, call)
-        return [
-            None if grad is None or x is None else _strided_like(grad, x)
-            for grad, x in zip(found, (*xs, *parameters), strict=True)
-        ]
-
-
-def prepare_forward(*_: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the function for any call."""
-    return forward
-
-
-def prepare_backward(
-    grads: Any, xs: Any, parameters: Any, needed: Sequence[bool], call: NormCall
-) -> Callable[..., list[Tensor | None]]:
-    """Return the function of (grads, xs, parameters, call) for calls that need the same gradients."""
-    return lambda grads, xs, parameters, call: backward(grads, xs, parameters, needed, call)
+@plain
+@torch.no_grad()
+def backward(gradients: NormGradients, on: Steps) -> Sequence[Tensor | None]:
+    """Return the gradients of q, k, weights and biases that are needed, outside of autograd."""
+    *inputs, _ = gradients.normed
+    found = norm_rope_backward(*gradients)
+    return [
+        None if grad is None or x is None else _strided_like(grad, x) for grad, x in zip(found, inputs, strict=True)
+    ]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -133,14 +130,14 @@ def _rstd(x: Tensor, call: NormCall) -> Tensor:
     return torch.rsqrt(x.square().mean(_axes(call), keepdim=True) + call.flags.eps)
 
 
-def _fill_lost(x: Tensor, is_given: Tensor, call: NormCall) -> Tensor:
+def _fill_lost(x: Tensor, has_grad: Tensor, call: NormCall) -> Tensor:
     """Return x with ones in rows that get no gradient and have no finite norm: they may hold anything, 0 · NaN is NaN.
 
     Other rows without a gradient stay, for the second derivatives.
     """
     rstd = _rstd(x.detach(), call)
     is_finite = (rstd > 0) & (rstd < torch.inf)
-    return x.masked_fill(~(is_given | is_finite), 1.0)
+    return x.masked_fill(~(has_grad | is_finite), 1.0)
 
 
 def _factors(weight: Tensor, x: Tensor, call: NormCall) -> Tensor:

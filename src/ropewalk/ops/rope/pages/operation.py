@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ropewalk import device as gpu
 from ropewalk.ops.arguments import check_dense
+from ropewalk.ops.launch.kinds import Launcher, Operation
 from ropewalk.ops.rope.call import RopeCall
+from ropewalk.ops.rope.pages.call import PageRotation
 from ropewalk.ops.rope.reference import apply_rope
 from ropewalk.ops.rope.validate import check_arguments, may_overlap_itself
 from ropewalk.ops.tracing import has_values, is_plain_eager, is_transformed
@@ -73,35 +75,26 @@ def rotate_pages(
     by_kernel = flags.impl == _KERNELS or (flags.impl is None and reason is None and pages.device.type != "cpu")
     pair_block = 2 if flags.interleaved else flags.pair_block or 2 * cos.shape[1]
     tensors = (pages, block_table, positions, cos, sin, axes)
-    arguments = (*tensors, pair_block, flags.rotary_offset, flags.inverse, by_kernel)
+    rotation = PageRotation(*tensors, pair_block, flags.rotary_offset, flags.inverse)
     if is_plain_eager(*tensors) and not is_transformed():
         # A custom operator takes a third of the host time, in its layers of Python.
         if not pages.is_inference():
             torch._C._increment_version((pages,))
-        with torch.no_grad():
-            _rotate(*arguments)
+        _run(rotation, by_kernel)
     else:
-        torch.ops.ropewalk.rope_pages(*arguments)
+        torch.ops.ropewalk.rope_pages(*rotation, by_kernel)
     return pages if flags.layout == "bthd" else pages.transpose(1, 2)
 
 
-def _rotate(
-    pages: Tensor,  # (pages, page_size, H, D)
-    block_table: Tensor,  # (B, n)
-    positions: Tensor,  # (B or 1, T), or (A, B or 1, T) with axes
-    cos: Tensor,
-    sin: Tensor,
-    axes: Tensor | None,
-    pair_block: int,  # 2: interleaved
-    rotary_offset: int,
-    inverse: bool,
-    by_kernel: bool,
-) -> None:
-    if by_kernel:
-        from ropewalk.ops.rope.triton.page_launch import rotate
+def _choose(rotation: PageRotation) -> Launcher:
+    from ropewalk.ops.rope.pages.launch import rotate
 
-        rotate(pages, block_table, positions, cos, sin, axes, pair_block, rotary_offset, inverse)
-        return
+    return rotate
+
+
+def _rotate_plain(rotation: PageRotation) -> None:
+    """Rotate pages in plain PyTorch."""
+    pages, block_table, positions, cos, sin, axes, pair_block, rotary_offset, inverse = rotation
     rows, page_size = block_table.shape[0], pages.shape[1]
     token = torch.arange(block_table.shape[1] * page_size, device=pages.device)
     page, offset = block_table[:, token // page_size].long(), (token % page_size).expand(rows, -1)
@@ -120,6 +113,32 @@ def _rotate(
         axes=axes,
         pair_block=None if pair_block == 2 else pair_block,
     )
+
+
+BY_KERNEL = Operation(PageRotation, _choose)
+
+
+@torch.no_grad()
+def _run(rotation: PageRotation, by_kernel: bool) -> None:
+    if by_kernel:
+        BY_KERNEL.run(rotation)
+    else:
+        _rotate_plain(rotation)
+
+
+def _rotate(
+    pages: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    axes: Tensor | None,
+    pair_block: int,
+    rotary_offset: int,
+    inverse: bool,
+    by_kernel: bool,
+) -> None:
+    _run(PageRotation(pages, block_table, positions, cos, sin, axes, pair_block, rotary_offset, inverse), by_kernel)
 
 
 _rope_pages = torch.library.custom_op("ropewalk::rope_pages", _rotate, mutates_args=("pages",))

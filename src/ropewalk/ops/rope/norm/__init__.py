@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -76,6 +76,38 @@ class NormCall(NamedTuple):
     flags: NormFlags
 
 
+class Normed(NamedTuple):
+    """A call, with q, k, their weights and biases."""
+
+    q: Tensor
+    k: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    call: NormCall
+
+
+class Needed(NamedTuple):
+    """Says which gradients are needed."""
+
+    q: bool
+    k: bool
+    q_weight: bool
+    k_weight: bool
+    q_bias: bool
+    k_bias: bool
+
+
+class NormGradients(NamedTuple):
+    """The gradients of a call's results, which the needed gradients are computed from."""
+
+    q_grad: Tensor
+    k_grad: Tensor | None
+    normed: Normed
+    needed: Needed
+
+
 def split_norm(norm: QKNorm, n_tensors: int) -> tuple[tuple[Tensor | None, ...], NormFlags]:
     """Return the weights of q, or of q and k, and the other fields. Raise if `norm` is no QKNorm."""
     if not isinstance(norm, QKNorm):
@@ -85,19 +117,13 @@ def split_norm(norm: QKNorm, n_tensors: int) -> tuple[tuple[Tensor | None, ...],
     return (norm.q_weight, norm.k_weight)[:n_tensors], flags
 
 
-def split_parameters(parameters: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the weights and the biases, of q, or of q and k, or what belongs to them."""
-    n = len(parameters) // 2
-    return parameters[:n], parameters[n:]
-
-
 def check_norm(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor | None],
     call: NormCall,
     biases: Sequence[Tensor | None] = (None, None),
 ) -> None:
-    """Raise unless the norm and the biases fit q and k, whose own checks are made."""
+    """Raise unless the norm and the biases fit q and k, which were checked before."""
     check_flags(call)
     layout = call.rope.flags.layout
     for name, x, weight, bias in zip("qk", xs, weights, biases, strict=False):

@@ -7,17 +7,12 @@ A row is one head of one token. A tile has the same rows of q and of k, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import triton
 import triton.language as tl
-from triton.compiler import ASTSource
 
-from ropewalk.ops.rope.triton.kernel import (
+from ropewalk.ops.rope.kernel import (
     Heads,
     Lookup,
-    Positions,
     Table,
     _divide,
     _load_pairs,
@@ -26,33 +21,6 @@ from ropewalk.ops.rope.triton.kernel import (
     _wide,
     rotated_features,
 )
-
-
-@dataclass(frozen=True)
-class HeadSpecialisation:
-    """The values that a kernel is compiled for: each distinct set is one binary."""
-
-    dtype: str  # of q and k, in Triton's letters: bf16, fp16, fp32, fp64
-    table_dtype: str  # of cos and sin
-    grad_dtype: str  # of their gradients as the kernel stores them
-    index_dtype: str  # of positions: i32 or i64
-    positions: Positions
-    n_heads: int
-    has_k: bool
-    head_dim: int  # D
-    half: int  # R / 2
-    rotary_offset: int
-    interleaved: bool
-    inplace: bool
-    needs_dx: bool  # of q and k, beside the gradients of the tables
-    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
-    stride_unit: int  # elements: strides of q, k and tensors like them are given in multiples of it
-    table_stride_unit: int  # the same of cos and sin
-    stride_dtype: str  # i32, or i64 where a stride needs it
-    heads_are_near: bool  # a row's neighbour is the token's next head, else the head's next token
-    block_rows: int
-    threads: int  # of a program
-    pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
 
 
 @triton.jit
@@ -400,62 +368,3 @@ def row_sum_kernel(
     mask = column < N_COLUMNS
     tl.store(cos_sum_ptr + offset, tl.sum(cos_sum, axis=0, keep_dims=True), mask)
     tl.store(sin_sum_ptr + offset, tl.sum(sin_sum, axis=0, keep_dims=True), mask)
-
-
-SUM_BLOCK_TOKENS, SUM_BLOCK_COLUMNS, SUM_WARPS = 4, 256, 2
-_COMPUTE_DTYPES = {"fp64": tl.float64}
-_UNSIGNED_ARGUMENTS = {"unit_multiplier", "chunk_multiplier"}
-
-
-def kernel_constants(kernel: Any, spec: HeadSpecialisation) -> dict[str, Any]:
-    """Return a kernel's compile-time arguments."""
-    constants = {
-        "POSITIONS": int(spec.positions),
-        "H": spec.n_heads,
-        "HAS_K": spec.has_k,
-        "D": spec.head_dim,
-        "HALF": spec.half,
-        "ROTARY_OFFSET": spec.rotary_offset,
-        "INTERLEAVED": spec.interleaved,
-        "PAIR_BLOCK": spec.pair_block,
-        "INPLACE": spec.inplace,
-        "NEEDS_DX": spec.needs_dx,
-        "STRIDE_UNIT": spec.stride_unit,
-        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
-        "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
-        "HEADS_ARE_NEAR": spec.heads_are_near,
-        "BLOCK_ROWS": spec.block_rows,
-        "BLOCK_HALF": triton.next_power_of_2(spec.half),
-        "BLOCK_D": triton.next_power_of_2(spec.head_dim),
-        "BLOCK_TOKENS": SUM_BLOCK_TOKENS,
-        "BLOCK_COLUMNS": SUM_BLOCK_COLUMNS,
-    }
-    return {name: constants[name] for name in kernel.arg_names if name in constants}
-
-
-def kernel_source(kernel: Any, spec: HeadSpecialisation) -> ASTSource:
-    """Return the source that Triton compiles for `spec`; it needs no GPU."""
-    dtypes = {"cos": spec.table_dtype, "sin": spec.table_dtype, "positions": spec.index_dtype}
-    dtypes |= dict.fromkeys(("dcos", "dsin"), spec.grad_dtype)
-    dtypes |= {"cos_sum": spec.table_dtype, "sin_sum": spec.table_dtype, "order": "i64", "bounds": "i64"}
-    constants = kernel_constants(kernel, spec)
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            stem = name.removesuffix("_ptr")
-            signature[name] = "*" + dtypes.get(stem, spec.dtype)
-            if stem not in ("positions", "order", "bounds"):
-                attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
-        else:
-            is_unsigned = name in _UNSIGNED_ARGUMENTS
-            signature[name] = spec.stride_dtype if "_stride_" in name else "u32" if is_unsigned else "i32"
-    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-
-
-def compile_kernel(kernel: Any, spec: HeadSpecialisation, target: Any = None) -> Any:
-    """Compile a kernel for `target`, by default the current GPU."""
-    target = target or triton.runtime.driver.active.get_current_target()
-    num_warps = SUM_WARPS if kernel is row_sum_kernel else max(1, spec.threads // target.warp_size)
-    return triton.compile(kernel_source(kernel, spec), target=target, options={"num_warps": num_warps})

@@ -8,15 +8,28 @@ Shape letters: B batch, T tokens, H heads (of q, of k and of the tables), D head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ropewalk.ops.launch.kinds import existing, plain
+from ropewalk.ops.launch.steps import Steps
 from ropewalk.ops.rope.call import RopeCall
 from ropewalk.ops.rope.reference import apply_rope, split_pairs
 from ropewalk.ops.rope.validate import as_bthd
+
+
+class HeadGradients(NamedTuple):
+    """The gradients of the results of a rotation by tables per head, which its own gradients are computed from."""
+
+    q_grad: Tensor
+    k_grad: Tensor | None
+    q: Tensor
+    k: Tensor | None
+    call: RopeCall
+    needs_dx: bool  # of q and k, beside those of the tables
 
 
 class TableRows(NamedTuple):
@@ -46,15 +59,14 @@ def table_rows(x: Tensor, call: RopeCall, most_units: int) -> TableRows:
         batch_rows = math.ceil(batch / most_units)
     n_units = math.ceil(batch / batch_rows)
     is_final = positions is None and n_units == cos.shape[0]
-    dtype = cos.dtype if is_final else torch.promote_types(x.dtype, torch.float32)
+    sum_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32  # `promote_types` is an operator
+    dtype = cos.dtype if is_final else sum_dtype
     return TableRows((n_units, tokens, n_heads, cos.shape[-1]), dtype, batch_rows)
 
 
-def token_positions(tokens: int, call: RopeCall) -> Tensor:
+def token_positions(tokens: int, positions: Tensor, layout: str) -> Tensor:
     """Return each token's position, (B or 1, T) or (total,), of a call with positions or offsets."""
-    positions = call.positions
-    assert positions is not None
-    if call.flags.layout == "thd" or positions.ndim == 2:
+    if layout == "thd" or positions.ndim == 2:
         return positions
     return positions[:, None] + torch.arange(tokens, device=positions.device)
 
@@ -68,7 +80,7 @@ def add_to_rows(grads: Tensor, table: Tensor, call: RopeCall) -> Tensor:
         return grads.to(table.dtype)
     if share_rows(table, positions, layout):
         grads = grads.sum(0, keepdim=True) if grads.shape[0] > 1 else grads
-    position = token_positions(grads.shape[1], call).long()
+    position = token_positions(grads.shape[1], positions, layout).long()
     n_rows = table.shape[0]
     # The last row takes tokens whose positions are outside the table.
     row = torch.where((position >= 0) & (position < n_rows), position, n_rows).flatten()
@@ -126,18 +138,13 @@ def differentiate(
     return dxs, *table_gradients(grads, xs, call)
 
 
-def prepare_gradients(
-    grads: Sequence[Tensor], xs: Sequence[Tensor], call: RopeCall, needs_dx: bool
-) -> Callable[..., tuple[list[Tensor] | None, Tensor, Tensor]]:
-    """Return the function of (grads, xs, call) that computes gradients outside of autograd."""
-
-    def run(
-        grads: Sequence[Tensor], xs: Sequence[Tensor], call: RopeCall
-    ) -> tuple[list[Tensor] | None, Tensor, Tensor]:
-        with torch.no_grad():
-            dxs, dcos, dsin = differentiate(grads, xs, call, needs_dx)
-        if dxs is not None:
-            dxs = [torch.empty_like(x).copy_(dx) for x, dx in zip(xs, dxs, strict=True)]
-        return dxs, dcos.contiguous(), dsin.contiguous()
-
-    return run
+@plain
+@torch.no_grad()
+def launch_gradients(record: HeadGradients, on: Steps) -> Sequence[Tensor | None]:
+    """Return the gradients of q and k, if they are needed, of cos and of sin, outside of autograd."""
+    q_grad, k_grad, q, k, call, needs_dx = record
+    grads, xs = existing((q_grad, k_grad)), existing((q, k))
+    found, dcos, dsin = differentiate(grads, xs, call, needs_dx)
+    dxs = [torch.empty_like(x).copy_(dx) for x, dx in zip(xs, found or (), strict=False)]
+    dq, dk = (*dxs, None, None)[:2]
+    return dq, dk, dcos.contiguous(), dsin.contiguous()

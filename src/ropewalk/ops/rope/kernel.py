@@ -1,17 +1,15 @@
-"""The rotation as one Triton kernel, its specialisation and its compilation.
+"""The rotation as one Triton kernel.
 
 Shape letters: B batch, T tokens, H heads (Hq of q, Hk of k), D head dim, R rotary dim (R/2 pairs).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.compiler import ASTSource
 
 
 class Positions(IntEnum):
@@ -22,37 +20,6 @@ class Positions(IntEnum):
     TOKENS = 2  # a number per token
     PACKED = 3  # its index in its own sequence, found in cu_seqlens, plus an offset
     AXES = 4  # a number per token and axis, and an axis per pair
-
-
-@dataclass(frozen=True)
-class Specialisation:
-    """The values that the kernel is compiled for: each distinct set is one binary.
-
-    Lengths, strides, the direction and whatever else varies from call to call are arguments of the binary.
-    """
-
-    dtype: str  # of q and k, in Triton's letters: bf16, fp16, fp32, fp64
-    table_dtype: str  # of cos and sin
-    index_dtype: str  # of positions and cu_seqlens: i32 or i64
-    positions: Positions
-    n_q_heads: int
-    n_k_heads: int
-    head_dim: int  # D
-    half: int  # R / 2
-    rotary_offset: int
-    interleaved: bool
-    inplace: bool
-    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
-    stride_unit: int  # elements: strides of q, k and their results are given in multiples of it
-    table_stride_unit: int  # the same of cos and sin
-    stride_dtype: str  # i32, or i64 where a stride needs it
-    block_tokens: int
-    block_heads: int
-    threads: int  # of a program
-    keep_tables: bool  # whether the cache evicts lines of cos and sin last
-    n_axes: int = 0  # of positions of kind AXES
-    axes_dtype: str = "i32"
-    pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
 
 
 class Heads(NamedTuple):
@@ -419,63 +386,3 @@ def rotate_kernel(
     _rotate_and_store(out_ptrs, a, b, cos, sin, head_mask, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK)
     if 2 * HALF < D:
         _pass_through(out_ptrs, x_ptrs, inside, head_mask, D, HALF, ROTARY_OFFSET, INPLACE, BLOCK_D)
-
-
-_UNSIGNED_ARGUMENTS = {"batch_multiplier", "chunk_multiplier"}
-_COMPUTE_DTYPES = {"fp64": tl.float64}
-
-
-def kernel_constants(spec: Specialisation) -> dict[str, Any]:
-    """Return the kernel's compile-time arguments."""
-    return {
-        "POSITIONS": int(spec.positions),
-        "HQ": spec.n_q_heads,
-        "HK": spec.n_k_heads,
-        "D": spec.head_dim,
-        "HALF": spec.half,
-        "ROTARY_OFFSET": spec.rotary_offset,
-        "INTERLEAVED": spec.interleaved,
-        "PAIR_BLOCK": spec.pair_block,
-        "INPLACE": spec.inplace,
-        "STRIDE_UNIT": spec.stride_unit,
-        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
-        "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
-        "BLOCK_TOKENS": spec.block_tokens,
-        "BLOCK_HEADS": spec.block_heads,
-        "BLOCK_HALF": triton.next_power_of_2(spec.half),
-        "BLOCK_D": triton.next_power_of_2(spec.head_dim),
-        "KEEP_TABLES": spec.keep_tables,
-        "N_AXES": spec.n_axes,
-    }
-
-
-def kernel_source(spec: Specialisation) -> ASTSource:
-    """Return the source that Triton compiles for `spec`; it needs no GPU."""
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{spec.dtype}")
-    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), f"*{spec.table_dtype}")
-    pointers |= dict.fromkeys(("positions_ptr", "cu_seqlens_ptr"), f"*{spec.index_dtype}")
-    pointers["axes_ptr"] = f"*{spec.axes_dtype}"
-    constants = kernel_constants(spec)
-    aligned = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
-    if spec.positions == Positions.AXES:
-        aligned += ("axes_ptr",)
-    else:
-        constants |= {"axes_ptr": None, "positions_stride_axis": None}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else pointers.get(name)
-        or (spec.stride_dtype if "_stride_" in name else "u32" if name in _UNSIGNED_ARGUMENTS else "i32")
-        for name in rotate_kernel.arg_names
-    }
-    attributes = {
-        (rotate_kernel.arg_names.index(name),): [["tt.divisibility", spec.pointer_alignment]] for name in aligned
-    }
-    return ASTSource(rotate_kernel, signature, constexprs=constants, attrs=attributes)
-
-
-def compile_kernel(spec: Specialisation, target: Any = None) -> Any:
-    """Compile the kernel for `target`, by default the current GPU."""
-    target = target or triton.runtime.driver.active.get_current_target()
-    num_warps = max(1, spec.threads // target.warp_size)
-    return triton.compile(kernel_source(spec), target=target, options={"num_warps": num_warps})

@@ -8,18 +8,15 @@ rotated form pairs too, which are rotated by 0: so each access is wide, and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_wait
 
-from ropewalk.ops.rope.triton.kernel import (
+from ropewalk.ops.rope.kernel import (
     Heads,
     Lookup,
-    Positions,
     Table,
     TilePairs,
     _divide,
@@ -29,44 +26,6 @@ from ropewalk.ops.rope.triton.kernel import (
     load_tables,
     rotated_features,
 )
-
-
-@dataclass(frozen=True)
-class NormSpecialisation:
-    """The values that the kernels are compiled for: each distinct set is one binary."""
-
-    dtype: str  # of q and k, in Triton's letters: bf16, fp16, fp32, fp64
-    weight_dtype: str | None  # of the norm's weights; None without them
-    table_dtype: str  # of cos and sin
-    index_dtype: str  # of positions and cu_seqlens: i32 or i64
-    positions: Positions
-    n_q_heads: int
-    n_k_heads: int
-    head_dim: int  # D
-    half: int  # R / 2; 0 for the norm alone
-    rotary_offset: int
-    interleaved: bool
-    eps: float
-    weight_offset: float
-    per_head: bool  # whether each head has weights of its own
-    after: bool
-    across_heads: bool
-    needs_dx: bool  # of the backward, as the next
-    needs_dw: bool
-    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
-    stride_unit: int  # elements: strides of q, k, their gradients and results are given in multiples of it
-    table_stride_unit: int  # the same of cos and sin
-    stride_dtype: str  # i32, or i64 where a stride needs it
-    block_tokens: int
-    block_heads: int
-    threads: int  # of a program
-    n_axes: int = 0  # of positions of kind AXES
-    axes_dtype: str = "i32"
-    pair_block: int = 0  # features of a block that is half-split by itself; 0: all that are rotated
-    bias_dtype: str | None = None  # of the biases of q and k; None without them
-    needs_db: bool = False  # of the backward
-    registers: int = 0  # that a thread may have; 0: as many as the compiler takes
-    overlaps: bool = False  # whether the sum of the weights' gradients is launched before the backward ends
 
 
 class Row(NamedTuple):
@@ -307,6 +266,7 @@ def norm_kernel(
 ):
     """Normalise and rotate a group of heads of a block of tokens: one small tile, as in `rotate_kernel`."""
     GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    ROW: tl.constexpr = Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
     group = tl.program_id(0) % GROUPS
     block = tl.program_id(0) // GROUPS
     batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
@@ -316,12 +276,11 @@ def norm_kernel(
     k = Heads(k_ptr, k_stride_batch, k_stride_token, k_stride_head)
     head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
     x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
-    a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+    a, b = _load_row(x_ptrs, head_mask, ROW)
     if HAS_WEIGHT:
         weight_a, weight_b = _load_weights(
-            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
-        )  # fmt: skip
+            q_weight_ptr, k_weight_ptr, group, ROW, HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS
+        )
     if HALF > 0:
         lookup = Lookup(
             positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
@@ -330,18 +289,13 @@ def norm_kernel(
         cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
         sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
         cos, sin = _load_tables(
-            token, batch, token_mask, lookup, cos_table, sin_table,
-            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), POSITIONS, N_AXES,
-            COMPUTE_DTYPE, BLOCK_HEADS,
-        )  # fmt: skip
+            token, batch, token_mask, lookup, cos_table, sin_table, ROW, POSITIONS, N_AXES, COMPUTE_DTYPE, BLOCK_HEADS
+        )
 
     a = a.to(COMPUTE_DTYPE)
     b = b.to(COMPUTE_DTYPE)
     if HAS_BIAS:
-        bias_a, bias_b = _load_weights(
-            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
-        )  # fmt: skip
+        bias_a, bias_b = _load_weights(q_bias_ptr, k_bias_ptr, group, ROW, HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS)
         a += bias_a.to(COMPUTE_DTYPE)
         b += bias_b.to(COMPUTE_DTYPE)
     if AFTER and HALF > 0:
@@ -360,7 +314,7 @@ def norm_kernel(
     out_ptrs = _head_pointers(group, batch, token, q_out, k_out, HQ, STRIDE_UNIT, BLOCK_HEADS)
     a = a.to(q_out_ptr.dtype.element_ty)
     b = b.to(q_out_ptr.dtype.element_ty)
-    _store_row(out_ptrs, a, b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+    _store_row(out_ptrs, a, b, head_mask, ROW)
 
 
 @triton.jit
@@ -450,6 +404,7 @@ def norm_backward_kernel(
     two runs have the same bits.
     """
     GROUPS: tl.constexpr = (HQ + BLOCK_HEADS - 1) // BLOCK_HEADS + (HK + BLOCK_HEADS - 1) // BLOCK_HEADS
+    ROW: tl.constexpr = Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
     group = tl.program_id(0) % GROUPS
     slot = tl.program_id(0) // GROUPS
     q = Heads(q_ptr, q_stride_batch, q_stride_token, q_stride_head)
@@ -460,14 +415,10 @@ def norm_backward_kernel(
     dk = Heads(dk_ptr, dk_stride_batch, dk_stride_token, dk_stride_head)
     if HAS_WEIGHT and (NEEDS_DX or NEEDS_DB):
         weight_a, weight_b = _load_weights(
-            q_weight_ptr, k_weight_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS,
-        )  # fmt: skip
+            q_weight_ptr, k_weight_ptr, group, ROW, HQ, HK, PER_HEAD, BLOCK_TOKENS, BLOCK_HEADS
+        )
     if HAS_BIAS:
-        bias_a, bias_b = _load_weights(
-            q_bias_ptr, k_bias_ptr, group, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-            HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS,
-        )  # fmt: skip
+        bias_a, bias_b = _load_weights(q_bias_ptr, k_bias_ptr, group, ROW, HQ, HK, True, BLOCK_TOKENS, BLOCK_HEADS)
     if NEEDS_DW:
         dw_a = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
         dw_b = tl.zeros((BLOCK_TOKENS, BLOCK_HEADS, BLOCK_PAIRS), COMPUTE_DTYPE)
@@ -480,11 +431,9 @@ def norm_backward_kernel(
         batch, token, token_mask = _token_tile(block, row_blocks, row_multiplier, row_shift, n_tokens, BLOCK_TOKENS)
         head_mask = _rows_mask(group, token_mask, HQ, HK, BLOCK_HEADS)
         x_ptrs = _head_pointers(group, batch, token, q, k, HQ, STRIDE_UNIT, BLOCK_HEADS)
-        a, b = _load_row(x_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS))
+        a, b = _load_row(x_ptrs, head_mask, ROW)
         grad_ptrs = _head_pointers(group, batch, token, q_grad, k_grad, HQ, STRIDE_UNIT, BLOCK_HEADS)
-        grad_a, grad_b = _load_row(
-            grad_ptrs, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
-        )
+        grad_a, grad_b = _load_row(grad_ptrs, head_mask, ROW)
         if HALF > 0:
             lookup = Lookup(
                 positions_ptr, positions_stride_batch, positions_stride_token, positions_stride_axis, axes_ptr,
@@ -493,9 +442,8 @@ def norm_backward_kernel(
             cos_table = Table(cos_ptr, cos_stride_batch, cos_stride_row, TABLE_STRIDE_UNIT)
             sin_table = Table(sin_ptr, sin_stride_batch, sin_stride_row, TABLE_STRIDE_UNIT)
             cos, sin = _load_tables(
-                token, batch, token_mask, lookup, cos_table, sin_table,
-                Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS), POSITIONS, N_AXES,
-                COMPUTE_DTYPE, BLOCK_HEADS,
+                token, batch, token_mask, lookup, cos_table, sin_table, ROW, POSITIONS, N_AXES, COMPUTE_DTYPE,
+                BLOCK_HEADS,
             )  # fmt: skip
         a = a.to(COMPUTE_DTYPE)
         b = b.to(COMPUTE_DTYPE)
@@ -538,9 +486,7 @@ def norm_backward_kernel(
                 dx_ptrs = _head_pointers(group, batch, token, dq, dk, HQ, STRIDE_UNIT, BLOCK_HEADS)
                 dx_a = dx_a.to(dq_ptr.dtype.element_ty)
                 dx_b = dx_b.to(dq_ptr.dtype.element_ty)
-                _store_row(
-                    dx_ptrs, dx_a, dx_b, head_mask, Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS)
-                )
+                _store_row(dx_ptrs, dx_a, dx_b, head_mask, ROW)
 
     if NEEDS_DW:
         # (groups, slots, heads of a group or 1, D)
@@ -553,26 +499,14 @@ def norm_backward_kernel(
         first = (group * n_slots + slot) * PARTIAL_HEADS
         partial_head = (first + tl.arange(0, PARTIAL_HEADS))[None, :, None]
         mask = tl.full((1, PARTIAL_HEADS, 1), 1, tl.int1)
-        _store_row(
-            dw_partial_ptr + partial_head * D,
-            dw_a,
-            dw_b,
-            mask,
-            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-        )
+        _store_row(dw_partial_ptr + partial_head * D, dw_a, dw_b, mask, ROW)
 
     if NEEDS_DB:
         # (groups, slots, heads of a group, D)
         db_a = tl.sum(db_a, axis=0, keep_dims=True)
         db_b = tl.sum(db_b, axis=0, keep_dims=True)
         partial_head = ((group * n_slots + slot) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[None, :, None]
-        _store_row(
-            db_partial_ptr + partial_head * D,
-            db_a,
-            db_b,
-            tl.full((1, BLOCK_HEADS, 1), 1, tl.int1),
-            Row(D, HALF, ROTARY_OFFSET, INTERLEAVED, PAIR_BLOCK, BLOCK_PAIRS),
-        )
+        _store_row(db_partial_ptr + partial_head * D, db_a, db_b, tl.full((1, BLOCK_HEADS, 1), 1, tl.int1), ROW)
 
 
 @triton.jit
@@ -616,93 +550,3 @@ def weight_sum_kernel(
     dw = tl.sum(total, axis=0, keep_dims=True)
     ptrs = tl.where(is_q, q_dw_ptr, k_dw_ptr) + head * D + feature
     tl.store(ptrs, dw.to(q_dw_ptr.dtype.element_ty), feature < D)
-
-
-_COMPUTE_DTYPES = {"fp64": tl.float64}
-_UNSIGNED_ARGUMENTS = {"row_multiplier"}
-SUM_BLOCK_ROWS, SUM_BLOCK_D, SUM_WARPS = 1024, 8, 8  # 32 bytes of a row: many programs read the few partial sums
-
-
-def row_pairs(head_dim: int, half: int, rotary_offset: int, interleaved: bool) -> int:
-    """Return the pairs of a tile's row: a power of two."""
-    pairs = (head_dim + rotary_offset % 2 + 1) // 2 if interleaved else half + (head_dim - 2 * half + 1) // 2
-    return int(triton.next_power_of_2(max(1, pairs)))
-
-
-def kernel_constants(kernel: Any, spec: NormSpecialisation) -> dict[str, Any]:
-    """Return a kernel's compile-time arguments."""
-    constants = {
-        "POSITIONS": int(spec.positions),
-        "HQ": spec.n_q_heads,
-        "HK": spec.n_k_heads,
-        "D": spec.head_dim,
-        "HALF": spec.half,
-        "ROTARY_OFFSET": spec.rotary_offset,
-        "INTERLEAVED": spec.interleaved,
-        "PAIR_BLOCK": spec.pair_block,
-        "BLOCK_PAIRS": row_pairs(spec.head_dim, spec.half, spec.rotary_offset, spec.interleaved),
-        "EPS": spec.eps,
-        "WEIGHT_OFFSET": spec.weight_offset,
-        "HAS_WEIGHT": spec.weight_dtype is not None,
-        "HAS_BIAS": spec.bias_dtype is not None,
-        "PER_HEAD": spec.per_head,
-        "AFTER": spec.after,
-        "ACROSS": spec.across_heads,
-        "NEEDS_DX": spec.needs_dx,
-        "NEEDS_DW": spec.needs_dw,
-        "NEEDS_DB": spec.needs_db,
-        "STRIDE_UNIT": spec.stride_unit,
-        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
-        "COMPUTE_DTYPE": _COMPUTE_DTYPES.get(spec.dtype, tl.float32),
-        "BLOCK_TOKENS": spec.block_tokens,
-        "BLOCK_HEADS": spec.block_heads,
-        "BLOCK_ROWS": SUM_BLOCK_ROWS,
-        "BLOCK_D": SUM_BLOCK_D,
-        "N_AXES": spec.n_axes,
-        "OVERLAPS": spec.overlaps,
-    }
-    return {name: constants[name] for name in kernel.arg_names if name in constants}
-
-
-def kernel_source(kernel: Any, spec: NormSpecialisation) -> ASTSource:
-    """Return the source that Triton compiles for `spec`; it needs no GPU."""
-    dtypes = {
-        "weight": spec.weight_dtype or spec.dtype,
-        "bias": spec.bias_dtype or spec.dtype,
-        "dw_partial": "fp64" if spec.dtype == "fp64" else "fp32",
-        "db_partial": "fp64" if spec.dtype == "fp64" else "fp32",
-        "dw": spec.weight_dtype or spec.dtype,
-        "cos": spec.table_dtype,
-        "sin": spec.table_dtype,
-        "axes": spec.axes_dtype,
-        "positions": spec.index_dtype,
-        "cu_seqlens": spec.index_dtype,
-    }
-    constants = kernel_constants(kernel, spec)
-    if spec.positions != Positions.AXES and kernel is not weight_sum_kernel:
-        constants |= {"axes_ptr": None, "positions_stride_axis": None}
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            stem = name.removesuffix("_ptr")
-            signature[name] = "*" + (dtypes.get(stem) or dtypes.get(stem.partition("_")[2]) or spec.dtype)
-            if stem not in ("positions", "cu_seqlens"):
-                attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
-        else:
-            is_unsigned = name in _UNSIGNED_ARGUMENTS
-            signature[name] = spec.stride_dtype if "_stride_" in name else "u32" if is_unsigned else "i32"
-    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-
-
-def compile_kernel(kernel: Any, spec: NormSpecialisation, target: Any = None) -> Any:
-    """Compile a kernel for `target`, by default the current GPU."""
-    target = target or triton.runtime.driver.active.get_current_target()
-    num_warps = SUM_WARPS if kernel is weight_sum_kernel else max(1, spec.threads // target.warp_size)
-    options = {"num_warps": num_warps}
-    if kernel is norm_backward_kernel and spec.registers and target.backend == "cuda":
-        options["maxnreg"] = spec.registers
-    if kernel is weight_sum_kernel and spec.overlaps:
-        options["launch_pdl"] = True  # a programmatic dependent launch: its latency hides behind the kernel before
-    return triton.compile(kernel_source(kernel, spec), target=target, options=options)
