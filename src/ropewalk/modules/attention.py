@@ -39,7 +39,7 @@ class RoPEAttention(nn.Module):
         q_proj, k_proj, v_proj, out_proj: `nn.Linear(d_model, d_model)`.
         q_norm, k_norm: hold the weights of the norm; None without them.
         position: the `Rope` of its scores.
-        d_model, n_heads, head_dim, dropout: as given.
+        d_model, n_heads, head_dim, dropout: the arguments.
 
     Raises:
         ValueError: "d_model must be divisible by n_heads", an odd head dim, a dropout outside [0, 1), a theta that is
@@ -184,7 +184,7 @@ class _Weight(nn.Module):
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.detach().clone())
 
     def reset_parameters(self) -> None:
-        """Set it to 1: FSDP calls this on a module that was made on the meta device."""
+        """Set it to 1: FSDP calls this on a module that was built on the meta device."""
         nn.init.ones_(self.weight)
 
 

@@ -42,7 +42,7 @@ class BERTAttention(nn.Module):
     Args:
         hidden_size: width of the model, num_heads·D.
         num_heads: H.
-        max_position_embeddings: the length that the model is made for; a limit only for a learned table.
+        max_position_embeddings: the length that the model is built for; a limit only for a learned table.
         dropout: probability, in [0, 1), that an attention probability is dropped in training.
         output_projection: add a linear layer `out` after the attention. transformers' BERT has one of its own.
 
@@ -50,7 +50,7 @@ class BERTAttention(nn.Module):
         query, key, value: `nn.Linear(hidden_size, hidden_size)`.
         out: the same, or None.
         position: the scheme of its scores.
-        hidden_size, num_heads, head_dim, max_position_embeddings, dropout: as given, and D.
+        hidden_size, num_heads, head_dim, max_position_embeddings, dropout: the arguments, and D.
 
     Raises:
         ValueError: "hidden_size must be divisible by num_heads", a dropout outside [0, 1), a max_position_embeddings
@@ -148,8 +148,8 @@ class BERTAttention(nn.Module):
                 False, that is not supported: past_key_values, output_attentions, encoder_hidden_states and so on.
         """
         keywords["past_key_values"] = past_key_values
-        given = {name for name, value in keywords.items() if value is not None and value is not False}
-        unsupported = given - _WITHOUT_EFFECT
+        passed = {name for name, value in keywords.items() if value is not None and value is not False}
+        unsupported = passed - _WITHOUT_EFFECT
         if unsupported:
             names = ", ".join(sorted(unsupported))
             raise ValueError(f"{names} must be None or left out: not supported by {type(self).__name__}")
@@ -337,7 +337,7 @@ class ExpoSBBERTAttention(BERTAttention):
         self.band_weights = nn.Parameter(torch.ones(self.num_heads))
 
     def reset_parameters(self) -> None:
-        """Set the weights to 1: FSDP calls this on a module that was made on the meta device."""
+        """Set the weights to 1: FSDP calls this on a module that was built on the meta device."""
         nn.init.ones_(self.band_weights)
 
     @property

@@ -34,8 +34,8 @@ class ReadMask(NamedTuple):
     key_lengths: Tensor  # (B,), int32: one past the last
 
 
-class _Kept:
-    """The conversion of a mask, and the state of the mask that it was made in."""
+class _CachedMask:
+    """The conversion of a mask, and the state of the mask that it was computed in."""
 
     __slots__ = ("address", "is_captured", "read", "version")
 
@@ -55,7 +55,7 @@ def keep(mask: Tensor, read: ReadMask) -> Tensor:
     if is_plain_eager(mask) and not is_transformed() and (mask.is_cpu or mask.is_cuda) and not mask.is_inference():
         if mask is read.allowed:
             mask = mask.view(mask.shape)  # or it would keep itself, and its memory until garbage is collected
-        setattr(mask, _ATTRIBUTE, _Kept(mask, read))
+        setattr(mask, _ATTRIBUTE, _CachedMask(mask, read))
     return mask
 
 
@@ -64,31 +64,31 @@ def recall(mask: Tensor, batch: int, keys: int) -> ReadMask | None:
 
     The conversion goes with the very object: none of its copies, views and casts has it. It is not used under
     torch.compile; nor after a write to the mask that PyTorch counts, or new `.data`; nor in the capture of a CUDA graph
-    that does not hold the launch that made it. A write that PyTorch does not count, through `mask.data` or DLPack,
+    that does not hold the launch that computed it. A write that PyTorch does not count, through `mask.data` or DLPack,
     changes which keys within the old bounds are attended, and not the bounds.
     """
     if torch.compiler.is_compiling():
         return None
-    kept = getattr(mask, _ATTRIBUTE, None)
+    cached = getattr(mask, _ATTRIBUTE, None)
     if (
-        not isinstance(kept, _Kept)
-        or kept.version != mask._version
-        or kept.address != mask.data_ptr()
-        or kept.read.key_starts.shape[0] != batch
-        or kept.read.allowed.shape[3] != keys
-        or kept.is_captured != _is_capturing(mask)
+        not isinstance(cached, _CachedMask)
+        or cached.version != mask._version
+        or cached.address != mask.data_ptr()
+        or cached.read.key_starts.shape[0] != batch
+        or cached.read.allowed.shape[3] != keys
+        or cached.is_captured != _is_capturing(mask)
     ):
         return None
-    return kept.read
+    return cached.read
 
 
 def read_mask(mask: Tensor, batch: int, n_heads: int, tokens: int) -> ReadMask:
     """Convert one of transformers' masks for self-attention; `BERTAttention.forward` lists them and the errors."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}, but must be a tensor")
-    kept = recall(mask, batch, tokens) if mask.dtype == torch.bool else None
-    if kept is not None:
-        return kept
+    cached = recall(mask, batch, tokens) if mask.dtype == torch.bool else None
+    if cached is not None:
+        return cached
     shape, is_padding = tuple(mask.shape), mask.shape == (batch, tokens)
     full = (batch, n_heads, tokens, tokens)
     if not is_padding and not (mask.ndim == 4 and all(n in (1, size) for n, size in zip(shape, full, strict=True))):
@@ -119,8 +119,8 @@ def read_keys(mask: Tensor, batch: int, keys: int, *, copy: bool = False) -> Rea
     """
     rows, width, is_padding = mask.shape[0], mask.shape[-1], mask.ndim == 2
     stores, is_additive = copy or mask.dtype != torch.bool, not (is_padding or mask.dtype == torch.bool)
-    launch = _find_launch(mask)
-    if launch is None:
+    read_by_kernel = _find_kernel(mask)
+    if read_by_kernel is None:
         allowed = mask
         if stores:
             allowed = mask == 0 if is_additive else mask != 0
@@ -128,11 +128,7 @@ def read_keys(mask: Tensor, batch: int, keys: int, *, copy: bool = False) -> Rea
             allowed = allowed.expand(*mask.shape[:-1], keys)
         starts, ends = _reduce(allowed if is_padding else allowed[:, 0, 0])
         return ReadMask(allowed[:, None, None] if is_padding else allowed, starts.expand(batch), ends.expand(batch))
-    stored = torch.empty(batch, 1, 1, keys, dtype=torch.bool, device=mask.device) if stores else None
-    starts = torch.empty(batch, dtype=torch.int32, device=mask.device)
-    ends = torch.empty_like(starts)
-    strides = (mask.stride(0) if rows == batch else 0, mask.stride(-1) if width == keys else 0)
-    launch(mask, strides, keys, is_additive, stored, starts, ends)
+    starts, ends, stored = read_by_kernel(mask, batch, keys, is_additive, stores)
     if stored is not None:
         return ReadMask(stored, starts, ends)
     allowed = mask.view(rows, 1, 1, width) if is_padding else mask
@@ -144,47 +140,47 @@ def find_key_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
 
     mask is bool, or uint8 of 0 and 1, (B or 1, Tk) or (B or 1, H or 1, Tq or 1, Tk). The host does not wait for it.
     """
-    kept = mask.view(torch.bool)
-    if kept.ndim == 4:
-        kept = drop_equal_rows(kept)
-        kept = kept[:, 0, 0] if kept.shape[1:3] == (1, 1) else kept.any(dim=2).any(dim=1)
-    launch = _find_launch(kept)
-    if launch is None:
-        return _reduce(kept)
-    starts = torch.empty(kept.shape[0], dtype=torch.int32, device=kept.device)
-    ends = torch.empty_like(starts)
-    launch(kept, kept.stride(), kept.shape[1], False, None, starts, ends)
+    attended = mask.view(torch.bool)
+    if attended.ndim == 4:
+        attended = drop_equal_rows(attended)
+        attended = attended[:, 0, 0] if attended.shape[1:3] == (1, 1) else attended.any(dim=2).any(dim=1)
+    read_by_kernel = _find_kernel(attended)
+    if read_by_kernel is None:
+        return _reduce(attended)
+    starts, ends, _ = read_by_kernel(attended, *attended.shape, False, False)
     return starts, ends
 
 
-def _reduce(kept: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce(attended: Tensor) -> tuple[Tensor, Tensor]:
     """Find the bounds of keys, (B, Tk), bool, by PyTorch's operators."""
-    batch, keys = kept.shape
+    batch, keys = attended.shape
     if keys == 0:
-        none = torch.zeros(batch, dtype=torch.int32, device=kept.device)
+        none = torch.zeros(batch, dtype=torch.int32, device=attended.device)
         return none, none
     # In int64 to the end: a dynamic length is an int64 in the kernels that Inductor writes, and int32 reductions over
     # it do not compile with torch 2.11 (“initial type int32 but is re-assigned to int64”).
-    index = torch.arange(keys, device=kept.device)
-    ends = torch.where(kept, index + 1, 0).amax(dim=1)
-    starts = torch.where(kept, index, keys).amin(dim=1).minimum(ends)
+    index = torch.arange(keys, device=attended.device)
+    ends = torch.where(attended, index + 1, 0).amax(dim=1)
+    starts = torch.where(attended, index, keys).amin(dim=1).minimum(ends)
     return starts.to(torch.int32), ends.to(torch.int32)
 
 
-def _find_launch(mask: Tensor) -> Callable[..., None] | None:
-    """Return the launch of the kernel that reads masks of keys; None where PyTorch is to read this one."""
+def _find_kernel(mask: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
+    """Return the function that reads a mask of keys by a kernel; None where PyTorch is to read this one."""
     if not is_plain_eager(mask) or is_transformed():
         return None
-    return _load_launch(mask.device, mask.dtype)
+    return _load_kernel(mask.device, mask.dtype)
 
 
 @lru_cache
-def _load_launch(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+def _load_kernel(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
     if gpu.why_no_triton(device) is not None:
         return None
     from ropewalk.modules import mask_kernel
 
-    return mask_kernel.launch if dtype in mask_kernel.POINTERS else None
+    return mask_kernel.read if dtype in mask_kernel.DTYPES else None
 
 
 def _is_capturing(mask: Tensor) -> bool:

@@ -23,7 +23,7 @@ _ORIGINAL_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_
 
 
 class _Tables(NamedTuple):
-    """All that calls on one device read, made from a configuration and the length that its scaling goes by."""
+    """All that calls on one device read, computed from a configuration and the length that its scaling goes by."""
 
     cos: Tensor  # all rows so far, (rows, R/2)
     sin: Tensor
@@ -84,7 +84,7 @@ class _FloatTables(nn.Module):
         return self._frequencies
 
     def _find(self, device: torch.device, length: int | None, scaled_length: int | None) -> _Tables:
-        """Return tables with rows for a length, if it is known, made for the frequencies of `scaled_length`."""
+        """Return tables with rows for a length, if it is known, computed for the frequencies of `scaled_length`."""
         tables = self._tables.get(device)
         rows = self._first_rows if tables is None else tables.cos.shape[0]
         if length is not None and length > rows:
@@ -92,14 +92,14 @@ class _FloatTables(nn.Module):
         elif tables is not None and tables.scaled_length == scaled_length:
             return tables
         tables = self._tabulate(device, rows, scaled_length)
-        # A mode or a transform may have made tensors that are of no use after it.
+        # A mode or a transform may have created tensors that are of no use after it.
         if torch.compiler.is_compiling() or not is_intercepted():
             self._keep(tables)
         return tables
 
     def _tabulate(self, device: torch.device, rows: int, scaled_length: int | None) -> _Tables:
         inv_freq, attention_factor = self._frequencies_at(scaled_length)
-        # A table first made in inference mode must not be an inference tensor: training may follow.
+        # A table first computed in inference mode must not be an inference tensor: training may follow.
         with torch.inference_mode(False):
             cos, sin = rope_table(rows, inv_freq, attention_factor=attention_factor, device=device)
             first_cos, first_sin = self._first(cos), self._first(sin)
@@ -115,7 +115,7 @@ class _FloatTables(nn.Module):
         if device.type == "cuda" and not torch.compiler.is_compiling() and type(tables.cos) is Tensor:
             # The next call may come on another stream, which does not wait for the work on this one.
             torch.cuda.current_stream(device).synchronize()
-        if self._device.type == "meta":  # a model that was made without memory, and is in use by now
+        if self._device.type == "meta":  # a model that was built without memory, and is in use by now
             self._tables.pop(self._device, None)
             self._device = device
         self._tables[device] = tables
@@ -162,9 +162,9 @@ class RotaryEmbedding(_FloatTables):
     call on another device makes its own. Share one module among all layers of a model: its tables take 4·R bytes per
     position.
 
-    Growth: if a call needs more rows than the tables have, they are made again with at least twice as many. The host
-    can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the CPU;
-    `offsets` likewise).
+    Growth: if a call needs more rows than the tables have, they are computed again with at least twice as many. The
+    host can tell where `positions` is None, an int, or a tensor on the CPU (for packed sequences: `cu_seqlens` on the
+    CPU; `offsets` likewise).
     It never waits for positions on a GPU, nor for a tensor's values inside `torch.compile`: there the token of a
     position past max_positions, and past what `reserve` asked for, becomes NaN. Each growth, or change of frequencies,
     recompiles a compiled caller; lengths within the tables do not.
@@ -195,7 +195,7 @@ class RotaryEmbedding(_FloatTables):
         inv_freq: (R/2,), radians per position, of the last call; float64, and always on the CPU.
         attention_factor: the factor of cos and sin.
         cos, sin: the tables of the last call, (rows, R/2), float32.
-        axes: as given, on the tables' device; or None.
+        axes: the argument, on the tables' device; or None.
         All are to be read alone: a write changes no call.
 
     Raises:
@@ -235,7 +235,7 @@ class RotaryEmbedding(_FloatTables):
         if max_positions < 0:
             raise ValueError(f"max_positions is {max_positions}, but must not be negative")
         if "seq_len" in parameters:
-            raise TypeError("seq_len must not be given: it is taken from the calls, or from `reserve`")
+            raise TypeError("seq_len must not be passed: it is taken from the calls, or from `reserve`")
         inv_freq, attention_factor = inverse_frequencies(scaling, dim, base, **parameters)
         order = None if axes is None else _check_axes(axes, dim)
         length_parameter = _ORIGINAL_LENGTH.get(scaling)
@@ -371,9 +371,9 @@ class RotaryEmbedding(_FloatTables):
         if isinstance(positions, Tensor) and positions.ndim == len(sizes) and positions.shape[0] >= n_axes:
             return
         # No repr of a tensor: it reads the values, which waits for a GPU and which torch.compile does not trace.
-        given = f"of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+        found = f"of shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
         raise ValueError(
-            f"positions is {given}, but must be a tensor ({', '.join(sizes)}) with a row for each of {n_axes} axes: "
+            f"positions is {found}, but must be a tensor ({', '.join(sizes)}) with a row for each of {n_axes} axes: "
             f"text has equal rows"
         )
 
@@ -438,7 +438,7 @@ class TritonRotary(_FloatTables):
 
     Attributes:
         dim: D.
-        max_seq_len: as given.
+        max_seq_len: the argument.
         cos, sin: the tables, (max_seq_len, D/2), float32, neither buffers nor in the state_dict.
 
     Raises:
@@ -525,8 +525,8 @@ def _read_hf_config(config: Any, layer_type: str | None, overrides: dict[str, An
     rope = {name: value for name, value in rope.items() if value is not None}
 
     max_length = getattr(config, "max_position_embeddings", None)
-    base = _first_given(rope.pop("rope_theta", None), config, ("rope_theta", "rotary_emb_base"), 10000.0)
-    partial = _first_given(
+    base = _first_value(rope.pop("rope_theta", None), config, ("rope_theta", "rotary_emb_base"), 10000.0)
+    partial = _first_value(
         rope.pop("partial_rotary_factor", None), config, ("partial_rotary_factor", "rotary_pct"), 1.0
     )
     old_name = rope.pop("type", "default")
@@ -590,6 +590,6 @@ def _size_of_tower(config: Any, hidden_size: Any, heads: Any) -> tuple[Any, Any]
     return getattr(config, "embed_dim", None) or hidden_size, getattr(config, "num_heads", None) or heads
 
 
-def _first_given(value: Any, config: Any, names: tuple[str, str], otherwise: float) -> Any:
+def _first_value(value: Any, config: Any, names: tuple[str, str], otherwise: float) -> Any:
     values = (value, *(getattr(config, name, None) for name in names), otherwise)
     return next(value for value in values if value is not None)

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
-class AppendFlags(NamedTuple):
-    """The arguments that are no tensors."""
-
-    interleaved: bool = False
-    rotary_offset: int = 0
-    has_norm: bool = False
-    eps: float = 1e-6
-    weight_offset: float = 0.0
-    after: bool = False
-    across_heads: bool = False
-    impl: str | None = None
-
-
 class AppendCall(NamedTuple):
-    """The arguments of a call."""
+    """The arguments of a call, those of the operator in their order."""
 
     k: Tensor  # (N, K, D)
     v: Tensor  # (N, K, Dv)
@@ -41,17 +27,11 @@ class AppendCall(NamedTuple):
     k_weight: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    flags: AppendFlags
-
-
-N_TENSORS = 14  # the fields before the flags
-Tensors = tuple[Tensor | None, ...]  # those fields
-
-# Each stands for a None, as what compares and reads tensors takes tensors alone. No argument has their dtype.
-ABSENT = tuple(torch.empty(0, dtype=torch.complex64, device="meta") for _ in range(7))
-
-
-def stand_in(call: AppendCall) -> tuple[Tensor, ...]:
-    """Return a call's tensors, with a stand-in for each None; their addresses are 0."""
-    optional = (absent if x is None else x for x, absent in zip(call[7:-1], ABSENT, strict=True))
-    return (*call[:7], *optional)
+    interleaved: bool = False
+    rotary_offset: int = 0
+    has_norm: bool = False
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    after: bool = False
+    across_heads: bool = False
+    impl: str | None = None

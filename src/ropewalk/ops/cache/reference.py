@@ -5,6 +5,8 @@ Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of valu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ from ropewalk.ops.rope.reference import join_pairs, rotate_pairs, split_pairs, t
 
 
 @torch.no_grad()
-def append(call: AppendCall) -> Tensor | None:
-    """Write k and v into their slots, and return q rotated."""
+def append(call: AppendCall) -> Sequence[Tensor]:
+    """Write k and v into their slots, and return q rotated if there is one."""
     n = call.slots.shape[0]
     page_size = call.k_cache.shape[1]
     n_slots = call.k_cache.shape[0] * page_size
@@ -36,34 +38,31 @@ def append(call: AppendCall) -> Tensor | None:
             assert scale is not None
             scale[index] = scales
     if call.q is None:
-        return None
-    q = map_features(call.q, call.q_weight, call).to(call.q.dtype)
-    out = torch.empty_like(call.q)
-    return out.copy_(q)
+        return ()
+    return (torch.empty_like(call.q).copy_(map_features(call.q, call.q_weight, call)),)
 
 
 def map_features(x: Tensor, weight: Tensor | None, call: AppendCall) -> Tensor:
     """Normalise and rotate x (N, heads, D), in float32."""
-    y, flags = x.float(), call.flags
-    if flags.after:
+    y = x.float()
+    if call.after:
         y = _rotate(y, call)
-    if flags.has_norm:
-        dims = (1, 2) if flags.across_heads else (2,)
-        y = y * torch.rsqrt(y.square().mean(dims, keepdim=True) + flags.eps)
+    if call.has_norm:
+        dims = (1, 2) if call.across_heads else (2,)
+        y = y * torch.rsqrt(y.square().mean(dims, keepdim=True) + call.eps)
         if weight is not None:
-            factors = weight.float() + flags.weight_offset
+            factors = weight.float() + call.weight_offset
             y = y * (factors if weight.shape == x.shape[2:] else factors.reshape(x.shape[1:]))
-    return y if flags.after else _rotate(y, call)
+    return y if call.after else _rotate(y, call)
 
 
 def _rotate(x: Tensor, call: AppendCall) -> Tensor:
-    flags = call.flags
     cos, sin, inside = token_rows(
         call.cos, call.sin, x.shape[0], positions=call.positions, layout="thd", axes=call.axes
     )
     cos, sin = cos[0, :, None], sin[0, :, None]
     width = 2 * cos.shape[-1]
-    before, middle, after = x.split([flags.rotary_offset, width, x.shape[-1] - flags.rotary_offset - width], dim=-1)
-    a, b = rotate_pairs(*split_pairs(middle, flags.interleaved), cos.to(x.dtype), sin.to(x.dtype))
-    rotated = torch.cat((before, join_pairs(a, b, flags.interleaved), after), dim=-1)
+    before, middle, after = x.split([call.rotary_offset, width, x.shape[-1] - call.rotary_offset - width], dim=-1)
+    a, b = rotate_pairs(*split_pairs(middle, call.interleaved), cos.to(x.dtype), sin.to(x.dtype))
+    rotated = torch.cat((before, join_pairs(a, b, call.interleaved), after), dim=-1)
     return rotated if inside is None else torch.where(inside[0, :, None, None], rotated, torch.nan)

@@ -1,6 +1,6 @@
 """The checks of `append_kv`'s arguments, and their errors.
 
-They read shapes, strides, dtypes and devices alone, so that a plan made after them holds for all calls with the same
+They read shapes, strides, dtypes and devices alone, so that a plan built after them holds for all calls with the same
 metadata. `check_values` is the exception: it reads values, of CPU tensors only.
 
 Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of values, R rotary dim.
@@ -72,7 +72,7 @@ def check_no_grad(call: AppendCall) -> None:
     """Raise if a tensor would need a gradient: nothing is differentiated."""
     if not torch.is_grad_enabled():
         return
-    for name, x in zip(call._fields, call[:-1], strict=False):
+    for name, x in zip(call._fields, call, strict=True):
         if isinstance(x, Tensor) and x.requires_grad:
             name = f"norm.{name}" if name.endswith("_weight") else name
             raise ValueError(f"{name} requires grad, but append_kv has no gradient: call under no_grad")
@@ -80,8 +80,8 @@ def check_no_grad(call: AppendCall) -> None:
 
 def _check_heads(call: AppendCall) -> None:
     k, v, q = call.k, call.v, call.q
-    given: list[tuple[str, Any, str]] = [("k", k, "(N, K, D)"), ("v", v, "(N, K, Dv)")]
-    for name, x, rule in given if q is None else [*given, ("q", q, "(N, H, D)")]:
+    tensors: list[tuple[str, Any, str]] = [("k", k, "(N, K, D)"), ("v", v, "(N, K, Dv)")]
+    for name, x, rule in tensors if q is None else [*tensors, ("q", q, "(N, H, D)")]:
         _check_tensor(name, x)
         if x.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be {rule}")
@@ -204,11 +204,11 @@ def _check_tables(call: AppendCall) -> None:
         raise ValueError(f"sin has shape {tuple(sin.shape)}, but must have cos's, {tuple(cos.shape)}")
     if sin.dtype != cos.dtype:
         raise TypeError(f"sin has dtype {sin.dtype}, but must have cos's, {cos.dtype}")
-    offset, width = call.flags.rotary_offset, 2 * cos.shape[1]
+    offset, width = call.rotary_offset, 2 * cos.shape[1]
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise TypeError(f"rotary_offset is {offset!r}, but must be an int")
-    if not isinstance(call.flags.interleaved, bool):
-        raise TypeError(f"interleaved is {call.flags.interleaved!r}, but must be True or False")
+    if not isinstance(call.interleaved, bool):
+        raise TypeError(f"interleaved is {call.interleaved!r}, but must be True or False")
     if offset < 0 or offset + width > head_dim:
         raise ValueError(
             f"rotary_offset {offset} and the rotary dim {width} (twice the width of cos) must lie within the head dim, "
@@ -240,32 +240,31 @@ def _check_tables(call: AppendCall) -> None:
 
 
 def _check_norm(call: AppendCall) -> None:
-    flags = call.flags
-    if not flags.has_norm:
+    if not call.has_norm:
         return
-    for name, number in (("eps", flags.eps), ("offset", flags.weight_offset)):
+    for name, number in (("eps", call.eps), ("offset", call.weight_offset)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"norm.{name} is {number!r}, but must be a float")
         if not abs(number) < math.inf:
             raise ValueError(f"norm.{name} is {number}, but must be finite")
-    if flags.eps < 0:
-        raise ValueError(f"norm.eps is {flags.eps}, but must be at least 0")
+    if call.eps < 0:
+        raise ValueError(f"norm.eps is {call.eps}, but must be at least 0")
     for name, x, weight in (("q", call.q, call.q_weight), ("k", call.k, call.k_weight)):
         if x is None:
             continue
         name = f"norm.{name}_weight"
         if weight is None:
-            if flags.weight_offset:
-                raise ValueError(f"{name} is None, but norm.offset is {flags.weight_offset}: it must be 0.0 there")
+            if call.weight_offset:
+                raise ValueError(f"{name} is None, but norm.offset is {call.weight_offset}: it must be 0.0 there")
             continue
         _check_tensor(name, weight)
         if weight.dtype not in TABLE_DTYPES:
             raise TypeError(f"{name} has dtype {weight.dtype}, but must be float16, bfloat16, float32 or float64")
         _check_device(name, weight, call.k)
         heads, dim = x.shape[1:]
-        allowed = ((heads * dim,),) if flags.across_heads else ((dim,), (heads, dim))
+        allowed = ((heads * dim,),) if call.across_heads else ((dim,), (heads, dim))
         if tuple(weight.shape) not in allowed:
-            rule = f"(heads * D,), ({heads * dim},)" if flags.across_heads else f"(D,), ({dim},), or (heads, D)"
+            rule = f"(heads * D,), ({heads * dim},)" if call.across_heads else f"(D,), ({dim},), or (heads, D)"
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, but must be {rule}")
 
 

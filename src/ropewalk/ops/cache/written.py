@@ -15,17 +15,19 @@ _MAX_DISTANCES = 4096  # a stream of ever new caches must not fill the memory
 
 
 class WrittenPair:
-    """Two tensors of these kinds that are written: whether they lie apart, by their addresses."""
+    """Two tensors of a call that are written: whether they lie apart, by their addresses."""
 
-    def __init__(self, names: tuple[str, str], x: Tensor, other: Tensor) -> None:
-        self.names = names
+    def __init__(self, call: AppendCall, name: str, other_name: str) -> None:
+        self.names = name, other_name
+        x, other = getattr(call, name), getattr(call, other_name)
         self.kinds = x.shape, x.stride(), other.shape, other.stride()
         self.itemsize = x.element_size()
+        there = [name for name, x in call._asdict().items() if isinstance(x, Tensor)]
+        self.indices = there.index(name), there.index(other_name)  # among the addresses of a call
         self.distances: set[int] = set()  # at which they are known to share nothing
 
-    def check(self, address: int, other: int) -> None:
+    def check(self, distance: int) -> None:
         """Raise where they share memory."""
-        distance = other - address
         if share_memory(*self.kinds, distance, self.itemsize):
             name, other_name = self.names
             raise ValueError(
@@ -37,22 +39,8 @@ class WrittenPair:
         self.distances.add(distance)
 
 
-def find_written(call: AppendCall) -> tuple[WrittenPair, WrittenPair | None]:
+def find_written(call: AppendCall) -> list[WrittenPair]:
     """Return the caches of a call, and its scales where they are written."""
-    caches = WrittenPair(("k_cache", "v_cache"), call.k_cache, call.v_cache)
-    if call.k_scale is None or call.v_scale is None or not writes_scales(call):
-        return caches, None
-    return caches, WrittenPair(("k_scale", "v_scale"), call.k_scale, call.v_scale)
-
-
-def check_written(call: AppendCall) -> None:
-    """Raise where caches share memory, or scales that are written."""
-    caches, scales = find_written(call)
-    caches.check(call.k_cache.data_ptr(), call.v_cache.data_ptr())
-    if scales is not None and call.k_scale is not None and call.v_scale is not None:
-        scales.check(call.k_scale.data_ptr(), call.v_scale.data_ptr())
-
-
-def writes_scales(call: AppendCall) -> bool:
-    """Say whether the scales of a call are written; else they are read."""
-    return format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
+    writes_scales = format_of(call.k_cache, call.k) in (Format.INT8, Format.INT4)
+    pairs = (("k_cache", "v_cache"), *((("k_scale", "v_scale"),) if writes_scales else ()))
+    return [WrittenPair(call, *names) for names in pairs]

@@ -1,4 +1,4 @@
-"""Norm, rotation, quantisation and the write into pages as one Triton kernel, its specialisation and its compilation.
+"""Norm, rotation, quantisation and the write into pages as one Triton kernel.
 
 Shape letters: N tokens, H query heads, K key heads, D head dim, Dv that of values, R rotary dim (R/2 pairs).
 
@@ -10,54 +10,12 @@ the partners of pairs are loaded again, from the cache of the multiprocessor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.compiler import ASTSource
 
-
-@dataclass(frozen=True)
-class AppendSpecialisation:
-    """The values that the kernel is compiled for: each distinct set is one binary."""
-
-    dtype: str  # of q, k and v, in Triton's letters: bf16, fp16, fp32
-    table_dtype: str  # of cos and sin
-    slots_dtype: str  # i32 or i64
-    positions_dtype: str | None  # None: row n of the tables is token n's
-    axes_dtype: str | None  # None: one position for each token
-    q_weight_dtype: str | None
-    k_weight_dtype: str | None
-    q_per_head: bool  # whether each head has weights of its own
-    k_per_head: bool
-    format: int  # of the caches, a `Format`
-    n_q_heads: int  # 0 without q
-    n_kv_heads: int
-    head_dim: int
-    value_dim: int
-    half: int  # R / 2
-    rotary_offset: int
-    interleaved: bool
-    n_axes: int
-    has_norm: bool
-    eps: float
-    weight_offset: float
-    after: bool
-    across_heads: bool
-    page_size: int
-    k_feature_stride: int  # of the caches, in elements
-    v_feature_stride: int
-    pointer_alignment: int  # bytes: the largest power of two up to 16 that divides every address
-    stride_unit: int  # elements: strides of q, k, v and the rotated q are given in multiples of it
-    cache_stride_unit: int
-    table_stride_unit: int
-    stride_dtype: str  # i32, or i64 where a stride needs it
-    block_tokens: int
-    block_heads: int
-    threads: int
-    native_fp8: bool  # the GPU rounds to float8 by an instruction
-    registers: int = 0  # that a thread may have; 0: as many as the compiler takes
+from ropewalk.ops.launch.kernel import Kernel
 
 
 class Pages(NamedTuple):
@@ -569,83 +527,6 @@ def append_kernel(
             store_features(v, v_rows, v_scales, v_scale_stride_group, mask, FORMAT, DV, V_FEATURE_STRIDE, NATIVE)
 
 
-STORED = {0: None, 1: "u8", 2: "i8", 3: "u8"}  # Triton's letters of a format's elements; None: those of k
-N_POINTERS = sum(name.endswith("_ptr") for name in append_kernel.arg_names)
-OPTIONAL = ("q_weight_ptr", "k_weight_ptr", "k_scale_ptr", "v_scale_ptr", "axes_ptr", "positions_ptr")
-
-
-def kernel_constants(spec: AppendSpecialisation) -> dict[str, Any]:
-    """Return the kernel's compile-time arguments."""
-    least = 32 if spec.format == 3 else 16
-    return {
-        "FORMAT": spec.format,
-        "HQ": spec.n_q_heads,
-        "HK": spec.n_kv_heads,
-        "D": spec.head_dim,
-        "DV": spec.value_dim,
-        "HALF": spec.half,
-        "ROTARY_OFFSET": spec.rotary_offset,
-        "INTERLEAVED": spec.interleaved,
-        "N_AXES": spec.n_axes,
-        "HAS_NORM": spec.has_norm,
-        "EPS": spec.eps,
-        "WEIGHT_OFFSET": spec.weight_offset,
-        "AFTER": spec.after,
-        "ACROSS": spec.across_heads,
-        "Q_PER_HEAD": spec.q_per_head,
-        "K_PER_HEAD": spec.k_per_head,
-        "PAGE_SIZE": spec.page_size,
-        "K_FEATURE_STRIDE": spec.k_feature_stride,
-        "V_FEATURE_STRIDE": spec.v_feature_stride,
-        "STRIDE_UNIT": spec.stride_unit,
-        "CACHE_STRIDE_UNIT": spec.cache_stride_unit,
-        "TABLE_STRIDE_UNIT": spec.table_stride_unit,
-        "BLOCK_TOKENS": spec.block_tokens,
-        "BLOCK_HEADS": spec.block_heads,
-        "BLOCK_D": max(least, triton.next_power_of_2(spec.head_dim)),
-        "BLOCK_DV": max(least, triton.next_power_of_2(spec.value_dim)),
-        "NATIVE": spec.native_fp8,
-    }
-
-
-def kernel_source(spec: AppendSpecialisation) -> ASTSource:
-    """Return the source that Triton compiles for `spec`; it needs no GPU."""
-    stored = STORED[spec.format] or spec.dtype
-    scales = {0: None, 1: "fp32", 2: "fp32", 3: "fp16"}[spec.format]
-    dtypes = {
-        "k_cache_ptr": stored,
-        "v_cache_ptr": stored,
-        "cos_ptr": spec.table_dtype,
-        "sin_ptr": spec.table_dtype,
-        "q_weight_ptr": spec.q_weight_dtype,
-        "k_weight_ptr": spec.k_weight_dtype,
-        "k_scale_ptr": scales,
-        "v_scale_ptr": scales,
-        "axes_ptr": spec.axes_dtype,
-        "positions_ptr": spec.positions_dtype,
-        "slots_ptr": spec.slots_dtype,
-    }
-    constants = kernel_constants(spec)
-    signature, attributes = {}, {}
-    for index, name in enumerate(append_kernel.arg_names):
-        if name.endswith("_ptr") and name in OPTIONAL and dtypes[name] is None:
-            constants[name] = None
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = "*" + (dtypes.get(name) or spec.dtype)
-            if name not in ("positions_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr", "axes_ptr"):
-                attributes[index,] = [["tt.divisibility", spec.pointer_alignment]]
-        else:
-            signature[name] = spec.stride_dtype if "_stride" in name else "i64" if name == "n_slots" else "i32"
-    return ASTSource(append_kernel, signature, constexprs=constants, attrs=attributes)
-
-
-def compile_kernel(spec: AppendSpecialisation, target: Any = None) -> Any:
-    """Compile the kernel for `target`, by default the current GPU."""
-    target = target or triton.runtime.driver.active.get_current_target()
-    num_warps = max(1, spec.threads // target.warp_size)
-    options = {"num_warps": num_warps}
-    if spec.registers and target.backend == "cuda":
-        options["maxnreg"] = spec.registers
-    return triton.compile(kernel_source(spec), target=target, options=options)
+APPEND = Kernel(
+    append_kernel, unaligned=("k_scale_ptr", "v_scale_ptr", "axes_ptr", "positions_ptr", "slots_ptr"), wide=("n_slots",)
+)
